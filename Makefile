@@ -1,0 +1,64 @@
+# Every target first makes .venv if it is missing, and brings it up to date if pyproject.toml or
+# constraints.txt changed. Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+PYTEST_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Also when its interpreter no longer starts: the system's has moved, say.
+MISSING := $(shell $(BIN)/python -c '' 2>/dev/null || echo new-environment)
+BENCHMARKS = $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py))
+
+# Ranks of a test are threads or processes of one machine: more threads in each only get in the way.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench bench-gpu clean new-environment
+
+help:
+	@echo "make demo       every strategy on one real input, over 4 local processes"
+	@echo "make test       the tests; test-all adds the slow ones"
+	@echo "make lint       ruff and pyright; format rewrites the files"
+	@echo "make bench      the benchmarks of benchmarks/; bench-gpu those that need a GPU"
+
+demo: $(STAMP)
+	$(BIN)/tilewise demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+
+# A torch that is there and new enough stays (a CUDA build, say): the pin follows it. Otherwise the
+# pin decides, because an unpinned torch may bring gigabytes of CUDA packages along.
+$(STAMP): pyproject.toml constraints.txt $(MISSING)
+	@torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null || true); \
+	case "$$torch" in 2.11.*|2.12.*|2.13.*) pin="torch==$$torch";; *) pin='&';; esac; \
+	sed "s/^torch==.*/$$pin/" constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+new-environment:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tilewise needs Python 3.11 or newer, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	$(PYTHON) -m venv --clear $(VENV)

@@ -1,0 +1,24 @@
+"""Exact softmax attention over sequences split across many devices."""
+
+from tilewise import masks
+from tilewise.attend import attention
+from tilewise.checker import check
+from tilewise.context import ContextParallel
+from tilewise.layout import Layout, Run, contiguous, striped, zigzag
+from tilewise.lowering import lower
+from tilewise.mask import Causal, Document, Full, Mask, Window
+from tilewise.plan import Plan, PlanError
+from tilewise.plan_json import from_json, to_json
+from tilewise.program import Program
+from tilewise.pruning import droppable, prune
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.balanced_ring import balanced_ring
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tree import tree
+from tilewise.strategies.ulysses import ulysses
+from tilewise.text import parse, show
+from tilewise.threads import loopback
+from tilewise.workload import Volume, Workload, volume

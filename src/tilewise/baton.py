@@ -1,0 +1,127 @@
+"""Threads that pass a baton: exactly one runs at a time, hands over when it waits.
+
+It stands alone because it knows nothing of messages: who runs next, who is released, what is
+raised.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+
+# Enough for torch's deepest calls; 256 threads with the usual 8 MiB would reserve 2 GiB.
+_STACK_BYTES = 4 * 2**20
+_WAITERS_SHOWN = 4
+
+
+class Released(BaseException):
+    """Ends a rank whose wait can never be over; no `except Exception` keeps it."""
+
+
+class Baton:
+    """Lets one of n ranks run at a time, in the order in which they became able to.
+
+    Ranks go on as long as they can, also after another has failed. When nobody can, those that
+    wait are released: by Released after a failure; else they wait for each other, and that is
+    the failure.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._turns = [threading.Semaphore(0) for _ in range(n)]
+        self._ready = deque(range(1, n))
+        self._waiting: dict[int, Callable[[], str]] = {}
+        self._released: dict[int, BaseException] = {}
+        self._failures: dict[int, BaseException] = {}
+        self._cancelled = False
+        self._turns[0].release()
+
+    def run(self, body: Callable[[int], None]) -> None:
+        """Run body(rank) on a thread per rank, once; raise what the lowest rank raised."""
+        threads = [
+            threading.Thread(target=copy_context().run, args=(self._turn, rank, body), daemon=True)
+            for rank in range(len(self._turns))
+        ]
+        try:
+            with _stack_size(_STACK_BYTES):
+                for thread in threads:
+                    thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._cancel(threads, body)
+            raise
+        if self._failures:
+            rank = min(self._failures)
+            error = self._failures[rank]
+            error.add_note(f"raised on rank {rank} of {len(threads)}")
+            raise error
+
+    def wait(self, rank: int, reason: Callable[[], str]) -> None:
+        """Hand the baton over until another rank wakes this one.
+
+        Args:
+            reason: completes "rank 3 waits ...".
+        """
+        self._waiting[rank] = reason
+        self._pass_on()
+        self._turns[rank].acquire()
+        if rank in self._released:
+            raise self._released[rank]
+
+    def wake(self, rank: int) -> None:
+        """Let a rank that waits go on when its turn comes."""
+        if self._waiting.pop(rank, None) is not None:
+            self._ready.append(rank)
+
+    def _turn(self, rank: int, body: Callable[[int], None]) -> None:
+        self._turns[rank].acquire()
+        try:
+            if not self._cancelled:
+                body(rank)
+        except BaseException as error:
+            # What a released rank raises follows from a failure that is already known.
+            if rank not in self._released:
+                self._failures[rank] = error
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._waiting and (self._cancelled or not self._ready):
+            self._release_all()
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
+
+    def _release_all(self) -> None:
+        ranks = sorted(self._waiting)
+        if not self._failures and not self._cancelled:
+            deadlock = RuntimeError(self._deadlock(ranks))
+            self._failures[ranks[0]] = self._released[ranks[0]] = deadlock
+        for rank in ranks:
+            self._released.setdefault(rank, Released())
+            self.wake(rank)
+
+    def _deadlock(self, ranks: Sequence[int]) -> str:
+        waits = [f"rank {rank} waits {self._waiting[rank]()}" for rank in ranks[:_WAITERS_SHOWN]]
+        if len(ranks) > _WAITERS_SHOWN:
+            waits.append(f"{len(ranks) - _WAITERS_SHOWN} more ranks wait")
+        ended = f"{len(self._turns) - len(ranks)} of {len(self._turns)} ranks have ended"
+        return f"no rank can go on: {'; '.join(waits)}; {ended}"
+
+    def _cancel(self, threads: Sequence[threading.Thread], body: Callable[[int], None]) -> None:
+        """End all ranks at their next wait, after an interrupt or a thread that did not start."""
+        self._cancelled = True
+        for rank, thread in enumerate(threads):
+            if thread.ident is None:
+                self._turn(rank, body)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+@contextmanager
+def _stack_size(num_bytes: int) -> Iterator[None]:
+    before = threading.stack_size(num_bytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,173 @@
+"""Kernel calls bound to blocks: which rows of which block each call gathers, and where it adds.
+
+Done once per tile, layout and mask; in the loop there are only slices and index tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.blocks import Block
+from tilewise.calls import Call, Ranges, row_index
+from tilewise.layout import Layout
+from tilewise.mask import Mask
+from tilewise.plan import Rows, Tile
+from tilewise.tile import tile_calls
+
+Index = slice | Tensor
+MAX_PIECES = 8  # a part in more pieces is gathered by index
+
+
+class Part(NamedTuple):
+    """Rows of one shard in one side of a call: in the call, in its block, in the whole shard."""
+
+    shard: int
+    call: Index
+    block: Index
+    local: Index
+
+
+class BoundCall(NamedTuple):
+    """A call with its rows' places; kv_head is the only KV head of the group it is for, or None."""
+
+    call: Call
+    q: tuple[Part, ...]
+    k: tuple[Part, ...]
+    kv_head: int | None
+
+
+class Binder:
+    """Turns tiles into bound calls for one pair of layouts and one mask, and remembers them.
+
+    Args:
+        layouts: of the query and the KV shards.
+        mask: a mask that differs by KV head is bound head by head.
+        square_causal: what the kernel wants of causal calls.
+        group_kv_heads: KV heads of one head group, and of all.
+    """
+
+    def __init__(
+        self,
+        layouts: tuple[Layout, Layout],
+        mask: Mask,
+        square_causal: bool,
+        kv_heads: tuple[int, int],
+        device: torch.device,
+    ):
+        self.layouts, self.mask, self.square_causal = layouts, mask, square_causal
+        self.kv_heads, self.device = kv_heads, device
+        self._known: dict[tuple, tuple[BoundCall, ...]] = {}
+
+    @cached_property
+    def _per_head(self) -> bool:
+        return getattr(self.mask, "heads", None) is not None
+
+    def calls(
+        self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]
+    ) -> Sequence[BoundCall]:
+        """The calls of a tile whose blocks hold these rows, query side first."""
+        key = (tile if self._per_head else tile[:2], held)
+        if key not in self._known:
+            self._known[key] = tuple(self._bind(tile, held))
+        return self._known[key]
+
+    def _bind(self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]):
+        local = [[_expand(rows) for rows in side] for side in held]
+        positions = [
+            np.concatenate([layout.rows(s)[x] for s, x in zip(shards, rows, strict=True)])
+            for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
+        ]
+        for kv_head, mask in self._masks(tile.heads):
+            for call in tile_calls(*positions, mask, square_causal=self.square_causal):
+                q, k = (self._parts(r, x) for r, x in zip((call.q, call.k), local, strict=True))
+                yield BoundCall(call, q, k, kv_head)
+
+    def _masks(self, group: int) -> list[tuple[int | None, Mask]]:
+        if not self._per_head:
+            return [(None, self.mask)]
+        in_group, in_all = self.kv_heads
+        first = group * in_all // max(1, in_all // in_group) if in_group > 1 else group
+        heads: Sequence[Mask] = self.mask.heads  # pyright: ignore[reportAttributeAccessIssue]
+        return [(i, heads[first + i]) for i in range(in_group)]
+
+    def _parts(self, ranges: Ranges, local: Sequence[np.ndarray]) -> tuple[Part, ...]:
+        rows = row_index(ranges)
+        starts = np.cumsum([0, *map(len, local)])
+        shards = np.searchsorted(starts, rows, side="right") - 1
+        parts: list[Part] = []
+        for shard in np.unique(shards).tolist():
+            in_call = np.flatnonzero(shards == shard)
+            in_block = rows[in_call] - starts[shard]
+            parts += self._pieces(shard, (in_call, in_block, local[shard][in_block]))
+        return tuple(sorted(parts, key=lambda part: _first(part.call)))
+
+    def _pieces(self, shard: int, places: tuple[np.ndarray, ...]) -> list[Part]:
+        whole = [_progression(x) for x in places]
+        if None not in whole:
+            return [Part(shard, *whole)]
+        breaks = np.flatnonzero(np.logical_or.reduce([np.diff(x) != 1 for x in places])) + 1
+        if len(breaks) < MAX_PIECES:
+            pieces = zip(*(np.split(x, breaks) for x in places), strict=True)
+            return [
+                Part(shard, *(slice(int(x[0]), int(x[-1]) + 1) for x in piece)) for piece in pieces
+            ]
+        return [Part(shard, *(torch.from_numpy(x).to(self.device) for x in places))]
+
+
+def gather(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor:
+    """The rows of a call, of one field: a view where they lie side by side, else a copy."""
+    if len(parts) == 1:
+        return blocks[parts[0].shard].fields[name][parts[0].block]
+    in_order = all(_is_range(part.call) for part in parts)
+    beside = _side_by_side(blocks, parts, name) if in_order else None
+    if beside is not None:
+        return beside
+    pieces = [blocks[part.shard].fields[name][part.block] for part in parts]
+    if in_order:
+        return torch.cat(pieces)
+    gathered = pieces[0].new_empty((sum(map(len, pieces)), *pieces[0].shape[1:]))
+    for part, piece in zip(parts, pieces, strict=True):
+        gathered[part.call] = piece
+    return gathered
+
+
+def _side_by_side(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor | None:
+    arena = blocks[parts[0].shard].arena
+    if arena is None:
+        return None
+    begin = end = None
+    for part in parts:
+        block = blocks[part.shard].arena
+        if block is None or block[0] is not arena[0] or not _is_range(part.block):
+            return None
+        if end not in (None, block[1] + part.block.start):
+            return None
+        begin = block[1] + part.block.start if begin is None else begin
+        end = block[1] + part.block.stop
+    return arena[0].fields[name][begin:end]
+
+
+def _expand(rows: Rows) -> np.ndarray:
+    return row_index(rows)
+
+
+def _progression(x: np.ndarray) -> slice | None:
+    """An ascending arithmetic progression as a slice."""
+    step = int(x[1] - x[0]) if len(x) > 1 else 1
+    if step < 1 or (len(x) > 2 and (np.diff(x) != step).any()):
+        return None
+    return slice(int(x[0]), int(x[-1]) + 1, step)
+
+
+def _is_range(index: Index) -> TypeGuard[slice]:
+    return isinstance(index, slice) and index.step in (None, 1)
+
+
+def _first(index: Index) -> int:
+    return index.start if isinstance(index, slice) else int(index[0])

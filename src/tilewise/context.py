@@ -1,0 +1,112 @@
+"""ContextParallel: the short way to a sequence split over the ranks of a group."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.attend import attention
+from tilewise.choice import fewest_bytes
+from tilewise.gathering import gather_shards
+from tilewise.layout import Layout, contiguous, zigzag
+from tilewise.mask import Full, Mask
+from tilewise.plan import Plan
+from tilewise.transport import transport_for
+from tilewise.workload import Workload
+
+
+class ContextParallel:
+    """A group, a layout, a mask and a strategy that belong together.
+
+        cp = tw.ContextParallel(mesh["cp"], num_tokens=len(tokens), mask=tw.Causal())
+        x = cp.shard(embeddings, dim=0)         # this rank's rows; cp.position_ids goes with them
+        out = cp.attention(q, k, v)
+        logits = cp.unshard(head(out), dim=0)   # the whole sequence on every rank
+
+    Args:
+        mesh_or_group: a one-dimensional DeviceMesh, or what attention takes as group.
+        num_tokens: length of the whole sequence; need not divide by the number of ranks.
+        mask: for all calls of attention that do not name another.
+        strategy: a plan, or "auto": at the first call the one that moves fewest bytes.
+        layout: None: contiguous for Full, zigzag for all other masks.
+    """
+
+    def __init__(
+        self,
+        mesh_or_group: Any = None,
+        *,
+        num_tokens: int,
+        mask: Mask | None = None,
+        strategy: str | Plan = "auto",
+        layout: Layout | None = None,
+    ):
+        if isinstance(mesh_or_group, DeviceMesh):
+            if mesh_or_group.ndim != 1:
+                raise ValueError(
+                    f"the mesh has {mesh_or_group.ndim} dimensions {mesh_or_group.mesh_dim_names}; "
+                    'pass one of them, as in mesh["cp"]'
+                )
+            mesh_or_group = mesh_or_group.get_group()
+        if strategy != "auto" and not isinstance(strategy, Plan):
+            raise ValueError(
+                f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
+            )
+        self.group = mesh_or_group
+        transport = transport_for(mesh_or_group)
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.mask = Full() if mask is None else mask
+        self.mask.check_tokens(num_tokens)
+        if layout is None:
+            default = contiguous if isinstance(self.mask, Full) else zigzag
+            layout = default(num_tokens, self.world_size)
+        if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
+            raise ValueError(
+                f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
+                f"{num_tokens} on {self.world_size}; make it for these"
+            )
+        self.layout, self.strategy = layout, strategy
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Global positions of this rank's rows, a LongTensor [num_rows]."""
+        return self.layout.positions(self.rank)
+
+    def shard(self, x: Tensor, dim: int = -3) -> Tensor:
+        """This rank's rows of a whole tensor, along its token dimension."""
+        return self.layout.shard(x, self.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int = -3) -> Tensor:
+        """The whole tensor on every rank; its backward sums over ranks, then shards."""
+        return gather_shards(x, self.layout, transport_for(self.group), dim)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """tw.attention of this rank's rows; options are its keyword arguments.
+
+        Args:
+            mask: instead of the one given at the start (layers with windows among full ones).
+        """
+        chosen = {"plan": self.plan(q, k), "layout": self.layout, "group": self.group}
+        return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
+
+    def plan(self, q: Tensor, k: Tensor) -> Plan:
+        """The strategy's plan; "auto" is decided here, by the shapes of the first call."""
+        if not isinstance(self.strategy, Plan):
+            dtype = str(q.dtype).removeprefix("torch.")
+            self.strategy = fewest_bytes(
+                Workload(
+                    num_tokens=self.layout.num_tokens,
+                    num_heads=q.shape[-2],
+                    num_kv_heads=k.shape[-2],
+                    head_dim=q.shape[-1],
+                    dtype=dtype,
+                    mask=self.mask,
+                    layout=self.layout,
+                ),
+                self.world_size,
+            )
+        return self.strategy

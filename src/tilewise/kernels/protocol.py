@@ -1,0 +1,126 @@
+"""What an attention kernel is, and the conventions at its boundary.
+
+Every kernel yields natural-log lse, -inf on rows no key reaches, where out is 0: made so once, here
+at the boundary, so that merging, gradients and transports need not know kernels apart.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tilewise.calls import Call
+from tilewise.kernels.merge import merge_into
+
+Accumulators: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Kernel(Protocol):
+    """Attention of one call's rows, gathered in call order.
+
+    q is [m, batch, num_heads, head_dim], k and v are [n, batch, num_kv_heads, head_dim], of any
+    strides with unit last stride; query head h reads KV head h // (num_heads // num_kv_heads).
+
+    Attributes:
+        name: for messages.
+        square_causal: causal calls must have as many queries as keys (`tile_calls` obliges).
+    """
+
+    name: str
+    square_causal: bool
+
+    def supports(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        """None if the kernel can, else the reason why not."""
+        ...
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """out = softmax(scale q k^T + mask) v and its lse, over the call's keys alone.
+
+        Args:
+            into: (out, lse) of the call's rows so far, fp32 or wider, changed in place by merging.
+        Returns:
+            out [m, batch, num_heads, head_dim] in the kernel's own dtype, lse [m, batch, num_heads]
+            in `accumulator_dtype`; `into` itself where it is given.
+        """
+        ...
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: Call,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The call's share of dq, dk, dv.
+
+        p = exp(scale q k^T - lse);  ds = p (dout v^T - delta);
+        dq = scale ds k;  dk = scale ds^T q;  dv = p^T dout.
+
+        Args:
+            lse, delta: [m, batch, num_heads], of the whole attention, not of this call;
+                delta = rowsum(out * dout) - dlse.
+        """
+        ...
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, else fp32: of lse, delta and partials in memory."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def no_keys(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries that see nothing: 0 and -inf; dtype of out, default q's."""
+    out = torch.zeros_like(q, dtype=dtype or q.dtype)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
+    return out, lse
+
+
+def deliver(out: Tensor, lse: Tensor, into: Accumulators | None) -> tuple[Tensor, Tensor]:
+    """Merge a call's result into the accumulators, if there are any; what `forward` returns."""
+    if into is None:
+        return out, lse
+    merge_into(*into, out, lse)
+    return into
+
+
+def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout', out) with rowsum(out * dout') = delta, for kernels that want out to derive delta.
+
+    out is zero but in its first column: out_0 = delta / dout_0. In half precision what rounding
+    leaves of delta goes to two more columns, so that about 24 bits arrive. Where |dout_c| is below
+    2**-s |delta| (a loss of lse alone has dout = 0) dout' takes that value: far under the rounding
+    of any gradient it enters, in fp16 (s = 15, for its range) a sixteenth of it. Cheaper than a
+    padded column, and head_dim stays what it is.
+
+    Args:
+        dout: [m, batch, num_heads, head_dim]; not changed.
+        delta: [m, batch, num_heads], fp32 or wider.
+    """
+    dout, out = dout.clone(), torch.zeros_like(dout)
+    shift = {torch.float64: 200, torch.float16: 15}.get(dout.dtype, 80)
+    tiny = torch.finfo(dout.dtype).tiny
+    num_columns = min(3 if dout.dtype.itemsize == 2 else 1, dout.shape[-1])
+    rest = delta.to(accumulator_dtype(dout.dtype))
+    for c in range(num_columns):
+        least = (rest.abs() * 2.0**-shift).clamp_min(tiny)
+        divisor = dout[..., c].to(rest.dtype)
+        divisor = torch.where((divisor.abs() < least) & (rest != 0), least, divisor)
+        dout[..., c] = divisor
+        divisor = dout[..., c].to(rest.dtype)
+        out[..., c] = torch.where(rest == 0, 0.0, rest / divisor)
+        rest = rest - out[..., c].to(rest.dtype) * divisor
+    return dout, out

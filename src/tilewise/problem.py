@@ -1,0 +1,209 @@
+"""One rank's attention call, checked: everything that can be wrong is found before a byte moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.checker import check_shards
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.select import kernel_for
+from tilewise.layout import Layout
+from tilewise.mask import Mask
+from tilewise.payload import HeadGroups, head_groups
+from tilewise.plan import Plan, Side
+from tilewise.table import shard_layouts
+from tilewise.workload import check_dtype, check_gathered, saving
+
+
+class Options(NamedTuple):
+    """The keyword arguments of attention, as given."""
+
+    plan: Plan
+    backward_plan: Plan | None
+    layout: Layout
+    kv_layout: Layout | None
+    mask: Mask
+    softmax_scale: float | None
+    wire_dtype: torch.dtype | str | None
+    save: str | None
+    prune: bool
+    q_positions: Sequence[int] | Tensor | None
+
+
+class Problem(NamedTuple):
+    """A checked call.
+
+    Attributes:
+        plans, layouts, groups: forward's and backward's plan and head groups; the layouts of the
+            query and the KV shards.
+    """
+
+    plans: tuple[Plan, Plan]
+    layouts: tuple[Layout, Layout]
+    mask: Mask
+    groups: tuple[HeadGroups, HeadGroups]
+    head_dim: int
+    scale: float
+    dtype: str
+    wire_dtype: str
+    gathered: bool
+    prune: bool
+    kernel: Kernel
+
+
+def make_problem(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, rank: int, world_size: int
+) -> Problem:
+    """Check one rank's call.
+
+    Raises:
+        ValueError: with both numbers and the fix.
+    """
+    plan, mask = options.plan, options.mask
+    backward = options.backward_plan or plan
+    for one in {plan.name: plan, backward.name: backward}.values():
+        if one.world_size != world_size:
+            raise ValueError(
+                f"{one.name} is for {one.world_size} ranks, but the group has {world_size}; "
+                f"make the plan for {world_size}"
+            )
+    if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
+        raise ValueError(
+            f"{backward.name} and {plan.name} own shards differently; a backward plan needs the "
+            "forward plan's owners"
+        )
+    _check_tensors(q, k, v)
+    layouts = _layouts(options, q.shape[-3])
+    _check_rows(q, k, layouts, plan, rank)
+    mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
+    heads = q.shape[-2], k.shape[-2]
+    _check_mask_heads(mask, heads[1])
+    dtype = str(q.dtype).removeprefix("torch.")
+    wire = str(options.wire_dtype or dtype).removeprefix("torch.")
+    check_dtype("wire_dtype", wire)
+    gathered = saving(plan, options.save) == "gathered"
+    if gathered and options.backward_plan is not None:
+        check_gathered(plan, backward)
+    for one in (plan, backward):
+        if not one.scripted:
+            one.memo(("checked", mask, layouts), lambda one=one: check_shards(one, mask, *layouts))
+    return Problem(
+        (plan, backward),
+        layouts,
+        mask,
+        (head_groups(*heads, plan.num_head_groups), head_groups(*heads, backward.num_head_groups)),
+        q.shape[-1],
+        _scale(options.softmax_scale, q.shape[-1]),
+        dtype,
+        wire,
+        gathered,
+        options.prune,
+        kernel_for(q.device.type, q.dtype, q.shape[-1]),
+    )
+
+
+def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -> dict[str, str]:
+    """What all ranks must have in common, most telling first."""
+    q_layout, kv_layout = problem.layouts
+    fields: dict[str, Any] = {
+        "num_tokens": kv_layout.num_tokens,
+        "plan": problem.plans[0].fingerprint,
+        "backward_plan": problem.plans[1].fingerprint,
+        "mask": problem.mask,
+        "layout": q_layout.fingerprint,
+        "kv_layout": kv_layout.fingerprint,
+        "dtype": problem.dtype,
+        "num_dimensions": q.ndim,
+        "batch": q.shape[0] if q.ndim == 4 else 1,
+        "num_heads": q.shape[-2],
+        "num_kv_heads": k.shape[-2],
+        "head_dim": problem.head_dim,
+        "softmax_scale": problem.scale,
+        "wire_dtype": problem.wire_dtype,
+        "save": "gathered" if problem.gathered else "replay",
+        "prune": problem.prune,
+        "requires_grad": needs_grad,
+        "device": q.device.type,
+    }
+    return {name: str(value) for name, value in fields.items()}
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"{shapes} must all be [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]"
+        )
+    if v.shape != k.shape:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape; "
+            "a value head_dim other than the key's is not supported"
+        )
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
+        raise ValueError(
+            f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) must be equal, and at least 1"
+        )
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"batch of q ({q.shape[0]}) and k ({k.shape[0]}) must be equal")
+    for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device)):
+        if not of(q) == of(k) == of(v):
+            raise ValueError(f"q, k, v have {what} {of(q)}, {of(k)}, {of(v)}; they must be equal")
+    check_dtype("dtype", str(q.dtype).removeprefix("torch."))
+
+
+def _layouts(options: Options, num_queries: int) -> tuple[Layout, Layout]:
+    plan, positions = options.plan, options.q_positions
+    kv_layout = options.kv_layout or options.layout
+    if plan.replicated_queries:
+        if positions is None:
+            last = kv_layout.num_tokens
+            positions = range(last - num_queries, last)
+        positions = [int(x) for x in positions]
+        if len(positions) != num_queries:
+            raise ValueError(
+                f"q has {num_queries} tokens but q_positions {len(positions)}; pass one for each"
+            )
+        if positions and not 0 <= min(positions) <= max(positions) < kv_layout.num_tokens:
+            raise ValueError(
+                f"q_positions {min(positions)}..{max(positions)} must lie in 0..{kv_layout.num_tokens - 1}"
+            )
+    for name, layout in (("layout", options.layout), ("kv_layout", kv_layout)):
+        if not layout.is_partition:
+            raise ValueError(
+                f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
+                "every token must belong to exactly one rank"
+            )
+    return shard_layouts(plan, options.layout, kv_layout, positions)
+
+
+def _check_rows(
+    q: Tensor, k: Tensor, layouts: tuple[Layout, Layout], plan: Plan, rank: int
+) -> None:
+    for name, x, side in (("q", q, Side.Q), ("k", k, Side.KV)):
+        held = [shard for shard, ranks in enumerate(plan.owners[side]) if rank in ranks]
+        wanted = sum(layouts[side].size(shard) for shard in held)
+        if x.shape[-3] != wanted:
+            raise ValueError(
+                f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} of "
+                f"{layouts[side].num_tokens}; pass layout.shard(x, rank)"
+            )
+
+
+def _check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
+    heads = getattr(mask, "heads", None)
+    if heads is not None and len(heads) != num_kv_heads:
+        raise ValueError(
+            f"the mask is for {len(heads)} KV heads, but k has {num_kv_heads}; make them equal"
+        )
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale ({scale}) must be finite")
+    return scale

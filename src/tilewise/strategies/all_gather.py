@@ -1,0 +1,33 @@
+"""All-gather: every rank receives all keys and values at once, then makes one large call.
+
+Nothing is hidden behind compute, but there is one kernel call and one good collective; the
+gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.script import Script, operand, partial
+
+
+def all_gather(world_size: int) -> Plan:
+    """Gather k and v on every rank, compute own queries, scatter dk and dv.
+
+    Bytes: as ring, world_size - 1 KV shards and as many partials per rank.
+    """
+    n = world_size
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s, others = Script(rank), [r for r in range(n) if r != rank]
+        for other in others:
+            s.send(operand(Side.KV, rank), other)
+            s.recv(operand(Side.KV, other), other)
+        s.next()
+        s.tile((rank,), range(n))
+        s.next()
+        for other in others:
+            s.send(partial(Side.KV, other), other)
+            s.recv(partial(Side.KV, rank), other)
+        return s.done()
+
+    return Plan(f"all_gather({n})", n, 1, own_shards(n), script=script)

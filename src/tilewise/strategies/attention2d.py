@@ -1,0 +1,70 @@
+"""Attention2D: a grid of ranks; queries gather along rows, keys and values along columns.
+
+Rank = column * rows + row. Row r gathers the query shards = r mod rows, column c the KV shards
+= c mod columns, so positions keep a regular stride under the striped layout and one causal call
+covers a tile. Partials go straight to whoever they came from: one good collective each way.
+Source: ATTENTION2D (arXiv 2503.15758), variant NO. Departs from it: any rows and columns; a KV
+shard whose owner is in its column stays, and only the others are exchanged.
+"""
+
+from __future__ import annotations
+
+from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.script import Script, operand, partial
+
+
+def attention2d(rows: int, columns: int) -> Plan:
+    """Gather queries in rows and KV in columns, one tile each, scatter the partials.
+
+    Bytes per rank: columns - 1 query shards, rows - 1 KV shards (rows if the rank's own KV is not
+    in its column), and as many partials.
+    """
+    if min(rows, columns) < 1:
+        raise ValueError(f"rows ({rows}) and columns ({columns}) must be at least 1")
+    n = rows * columns
+
+    def holders(column: int) -> dict[int, int]:
+        """KV shard -> the member of the column that holds it during the gather."""
+        wanted = range(column, n, columns)
+        members = range(column * rows, (column + 1) * rows)
+        staying = {shard: shard for shard in wanted if shard in members}
+        free = [member for member in members if member not in staying]
+        coming = [shard for shard in wanted if shard not in staying]
+        return staying | dict(zip(coming, free, strict=True))
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s, (column, row) = Script(rank), divmod(rank, rows)
+        q_team = range(row, n, rows)
+        held = holders(column)
+        mine = next(shard for shard, member in held.items() if member == rank)
+        away = holders(rank % columns)[rank]
+        if mine != rank:
+            s.send(operand(Side.KV, rank), away)
+            s.recv(operand(Side.KV, mine), mine)
+        s.next()
+        for other in q_team:
+            if other != rank:
+                s.send(operand(Side.Q, rank), other)
+                s.recv(operand(Side.Q, other), other)
+        for shard, member in held.items():
+            if member != rank:
+                s.send(operand(Side.KV, mine), member)
+                s.recv(operand(Side.KV, shard), member)
+        s.next()
+        s.tile(q_team, sorted(held))
+        s.next()
+        for other in q_team:
+            if other != rank:
+                s.send(partial(Side.Q, other), other)
+                s.recv(partial(Side.Q, rank), other)
+        for shard, member in held.items():
+            if member != rank:
+                s.send(partial(Side.KV, shard), member)
+                s.recv(partial(Side.KV, mine), member)
+        s.next()
+        if mine != rank:
+            s.send(partial(Side.KV, mine), mine)
+            s.recv(partial(Side.KV, rank), away)
+        return s.done()
+
+    return Plan(f"attention2d({rows}, {columns})", n, 1, own_shards(n), script=script)

@@ -1,0 +1,67 @@
+"""Balanced ring: idle ranks of a causal ring take remote queries and return partial outputs.
+
+Pairs up to half the ring below the diagonal are computed by the query's owner, as in a ring; those
+farther below by the KV's owner, to whom the query is sent; those above the diagonal by a plain KV
+ring, which pruning removes under a causal mask.
+Source: DistFlashAttn (arXiv 2310.03294), section 3.2; extended to all pairs so that the plan is a
+plan like any other. A KV shard skips the ranks that do not read it.
+"""
+
+from __future__ import annotations
+
+from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.script import Script, operand, partial
+
+
+def balanced_ring(world_size: int) -> Plan:
+    """Ring whose far lower pairs run where their KV is: for Causal on a contiguous layout.
+
+    Pruned with Causal, no rank computes more than world_size // 2 + 1 tiles.
+    """
+    n, half = world_size, world_size // 2
+
+    def read(kv: int, t: int) -> bool:
+        """Whether KV shard kv is read at step t by rank kv + t."""
+        return 0 < t < n and (t <= half or kv + t >= n)
+
+    def after(kv: int, t: int) -> int | None:
+        """The step of the next reader: 1, 2, ..., n // 2, then those round the corner."""
+        later = t + 1 if read(kv, t + 1) or kv + t + 1 >= n else n - kv
+        return later if later < n else None
+
+    def before(kv: int, t: int) -> int:
+        return t - 1 if t == 1 or read(kv, t - 1) else half
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s = Script(rank)
+        s.tile((rank,), (rank,))
+        for t in range(n):
+            kv = (rank - t) % n
+            following = after(kv, t)
+            onward = kv if following is None else (kv + following) % n
+            if following is not None and (t == 0 or read(kv, t)):
+                s.at(following - 1).send(operand(Side.KV, kv), onward)
+            if read(kv, t):
+                previous = before(kv, t)
+                source = (kv + previous) % n
+                s.at(t - 1).recv(operand(Side.KV, kv), source)
+                s.at(t).tile((rank,), (kv,))
+                s.at(t + 1).send(partial(Side.KV, kv), onward)
+                if previous:
+                    s.at(previous + 1).recv(partial(Side.KV, kv), source)
+        if n > 1:
+            last = n - 1 if rank else half
+            s.at(last + 1).recv(partial(Side.KV, rank), (rank + last) % n)
+        for t in range(1, (n - 1) // 2 + 1):
+            if rank < t:  # help: this rank's KV against the query n - t below
+                q = rank + n - t
+                s.at(t - 1).recv(operand(Side.Q, q), q)
+                s.at(t).tile((q,), (rank,))
+                s.at(t + 1).send(partial(Side.Q, q), q)
+            if rank >= n - t:  # be helped
+                helper = rank - n + t
+                s.at(t - 1).send(operand(Side.Q, rank), helper)
+                s.at(t + 1).recv(partial(Side.Q, rank), helper)
+        return s.done()
+
+    return Plan(f"balanced_ring({n})", n, 1, own_shards(n), script=script)

@@ -1,0 +1,117 @@
+"""Mesh-Attention: each rank computes an a x b tile of the query x key table.
+
+    q_tile = 2, 6 ranks        kv0 kv1 kv2 kv3 kv4 kv5
+    rank 0: q0 q1 x kv0 kv2 kv4    the KV columns are reordered so that each rank's own
+    rank 1: q0 q1 x kv1 kv3 kv5    query and KV shard lie in its own tile
+
+Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV property, neighbour
+directions; section 4 for schedules. Departs from it: the owner's own partial never travels.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from tilewise.plan import Plan, RankStep, Role, Side, own_shards
+from tilewise.script import Script, operand, partial
+from tilewise.strategies.mesh_schedule import Beat, Costs, schedule_beats
+
+SCHEDULES = ("greedy", "eager", "kv_first", "gather")
+
+
+def mesh(
+    world_size: int,
+    q_tile: int,
+    schedule: str = "greedy",
+    *,
+    kv_bytes: float = 2.0,
+    backward: bool = False,
+) -> Plan:
+    """Tile the table by q_tile query shards x world_size / q_tile KV shards.
+
+    Bytes: every rank sends q_tile - 1 query shards, world_size / q_tile - 1 KV shards, and as many
+    partials of each. q_tile = 1 is ring; q_tile = world_size is ring(moves="q").
+
+    Args:
+        world_size: number of ranks.
+        q_tile: query shards per tile, a divisor of world_size.
+        schedule: "greedy", "eager", "kv_first" (see mesh_schedule.py) or "gather": all transfers,
+            one call, scatter.
+        kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads.
+        backward: schedule for the backward pass, whose query shards are larger and whose KV
+            partials travel too. Either plan serves either pass; only the overlap differs.
+    """
+    n, a = world_size, q_tile
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule ({schedule!r}) must be one of {', '.join(SCHEDULES)}")
+    if a < 1 or n < 1 or n % a:
+        divisors = [d for d in range(1, n + 1) if n % d == 0]
+        raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
+    costs = Costs(2, kv_bytes, 1, kv_bytes) if backward else Costs(1, kv_bytes, 1, 0)
+    script = _gather_script(n, a) if schedule == "gather" else _beat_script(n, a, schedule, costs)
+    tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
+    name = f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned}{', backward=True' * backward})"
+    return Plan(name, n, 1, own_shards(n), script=script)
+
+
+def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
+    """The rank's query and KV shards in local order; the first of each is its own."""
+    first, local = rank // a * a, rank % a
+    return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
+
+
+def _beat_script(n: int, a: int, order: str, costs: Costs):
+    beats = schedule_beats(a, n // a, order, costs)
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s, shards = Script(rank), _shards(rank, n, a)
+
+        def pass_on(side: Side, role: Role, sent: int, received: int) -> None:
+            """Send local index `sent` to the left or upwards, receive from the right or below."""
+            own = shards[side]
+            make = operand if role is Role.OPERAND else partial
+            s.send(make(side, own[sent]), own[-1])
+            s.recv(make(side, own[received % len(own)]), own[1])
+
+        for beat in beats:
+            for rows, columns in _rectangles(beat):
+                s.tile([shards[0][k] for k in rows], [shards[1][l] for l in columns])
+            for side, arriving, leaving in (
+                (Side.Q, beat.q, beat.q_partial),
+                (Side.KV, beat.kv, beat.kv_partial),
+            ):
+                if arriving:
+                    pass_on(side, Role.OPERAND, arriving - 1, arriving)
+                if leaving:
+                    pass_on(side, Role.PARTIAL, leaving, leaving + 1)
+            s.next()
+        return s.done()
+
+    return script
+
+
+def _gather_script(n: int, a: int):
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s, shards = Script(rank), _shards(rank, n, a)
+        others = [(side, other) for side in Side for other in shards[side][1:]]
+        for side, other in others:
+            s.send(operand(side, rank), other)
+            s.recv(operand(side, other), other)
+        s.next()
+        s.tile(*shards)
+        s.next()
+        for side, other in others:
+            s.send(partial(side, other), other)
+            s.recv(partial(side, rank), other)
+        return s.done()
+
+    return script
+
+
+def _rectangles(beat: Beat) -> list[tuple[list[int], list[int]]]:
+    """A step's blocks as rectangles: rows that meet the same columns together."""
+    columns: dict[int, list[int]] = {}
+    for k, l in sorted(beat.blocks):
+        columns.setdefault(k, []).append(l)
+    grouped = groupby(columns, key=columns.__getitem__)
+    return [(list(rows), same) for same, rows in grouped]

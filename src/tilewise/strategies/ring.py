@@ -1,0 +1,46 @@
+"""Ring Attention: one side stays, the other goes round, its gradients one hop behind it.
+
+    step     rank 0     rank 1     rank 2
+       0     q0 x kv0   q1 x kv1   q2 x kv2
+       1     q0 x kv1   q1 x kv2   q2 x kv0
+       2     q0 x kv2   q1 x kv0   q2 x kv1
+
+Source: Liu et al. 2023 (arXiv 2310.01889); moves="q" in backward is BurstAttention's (2403.09347).
+Departs from them in that a partial never travels with its owner's own share: that waits at home.
+"""
+
+from __future__ import annotations
+
+from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.script import Script, operand, partial
+
+
+def ring(world_size: int, moves: str = "kv") -> Plan:
+    """Rotate one side's shards through all ranks, each rank receiving from rank + 1.
+
+    Bytes: every rank sends world_size - 1 shards of the moving side, and as many partials.
+
+    Args:
+        world_size: number of ranks.
+        moves: the side that travels, "kv" or "q".
+    """
+    if moves not in ("kv", "q"):
+        raise ValueError(f"moves ({moves!r}) must be 'kv' or 'q'")
+    side, n = Side[moves.upper()], world_size
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s, left, right = Script(rank), (rank - 1) % n, (rank + 1) % n
+        for t in range(n + 1):
+            held = (rank + t) % n
+            if t < n:
+                s.tile((rank,), (held,)) if side is Side.KV else s.tile((held,), (rank,))
+            if t < n - 1:
+                s.send(operand(side, held), left)
+                s.recv(operand(side, (held + 1) % n), right)
+            if t >= 2:
+                s.send(partial(side, (held - 1) % n), left)
+                s.recv(partial(side, held), right)
+            s.next()
+        return s.done()
+
+    return Plan(f"ring({n}, moves={moves!r})", n, 1, own_shards(n), script=script)

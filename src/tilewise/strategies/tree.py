@@ -1,0 +1,42 @@
+"""Tree attention for decoding: few queries on every rank, KV sharded, merged in log depth.
+
+Every rank attends with its own keys; the partials are reduced to rank 0 along a binomial tree and
+the result is handed back along it: at most 2 ceil(log2 n) hops in sequence.
+Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in place of
+(numerator, denominator, max), and with gradients.
+"""
+
+from __future__ import annotations
+
+from tilewise.plan import Item, Plan, RankStep, Role, Side, own_shards
+from tilewise.script import Script, partial
+
+
+def tree(world_size: int) -> Plan:
+    """Merge partial results of replicated queries; out and lse arrive on every rank.
+
+    Bytes: in all world_size - 1 partials up and world_size - 1 results down, of q's few rows.
+    """
+    n = world_size
+    result = Item(Side.Q, Role.RESULT, 0)
+    strides = [1 << k for k in range(max(n - 1, 0).bit_length())]
+
+    def script(rank: int) -> tuple[RankStep, ...]:
+        s = Script(rank)
+        s.tile((0,), (rank,))
+        for stride in strides:
+            s.next()
+            if rank % (2 * stride) == stride:
+                s.send(partial(Side.Q, 0), rank - stride)
+            elif rank % (2 * stride) == 0 and rank + stride < n:
+                s.recv(partial(Side.Q, 0), rank + stride)
+        for stride in reversed(strides):
+            s.next()
+            if rank % (2 * stride) == stride:
+                s.recv(result, rank - stride)
+            elif rank % (2 * stride) == 0 and rank + stride < n:
+                s.send(result, rank + stride)
+        return s.done()
+
+    owners = ((tuple(range(n)),), own_shards(n)[1])
+    return Plan(f"tree({n})", n, 1, owners, script=script, replicated_queries=True)

@@ -1,0 +1,253 @@
+"""The normal form of every mask: disjoint strips between two lines of slope 0 or 1.
+
+    k ^        hi + hi_slope q          a strip holds the pairs (q, k) with
+      |    ____.-''''|                      q0 <= q < q1,
+      |   |    ..----|                      lo + lo_slope q <= k < hi + hi_slope q
+      |   |.-''      |                  and is empty on none of its rows
+      +---q0---------q1---> q
+
+Rectangles, causal triangles, bands and their intersections, unions and complements are all few
+strips, so areas, coverage and shard supports are closed forms over six integer columns, whatever
+the mask. The algebra stands alone: it knows no mask and no layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = [
+    "LIMIT",
+    "Strips",
+    "bands",
+    "coalesce",
+    "complement",
+    "expand",
+    "first_overlap",
+    "intersect",
+    "make",
+    "overlaps",
+    "union",
+]
+
+LIMIT = (
+    2**40
+)  # positions are in [0, LIMIT): past any sequence, and products of slopes stay in int64
+
+Array = np.ndarray
+Line = tuple[Array, Array]  # intercept and slope
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strips:
+    """Columns of disjoint strips, int64, of equal length, sorted by (q0, first key on row q0)."""
+
+    q0: Array
+    q1: Array
+    lo: Array
+    lo_slope: Array
+    hi: Array
+    hi_slope: Array
+
+    def __len__(self) -> int:
+        return len(self.q0)
+
+    @property
+    def columns(self) -> tuple[Array, ...]:
+        """q0, q1, lo, lo_slope, hi, hi_slope."""
+        return self.q0, self.q1, self.lo, self.lo_slope, self.hi, self.hi_slope
+
+    def take(self, index: Array | slice) -> Strips:
+        """The strips at these indices (or of this bool column), in that order."""
+        return Strips(*(column[index] for column in self.columns))
+
+
+def make(
+    q0: ArrayLike,
+    q1: ArrayLike,
+    lo: ArrayLike,
+    hi: ArrayLike,
+    *,
+    lo_slope: ArrayLike = 0,
+    hi_slope: ArrayLike = 0,
+) -> Strips:
+    """Strips from numbers or columns, cut to [0, LIMIT) on both axes; they must not overlap."""
+    columns = np.broadcast_arrays(
+        *(np.atleast_1d(np.asarray(x, np.int64)) for x in (q0, q1, lo, lo_slope, hi, hi_slope))
+    )
+    first, last, low, low_slope, high, high_slope = columns
+    zero, limit = np.zeros_like(first), np.full_like(first, LIMIT)
+    first, last = np.clip(first, 0, LIMIT), np.clip(last, 0, LIMIT)
+    return _sorted(
+        _between(first, last, ((low, low_slope), (zero, zero)), ((high, high_slope), (limit, zero)))
+    )
+
+
+def intersect(a: Strips, b: Strips) -> Strips:
+    """The pairs in both."""
+    ia, ib = overlaps(a.q0, a.q1, b.q0, b.q1)
+    a, b = a.take(ia), b.take(ib)
+    lows = ((a.lo, a.lo_slope), (b.lo, b.lo_slope))
+    highs = ((a.hi, a.hi_slope), (b.hi, b.hi_slope))
+    return coalesce(_between(np.maximum(a.q0, b.q0), np.minimum(a.q1, b.q1), lows, highs))
+
+
+def union(a: Strips, b: Strips) -> Strips:
+    """The pairs in either: the smaller one, and what the other has outside of it."""
+    small, large = (a, b) if len(a) <= len(b) else (b, a)
+    outside = intersect(large, complement(small))
+    return coalesce(_concatenate(small, outside))
+
+
+def complement(strips: Strips) -> Strips:
+    """The pairs of [0, LIMIT) x [0, LIMIT) in no strip: the gaps of every band."""
+    edges, band, index = bands(strips)
+    num_bands, zero = len(edges) - 1, np.zeros(len(edges) - 1, np.int64)
+    # one sentinel per band ends at key 0, so that every gap begins where an entry ends
+    band = np.concatenate([np.arange(num_bands), band])
+    lo = np.concatenate([zero - 1, strips.lo[index]])
+    lo_slope = np.concatenate([zero, strips.lo_slope[index]])
+    hi = np.concatenate([zero, strips.hi[index]])
+    hi_slope = np.concatenate([zero, strips.hi_slope[index]])
+    order = np.lexsort((lo + lo_slope * edges[band], band))
+    band, lo, lo_slope, hi, hi_slope = (x[order] for x in (band, lo, lo_slope, hi, hi_slope))
+    last = np.append(band[1:] != band[:-1], True)
+    end = np.where(last, LIMIT, np.roll(lo, -1))
+    end_slope = np.where(last, 0, np.roll(lo_slope, -1))
+    return coalesce(_trim(Strips(edges[band], edges[band + 1], hi, hi_slope, end, end_slope)))
+
+
+def coalesce(s: Strips) -> Strips:
+    """Join neighbours that share a whole side: first across keys, then across rows."""
+    if len(s) == 0:
+        return s
+    order = np.lexsort((s.lo + s.lo_slope * s.q0, s.q1, s.q0))
+    s = s.take(order)
+    joined = (s.q0[1:] == s.q0[:-1]) & (s.q1[1:] == s.q1[:-1])
+    joined &= (s.lo[1:] == s.hi[:-1]) & (s.lo_slope[1:] == s.hi_slope[:-1])
+    first, last = _groups(joined)
+    s = Strips(
+        s.q0[first], s.q1[first], s.lo[first], s.lo_slope[first], s.hi[last], s.hi_slope[last]
+    )
+    order = np.lexsort((s.q0, s.hi_slope, s.hi, s.lo_slope, s.lo))
+    s = s.take(order)
+    joined = s.q0[1:] == s.q1[:-1]
+    for column in s.columns[2:]:
+        joined &= column[1:] == column[:-1]
+    first, last = _groups(joined)
+    return _sorted(Strips(s.q0[first], s.q1[last], *(column[first] for column in s.columns[2:])))
+
+
+def first_overlap(strips: Strips) -> tuple[int, int] | None:
+    """A (query, key) that lies in two of these strips, which need not be disjoint; None if none.
+
+    Non-empty intervals whose ends move by 0 or 1 a row can't pass each other unseen, so within a
+    band it is enough that neighbours, ordered on its first row, stay apart on its last.
+    """
+    edges, band, index = bands(strips)
+    s = strips.take(index)
+    order = np.lexsort((s.lo + s.lo_slope * edges[band], band))
+    s, band = s.take(order), band[order]
+    first, last = edges[band], edges[band + 1] - 1
+    high, low = s.hi[:-1] + s.hi_slope[:-1] * last[:-1], s.lo[1:] + s.lo_slope[1:] * last[1:]
+    on_first = s.hi[:-1] + s.hi_slope[:-1] * first[:-1] > s.lo[1:] + s.lo_slope[1:] * first[1:]
+    found = np.flatnonzero((band[:-1] == band[1:]) & (on_first | (high > low)))
+    if not len(found):
+        return None
+    i = int(found[0])
+    q = int(first[i]) if on_first[i] else int(s.lo[i + 1] - s.hi[i] + 1)
+    return q, int(max(s.lo[j] + s.lo_slope[j] * q for j in (i, i + 1)))
+
+
+def bands(strips: Strips) -> tuple[Array, Array, Array]:
+    """Cut the rows where some strip begins or ends.
+
+    Returns:
+        edges of the bands, from 0 to LIMIT; and for each strip within each band: band, strip index.
+    """
+    edges = np.unique(np.concatenate([[0, LIMIT], strips.q0, strips.q1]))
+    index, band = expand(np.searchsorted(edges, strips.q0), np.searchsorted(edges, strips.q1))
+    return edges, band, index
+
+
+def overlaps(a0: Array, a1: Array, b0: Array, b1: Array) -> tuple[Array, Array]:
+    """All pairs of intervals [a0, a1) and [b0, b1) that share a point; a0 and b0 are sorted."""
+    ia, jb = expand(np.searchsorted(b0, a0, "left"), np.searchsorted(b0, a1, "left"))
+    ib, ja = expand(np.searchsorted(a0, b0, "right"), np.searchsorted(a0, b1, "left"))
+    return np.concatenate([ia, ja]), np.concatenate([jb, ib])
+
+
+def expand(start: Array, stop: Array) -> tuple[Array, Array]:
+    """Each index i with each number of [start[i], stop[i]), as two columns."""
+    count = np.maximum(stop - start, 0)
+    index = np.repeat(np.arange(len(count)), count)
+    shift = start - (np.cumsum(count) - count)
+    return index, np.arange(len(index)) + shift[index]
+
+
+def _between(q0: Array, q1: Array, lows: tuple[Line, Line], highs: tuple[Line, Line]) -> Strips:
+    """The rows [q0, q1) between the higher of two lines and the lower of two others.
+
+    A constant and a sloped line cross once, so each gives at most three pieces.
+    """
+    cut_low = np.clip(_crossing(*lows, q0), q0, q1)
+    cut_high = np.clip(_crossing(*highs, q0) + 1, q0, q1)  # where equal, still the steeper
+    cuts = (q0, np.minimum(cut_low, cut_high), np.maximum(cut_low, cut_high), q1)
+    pieces = []
+    for start, stop in pairwise(cuts):
+        rows = np.flatnonzero(start < stop)
+        first = start[rows]
+        low = _higher(_at(lows[0], rows), _at(lows[1], rows), first)
+        high = _lower(_at(highs[0], rows), _at(highs[1], rows), first)
+        pieces.append(_trim(Strips(first, stop[rows], *low, *high)))
+    return _concatenate(*pieces)
+
+
+def _at(line: Line, index: Array) -> Line:
+    return line[0][index], line[1][index]
+
+
+def _crossing(a: Line, b: Line, otherwise: Array) -> Array:
+    """The first row on which the steeper line is not below the other."""
+    return np.where(a[1] == b[1], otherwise, np.where(a[1] > b[1], b[0] - a[0], a[0] - b[0]))
+
+
+def _higher(a: Line, b: Line, row: Array) -> Line:
+    """The line that is higher from this row to the next crossing: where equal, the steeper."""
+    at_a, at_b = a[0] + a[1] * row, b[0] + b[1] * row
+    second = (at_b > at_a) | ((at_b == at_a) & (b[1] > a[1]))
+    return np.where(second, b[0], a[0]), np.where(second, b[1], a[1])
+
+
+def _lower(a: Line, b: Line, row: Array) -> Line:
+    """The line that is lower from this row to the next crossing: where equal, the flatter."""
+    at_a, at_b = a[0] + a[1] * row, b[0] + b[1] * row
+    second = (at_b < at_a) | ((at_b == at_a) & (b[1] < a[1]))
+    return np.where(second, b[0], a[0]), np.where(second, b[1], a[1])
+
+
+def _trim(s: Strips) -> Strips:
+    """Drop the rows on which a strip is empty: an interval, its width being linear in q."""
+    widening, narrowing = s.hi_slope > s.lo_slope, s.hi_slope < s.lo_slope
+    parallel_empty = (s.hi_slope == s.lo_slope) & (s.hi <= s.lo)
+    q0 = np.where(widening, np.maximum(s.q0, s.lo - s.hi + 1), s.q0)
+    q1 = np.where(narrowing, np.minimum(s.q1, s.hi - s.lo), s.q1)
+    return Strips(q0, q1, *s.columns[2:]).take((q0 < q1) & ~parallel_empty)
+
+
+def _groups(joined: Array) -> tuple[Array, Array]:
+    """First and last index of each run of neighbours that are joined to each other."""
+    return np.flatnonzero(np.append(True, ~joined)), np.flatnonzero(np.append(~joined, True))
+
+
+def _sorted(s: Strips) -> Strips:
+    return s.take(np.lexsort((s.lo + s.lo_slope * s.q0, s.q0)))
+
+
+def _concatenate(*parts: Strips) -> Strips:
+    return Strips(
+        *(np.concatenate(columns) for columns in zip(*(p.columns for p in parts), strict=True))
+    )

@@ -1,0 +1,125 @@
+"""The workload, and the bytes that a plan moves for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tilewise.layout import Layout, contiguous, striped, zigzag
+from tilewise.mask import Full, Mask
+from tilewise.payload import ITEM_BYTES, Payload, head_groups
+from tilewise.plan import Plan
+from tilewise.pruning import prune_shards
+from tilewise.rows import count
+from tilewise.table import shard_layouts
+
+LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is computed, without tensors.
+
+    Args:
+        num_tokens: length of the whole sequence.
+        num_heads, num_kv_heads, head_dim: of the whole model layer.
+        dtype: of q, k, v.
+        wire_dtype: of travelling out, dq, dk, dv; None: dtype.
+        mask: which pairs attend.
+        layout: "contiguous", "zigzag", "striped" or a Layout.
+        save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
+            plan prefers (ulysses alone keeps them, all others replay).
+    """
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    wire_dtype: str | None = None
+    mask: Mask = field(default_factory=Full)
+    layout: str | Layout = "zigzag"
+    save: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, name in (("dtype", self.dtype), ("wire_dtype", self.wire_dtype or self.dtype)):
+            check_dtype(what, name)
+        self.mask.check_tokens(self.num_tokens)
+        head_groups(self.num_heads, self.num_kv_heads, 1)
+        if isinstance(self.layout, str) and self.layout not in dict(LAYOUTS):
+            raise ValueError(
+                f"layout ({self.layout!r}) must be one of {', '.join(dict(LAYOUTS))}, or a Layout"
+            )
+        if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
+            raise ValueError(
+                f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; make them equal"
+            )
+
+    def layout_for(self, world_size: int) -> Layout:
+        """The layout on a number of ranks."""
+        if isinstance(self.layout, Layout):
+            return self.layout
+        return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
+
+    def payload(self, plan: Plan, backward: bool) -> Payload:
+        """What travels for this workload in one pass of a plan."""
+        sizes = head_groups(self.num_heads, self.num_kv_heads, plan.num_head_groups).size
+        saved = backward and saving(plan, self.save) == "gathered"
+        return Payload(
+            backward, *sizes, self.head_dim, self.dtype, self.wire_dtype or self.dtype, saved
+        )
+
+
+class Volume(NamedTuple):
+    """Bytes sent by each rank in each pass."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Volume:
+    """Bytes that each rank sends, after pruning; agreement messages are not counted.
+
+    Args:
+        plan: of the forward pass, and of the backward pass if backward_plan is None.
+    """
+    if backward_plan is not None and saving(plan, work.save) == "gathered":
+        check_gathered(plan, backward_plan)
+    return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))
+
+
+def saving(plan: Plan, save: str | None) -> str:
+    """What backward does about operands: "replay" their transfers, or use those "gathered"."""
+    if save not in (None, "replay", "gathered"):
+        raise ValueError(f"save ({save!r}) must be 'replay' or 'gathered'")
+    return save or plan.default_save
+
+
+def check_gathered(plan: Plan, backward_plan: Plan) -> None:
+    """Operands gathered by one plan serve only the same plan in backward."""
+    if backward_plan != plan:
+        raise ValueError(
+            f"save='gathered' needs the same plan in backward, not {plan.name} and {backward_plan.name}; use save='replay'"
+        )
+
+
+def check_dtype(what: str, name: str) -> None:
+    try:
+        ITEM_BYTES(name)
+    except KeyError:
+        raise ValueError(
+            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
+        ) from None
+
+
+def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:
+    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
+    payload = work.payload(plan, backward)
+    pruned = prune_shards(plan, work.mask, *layouts)
+    sent = [0] * plan.world_size
+    for rank in range(plan.world_size):
+        for step in pruned.rank_steps(rank):
+            for hop in step.sends:
+                size = layouts[hop.item.side].size(hop.item.shard)
+                sent[rank] += count(hop.rows, size) * payload.row_bytes(hop.item)
+    return tuple(sent)

@@ -1,0 +1,130 @@
+"""Dense attention in fp64 and the same through tilewise in loopback, with every gradient apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+
+class Result(NamedTuple):
+    """Outputs and gradients of the whole sequence."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Inputs(NamedTuple):
+    """Operands and the gradients that arrive at out and lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def draw(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: int) -> Inputs:
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    return Inputs(*map(normal, (q_shape, kv_shape, kv_shape, q_shape, q_shape[:-1])))
+
+
+def dense(
+    x: Inputs, mask: tw.Mask, q_positions: Tensor | None = None, scale: float | None = None
+) -> Result:
+    """Plain attention over all tokens ([..., tokens, heads, head_dim], any batch dimensions)."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in x[:3])
+    ratio = q.shape[-2] // k.shape[-2]
+    keys, values = (t.repeat_interleave(ratio, -2).transpose(-2, -3) for t in (k, v))
+    queries = torch.arange(q.shape[-3]) if q_positions is None else q_positions
+    allowed = torch.as_tensor(mask.dense(queries, torch.arange(k.shape[-3])))
+    if allowed.ndim == 3:
+        allowed = allowed.repeat_interleave(ratio, 0)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q.transpose(-2, -3) @ keys.transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    lse = scores.logsumexp(-1)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)
+    out = ((scores - safe[..., None]).exp() @ values).transpose(-2, -3)
+    lse = lse.transpose(-1, -2)
+    reached = lse != -torch.inf
+    (out * x.dout).sum().add((lse[reached] * x.dlse[reached]).sum()).backward()
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+
+
+def split(
+    x: Inputs,
+    plan: tw.Plan,
+    layout: tw.Layout,
+    mask: tw.Mask,
+    dtype: torch.dtype = torch.float64,
+    uses: tuple[bool, bool] = (True, True),
+    **options,
+) -> Result:
+    """The same through tw.attention on every rank of a loopback.
+
+    Args:
+        uses: whether the loss contains out, and lse.
+    """
+    kv_layout = options.get("kv_layout") or layout
+    replicated = plan.replicated_queries
+
+    def local(tensor: Tensor, rank: int, side: tw.Layout | None, dim: int) -> Tensor:
+        return tensor if side is None else side.shard(tensor, rank, dim=dim)
+
+    q_layout = None if replicated else layout
+    dim = x.q.ndim - 3
+
+    def on_rank(rank: int, group) -> tuple[Tensor, ...]:
+        q = local(x.q, rank, q_layout, dim).to(dtype).clone().requires_grad_()
+        k, v = (local(t, rank, kv_layout, dim).to(dtype).clone().requires_grad_() for t in x[1:3])
+        dout, dlse = (local(t, rank, q_layout, dim) for t in x[3:])
+        out, lse = tw.attention(
+            q, k, v, plan=plan, layout=layout, mask=mask, group=group, return_lse=True, **options
+        )
+        loss = out.new_zeros((), dtype=torch.float64)
+        if uses[0]:
+            loss = loss + (out * dout.to(dtype)).sum()
+        if uses[1]:
+            reached = lse != -torch.inf
+            loss = loss + (lse[reached] * dlse[reached]).sum()
+        loss.backward()
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        return out.detach(), lse.detach(), q.grad, k.grad, v.grad
+
+    ranks = list(zip(*tw.loopback(plan.world_size, on_rank), strict=True))
+    if replicated:
+        for tensors in ranks[:3]:
+            assert all(torch.equal(tensors[0], t) for t in tensors), "ranks differ on replicated queries"
+        whole = [tensors[0] for tensors in ranks[:3]]
+    else:
+        whole = [layout.unshard(tensors, dim=dim) for tensors in ranks[:3]]
+    return Result(*whole, *(kv_layout.unshard(tensors, dim=dim) for tensors in ranks[3:]))
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    """max |x - y| / max(1, max |y|); -inf must be where -inf is."""
+    assert x.shape == y.shape, (x.shape, y.shape)
+    infinite = y == -torch.inf
+    assert torch.equal(x == -torch.inf, infinite), "-inf is elsewhere"
+    x, y = x.double().masked_fill(infinite, 0), y.double().masked_fill(infinite, 0)
+    if y.numel() == 0:
+        return 0.0
+    assert torch.isfinite(x).all()
+    return float((x - y).abs().max() / y.abs().max().clamp_min(1))
+
+
+def assert_close(got: Result, want: Result, tolerance: float = 1e-12) -> None:
+    errors = {name: error(a, b) for name, a, b in zip(Result._fields, got, want, strict=True)}
+    assert max(errors.values()) <= tolerance, errors

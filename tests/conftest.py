@@ -1,0 +1,26 @@
+"""What every test shares: one thread per rank, repeatable hypothesis runs, the gpu marker."""
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# No deadline: the first example of a test pays for torch's own start. Derandomised, and without a
+# database, so that a run on one machine says something about a run on another.
+hypothesis.settings.register_profile("tilewise", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("tilewise")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu, before the command line's -m selects."""
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)

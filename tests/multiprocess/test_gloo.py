@@ -1,0 +1,238 @@
+"""DistTransport between real gloo processes."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multiprocess.launcher import run_processes
+from tilewise.agreement import agree
+from tilewise.messages import Handle, Message
+from tilewise.transport import transport_for
+from tilewise.transport_dist import DistTransport, _companion
+
+
+def filled(num_bytes: int, value: int) -> torch.Tensor:
+    return torch.full((num_bytes,), value, dtype=torch.uint8)
+
+
+def send_round_a_ring(rank: int, num_steps: int, num_bytes: int) -> dict[str, int]:
+    transport = transport_for(None)
+    n = transport.world_size
+    here = filled(num_bytes, rank)
+    for step in range(num_steps):
+        arriving = torch.empty_like(here)
+        label = f"step {step}, kv"
+        transport.exchange(
+            [Message(here, (rank + 1) % n, label)], [Message(arriving, (rank - 1) % n, label)]
+        ).wait()
+        here = arriving
+    transport.finish()
+    assert (here == (rank - num_steps) % n).all()
+    return {"bytes": transport.bytes_sent, "messages": transport.messages_sent}
+
+
+def test_ring_delivers_and_counts_what_it_sends():
+    counts = run_processes(3, send_round_a_ring, 7, 100_000)
+    assert counts == [{"bytes": 700_000, "messages": 7}] * 3
+
+
+def wait_in_reverse(rank: int) -> list[int]:
+    transport = transport_for(None)
+    peer = 1 - rank
+    arriving = [filled(50_000, 0) for _ in range(6)]
+    # The first receives are posted a launch ahead of their sends.
+    handles = [transport.exchange([], [Message(arriving[0], peer, "step 0, kv0")])]
+    for step in range(6):
+        recvs = [Message(arriving[step + 1], peer, f"step {step + 1}")] if step < 5 else []
+        sends = [Message(filled(50_000, 10 * rank + step), peer, f"step {step}")]
+        handles.append(transport.exchange(sends, recvs))
+    for handle in reversed(handles):
+        handle.wait()
+        handle.wait()
+    transport.finish()
+    transport.finish()
+    return [int(tensor[-1]) for tensor in arriving]
+
+
+def test_messages_match_in_launch_order_whatever_the_order_of_waits():
+    assert run_processes(2, wait_in_reverse) == [list(range(10, 16)), list(range(6))]
+
+
+def exchange_unevenly(rank: int) -> int:
+    transport = transport_for(None)
+    n = transport.world_size
+    others = [peer for peer in range(n) if peer != rank]
+    # From 0 to 2 bytes x 1000, empty ones among them.
+    sends = [Message(filled(1000 * (rank * peer % 3), rank), peer, "step 0") for peer in others]
+    recvs = [Message(filled(1000 * (rank * peer % 3), 99), peer, "step 0") for peer in others]
+    transport.collective("all_to_all", sends, recvs).wait()
+    transport.finish()
+    assert all((message.tensor == message.peer).all() for message in recvs)
+    return transport.bytes_sent
+
+
+def test_uneven_all_to_all_skips_empty_messages():
+    assert run_processes(3, exchange_unevenly) == [0, 2000, 2000]
+
+
+def overtake_on_another_lane(rank: int) -> int:
+    transport = transport_for(None)
+    slow, fast = filled(8, 0), filled(8, 0)
+    if rank == 0:
+        transport.exchange([Message(filled(8, 1), 1, "slow")], [], lane=0)
+        transport.exchange([Message(filled(8, 2), 1, "fast")], [], lane=1)
+    else:
+        transport.exchange([], [Message(fast, 0, "fast")], lane=1).wait()
+        transport.exchange([], [Message(slow, 0, "slow")], lane=0).wait()
+    transport.finish()
+    return int(10 * slow[0] + fast[0])
+
+
+def test_lanes_match_apart():
+    assert run_processes(2, overtake_on_another_lane) == [0, 12]
+
+
+def exchange_in_batches(rank: int) -> list[int]:
+    transport = DistTransport(dist.group.WORLD)
+    others = [peer for peer in range(3) if peer != rank] * 2
+    sends = [Message(filled(9, 10 * rank + i), peer, "step 0") for i, peer in enumerate(others)]
+    recvs = [Message(filled(9, 99), peer, "step 0") for peer in others]
+    for posted in transport._post_batches(sends, recvs, lane=1):
+        posted.wait()
+    return [int(message.tensor[-1]) for message in recvs]
+
+
+def test_the_batches_meant_for_nccl_arrive_in_order():
+    # What torch runs one by one on gloo; ranks of the group, two messages per pair.
+    assert run_processes(3, exchange_in_batches) == [
+        [10, 20, 12, 22],
+        [0, 21, 2, 23],
+        [1, 11, 3, 13],
+    ]
+
+
+def talk_in_a_subgroup(rank: int) -> str | None:
+    group = dist.new_group([2, 0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="must be None, a ProcessGroup that this process"):
+            transport_for(group)
+        return None
+    transport = transport_for(group)
+    got = filled(1, 0)
+    peer = 1 - transport.rank
+    transport.exchange(
+        [Message(filled(1, rank), peer, "step 0")], [Message(got, peer, "step 0")]
+    ).wait()
+    transport.finish()
+    records = transport.gather_records(filled(4, rank))
+    again = _companion(group, "records", "gloo")
+    assert again is _companion(group, "records", "gloo")
+    dist.barrier(group=again)
+    return f"{int(got[0])} {[int(record[0]) for record in records]}"
+
+
+def test_peers_are_ranks_of_the_group_not_of_the_world():
+    # torch sorts a group's ranks: group rank 1 is global rank 2.
+    assert run_processes(3, talk_in_a_subgroup) == ["2 [0, 2]", None, "0 [0, 2]"]
+
+
+def disagree(rank: int) -> tuple[str, float, int]:
+    transport = transport_for(None)
+    agree(transport, {"plan": "ring(3)", "num_tokens": "100"})
+    start = time.perf_counter()
+    with pytest.raises(ValueError) as caught:
+        agree(transport, {"plan": "ring(3)", "num_tokens": "200" if rank == 2 else "100"})
+    return str(caught.value), time.perf_counter() - start, transport.bytes_sent
+
+
+def test_disagreement_is_the_same_error_on_every_rank():
+    outcomes = run_processes(3, disagree)
+    expected = (
+        "ranks disagree on num_tokens: rank 0 has 100, rank 2 has 200; "
+        "pass the same value on every rank"
+    )
+    assert [text for text, _, _ in outcomes] == [expected] * 3
+    assert max(seconds for _, seconds, _ in outcomes) < 5
+    assert [num_bytes for _, _, num_bytes in outcomes] == [0] * 3
+
+
+def fail_alone(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        if rank == 1:
+            agree(transport_for(None), None, "q has 7 tokens, layout gives this rank 8")
+        else:
+            agree(transport_for(None), {"num_tokens": "16"})
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_alone_stops_all():
+    expected = "rank 1: q has 7 tokens, layout gives this rank 8"
+    assert run_processes(2, fail_alone) == [expected] * 2
+
+
+def pass_wrong_messages(rank: int) -> int:
+    transport = transport_for(None)
+    peer = 1 - rank
+    with pytest.raises(ValueError, match=r"peer \(\d\) must be another rank"):
+        transport.exchange([Message(filled(1, 0), rank, "step 0, kv0")], [])
+    with pytest.raises(ValueError, match=r"contiguous uint8, not torch\.float32"):
+        transport.exchange([Message(torch.zeros(2), peer, "step 0, kv0")], [])
+    with pytest.raises(ValueError, match="no backend for meta tensors"):
+        elsewhere = torch.zeros(2, dtype=torch.uint8, device="meta")
+        transport.exchange([Message(elsewhere, peer, "step 0, kv0")], [])
+    transport.finish()
+    return transport.messages_sent
+
+
+def test_wrong_messages_are_refused_before_anything_is_posted():
+    assert run_processes(2, pass_wrong_messages) == [0, 0]
+
+
+def lose_a_peer(rank: int, file: str) -> None:
+    if rank == 1:
+        raise KeyError("this rank ends")
+    with pytest.raises(RuntimeError) as caught:
+        transport_for(None).exchange([], [Message(filled(8, 0), 1, "step 3, kv2")]).wait()
+    Path(file).write_text(str(caught.value))
+
+
+def test_a_lost_peer_names_the_message(tmp_path: Path):
+    file = tmp_path / "rank 0"
+    with pytest.raises(AssertionError, match="this rank ends"):
+        run_processes(2, lose_a_peer, str(file))
+    assert file.read_text().startswith("step 3, kv2: receiving from rank 1 failed: ")
+
+
+def follow_a_random_schedule(rank: int, seed: int) -> int:
+    """Exchange as drawn; wait for arrivals a few steps late; return how many bytes came."""
+    draw = random.Random(seed)
+    transport = transport_for(None)
+    n = transport.world_size
+    pairs = [(src, dst) for src in range(n) for dst in range(n) if src != dst]
+    late: list[tuple[int, Handle, list[Message]]] = []
+    num_received = 0
+    for step in range(60):
+        for lane in range(2):
+            chosen = [(pair, draw.randrange(40_000)) for pair in pairs if draw.random() < 0.4]
+            sends = [Message(filled(size, src), dst, f"{step}") for (src, dst), size in chosen]
+            recvs = [Message(filled(size, 99), src, f"{step}") for (src, dst), size in chosen]
+            ours = [i for i, ((src, _), _) in enumerate(chosen) if src == rank]
+            theirs = [i for i, ((_, dst), _) in enumerate(chosen) if dst == rank]
+            due = step + draw.randrange(4)
+            arriving = [recvs[i] for i in theirs]
+            handle = transport.exchange([sends[i] for i in ours], arriving, lane)
+            late.append((due, handle, arriving))
+        for _, handle, arriving in [one for one in late if one[0] == step]:
+            handle.wait()
+            assert all((message.tensor == message.peer).all() for message in arriving)
+            num_received += sum(message.tensor.numel() for message in arriving)
+    transport.finish()
+    return num_received
+
+
+def test_random_schedules_over_two_lanes_arrive_whole():
+    assert all(run_processes(3, follow_a_random_schedule, 1))
