@@ -34,7 +34,7 @@ STRATEGY_MODULES = tuple(m for m in MODULES if m.name.startswith("tilewise.strat
 TORCH_SIDE = {
     *("tile", "execute", "transport", "transport_dist", "messages", "threads", "agreement"),
     *("attend", "context", "kernels", "bench", "lab", "report", "cli", "demo"),
-    *("binding", "blocks", "gathering", "problem", "work"),
+    *("binding", "blocks", "gathering", "problem", "work", "processes", "doctor"),
 }
 
 

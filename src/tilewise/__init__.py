@@ -1,6 +1,6 @@
 """Exact softmax attention over sequences split across many devices."""
 
-from tilewise import masks
+from tilewise import lengths, masks
 from tilewise.attend import attention
 from tilewise.checker import check
 from tilewise.context import ContextParallel
@@ -11,11 +11,13 @@ from tilewise.plan import Plan, PlanError
 from tilewise.plan_json import from_json, to_json
 from tilewise.program import Program
 from tilewise.pruning import droppable, prune
+from tilewise.slices import PerHead, Slices
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.mesh import mesh
+from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.agreement import agree
 from tilewise.binding import Binder
-from tilewise.blocks import Arena, Block, aligned, unpack
+from tilewise.blocks import Arena, Block, Packing
 from tilewise.execute import execute
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layout import Layout
@@ -114,7 +114,7 @@ class _Attention(torch.autograd.Function):
         problem, transport, needs_grad = call
         batched = q.ndim == 4
         rows = [_rows_first(x, batched) for x in (q, k, v)]
-        run = _Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
+        run = Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
         start = run.start(({"q": rows[0]}, {"k": rows[1], "v": rows[2]}))
         work = Forward(run.frame(keep=needs_grad and problem.gathered), run.payload, *start)
         execute(run.program, work, transport)
@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
         delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
         if dlse is not None:
             delta -= _rows_first(dlse, batched)
-        run = _Run(ctx.problem, ctx.transport, backward=True, batch=q.shape[1], device=q.device)
+        run = Run(ctx.problem, ctx.transport, backward=True, batch=q.shape[1], device=q.device)
         named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
         work = Backward(run.frame(keep=False), run.payload, *run.start(named, ctx.gathered))
         execute(run.program, work, ctx.transport)
@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None, None
 
 
-class _Run:
+class Run:
     """One pass of one call on this rank: its program, its payload, what it starts and ends with."""
 
     def __init__(
@@ -249,15 +249,15 @@ class _Run:
             starts[item] = num_rows
             num_rows += count(arriving.get(item), self.problem.layouts[item.side].size(item.shard))
         fields = self.payload.fields(*items[0][:2])
-        heads = self.payload.heads(items[0].side)
-        if not aligned(fields, heads):
+        packing = Packing(fields, self.payload.heads(items[0].side))
+        if not packing.in_place:
             return None
         before = next((b.arena[0].fields for i in items if (b := gathered.get(i)) and b.arena), {})
         if not fields:
             return Arena(starts, None, dict(before))
-        shape = num_rows, self.batch, self.payload.row_bytes(items[0])
+        shape = num_rows, self.batch, packing.row_bytes
         wire = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return Arena(starts, wire, {**before, **unpack(wire, fields, heads)})
+        return Arena(starts, wire, {**before, **packing.unpack(wire)})
 
 
 def _rows_first(x: Tensor, batched: bool) -> Tensor:

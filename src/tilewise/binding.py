@@ -5,7 +5,7 @@ Done once per tile, layout and mask; in the loop there are only slices and index
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeGuard
 
@@ -17,15 +17,19 @@ from tilewise.blocks import Block
 from tilewise.calls import Call, Ranges, row_index
 from tilewise.layout import Layout
 from tilewise.mask import Mask
-from tilewise.plan import Rows, Tile
+from tilewise.plan import Item, Rows, Side, Tile
+from tilewise.script import operand
 from tilewise.tile import tile_calls
 
-Index = slice | Tensor
+Index = slice | Tensor | None
 MAX_PIECES = 8  # a part in more pieces is gathered by index
 
 
 class Part(NamedTuple):
-    """Rows of one shard in one side of a call: in the call, in its block, in the whole shard."""
+    """Rows of one shard in one side of a call: in the call, in its block, in the whole shard.
+
+    None stands for all rows, in order.
+    """
 
     shard: int
     call: Index
@@ -63,6 +67,16 @@ class Binder:
         self.layouts, self.mask, self.square_causal = layouts, mask, square_causal
         self.kv_heads, self.device = kv_heads, device
         self._known: dict[tuple, tuple[BoundCall, ...]] = {}
+        self._operands: dict[Tile, tuple[list[Item], list[Item]]] = {}
+
+    def operands(self, tile: Tile) -> tuple[list[Item], list[Item]]:
+        """The items that a tile reads, by side."""
+        if tile not in self._operands:
+            self._operands[tile] = (
+                [operand(Side.Q, shard, tile.heads) for shard in tile.q],
+                [operand(Side.KV, shard, tile.heads) for shard in tile.kv],
+            )
+        return self._operands[tile]
 
     @cached_property
     def _per_head(self) -> bool:
@@ -78,14 +92,19 @@ class Binder:
         return self._known[key]
 
     def _bind(self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]):
-        local = [[_expand(rows) for rows in side] for side in held]
+        local = [[row_index(rows) for rows in side] for side in held]
         positions = [
             np.concatenate([layout.rows(s)[x] for s, x in zip(shards, rows, strict=True)])
             for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
         ]
         for kv_head, mask in self._masks(tile.heads):
             for call in tile_calls(*positions, mask, square_causal=self.square_causal):
-                q, k = (self._parts(r, x) for r, x in zip((call.q, call.k), local, strict=True))
+                q, k = (
+                    self._parts(ranges, rows, [layout.size(s) for s in shards])
+                    for ranges, rows, layout, shards in zip(
+                        (call.q, call.k), local, self.layouts, tile[:2], strict=True
+                    )
+                )
                 yield BoundCall(call, q, k, kv_head)
 
     def _masks(self, group: int) -> list[tuple[int | None, Mask]]:
@@ -96,39 +115,45 @@ class Binder:
         heads: Sequence[Mask] = self.mask.heads  # pyright: ignore[reportAttributeAccessIssue]
         return [(i, heads[first + i]) for i in range(in_group)]
 
-    def _parts(self, ranges: Ranges, local: Sequence[np.ndarray]) -> tuple[Part, ...]:
+    def _parts(
+        self, ranges: Ranges, local: Sequence[np.ndarray], sizes: Sequence[int]
+    ) -> tuple[Part, ...]:
         rows = row_index(ranges)
         starts = np.cumsum([0, *map(len, local)])
         shards = np.searchsorted(starts, rows, side="right") - 1
-        parts: list[Part] = []
+        parts: list[tuple[int, Part]] = []
         for shard in np.unique(shards).tolist():
             in_call = np.flatnonzero(shards == shard)
             in_block = rows[in_call] - starts[shard]
-            parts += self._pieces(shard, (in_call, in_block, local[shard][in_block]))
-        return tuple(sorted(parts, key=lambda part: _first(part.call)))
+            limits = len(rows), len(local[shard]), sizes[shard]
+            for places in _pieces((in_call, in_block, local[shard][in_block])):
+                index = (self._index(x, n) for x, n in zip(places, limits, strict=True))
+                parts.append((int(places[0][0]), Part(shard, *index)))
+        return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
-    def _pieces(self, shard: int, places: tuple[np.ndarray, ...]) -> list[Part]:
-        whole = [_progression(x) for x in places]
-        if None not in whole:
-            return [Part(shard, *whole)]
-        breaks = np.flatnonzero(np.logical_or.reduce([np.diff(x) != 1 for x in places])) + 1
-        if len(breaks) < MAX_PIECES:
-            pieces = zip(*(np.split(x, breaks) for x in places), strict=True)
-            return [
-                Part(shard, *(slice(int(x[0]), int(x[-1]) + 1) for x in piece)) for piece in pieces
-            ]
-        return [Part(shard, *(torch.from_numpy(x).to(self.device) for x in places))]
+    def _index(self, rows: np.ndarray, limit: int) -> Index:
+        """Rows as what selects them fastest, of a tensor of so many rows."""
+        step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+        if step < 1 or (len(rows) > 2 and (np.diff(rows) != step).any()):
+            return torch.from_numpy(rows).to(self.device)
+        whole = step == 1 and len(rows) == limit
+        return None if whole else slice(int(rows[0]), int(rows[-1]) + 1, step)
+
+
+def pick(x: Tensor, index: Index) -> Tensor:
+    """The rows of a tensor that an index selects; a view unless it is a tensor."""
+    return x if index is None else x[index]
 
 
 def gather(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
-        return blocks[parts[0].shard].fields[name][parts[0].block]
+        return pick(blocks[parts[0].shard].fields[name], parts[0].block)
     in_order = all(_is_range(part.call) for part in parts)
     beside = _side_by_side(blocks, parts, name) if in_order else None
     if beside is not None:
         return beside
-    pieces = [blocks[part.shard].fields[name][part.block] for part in parts]
+    pieces = [pick(blocks[part.shard].fields[name], part.block) for part in parts]
     if in_order:
         return torch.cat(pieces)
     gathered = pieces[0].new_empty((sum(map(len, pieces)), *pieces[0].shape[1:]))
@@ -143,31 +168,28 @@ def _side_by_side(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> 
         return None
     begin = end = None
     for part in parts:
-        block = blocks[part.shard].arena
-        if block is None or block[0] is not arena[0] or not _is_range(part.block):
+        block = blocks[part.shard]
+        if block.arena is None or block.arena[0] is not arena[0] or not _is_range(part.block):
             return None
-        if end not in (None, block[1] + part.block.start):
+        stop = len(block.fields[name]) if part.block is None else part.block.stop
+        start = block.arena[1] + (0 if part.block is None else part.block.start)
+        if end not in (None, start):
             return None
-        begin = block[1] + part.block.start if begin is None else begin
-        end = block[1] + part.block.stop
+        begin = start if begin is None else begin
+        end = block.arena[1] + stop
     return arena[0].fields[name][begin:end]
 
 
-def _expand(rows: Rows) -> np.ndarray:
-    return row_index(rows)
+def _pieces(places: tuple[np.ndarray, ...]) -> Iterable[tuple[np.ndarray, ...]]:
+    """Rows of one shard in as few pieces as can each be selected by slices, if those are few."""
+    steps = [np.diff(x) for x in places]
+    if all(len(step) == 0 or (step[0] > 0 and (step == step[0]).all()) for step in steps):
+        return [places]
+    breaks = np.flatnonzero(np.logical_or.reduce([step != 1 for step in steps])) + 1
+    if len(breaks) >= MAX_PIECES:
+        return [places]
+    return zip(*(np.split(x, breaks) for x in places), strict=True)
 
 
-def _progression(x: np.ndarray) -> slice | None:
-    """An ascending arithmetic progression as a slice."""
-    step = int(x[1] - x[0]) if len(x) > 1 else 1
-    if step < 1 or (len(x) > 2 and (np.diff(x) != step).any()):
-        return None
-    return slice(int(x[0]), int(x[-1]) + 1, step)
-
-
-def _is_range(index: Index) -> TypeGuard[slice]:
-    return isinstance(index, slice) and index.step in (None, 1)
-
-
-def _first(index: Index) -> int:
-    return index.start if isinstance(index, slice) else int(index[0])
+def _is_range(index: Index) -> TypeGuard[slice | None]:
+    return index is None or (isinstance(index, slice) and index.step in (None, 1))

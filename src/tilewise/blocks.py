@@ -16,9 +16,11 @@ from torch import Tensor
 from tilewise.payload import ITEM_BYTES, Field
 from tilewise.plan import Item, Rows
 
+STATISTICS = ("lse", "delta")
+
 
 class Block(NamedTuple):
-    """Rows of an item: fields [num_rows, batch, heads, width] (statistics: [num_rows, batch, heads]).
+    """Rows of an item: fields [num_rows, batch, heads, width], statistics without width.
 
     Attributes:
         rows: which local rows of the shard these are, ascending half-open ranges.
@@ -33,36 +35,52 @@ class Block(NamedTuple):
     arena: tuple[Arena, int] | None = None
 
 
-def pack(tensors: Sequence[Tensor], fields: Sequence[Field]) -> Tensor:
-    """Tensors [rows, batch, heads(, width)] as rows of bytes, uint8 [rows, batch, row_bytes].
+class Packing:
+    """How the fields of one kind of item lie in a packed row of bytes.
 
-    Each is first converted to its field's dtype.
+    Attributes:
+        row_bytes: bytes of one token of one sequence.
+        in_place: whether packed fields can be used without a copy: all are aligned.
     """
-    if len(tensors[0]) == 0:  # strides of empty tensors forbid the views below
-        sizes = (
-            x.shape[2:].numel() * ITEM_BYTES(f.dtype) for x, f in zip(tensors, fields, strict=True)
-        )
-        return tensors[0].new_empty((*tensors[0].shape[:2], sum(sizes)), dtype=torch.uint8)
-    parts = [
-        x.to(getattr(torch, field.dtype)).flatten(2).contiguous().view(torch.uint8)
-        for x, field in zip(tensors, fields, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+    def __init__(self, fields: Sequence[Field], heads: int):
+        self.names = [field.name for field in fields]
+        self._dtypes = [getattr(torch, field.dtype) for field in fields]
+        self._sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
+        self._shapes = [
+            (heads,) if field.name in STATISTICS else (heads, field.width) for field in fields
+        ]
+        self.row_bytes = sum(self._sizes)
+        widest = max((dtype.itemsize for dtype in self._dtypes), default=1)
+        self.in_place = all(size % widest == 0 for size in self._sizes)
+        self._alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
 
-def unpack(wire: Tensor, fields: Sequence[Field], heads: int) -> dict[str, Tensor]:
-    """The inverse of pack: views of the buffer where alignment allows, else copies."""
-    tensors, start = {}, 0
-    for field in fields:
-        size = ITEM_BYTES(field.dtype)
-        stop = start + heads * field.width * size
-        columns = wire[..., start:stop]
-        if start % size or wire.shape[-1] % size or wire.storage_offset() % size:
-            columns = columns.contiguous()
-        shape = (heads,) if field.name in ("lse", "delta") else (heads, field.width)
-        tensors[field.name] = columns.view(getattr(torch, field.dtype)).unflatten(-1, shape)
-        start = stop
-    return tensors
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, row_bytes].
+
+        Each is first converted to its field's dtype.
+        """
+        if len(tensors[0]) == 0:  # strides of empty tensors forbid the views below
+            shape = *tensors[0].shape[:2], self.row_bytes
+            return tensors[0].new_empty(shape, dtype=torch.uint8)
+        parts = [
+            x.to(dtype).flatten(2).contiguous().view(torch.uint8)
+            for x, dtype in zip(tensors, self._dtypes, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def unpack(self, wire: Tensor) -> dict[str, Tensor]:
+        """The inverse of pack: views of the buffer where alignment allows, else copies."""
+        if self._alike:
+            whole = wire.view(self._dtypes[0]).unflatten(-1, (len(self.names), *self._shapes[0]))
+            return dict(zip(self.names, whole.unbind(2), strict=True))
+        tensors = []
+        for columns, dtype, shape in zip(
+            wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True
+        ):
+            columns = columns if self.in_place else columns.contiguous()
+            tensors.append(columns.view(dtype).unflatten(-1, shape))
+        return dict(zip(self.names, tensors, strict=True))
 
 
 def take(x: Tensor, held: Rows, wanted: Rows | None) -> Tensor:
@@ -90,10 +108,3 @@ class Arena:
 
     def __init__(self, starts: Mapping[Item, int], wire: Tensor | None, fields: dict[str, Tensor]):
         self.starts, self.wire, self.fields = starts, wire, fields
-
-
-def aligned(fields: Sequence[Field], heads: int) -> bool:
-    """Whether the fields of a packed row can be used in place."""
-    sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
-    widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
-    return all(size % widest == 0 for size in sizes)

@@ -41,12 +41,17 @@ def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) ->
 def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> None:
     """As check, with the layout of each side's shards given."""
     everything = everything_needed(mask, q_layout, kv_layout)
-    _check(plan, None if everything else table_cells(plan, mask, q_layout, kv_layout))
+    cells = None if everything else table_cells(plan, mask, q_layout, kv_layout)
+    _check(plan, cells, (q_layout.sizes, kv_layout.sizes))
 
 
-def _check(plan: Plan, cells: Mapping[tuple[int, int], Cell] | None) -> None:
+Cells = Mapping[tuple[int, int], Cell]
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
     try:
-        _Run(plan, cells).all_steps()
+        _Run(plan, cells, sizes).all_steps()
     except PlanError as error:
         where = show_around(plan, error.step, error.rank)
         raise PlanError(
@@ -57,8 +62,8 @@ def _check(plan: Plan, cells: Mapping[tuple[int, int], Cell] | None) -> None:
 class _Run:
     """The state of all ranks while a plan is executed on sets."""
 
-    def __init__(self, plan: Plan, cells: Mapping[tuple[int, int], Cell] | None):
-        self.plan, self.cells = plan, cells
+    def __init__(self, plan: Plan, cells: Cells | None, sizes: Sizes | None):
+        self.plan, self.cells, self.sizes = plan, cells, sizes
         self.groups = range(plan.num_head_groups)
         self.held: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
         self.parts: list[dict[Item, int]] = [defaultdict(int) for _ in range(plan.world_size)]
@@ -68,9 +73,8 @@ class _Run:
                 for rank in holders:
                     if not 0 <= rank < plan.world_size:
                         item = operand(side, shard)
-                        raise PlanError(
-                            f"{item} is owned by rank {rank} of {plan.world_size}", item=item
-                        )
+                        message = f"{item} is owned by rank {rank} of {plan.world_size}"
+                        raise PlanError(message, 0, rank, item)
                     for heads in self.groups:
                         self.held[rank][operand(side, shard, heads)] = ALL
 
@@ -82,13 +86,15 @@ class _Run:
     def _step(self, number: int, step: Step) -> None:
         arrivals = [(hop, self._leave(number, hop)) for hop in step.transfers]
         for hop, _ in arrivals:
-            if hop.item.role is Role.PARTIAL:
-                self.parts[hop.src].pop(hop.item, None)
+            if hop.item.role is Role.PARTIAL and not self.parts[hop.src].pop(hop.item, 0):
+                message = f"step {number}: {hop.item} leaves rank {hop.src} twice; a partial moves"
+                raise PlanError(message, number, hop.src, hop.item)
         if len(step.tiles) != self.plan.world_size:
             message = (
                 f"step {number} has tiles for {len(step.tiles)} ranks of {self.plan.world_size}"
             )
-            raise PlanError(message, number)
+            rank = min(len(step.tiles), self.plan.world_size - 1)
+            raise PlanError(message, number, rank, operand(Side.Q, 0))
         for rank, tiles in enumerate(step.tiles):
             for tile in tiles:
                 self._tile(number, rank, tile)
@@ -110,6 +116,8 @@ class _Run:
             raise fail("a rank does not send to itself")
         if not (0 <= shard < self.plan.num_shards(side) and heads in self.groups):
             raise fail("there is no such shard or head group")
+        if hop.rows is not None and not self._are_rows(side, shard, hop.rows):
+            raise fail(f"rows {hop.rows} are not ascending ranges of its own")
         if role is Role.OPERAND:
             if hop.item not in self.held[hop.src]:
                 raise fail(f"rank {hop.src} does not hold it when the step begins")
@@ -130,6 +138,13 @@ class _Run:
         elif not covers(hop.rows, self._filled(side, shard, stored)):
             raise fail(f"rows {hop.rows} leave some of its contributions behind")
         return stored
+
+    def _are_rows(self, side: Side, shard: int, rows: Rows) -> bool:
+        """Whether rows are ascending ranges, disjoint, not empty, within the shard if known."""
+        ends = [0, *(end for pair in rows for end in pair)]
+        last = ends[-1] if self.sizes is None else self.sizes[side][shard]
+        in_order = all(start < stop for start, stop in rows) and ends == sorted(ends)
+        return len(rows) > 0 and in_order and ends[-1] <= last
 
     def _tile(self, number: int, rank: int, tile: Tile) -> None:
         for q in tile.q:
@@ -178,7 +193,7 @@ class _Run:
                         raise PlanError(
                             f"q{q} x kv{kv}, head group {heads}, is never computed",
                             last,
-                            None,
+                            self.plan.home(Side.Q, q),
                             item,
                         )
         for rank, stored in enumerate(self.parts):

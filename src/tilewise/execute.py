@@ -6,7 +6,7 @@ It moves bytes and keeps order; what the bytes mean is the work's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -38,7 +38,17 @@ class Work(Protocol):
     def free(self, item: Item) -> None: ...
 
 
-Arrival = tuple[Handle, Transfer, Tensor] | None
+class Label(NamedTuple):
+    """What a message carries, written out only if an error names it."""
+
+    step: int
+    item: Item
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.item}"
+
+
+Arrival = tuple[Handle, Transfer, Tensor]
 
 
 def execute(program: Program, work: Work, transport: Transport) -> None:
@@ -46,32 +56,35 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
 
     Merges happen in program order, so every run gives the same bits.
     """
-    under_way: dict[int, list[Arrival]] = {}
+    under_way: dict[int, list[Arrival | None]] = {}
     for instruction in program.instructions:
         match instruction:
             case Run(tile):
                 work.run(tile)
             case Launch(handle, step, lane, sends, recvs):
-                outgoing = _outgoing(work, step, sends)
-                rooms, incoming = _incoming(work, step, recvs)
+                incoming = _incoming(work, step, recvs)
                 if transport.receives_ahead:
-                    started = [transport.exchange((), (m,), lane) if m else None for m in incoming]
-                    transport.exchange(outgoing, (), lane)
+                    handles = [transport.exchange((), (x[1],), lane) for x in incoming]
+                    if sends:
+                        transport.exchange(_outgoing(work, step, sends), (), lane)
                 else:
-                    together = transport.exchange(outgoing, [m for m in incoming if m], lane)
-                    started = [together] * len(recvs)
-                under_way[handle] = _arrivals(started, recvs, rooms)
+                    outgoing = _outgoing(work, step, sends)
+                    together = transport.exchange(outgoing, [x[1] for x in incoming], lane)
+                    handles = [together] * len(incoming)
+                _remember(under_way, handle, handles, incoming, recvs)
             case Collective(handle, kind, step, lane, sends, recvs):
-                outgoing = _outgoing(work, step, sends)
-                rooms, incoming = _incoming(work, step, recvs)
-                if outgoing:
-                    together = transport.collective(
-                        kind, outgoing, [m for m in incoming if m], lane
-                    )
-                    under_way[handle] = _arrivals([together] * len(recvs), recvs, rooms)
+                incoming = _incoming(work, step, recvs)
+                if incoming:
+                    outgoing = _outgoing(work, step, sends)
+                    together = transport.collective(kind, outgoing, [x[1] for x in incoming], lane)
+                    _remember(under_way, handle, [together] * len(incoming), incoming, recvs)
             case Wait(handle, arrivals):
-                for index in arrivals if handle in under_way else ():
-                    _arrive(work, under_way[handle], index)
+                launched = under_way.get(handle)
+                for index in arrivals if launched else ():
+                    arrival, launched[index] = launched[index], None
+                    if arrival is not None:
+                        arrival[0].wait()
+                        work.arrive(arrival[1], arrival[2])
             case Free(item):
                 work.free(item)
     transport.finish()
@@ -79,35 +92,30 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
 
 def _outgoing(work: Work, step: int, sends: Sequence[Transfer]) -> list[Message]:
     return [
-        Message(work.departure(hop), hop.dst, f"step {step}, {hop.item}")
+        Message(work.departure(hop), hop.dst, Label(step, hop.item))
         for hop in sends
         if work.travels(hop.item)
     ]
 
 
-def _incoming(
-    work: Work, step: int, recvs: Sequence[Transfer]
-) -> tuple[list[Tensor | None], list[Message | None]]:
-    rooms = [work.room(hop) if work.travels(hop.item) else None for hop in recvs]
-    messages = [
-        None if room is None else Message(room, hop.src, f"step {step}, {hop.item}")
-        for room, hop in zip(rooms, recvs, strict=True)
-    ]
-    return rooms, messages
-
-
-def _arrivals(
-    started: Sequence[Handle | None], recvs: Sequence[Transfer], rooms: Sequence[Tensor | None]
-) -> list[Arrival]:
+def _incoming(work: Work, step: int, recvs: Sequence[Transfer]) -> list[tuple[int, Message]]:
+    """The messages to receive, each with its place among the receives of its launch."""
     return [
-        None if handle is None or room is None else (handle, hop, room)
-        for handle, hop, room in zip(started, recvs, rooms, strict=True)
+        (index, Message(work.room(hop), hop.src, Label(step, hop.item)))
+        for index, hop in enumerate(recvs)
+        if work.travels(hop.item)
     ]
 
 
-def _arrive(work: Work, launched: list[Arrival], index: int) -> None:
-    arrival, launched[index] = launched[index], None
-    if arrival is not None:
-        handle, hop, room = arrival
-        handle.wait()
-        work.arrive(hop, room)
+def _remember(
+    under_way: dict[int, list[Arrival | None]],
+    handle: int,
+    handles: Sequence[Handle],
+    incoming: Sequence[tuple[int, Message]],
+    recvs: Sequence[Transfer],
+) -> None:
+    if incoming:
+        launched: list[Arrival | None] = [None] * len(recvs)
+        for started, (index, message) in zip(handles, incoming, strict=True):
+            launched[index] = started, recvs[index], message.tensor
+        under_way[handle] = launched

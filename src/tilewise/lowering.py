@@ -188,27 +188,26 @@ def _kind(step: RankStep, part: Part, rank: int, world_size: int) -> CollectiveK
 
 
 def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> list[Instruction]:
-    """Move the receives of every launch before its sends by some launches.
+    """Move the receives of every launch before its sends by some launches, past no collective.
 
     Per pair of ranks the order of receives stays the order of sends.
     """
-    places = [index for index, step in enumerate(instructions) if isinstance(step, Launch)]
     early: dict[int, list[Instruction]] = defaultdict(list)
     moved: dict[int, Instruction] = {}
-    for number, place in enumerate(places[1:], start=1):
-        launch = instructions[place]
-        assert isinstance(launch, Launch)
-        if launch.recvs:
-            early[places[max(0, number - ahead)]].append(launch._replace(sends=()))
-            moved[place] = launch._replace(handle=handles + number, recvs=())
+    places: list[int] = []
+    for place, launch in enumerate(instructions):
+        if isinstance(launch, Collective):
+            places.clear()
+        elif not isinstance(launch, Launch):
+            continue
+        elif places and launch.recvs:
+            early[places[-ahead:][0]].append(launch._replace(sends=()))
+            moved[place] = launch._replace(handle=handles + place, recvs=())
+        places.append(place)
     written: list[Instruction] = []
     for index, step in enumerate(instructions):
         written += [moved.get(index, step), *early[index]]
-    return [
-        step
-        for step in written
-        if not (isinstance(step, Launch) and not step.sends and not step.recvs)
-    ]
+    return [s for s in written if not (isinstance(s, Launch) and not s.sends and not s.recvs)]
 
 
 def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tuple[Item, ...], ...]:

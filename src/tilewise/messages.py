@@ -18,12 +18,12 @@ class Message(NamedTuple):
     Args:
         tensor: contiguous uint8 of any shape; both ends name the same number of bytes.
         peer: the other end's rank in the group.
-        label: what travels and when, for errors: "step 3, kv2".
+        label: what travels and when, for errors; its str is as "step 3, kv2".
     """
 
     tensor: Tensor
     peer: int
-    label: str
+    label: object
 
 
 class Handle(Protocol):

@@ -133,6 +133,9 @@ class Plan:
         default_save: what backward does unless told: "replay" the operands' transfers, or keep
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
+        head_split: the degree and the inner plan that a split by heads was made of; for those
+            who compose plans, not part of the value.
+        made_for: the mask and the layout that a mask-aware plan covers, and no other.
     """
 
     __slots__ = (
@@ -141,6 +144,8 @@ class Plan:
         "_steps",
         "cuts",
         "default_save",
+        "head_split",
+        "made_for",
         "name",
         "num_head_groups",
         "owners",
@@ -160,6 +165,8 @@ class Plan:
         cuts: Rows | None = None,
         default_save: str = "replay",
         replicated_queries: bool = False,
+        head_split: tuple[int, Any] | None = None,
+        made_for: tuple[Hashable, Hashable] | None = None,
     ):
         if world_size < 1:
             raise ValueError(f"world_size ({world_size}) must be at least 1")
@@ -174,6 +181,8 @@ class Plan:
             ("cuts", cuts),
             ("default_save", default_save),
             ("replicated_queries", replicated_queries),
+            ("head_split", head_split),
+            ("made_for", made_for),
             ("_steps", fixed),
             ("_script", script),
             ("_memo", OrderedDict()),

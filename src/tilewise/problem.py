@@ -83,6 +83,14 @@ def make_problem(
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     heads = q.shape[-2], k.shape[-2]
     _check_mask_heads(mask, heads[1])
+    for one in (plan, backward):
+        if one.made_for not in (None, (mask, options.layout)) or (
+            one.made_for and options.kv_layout
+        ):
+            raise ValueError(
+                f"{one.name} is for its own mask and layout, not for {mask!r} on {options.layout!r}; "
+                "make it for these"
+            )
     dtype = str(q.dtype).removeprefix("torch.")
     wire = str(options.wire_dtype or dtype).removeprefix("torch.")
     check_dtype("wire_dtype", wire)

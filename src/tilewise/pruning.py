@@ -36,10 +36,11 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
 
 def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
     """As prune, with the layout of each side's shards given."""
-    if everything_needed(mask, q_layout, kv_layout):
-        return plan
 
     def build() -> Plan:
+        covered = plan.made_for is not None and mask == plan.made_for[0]
+        if covered or everything_needed(mask, q_layout, kv_layout):
+            return plan
         cells = table_cells(plan, mask, q_layout, kv_layout)
 
         def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:

@@ -7,6 +7,19 @@ from collections.abc import Iterable
 from tilewise.plan import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
 
 
+REACH = 8
+"""Ranks whose contributions a travelling partial gathers before it goes home.
+
+Every hop rounds it to the wire dtype. Were it to gather those of all ranks, the error would grow
+with the root of their number; this way it stays what it is for 8, for the same number of hops.
+"""
+
+
+def goes_home(index: int, last: int) -> bool:
+    """Whether a partial leaves the index-th reader of its shard for its home, not for the next."""
+    return index == last or index % REACH == REACH - 1
+
+
 def operand(side: Side, shard: int, heads: int = 0) -> Item:
     """The copied value of a shard: q, or k and v."""
     return Item(side, Role.OPERAND, shard, heads)

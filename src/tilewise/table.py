@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from tilewise.layout import Layout, from_positions
 from tilewise.mask import Mask
-from tilewise.plan import Plan
+from tilewise.plan import Plan, PlanError, Side
+from tilewise.script import operand
 from tilewise.support import Cell, cells
 
 
@@ -39,9 +40,28 @@ def shard_layouts(
             f"q_positions are for plans with replicated queries (tree), not {plan.name}; use layout instead"
         )
     if plan.cuts is None:
-        return layout, kv_layout
+        q_layout = layout if plan.replicated_queries else _by_home(plan, layout, Side.Q)
+        return q_layout, _by_home(plan, kv_layout, Side.KV)
     q_homes, kv_homes = ([holders[0] for holders in side] for side in plan.owners)
     return layout.cut(q_homes, plan.cuts), kv_layout.cut(kv_homes, plan.cuts)
+
+
+def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
+    """The layout of shards that are their homes' rows, one a rank."""
+    homes, ranks = [holders[0] for holders in plan.owners[side]], range(plan.world_size)
+    if homes == [*ranks]:
+        return layout
+    if sorted(homes) != [*ranks]:
+        rank = next(
+            rank for rank in (*homes, *ranks) if rank not in ranks or homes.count(rank) != 1
+        )
+        shard = homes.index(rank) if rank in homes else 0
+        message = (
+            f"{plan.name}: rank {rank} of {plan.world_size} is home to {homes.count(rank)} "
+            f"{side.name.lower()} shards; in a plan without cuts every rank is home to one"
+        )
+        raise PlanError(message, 0, rank, operand(side, shard))
+    return Layout(layout.num_tokens, [layout.runs[home] for home in homes], layout.name)
 
 
 def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:

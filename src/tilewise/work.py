@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.binding import Binder, BoundCall, Part, gather
-from tilewise.blocks import Arena, Block, pack, take, unpack
+from tilewise.binding import Binder, BoundCall, Index, Part, gather, pick
+from tilewise.blocks import Arena, Block, Packing, take
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
 from tilewise.layout import Layout
 from tilewise.payload import Payload
 from tilewise.plan import Item, Role, Rows, Side, Tile, Transfer
 from tilewise.rows import count
-from tilewise.script import operand, partial
+from tilewise.script import partial
 
 Tensors = tuple[Tensor, ...]
 
@@ -52,6 +52,12 @@ class PassWork(ABC):
         self, frame: Frame, payload: Payload, own: dict[Item, Block], arenas: Sequence[Arena]
     ):
         self.frame, self.payload = frame, payload
+        self._packing = {
+            (side, role): Packing(payload.fields(side, role), payload.heads(side))
+            for side in Side
+            for role in Role
+        }
+        self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
         self.results: dict[Item, Tensor] = {}
@@ -60,76 +66,79 @@ class PassWork(ABC):
             self.operands[item] = self._moved_in(item, own[item])
 
     def travels(self, item: Item) -> bool:
-        return self.payload.row_bytes(item) > 0
+        return self._packing[item.side, item.role].row_bytes > 0
 
     def departure(self, transfer: Transfer) -> Tensor:
         item, rows = transfer.item, transfer.rows
-        fields = self.payload.fields(item.side, item.role)
+        packing = self._packing[item.side, item.role]
         if item.role is Role.OPERAND:
             block = self.operands[item]
             if block.wire is None:
-                wire = pack([block.fields[field.name] for field in fields], fields)
+                wire = packing.pack([block.fields[name] for name in packing.names])
                 block = self.operands[item] = block._replace(wire=wire)
             return take(block.wire, block.rows, rows)
         source = partial(item.side, item.shard, item.heads)
         if item.role is Role.RESULT:
             if item not in self.results:
-                self.results[item] = pack(self._filled(source), fields)
+                self.results[item] = packing.pack(self._filled(source))
             return self.results[item]
         tensors = self._filled(source)
         self.partials.pop(source, None)
-        return pack([take(x, self._whole(item), rows) for x in tensors], fields)
+        return packing.pack([take(x, self._whole(item), rows) for x in tensors])
 
     def room(self, transfer: Transfer) -> Tensor:
-        item, arena = transfer.item, self._arena_of.get(transfer.item)
-        num_rows = count(transfer.rows, self._size(item))
+        item, rows = transfer.item, transfer.rows
+        num_rows = self._size(item) if rows is None else count(rows, 0)
+        arena = self._arena_of.get(item) if self._arena_of else None
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
-        shape = num_rows, self.frame.batch, self.payload.row_bytes(item)
+        shape = num_rows, self.frame.batch, self._packing[item.side, item.role].row_bytes
         return torch.empty(shape, dtype=torch.uint8, device=self.frame.device)
 
     def arrive(self, transfer: Transfer, wire: Tensor) -> None:
-        item = transfer.item
-        fields = unpack(
-            wire, self.payload.fields(item.side, item.role), self.payload.heads(item.side)
-        )
-        match item.role:
-            case Role.OPERAND:
-                rows = self._whole(item) if transfer.rows is None else transfer.rows
-                before = self.operands.get(item)  # gathered in forward
-                kept = before.fields if before else {}
-                self.operands[item] = Block(rows, {**kept, **fields}, wire, self._place(item))
-            case Role.PARTIAL:
-                offset = 0
-                for start, stop in self._whole(item) if transfer.rows is None else transfer.rows:
-                    rows, here = slice(start, stop), slice(offset, offset + stop - start)
-                    self._add(item, rows, tuple(x[here] for x in fields.values()))
-                    offset += stop - start
-            case Role.RESULT:
-                self.results[item] = wire
+        item, rows = transfer.item, transfer.rows
+        if item.role is Role.RESULT:
+            self.results[item] = wire
+            return
+        fields = self._packing[item.side, item.role].unpack(wire)
+        if item.role is Role.PARTIAL:
+            self._merge_arrived(item, rows, tuple(fields.values()))
+            return
+        before = self.operands.get(item)  # gathered in forward
+        if before is not None:
+            fields = {**before.fields, **fields}
+        rows = self._whole(item) if rows is None else rows
+        self.operands[item] = Block(rows, fields, wire, self._place(item))
+
+    def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
+        if rows is None:
+            self._add(item, None, values)
+            return
+        offset = 0
+        for start, stop in rows:
+            here = slice(offset, offset + stop - start)
+            self._add(item, slice(start, stop), tuple(x[here] for x in values))
+            offset = here.stop
 
     def free(self, item: Item) -> None:
         if not self.frame.keep:
             del self.operands[item]
 
     def run(self, tile: Tile) -> None:
-        sides = [
-            [self.operands[operand(side, shard, tile.heads)] for shard in shards]
-            for side, shards in zip(Side, tile[:2], strict=True)
-        ]
-        held = tuple(tuple(block.rows for block in blocks) for blocks in sides)
-        for bound in self.frame.binder.calls(tile, held):  # pyright: ignore[reportArgumentType]
-            self._call(tile, bound, sides[0], sides[1])
+        q_items, kv_items = self.frame.binder.operands(tile)
+        q = [self.operands[item] for item in q_items]
+        kv = [self.operands[item] for item in kv_items]
+        held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
+        for bound in self.frame.binder.calls(tile, held):
+            self._call(tile, bound, q, kv)
 
     def final(self, item: Item) -> Tensors:
         """What a partial of this rank came to in the end, in the accumulators' dtype."""
         result = self.results.get(item._replace(role=Role.RESULT))
         if result is None:
             return self._filled(item)
-        fields = self.payload.fields(item.side, Role.RESULT)
-        accumulated = [x.dtype for x in self._empty(item, 0)]
-        tensors = unpack(result, fields, self.payload.heads(item.side)).values()
-        return tuple(x.to(dtype) for x, dtype in zip(tensors, accumulated, strict=True))
+        tensors = self._packing[item.side, Role.RESULT].unpack(result).values()
+        return tuple(x.to(self.frame.dtype) for x in tensors)
 
     @abstractmethod
     def _call(self, tile: Tile, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
@@ -140,22 +149,20 @@ class PassWork(ABC):
         """A partial of so many rows that nothing was added to."""
 
     @abstractmethod
-    def _merge(self, partials: Tensors, index: slice | Tensor, values: Tensors) -> None:
+    def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         """Add values to rows of a partial, in place."""
 
-    def _add(self, item: Item, index: slice | Tensor, values: Tensors) -> None:
-        size = self._size(item)
-        if item not in self.partials and index == slice(0, size):
-            self.partials[item] = tuple(
-                x.to(e.dtype, copy=True) for x, e in zip(values, self._empty(item, 0), strict=True)
-            )
-            return
+    def _add(self, item: Item, index: Index, values: Tensors) -> None:
+        """Add values, which nobody else uses, to rows of a partial."""
         if item not in self.partials:
-            self.partials[item] = self._empty(item, size)
+            if index is None:
+                self.partials[item] = tuple(x.to(self.frame.dtype) for x in values)
+                return
+            self.partials[item] = self._empty(item, self._size(item))
         self._merge(self.partials[item], index, values)
 
     def _add_parts(self, item: Item, part: Part, values: Tensors, heads: slice | None) -> None:
-        rows = tuple(x[part.call] for x in values)
+        rows = tuple(pick(x, part.call) for x in values)
         if heads is None:
             self._add(item, part.local, rows)
             return
@@ -180,25 +187,25 @@ class PassWork(ABC):
         return torch.zeros(shape, dtype=self.frame.dtype, device=self.frame.device)
 
     def _size(self, item: Item) -> int:
-        return self.frame.layouts[item.side].size(item.shard)
+        return self._sizes[item.side][item.shard]
 
     def _whole(self, item: Item) -> Rows:
         return ((0, self._size(item)),)
 
     def _place(self, item: Item) -> tuple[Arena, int] | None:
-        arena = self._arena_of.get(item)
-        return arena and (arena, arena.starts[item])
+        arena = self._arena_of.get(item) if self._arena_of else None
+        return None if arena is None else (arena, arena.starts[item])
 
     def _moved_in(self, item: Item, block: Block) -> Block:
         """An operand that is here from the start, its rows copied to their place in the arena."""
         arena = self._arena_of[item]
         place = arena, arena.starts[item]
-        fields = self.payload.fields(item.side, item.role)
-        if arena.wire is None or not all(field.name in block.fields for field in fields):
+        packing = self._packing[item.side, item.role]
+        if arena.wire is None or not all(name in block.fields for name in packing.names):
             return block._replace(arena=place)
         wire = arena.wire[place[1] : place[1] + self._size(item)]
-        wire.copy_(pack([block.fields[field.name] for field in fields], fields))
-        moved = unpack(wire, fields, self.payload.heads(item.side))
+        wire.copy_(packing.pack([block.fields[name] for name in packing.names]))
+        moved = packing.unpack(wire)
         return Block(block.rows, {**block.fields, **moved}, wire, place)
 
 
@@ -222,8 +229,8 @@ class Forward(PassWork):
         out = self._zeros(num_rows, Side.Q, self.payload.head_dim)
         return out, self._zeros(num_rows, Side.Q) - torch.inf
 
-    def _merge(self, partials: Tensors, index: slice | Tensor, values: Tensors) -> None:
-        out, lse = partials[0][index], partials[1][index]
+    def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
+        out, lse = pick(partials[0], index), pick(partials[1], index)
         merge_into(out, lse, *values)
         if isinstance(index, Tensor):  # an index made copies
             partials[0][index], partials[1][index] = out, lse
@@ -252,9 +259,9 @@ class Backward(PassWork):
             self._zeros(num_rows, item.side, self.payload.head_dim) for _ in range(tensors)
         )
 
-    def _merge(self, partials: Tensors, index: slice | Tensor, values: Tensors) -> None:
+    def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         for total, value in zip(partials, values, strict=True):
             if isinstance(index, Tensor):
                 total.index_add_(0, index, value.to(total.dtype))
             else:
-                total[index] += value
+                pick(total, index).add_(value)

@@ -18,7 +18,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuFlash:
-    """fp64, fp32, bf16 and fp16; yields out and gradients in the input dtype."""
+    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider."""
 
     name = "cpu"
     square_causal = True
@@ -41,6 +41,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor]:
         if not (len(q) and len(k)):
             return deliver(*no_keys(q), into)
+        q, k, v = map(_widened, (q, k, v))
         mask, unseen = _masks(call, q.dtype)
         out, lse = _forward(
             *map(_bhsd, (q, k, v)), 0.0, _is_causal(call), attn_mask=mask, scale=scale
@@ -63,6 +64,7 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not (len(q) and len(k)):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        q, k, v, dout = map(_widened, (q, k, v, dout))
         mask, unseen = _masks(call, q.dtype)
         if unseen is not None:
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
@@ -79,6 +81,11 @@ class CpuFlash:
         )
         dq, dk, dv = (g.permute(2, 0, 1, 3) for g in grads)
         return dq, dk, dv
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Half precision as fp32: aten would round every call's results to the input dtype."""
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 def _bhsd(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ plan like any other. A KV shard skips the ranks that do not read it.
 from __future__ import annotations
 
 from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.script import Script, goes_home, operand, partial
 
 
 def balanced_ring(world_size: int) -> Plan:
@@ -32,6 +32,9 @@ def balanced_ring(world_size: int) -> Plan:
     def before(kv: int, t: int) -> int:
         return t - 1 if t == 1 or read(kv, t - 1) else half
 
+    def last_of_chain(kv: int, t: int) -> bool:
+        return goes_home(t, n - 1 if kv else half)
+
     def script(rank: int) -> tuple[RankStep, ...]:
         s = Script(rank)
         s.tile((rank,), (rank,))
@@ -46,12 +49,11 @@ def balanced_ring(world_size: int) -> Plan:
                 source = (kv + previous) % n
                 s.at(t - 1).recv(operand(Side.KV, kv), source)
                 s.at(t).tile((rank,), (kv,))
-                s.at(t + 1).send(partial(Side.KV, kv), onward)
-                if previous:
+                s.at(t + 1).send(partial(Side.KV, kv), kv if last_of_chain(kv, t) else onward)
+                if previous and not last_of_chain(kv, previous):
                     s.at(previous + 1).recv(partial(Side.KV, kv), source)
-        if n > 1:
-            last = n - 1 if rank else half
-            s.at(last + 1).recv(partial(Side.KV, rank), (rank + last) % n)
+            if read(rank, t) and last_of_chain(rank, t):
+                s.at(t + 1).recv(partial(Side.KV, rank), (rank + t) % n)
         for t in range(1, (n - 1) // 2 + 1):
             if rank < t:  # help: this rank's KV against the query n - t below
                 q = rank + n - t

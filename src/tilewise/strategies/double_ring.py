@@ -8,7 +8,7 @@ their owner before the last hop.
 from __future__ import annotations
 
 from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.script import REACH, Script, goes_home, operand, partial
 
 
 def double_ring(num_nodes: int, node_size: int) -> Plan:
@@ -23,6 +23,13 @@ def double_ring(num_nodes: int, node_size: int) -> Plan:
 
     def at(node: int, local: int) -> int:
         return node % num_nodes * node_size + local % node_size
+
+    def home_from(outer: int, inner: int) -> bool:
+        """Along a node, then from node to node with all of that node's contributions."""
+        if inner < node_size - 1:
+            return goes_home(inner, node_size)
+        gathered, before = (outer + 1) * node_size // REACH, outer * node_size // REACH
+        return outer == num_nodes - 1 or gathered > before
 
     def script(rank: int) -> tuple[RankStep, ...]:
         s, (node, local) = Script(rank), divmod(rank, node_size)
@@ -39,18 +46,18 @@ def double_ring(num_nodes: int, node_size: int) -> Plan:
             if inner == 0 and outer < num_nodes - 1:
                 s.send(operand(Side.KV, held), outer_left)
                 s.recv(operand(Side.KV, at(node + outer + 1, local)), outer_right)
-            if t >= 2:  # what was computed one step ago moves on, or home after the last step
+            if t >= 2:  # what was computed one step ago moves on, or home
                 outer, inner = divmod(t - 1, node_size)
                 done = at(node + outer, local + inner)
-                if inner < node_size - 1:
+                if home_from(outer, inner):
+                    s.send(partial(Side.KV, done), done)
+                    s.recv(partial(Side.KV, rank), at(node - outer, local - inner))
+                elif inner < node_size - 1:
                     s.send(partial(Side.KV, done), inner_left)
                     s.recv(partial(Side.KV, at(node + outer, local + inner + 1)), inner_right)
-                elif outer < num_nodes - 1:
+                else:
                     s.send(partial(Side.KV, done), outer_left)
                     s.recv(partial(Side.KV, at(node + outer + 1, local + inner)), outer_right)
-                else:
-                    s.send(partial(Side.KV, done), done)
-                    s.recv(partial(Side.KV, rank), at(node + 1, local + 1))
             s.next()
         return s.done()
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from tilewise.plan import Plan, RankStep, Role, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.script import Script, goes_home, operand, partial
 from tilewise.strategies.mesh_schedule import Beat, Costs, schedule_beats
 
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")
@@ -66,24 +66,24 @@ def _beat_script(n: int, a: int, order: str, costs: Costs):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = Script(rank), _shards(rank, n, a)
 
-        def pass_on(side: Side, role: Role, sent: int, received: int) -> None:
-            """Send local index `sent` to the left or upwards, receive from the right or below."""
+        def pass_on(side: Side, arriving: int, leaving: int) -> None:
+            """Move local indices to the left or upwards, as the other neighbour does to here."""
             own = shards[side]
-            make = operand if role is Role.OPERAND else partial
-            s.send(make(side, own[sent]), own[-1])
-            s.recv(make(side, own[received % len(own)]), own[1])
+            if arriving:
+                s.send(operand(side, own[arriving - 1]), own[-1])
+                s.recv(operand(side, own[arriving]), own[1])
+            if leaving and goes_home(leaving, len(own) - 1):
+                s.send(partial(side, own[leaving]), own[leaving])
+                s.recv(partial(side, rank), own[-leaving])
+            elif leaving:
+                s.send(partial(side, own[leaving]), own[-1])
+                s.recv(partial(side, own[leaving + 1]), own[1])
 
         for beat in beats:
             for rows, columns in _rectangles(beat):
-                s.tile([shards[0][k] for k in rows], [shards[1][l] for l in columns])
-            for side, arriving, leaving in (
-                (Side.Q, beat.q, beat.q_partial),
-                (Side.KV, beat.kv, beat.kv_partial),
-            ):
-                if arriving:
-                    pass_on(side, Role.OPERAND, arriving - 1, arriving)
-                if leaving:
-                    pass_on(side, Role.PARTIAL, leaving, leaving + 1)
+                s.tile([shards[0][k] for k in rows], [shards[1][c] for c in columns])
+            pass_on(Side.Q, beat.q, beat.q_partial)
+            pass_on(Side.KV, beat.kv, beat.kv_partial)
             s.next()
         return s.done()
 
@@ -111,7 +111,7 @@ def _gather_script(n: int, a: int):
 def _rectangles(beat: Beat) -> list[tuple[list[int], list[int]]]:
     """A step's blocks as rectangles: rows that meet the same columns together."""
     columns: dict[int, list[int]] = {}
-    for k, l in sorted(beat.blocks):
-        columns.setdefault(k, []).append(l)
+    for k, c in sorted(beat.blocks):
+        columns.setdefault(k, []).append(c)
     grouped = groupby(columns, key=columns.__getitem__)
     return [(list(rows), same) for same, rows in grouped]

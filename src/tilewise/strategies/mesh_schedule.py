@@ -1,7 +1,7 @@
 """In which order a mesh tile's shards arrive, its blocks are computed and its partials leave.
 
-Every rank runs one schedule in local indices, so each hop is matched everywhere: block (k, l) is
-the k-th query shard against the l-th KV shard to arrive, row 0 and column 0 are the rank's own.
+Every rank runs one schedule in local indices, so each hop is matched everywhere: block (k, c) is
+the k-th query shard against the c-th KV shard to arrive, row 0 and column 0 are the rank's own.
 Source: Mesh-Attention (arXiv 2512.20968), section 4; sends of row 0 and column 0 are left out.
 """
 
@@ -53,7 +53,7 @@ def schedule_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Be
             beat = beat._replace(kv=y)
         elif x < rows:
             beat = beat._replace(q=x)
-        if rows_sent < rows - 1 and all((rows_sent + 1, l) in done for l in range(columns)):
+        if rows_sent < rows - 1 and all((rows_sent + 1, c) in done for c in range(columns)):
             beat = beat._replace(q_partial=rows_sent + 1)
         if columns_sent < columns - 1 and all((k, columns_sent + 1) in done for k in range(rows)):
             beat = beat._replace(kv_partial=columns_sent + 1)
@@ -69,7 +69,7 @@ def schedule_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Be
         beats.append(beat._replace(blocks=tuple(now)))
         done.update(now)
         if beat.q:
-            waiting += [(x, l) for l in range(y)]
+            waiting += [(x, c) for c in range(y)]
             x += 1
         if beat.kv:
             waiting += [(k, y) for k in range(x)]
@@ -81,6 +81,6 @@ def schedule_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Be
 
 def _urgency(block: Block, rows_sent: int, columns_sent: int) -> tuple:
     """Blocks that the next partials wait for come first; those that nobody waits for last."""
-    k, l = block
-    own = (k == 0) + (l == 0)
-    return own == 2, k == 0, k, l
+    k, c = block
+    own = (k == 0) + (c == 0)
+    return own == 2, k == 0, k, c

@@ -6,13 +6,14 @@
        2     q0 x kv2   q1 x kv0   q2 x kv1
 
 Source: Liu et al. 2023 (arXiv 2310.01889); moves="q" in backward is BurstAttention's (2403.09347).
-Departs from them in that a partial never travels with its owner's own share: that waits at home.
+Departs from them in that a partial never travels with its owner's own share, which waits at home,
+and goes home every few hops, so that rounding on the wire does not grow with the ring.
 """
 
 from __future__ import annotations
 
 from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.script import Script, goes_home, operand, partial
 
 
 def ring(world_size: int, moves: str = "kv") -> Plan:
@@ -37,7 +38,10 @@ def ring(world_size: int, moves: str = "kv") -> Plan:
             if t < n - 1:
                 s.send(operand(side, held), left)
                 s.recv(operand(side, (held + 1) % n), right)
-            if t >= 2:
+            if t >= 2 and goes_home(t - 1, n - 1):
+                s.send(partial(side, (held - 1) % n), (held - 1) % n)
+                s.recv(partial(side, rank), (rank - t + 1) % n)
+            elif t >= 2:
                 s.send(partial(side, (held - 1) % n), left)
                 s.recv(partial(side, held), right)
             s.next()

@@ -8,7 +8,9 @@ inner mesh a three-dimensional split of heads x queries x keys.
 
 from __future__ import annotations
 
-from tilewise.plan import Plan, RankStep, Side, Transfer, own_shards
+from collections.abc import Iterable, Iterator
+
+from tilewise.plan import Item, Plan, RankStep, Side, Transfer, own_shards
 from tilewise.script import Script, operand, partial
 from tilewise.strategies.ring import ring
 
@@ -27,53 +29,49 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     inner = ring(1) if inner is None else inner
     if degree < 1:
         raise ValueError(f"degree ({degree}) must be at least 1")
-    if inner.owners != own_shards(inner.world_size) or inner.cuts is not None:
+    if inner.head_split is not None:  # two exchanges in a row would send everything twice
+        return ulysses(degree * inner.head_split[0], inner=inner.head_split[1])
+    if inner.owners != own_shards(inner.world_size) or inner.num_head_groups > 1 or inner.cuts:
         raise ValueError(
-            f"ulysses needs an inner plan in which rank r owns shard r, unlike {inner.name}"
+            f"ulysses needs an inner plan of whole heads in which rank r owns shard r, "
+            f"not {inner.name}"
         )
-    groups, n = inner.num_head_groups, degree * inner.world_size
+    n = degree * inner.world_size
 
-    def widen(shards: tuple[int, ...]) -> tuple[int, ...]:
+    def widen(shards: Iterable[int]) -> tuple[int, ...]:
         return tuple(shard * degree + part for shard in shards for part in range(degree))
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, (inner_rank, head_rank) = Script(rank), divmod(rank, degree)
+        s, (inner_rank, heads) = Script(rank), divmod(rank, degree)
         team = [peer for peer in widen((inner_rank,)) if peer != rank]
 
-        def of(peer: int) -> range:
-            """The head groups that a peer computes."""
-            return range(peer % degree * groups, (peer % degree + 1) * groups)
-
-        def copies(hop: Transfer):
-            """One inner hop: the same for each of the inner shard's outer shards."""
-            heads = head_rank * groups + hop.item.heads
-            for outer in widen((hop.item.shard,)):
-                item = hop.item._replace(shard=outer, heads=heads)
-                yield item, hop.src * degree + head_rank, hop.dst * degree + head_rank
+        def copies(hop: Transfer) -> Iterator[Item]:
+            """The items of one inner hop: the same for each of the inner shard's outer shards."""
+            if hop.rows is not None:
+                raise ValueError(
+                    f"ulysses needs an inner plan that is not pruned, not {inner.name}"
+                )
+            return (hop.item._replace(shard=s, heads=heads) for s in widen((hop.item.shard,)))
 
         for peer in team:
             for side in Side:
-                for heads in of(peer):
-                    s.send(operand(side, rank, heads), peer)
-                for heads in of(rank):
-                    s.recv(operand(side, peer, heads), peer)
+                s.send(operand(side, rank, peer % degree), peer)
+                s.recv(operand(side, peer, heads), peer)
         s.next()
         for step in inner.rank_steps(inner_rank):
             for tile in step.tiles:
-                s.tile(widen(tile.q), widen(tile.kv), head_rank * groups + tile.heads)
+                s.tile(widen(tile.q), widen(tile.kv), heads)
             for hop in step.sends:
-                for item, _, dst in copies(hop):
-                    s.send(item, dst)
+                for item in copies(hop):
+                    s.send(item, hop.dst * degree + heads)
             for hop in step.recvs:
-                for item, src, _ in copies(hop):
-                    s.recv(item, src)
+                for item in copies(hop):
+                    s.recv(item, hop.src * degree + heads)
             s.next()
         for peer in team:
             for side in Side:
-                for heads in of(rank):
-                    s.send(partial(side, peer, heads), peer)
-                for heads in of(peer):
-                    s.recv(partial(side, rank, heads), peer)
+                s.send(partial(side, peer, heads), peer)
+                s.recv(partial(side, rank, peer % degree), peer)
         return s.done()
 
     name = (
@@ -81,4 +79,12 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     )
     # Alone, what is gathered is as large as what was given away: keeping it takes no extra memory.
     save = "gathered" if inner.world_size == 1 else inner.default_save
-    return Plan(name, n, degree * groups, own_shards(n), script=script, default_save=save)
+    return Plan(
+        name,
+        n,
+        degree,
+        own_shards(n),
+        script=script,
+        default_save=save,
+        head_split=(degree, inner),
+    )

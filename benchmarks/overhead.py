@@ -1,0 +1,109 @@
+"""What the executor costs beside a hand-written loop: microseconds per ring step.
+
+Both run one rank's forward ring over the same tensors, kernel, merges and a transport whose
+messages arrive at once, so that what differs is only the interpreter: program, bookkeeping,
+packing, views. Interleaved, median of many runs.
+
+    python benchmarks/overhead.py [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import tilewise as tw
+from tilewise.attend import Run
+from tilewise.calls import Call, Kind
+from tilewise.execute import execute
+from tilewise.kernels.merge import merge_into
+from tilewise.kernels.select import kernel_for
+from tilewise.messages import Message
+from tilewise.plan import Side
+from tilewise.problem import Options, make_problem
+from tilewise.work import Forward
+
+WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
+
+
+class Instant:
+    """A transport on which every message has arrived already."""
+
+    rank, world_size, receives_ahead, bytes_sent, messages_sent = 0, WORLD, 1, 0, 0
+
+    def exchange(self, sends, recvs, lane=0):
+        return self
+
+    collective = exchange
+
+    def wait(self) -> None:
+        pass
+
+    finish = wait
+
+
+def by_hand(q, k, v, transport: Instant, scale: float):
+    """A plain ring loop with the same kernel, merge and transport calls."""
+    kernel = kernel_for("cpu", q.dtype, WIDTH)
+    call = Call(((0, TOKENS),), ((0, TOKENS),), Kind.FULL)
+    held = torch.cat([k, v], -1).view(torch.uint8)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+    for step in range(WORLD):
+        coming, handle = held, None
+        if step < WORLD - 1:
+            coming = torch.zeros_like(held)
+            handle = transport.exchange((), (Message(coming, 1, ""),))
+            transport.exchange((Message(held, WORLD - 1, ""),), ())
+        both = held.view(q.dtype)
+        merge_into(out, lse, *kernel.forward(q, both[..., :WIDTH], both[..., WIDTH:], call, scale))
+        if handle is not None:
+            handle.wait()
+        held = coming
+    return out
+
+
+def by_program(q, k, v, transport: Instant, problem):
+    run = Run(problem, transport, backward=False, batch=1, device=q.device)
+    work = Forward(run.frame(keep=False), run.payload, *run.start(({"q": q}, {"k": k, "v": v})))
+    execute(run.program, work, transport)
+    return run.collect(work, [(Side.Q, (WIDTH, None))])
+
+
+def microseconds_per_step(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) / WORLD * 1e6
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
+    layout = tw.contiguous(WORLD * TOKENS, WORLD)
+    options = Options(
+        tw.ring(WORLD), None, layout, None, tw.Full(), None, None, None, True, None
+    )
+    problem = make_problem(q[:, 0], k[:, 0], v[:, 0], options, 0, WORLD)
+    transport = Instant()
+    times: dict[str, list[float]] = {"by hand": [], "executor": []}
+    with torch.no_grad():
+        for _ in range(REPEATS):
+            times["by hand"].append(
+                microseconds_per_step(lambda: by_hand(q, k, v, transport, problem.scale))
+            )
+            times["executor"].append(
+                microseconds_per_step(lambda: by_program(q, k, v, transport, problem))
+            )
+    overheads = [b - a for a, b in zip(*times.values(), strict=True)]
+    row = {name: round(statistics.median(values), 1) for name, values in times.items()}
+    row["overhead"] = round(statistics.median(overheads), 1)
+    row["unit"] = "us per step"
+    print(json.dumps(row) if "--json" in sys.argv else row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Train a small byte-level language model with its sequence split over ranks, on real text.
+
+    torchrun --nproc-per-node 4 examples/train_lm.py --steps 60
+
+The model is a small Llama (RoPE, grouped queries, RMSNorm, SwiGLU), the text Python's own standard
+library, each top-level definition a document, packed end to end and masked apart. Then rank 0
+trains the same model with nothing split, on plain dense attention of torch, and both loss curves
+must agree to rounding; a plot and a JSON file of them are written. Plain python is one rank.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tilewise as tw
+from tilewise import corpus, lengths
+from tilewise.expression import read_plan
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Largest difference of a loss, relative, and of a parameter. Sums differ in rounding; AdamW
+# divides by a gradient's size, which carries the rounding of small gradients on.
+TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-3, 1e-1)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The model's shape."""
+
+    width: int = 96
+    num_layers: int = 3
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    hidden: int = 256
+    vocabulary: int = 256
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+
+class Block(nn.Module):
+    """Attention and a SwiGLU, each on normalised input and added to the stream."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        self.norms = nn.ModuleList([nn.RMSNorm(c.width, eps=1e-6) for _ in range(2)])
+        self.q = nn.Linear(c.width, c.num_heads * c.head_dim, bias=False)
+        self.kv = nn.Linear(c.width, 2 * c.num_kv_heads * c.head_dim, bias=False)
+        self.out = nn.Linear(c.num_heads * c.head_dim, c.width, bias=False)
+        self.up = nn.Linear(c.width, 2 * c.hidden, bias=False)
+        self.down = nn.Linear(c.hidden, c.width, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor, attention: Attention) -> Tensor:
+        y = self.norms[0](x)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim))
+        k, v = self.kv(y).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
+        x = x + self.out(attention(rotated(q, turn), rotated(k, turn), v).flatten(-2))
+        gate, up = self.up(self.norms[1](x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """Tokens [num_tokens] and their positions to logits [num_tokens, vocabulary]."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
+        x = self.embedding(tokens)
+        turn = angles(position_ids, self.config.head_dim).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, turn, attention)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def angles(position_ids: Tensor, head_dim: int) -> Tensor:
+    """Cosines and sines of RoPE's angles, fp64 [2, num_tokens, 1, head_dim / 2]."""
+    rates = 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    turned = position_ids[:, None, None] * rates
+    return torch.stack([turned.cos(), turned.sin()])
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """RoPE: each pair of features (i, i + head_dim / 2) turned by its angle."""
+    (a, b), (cos, sin) = x.chunk(2, -1), turn
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed sequence: every tensor [num_tokens]; labels -100 at each document's end."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    mask: tw.Mask
+
+
+def batches(num_tokens: int, seed: int) -> Iterator[Batch]:
+    """Packed documents without end, in a seeded order."""
+    texts = corpus.documents()
+    make = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randint(len(texts), (num_tokens,), generator=make).tolist()
+        packed, cu_seqlens = corpus.pack((texts[i] for i in order), num_tokens)
+        tokens = torch.from_numpy(packed.astype("int64"))
+        yield Batch(
+            tokens,
+            lengths.shift_labels(tokens, cu_seqlens),
+            torch.from_numpy(lengths.position_ids(cu_seqlens)),
+            tw.Causal() & tw.Document(cu_seqlens),
+        )
+
+
+class Whole:
+    """Nothing split: this process has every token and torch's own attention."""
+
+    def shard(self, x: Tensor) -> Tensor:
+        return x
+
+    def attention(self, mask: tw.Mask, num_tokens: int) -> Attention:
+        positions = torch.arange(num_tokens)
+        allowed = torch.as_tensor(mask.dense(positions, positions))
+
+        def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_first = (x.transpose(0, 1) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads_first, attn_mask=allowed, enable_gqa=True)
+            return out.transpose(0, 1)
+
+        return dense
+
+    def sum(self, x: Tensor) -> None:
+        pass
+
+
+class Split:
+    """The sequence split over the ranks of the default group, if there is one."""
+
+    def __init__(self, num_tokens: int, strategy: str) -> None:
+        plan = "auto" if strategy == "auto" else read_plan(strategy, ranks()[1])
+        self.cp = tw.ContextParallel(num_tokens=num_tokens, mask=tw.Causal(), strategy=plan)
+
+    def shard(self, x: Tensor) -> Tensor:
+        return self.cp.shard(x, dim=0)
+
+    def attention(self, mask: tw.Mask, num_tokens: int) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = self.cp.attention(q, k, v, mask=mask)
+            assert isinstance(out, Tensor)
+            return out
+
+        return attend
+
+    def sum(self, x: Tensor) -> None:
+        """Sum over ranks, in place."""
+        if self.cp.world_size > 1:
+            dist.all_reduce(x)
+
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and their number."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def train_step(model: Llama, optimizer: torch.optim.Optimizer, way: Whole | Split, b: Batch):
+    """One step; the loss is the mean over all labelled tokens of the whole sequence."""
+    num_tokens = len(b.tokens)
+    tokens, labels, position_ids = map(way.shard, (b.tokens, b.labels, b.position_ids))
+    logits = model(tokens, position_ids, way.attention(b.mask, num_tokens))
+    # Each rank has a share of the sum, divided by the whole sequence's count: shares add up.
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    loss = total / (b.labels != -100).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads)])
+    way.sum(flat)
+    for grad, summed in zip(grads, flat[1:].split([g.numel() for g in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
+    optimizer.step()
+    return float(flat[0])
+
+
+def train(
+    way: Whole | Split, args: argparse.Namespace, on_step: Callable[[float], None]
+) -> tuple[Llama, list[float]]:
+    """The trained model and its losses; the same on every rank."""
+    torch.manual_seed(args.seed)
+    model = Llama(Config()).to(getattr(torch, args.dtype))
+    options = {"lr": args.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    losses = []
+    for _, batch in zip(range(args.steps), batches(args.num_tokens, args.seed), strict=False):
+        losses.append(train_step(model, optimizer, way, batch))
+        on_step(losses[-1])
+    return model, losses
+
+
+def with_progress(way: Whole | Split, args: argparse.Namespace, title: str):
+    """train, with a progress bar on rank 0."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    loss = TextColumn("loss {task.fields[loss]:.3f}")
+    console = Console(stderr=True, quiet=ranks()[0] != 0)
+    with Progress(*columns, loss, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(title, total=args.steps, loss=float("nan"))
+        return train(way, args, lambda x: progress.update(task, advance=1, loss=x))
+
+
+def plot(split: list[float], whole: list[float], title: str, path: Path) -> None:
+    """Both curves, and their difference below."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(6.5, 5), height_ratios=(3, 1))
+    steps = range(1, len(split) + 1)
+    above.plot(steps, whole, color="0.75", linewidth=5, label="nothing split, dense attention")
+    above.plot(steps, split, color="tab:blue", linewidth=1.5, label=title)
+    above.set_ylabel("loss (nats per byte)")
+    above.legend(frameon=False)
+    differences = [abs(a - b) for a, b in zip(split, whole, strict=True)]
+    below.plot(steps, differences, ".", color="tab:red", markersize=4)
+    below.set(xlabel="step", ylabel="|difference|", ylim=(0, max(*differences, 1e-16) * 1.2))
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def compare(model: Llama, split: list[float], args: argparse.Namespace, console: Console) -> None:
+    """Train with nothing split, write both curves, and fail if losses or parameters differ."""
+    other, whole = with_progress(Whole(), args, "nothing split")
+    a, b = torch.tensor([split, whole], dtype=torch.float64)
+    worst = float(((a - b) / b).abs().max())  # torch's max keeps nan, Python's may drop it
+    a, b = (nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, other))
+    drift = float((a - b).abs().max())
+    args.out.mkdir(parents=True, exist_ok=True)
+    plot(split, whole, f"split over {ranks()[1]} ranks", args.out / "losses.png")
+    values = {"num_ranks": ranks()[1], "arguments": {k: str(v) for k, v in vars(args).items()}}
+    values |= {"largest_relative_loss_difference": worst, "largest_parameter_difference": drift}
+    values |= {"split": split, "whole": whole}
+    (args.out / "losses.json").write_text(json.dumps(values, indent=2) + "\n")
+    console.print(f"largest difference: losses {worst:.1e} relative, parameters {drift:.1e}")
+    console.print(f"wrote losses.png and losses.json in {args.out}")
+    limits = TOLERANCES[args.dtype]
+    if not (worst <= limits[0] and drift <= limits[1]):
+        raise SystemExit(f"split and unsplit training differ: more than {limits}")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--num-tokens", type=int, default=1021, help="need not divide by the ranks")
+    parser.add_argument("--strategy", default="auto", help='as in "ulysses(2, inner=ring(2))"')
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--save", type=Path, help="write the trained model to this file")
+    parser.add_argument("--out", type=Path, default=Path("out/train_lm"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    console = Console(quiet=ranks()[0] != 0)
+    way = Split(args.num_tokens, args.strategy)
+    model, losses = with_progress(way, args, f"split over {ranks()[1]}")
+    console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} nats per byte")
+    if ranks()[0] == 0 and args.save:
+        torch.save({"config": asdict(model.config), "model": model.state_dict()}, args.save)
+        console.print(f"wrote {args.save}")
+    if ranks()[0] == 0 and args.compare:
+        compare(model, losses, args, console)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,15 @@
+"""The command line: one file per command, all printing done here."""
+
+import typer
+
+from tilewise.cli.demo_command import demo
+from tilewise.cli.doctor_command import doctor
+from tilewise.cli.show_command import show
+
+app = typer.Typer(
+    help="Exact attention over sequences split across many devices.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+for command in (demo, show, doctor):
+    app.command()(command)
