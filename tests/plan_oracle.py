@@ -16,7 +16,7 @@ import tilewise as tw
 from tilewise.plan import Item, Role, Rows, Side, Transfer
 
 
-class Broken(Exception):
+class BrokenPlanError(Exception):
     """A plan that no executor could carry out."""
 
 
@@ -56,7 +56,7 @@ def right(plan: tw.Plan, table: Table) -> bool:
     """Whether executing the plan brings every sum to every holder of its shard."""
     try:
         return _Ranks(plan, table).run()
-    except Broken:
+    except BrokenPlanError:
         return False
 
 
@@ -78,7 +78,7 @@ class _Ranks:
     def run(self) -> bool:
         for step in self.plan.steps:
             if len(step.tiles) != self.plan.world_size:
-                raise Broken("tiles for another number of ranks")
+                raise BrokenPlanError("tiles for another number of ranks")
             taken = [(hop, self._depart(hop)) for hop in step.transfers]
             for hop, _ in taken:
                 if hop.item.role is Role.PARTIAL:
@@ -94,18 +94,18 @@ class _Ranks:
         """What leaves, as it stood when the step began; the rows not sent are nan or False."""
         item = hop.item
         if hop.src == hop.dst or hop.dst not in range(self.plan.world_size):
-            raise Broken("no such peer")
+            raise BrokenPlanError("no such peer")
         rows = self._rows(item, hop.rows)
         if item.role is Role.OPERAND:
             held = self._of(self.operands, hop.src).get(item)
             if held is None or not held[rows].all():
-                raise Broken("sends what it has not")
+                raise BrokenPlanError("sends what it has not")
             return rows
         stem = item._replace(role=Role.PARTIAL)
         if item.role is Role.RESULT and stem in self.results[hop.src]:
             return self.results[hop.src][stem]
         if stem not in self._of(self.partials, hop.src):
-            raise Broken("sends what it has not")
+            raise BrokenPlanError("sends what it has not")
         return np.where(rows, self.partials[hop.src][stem], 0.0)
 
     def _arrive(self, hop: Transfer, value: np.ndarray) -> None:
@@ -124,7 +124,7 @@ class _Ranks:
                     item = Item(side, Role.OPERAND, shard, tile.heads)
                     held = self.operands[rank].get(item)
                     if held is None or not held[self.table.seen[side][q, kv]].all():
-                        raise Broken("reads what is not there")
+                        raise BrokenPlanError("reads what is not there")
                 for side, shard in zip(Side, (q, kv), strict=True):
                     item = Item(side, Role.PARTIAL, shard, tile.heads)
                     value = self.table.sums[side][tile.heads][q, kv]
@@ -146,7 +146,7 @@ class _Ranks:
 
     def _size(self, item: Item) -> int:
         if item.shard not in self._shards(item.side):
-            raise Broken("no such shard")
+            raise BrokenPlanError("no such shard")
         return len(self.table.positions[item.side][item.shard])
 
     def _rows(self, item: Item, rows: Rows | None) -> np.ndarray:
@@ -155,7 +155,7 @@ class _Ranks:
         rows = ((0, size),) if rows is None else rows
         ends = [0, *(end for pair in rows for end in pair), size]
         if ends != sorted(ends) or any(start == stop for start, stop in rows if size):
-            raise Broken("rows that no buffer has")
+            raise BrokenPlanError("rows that no buffer has")
         flags = np.zeros(size, bool)
         for start, stop in rows:
             flags[start:stop] = True
@@ -163,5 +163,5 @@ class _Ranks:
 
     def _of(self, ranks: list[dict], rank: int) -> dict:
         if rank not in range(self.plan.world_size):
-            raise Broken("no such rank")
+            raise BrokenPlanError("no such rank")
         return ranks[rank]

@@ -144,7 +144,7 @@ def test_a_pruned_plan_does_not_cover_all_pairs():
 def test_mask_and_layout_go_together():
     with pytest.raises(ValueError, match="together"):
         tw.check(tw.ring(2), tw.Causal())
-    with pytest.raises(ValueError, match="layout is for 3 ranks, but ring.* for 2"):
+    with pytest.raises(ValueError, match=r"layout is for 3 ranks, but ring.* for 2"):
         tw.check(tw.ring(2), tw.Causal(), tw.contiguous(6, 3))
 
 

@@ -41,9 +41,9 @@ def launches(program: Program) -> list[Launch | Collective]:
     return [i for i in program.instructions if isinstance(i, Launch | Collective)]
 
 
-def arrived(program: Program, wait: Wait) -> set[Item]:
+def arrived(program: Program, wait: Wait) -> list[Item]:
     (launch,) = [one for one in launches(program) if one.handle == wait.handle]
-    return {launch.recvs[index].item for index in wait.arrivals}
+    return [launch.recvs[index].item for index in wait.arrivals]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -81,7 +81,7 @@ def test_waits_stand_at_the_first_use(n: int):
                 step = [i for i in rest if isinstance(i, Launch | Collective)]
                 same = [i for i in step if step[0].step == i.step] if nearest in step else []
                 needed = set().union(*map(used, [nearest, *same]))
-                assert arrived(program, wait) & needed, (plan, rank, wait, nearest)
+                assert needed.intersection(arrived(program, wait)), (plan, rank, wait, nearest)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -167,5 +167,5 @@ def test_pruned_plans_are_kept_with_their_plan():
 
 
 def test_layouts_must_be_for_the_plans_ranks():
-    with pytest.raises(ValueError, match="layout is for 3 ranks, but ring.* for 4"):
+    with pytest.raises(ValueError, match=r"layout is for 3 ranks, but ring.* for 4"):
         tw.prune(tw.ring(4), tw.Causal(), tw.contiguous(12, 3))

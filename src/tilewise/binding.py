@@ -93,12 +93,13 @@ class Binder:
 
     def _bind(self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]):
         local = [[row_index(rows) for rows in side] for side in held]
-        positions = [
+        q_positions, k_positions = (
             np.concatenate([layout.rows(s)[x] for s, x in zip(shards, rows, strict=True)])
             for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
-        ]
+        )
         for kv_head, mask in self._masks(tile.heads):
-            for call in tile_calls(*positions, mask, square_causal=self.square_causal):
+            calls = tile_calls(q_positions, k_positions, mask, square_causal=self.square_causal)
+            for call in calls:
                 q, k = (
                     self._parts(ranges, rows, [layout.size(s) for s in shards])
                     for ranges, rows, layout, shards in zip(

@@ -78,7 +78,10 @@ class Packing:
         for columns, dtype, shape in zip(
             wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True
         ):
-            columns = columns if self.in_place else columns.contiguous()
+            # contiguous() keeps a single row where it is, unaligned
+            columns = (
+                columns if self.in_place else columns.clone(memory_format=torch.contiguous_format)
+            )
             tensors.append(columns.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
 

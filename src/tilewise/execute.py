@@ -79,7 +79,7 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
                     together = transport.collective(kind, outgoing, [x[1] for x in incoming], lane)
                     _remember(under_way, handle, [together] * len(incoming), incoming, recvs)
             case Wait(handle, arrivals):
-                launched = under_way.get(handle)
+                launched = under_way.get(handle, [])
                 for index in arrivals if launched else ():
                     arrival, launched[index] = launched[index], None
                     if arrival is not None:

@@ -53,7 +53,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, whole: Tensor
+    ) -> tuple[Tensor | None, ...]:
         layout, transport = ctx.layout, ctx.transport
         rows = whole.movedim(ctx.dim, 0)
         parts = [layout.shard(rows, rank).contiguous() for rank in range(transport.world_size)]

@@ -17,7 +17,7 @@ class Run(NamedTuple):
     """The positions start, start + stride, ... (count of them)."""
 
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     stride: int = 1
 
 

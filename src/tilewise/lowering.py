@@ -169,10 +169,12 @@ def _collectives(plan: Plan, rank: int, number: int, step: RankStep) -> dict[Par
 def _common_kind(plan: Plan, number: int, part: Part) -> CollectiveKind | None:
     """What all ranks can call a part of a step, None if it is not complete on one of them."""
     n = plan.world_size
-    kinds = {_kind(plan.rank_steps(rank)[number], part, rank, n) for rank in range(n)}
+    kinds: list[CollectiveKind | None] = [
+        _kind(plan.rank_steps(rank)[number], part, rank, n) for rank in range(n)
+    ]
     if None in kinds:
         return None
-    return kinds.pop() if len(kinds) == 1 else "all_to_all"
+    return kinds[0] if len(set(kinds)) == 1 else "all_to_all"
 
 
 def _kind(step: RankStep, part: Part, rank: int, world_size: int) -> CollectiveKind | None:

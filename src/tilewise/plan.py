@@ -136,6 +136,7 @@ class Plan:
         head_split: the degree and the inner plan that a split by heads was made of; for those
             who compose plans, not part of the value.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
+        tune: makes the plan anew, with the same owners, for another ratio of KV to query bytes.
     """
 
     __slots__ = (
@@ -150,6 +151,7 @@ class Plan:
         "num_head_groups",
         "owners",
         "replicated_queries",
+        "tune",
         "world_size",
     )
 
@@ -167,6 +169,7 @@ class Plan:
         replicated_queries: bool = False,
         head_split: tuple[int, Any] | None = None,
         made_for: tuple[Hashable, Hashable] | None = None,
+        tune: Callable[[float], Plan] | None = None,
     ):
         if world_size < 1:
             raise ValueError(f"world_size ({world_size}) must be at least 1")
@@ -183,6 +186,7 @@ class Plan:
             ("replicated_queries", replicated_queries),
             ("head_split", head_split),
             ("made_for", made_for),
+            ("tune", tune),
             ("_steps", fixed),
             ("_script", script),
             ("_memo", OrderedDict()),
@@ -216,11 +220,11 @@ class Plan:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The steps of all ranks."""
-        if self._steps is None:
-            object.__setattr__(
-                self, "_steps", _join([self.rank_steps(r) for r in range(self.world_size)])
-            )
-        return self._steps
+        known: tuple[Step, ...] | None = self._steps
+        if known is None:
+            known = _join([self.rank_steps(rank) for rank in range(self.world_size)])
+            object.__setattr__(self, "_steps", known)
+        return known
 
     def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
         """One rank's steps, without building the others' where a script allows."""
@@ -229,6 +233,13 @@ class Plan:
         if self._script is not None:
             return self._script(rank)
         return self.memo("by rank", lambda: _split(self._steps, self.world_size))[rank]
+
+    def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
+        """The plan for these heads: a strategy's own, a mask-aware one's weighed for them."""
+        if self.tune is None:
+            return self
+        tune, kv_bytes = self.tune, 2 * num_kv_heads / num_heads
+        return self.memo(("tuned", kv_bytes), lambda: tune(kv_bytes))
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps."""

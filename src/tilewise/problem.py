@@ -16,7 +16,7 @@ from tilewise.layout import Layout
 from tilewise.mask import Mask
 from tilewise.payload import HeadGroups, head_groups
 from tilewise.plan import Plan, Side
-from tilewise.table import shard_layouts
+from tilewise.table import check_made_for, shard_layouts
 from tilewise.workload import check_dtype, check_gathered, saving
 
 
@@ -64,33 +64,15 @@ def make_problem(
     Raises:
         ValueError: with both numbers and the fix.
     """
-    plan, mask = options.plan, options.mask
-    backward = options.backward_plan or plan
-    for one in {plan.name: plan, backward.name: backward}.values():
-        if one.world_size != world_size:
-            raise ValueError(
-                f"{one.name} is for {one.world_size} ranks, but the group has {world_size}; "
-                f"make the plan for {world_size}"
-            )
-    if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
-        raise ValueError(
-            f"{backward.name} and {plan.name} own shards differently; a backward plan needs the "
-            "forward plan's owners"
-        )
     _check_tensors(q, k, v)
+    mask, heads = options.mask, (q.shape[-2], k.shape[-2])
+    plan = options.plan.tuned(*heads)
+    backward = plan if options.backward_plan is None else options.backward_plan.tuned(*heads)
+    _check_plans(plan, backward, options, world_size)
     layouts = _layouts(options, q.shape[-3])
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
-    heads = q.shape[-2], k.shape[-2]
     _check_mask_heads(mask, heads[1])
-    for one in (plan, backward):
-        if one.made_for not in (None, (mask, options.layout)) or (
-            one.made_for and options.kv_layout
-        ):
-            raise ValueError(
-                f"{one.name} is for its own mask and layout, not for {mask!r} on {options.layout!r}; "
-                "make it for these"
-            )
     dtype = str(q.dtype).removeprefix("torch.")
     wire = str(options.wire_dtype or dtype).removeprefix("torch.")
     check_dtype("wire_dtype", wire)
@@ -141,6 +123,23 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -
     return {name: str(value) for name, value in fields.items()}
 
 
+def _check_plans(plan: Plan, backward: Plan, options: Options, world_size: int) -> None:
+    for one in (plan, backward):
+        if one.world_size != world_size:
+            raise ValueError(
+                f"{one.name} is for {one.world_size} ranks, but the group has {world_size}; "
+                f"make the plan for {world_size}"
+            )
+        check_made_for(one, options.mask, options.layout)
+        if one.made_for and options.kv_layout not in (None, options.layout):
+            raise ValueError(f"{one.name} is for one layout of q, k and v; leave out kv_layout")
+    if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
+        raise ValueError(
+            f"{backward.name} and {plan.name} own shards differently; a backward plan needs the "
+            "forward plan's owners"
+        )
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
@@ -165,28 +164,38 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _layouts(options: Options, num_queries: int) -> tuple[Layout, Layout]:
-    plan, positions = options.plan, options.q_positions
     kv_layout = options.kv_layout or options.layout
-    if plan.replicated_queries:
-        if positions is None:
-            last = kv_layout.num_tokens
-            positions = range(last - num_queries, last)
-        positions = [int(x) for x in positions]
-        if len(positions) != num_queries:
-            raise ValueError(
-                f"q has {num_queries} tokens but q_positions {len(positions)}; pass one for each"
-            )
-        if positions and not 0 <= min(positions) <= max(positions) < kv_layout.num_tokens:
-            raise ValueError(
-                f"q_positions {min(positions)}..{max(positions)} must lie in 0..{kv_layout.num_tokens - 1}"
-            )
     for name, layout in (("layout", options.layout), ("kv_layout", kv_layout)):
         if not layout.is_partition:
             raise ValueError(
                 f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
                 "every token must belong to exactly one rank"
             )
-    return shard_layouts(plan, options.layout, kv_layout, positions)
+    positions = _query_positions(options, num_queries, kv_layout.num_tokens)
+    return shard_layouts(options.plan, options.layout, kv_layout, positions)
+
+
+def _query_positions(options: Options, num_queries: int, num_keys: int) -> list[int] | None:
+    """Where replicated queries stand; None for queries that have a layout."""
+    given = options.q_positions
+    if not options.plan.replicated_queries:
+        if given is not None:
+            raise ValueError(
+                "q_positions are for plans with replicated queries (tree), not "
+                f"{options.plan.name}; use layout instead"
+            )
+        return None
+    given = range(num_keys - num_queries, num_keys) if given is None else given
+    positions = [int(x) for x in given]
+    if len(positions) != num_queries:
+        raise ValueError(
+            f"q has {num_queries} tokens but q_positions {len(positions)}; pass one for each"
+        )
+    if positions and not 0 <= min(positions) <= max(positions) < num_keys:
+        raise ValueError(
+            f"q_positions {min(positions)}..{max(positions)} must lie in 0..{num_keys - 1}"
+        )
+    return positions
 
 
 def _check_rows(

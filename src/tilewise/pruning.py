@@ -16,7 +16,7 @@ from tilewise.mask import Mask
 from tilewise.plan import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.rows import ALL, union, whole_or
 from tilewise.script import operand, partial
-from tilewise.table import everything_needed, shard_layouts, table_cells
+from tilewise.table import check_made_for, everything_needed, shard_layouts, table_cells
 
 Reads = Callable[[int, int], tuple[Rows, Rows] | None]
 """(q shard, kv shard) -> the rows of each that the cell reads, None if it is empty."""
@@ -31,15 +31,15 @@ class Hop(NamedTuple):
 
 def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     """The plan without what the mask makes needless under this layout."""
+    check_made_for(plan, mask, layout)
     return prune_shards(plan, mask, *shard_layouts(plan, layout))
 
 
 def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
-    """As prune, with the layout of each side's shards given."""
+    """As prune, with the layout of each side's shards given; a mask-aware plan is pruned as it is."""
 
     def build() -> Plan:
-        covered = plan.made_for is not None and mask == plan.made_for[0]
-        if covered or everything_needed(mask, q_layout, kv_layout):
+        if plan.made_for is not None or everything_needed(mask, q_layout, kv_layout):
             return plan
         cells = table_cells(plan, mask, q_layout, kv_layout)
 

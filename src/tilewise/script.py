@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from tilewise.plan import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
 
-
 REACH = 8
 """Ranks whose contributions a travelling partial gathers before it goes home.
 

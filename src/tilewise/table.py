@@ -35,10 +35,6 @@ def shard_layouts(
     if plan.replicated_queries:
         last = [kv_layout.num_tokens - 1] if q_positions is None else q_positions
         layout = from_positions(kv_layout.num_tokens, [last], "queries")
-    elif q_positions is not None:
-        raise ValueError(
-            f"q_positions are for plans with replicated queries (tree), not {plan.name}; use layout instead"
-        )
     if plan.cuts is None:
         q_layout = layout if plan.replicated_queries else _by_home(plan, layout, Side.Q)
         return q_layout, _by_home(plan, kv_layout, Side.KV)
@@ -62,6 +58,16 @@ def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
         )
         raise PlanError(message, 0, rank, operand(side, shard))
     return Layout(layout.num_tokens, [layout.runs[home] for home in homes], layout.name)
+
+
+def check_made_for(plan: Plan, mask: Mask, layout: Layout) -> None:
+    """Raise ValueError if a mask-aware plan is used with another mask or layout than its own."""
+    if plan.made_for not in (None, (mask, layout)):
+        theirs = " on ".join(map(repr, plan.made_for or ()))
+        raise ValueError(
+            f"{plan.name.split('(')[0]} is a plan for {theirs}, not for {mask!r} on {layout!r}; "
+            "make it for these"
+        )
 
 
 def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:

@@ -73,10 +73,11 @@ class PassWork(ABC):
         packing = self._packing[item.side, item.role]
         if item.role is Role.OPERAND:
             block = self.operands[item]
-            if block.wire is None:
+            wire = block.wire
+            if wire is None:
                 wire = packing.pack([block.fields[name] for name in packing.names])
-                block = self.operands[item] = block._replace(wire=wire)
-            return take(block.wire, block.rows, rows)
+                self.operands[item] = block._replace(wire=wire)
+            return take(wire, block.rows, rows)
         source = partial(item.side, item.shard, item.heads)
         if item.role is Role.RESULT:
             if item not in self.results:

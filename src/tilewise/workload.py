@@ -11,7 +11,7 @@ from tilewise.payload import ITEM_BYTES, Payload, head_groups
 from tilewise.plan import Plan
 from tilewise.pruning import prune_shards
 from tilewise.rows import count
-from tilewise.table import shard_layouts
+from tilewise.table import check_made_for, shard_layouts
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
@@ -113,7 +113,10 @@ def check_dtype(what: str, name: str) -> None:
 
 
 def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:
-    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
+    plan = plan.tuned(work.num_heads, work.num_kv_heads)
+    layout = work.layout_for(plan.world_size)
+    check_made_for(plan, work.mask, layout)
+    layouts = shard_layouts(plan, layout)
     payload = work.payload(plan, backward)
     pruned = prune_shards(plan, work.mask, *layouts)
     sent = [0] * plan.world_size

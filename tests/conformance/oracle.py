@@ -106,7 +106,7 @@ def split(
     ranks = list(zip(*tw.loopback(plan.world_size, on_rank), strict=True))
     if replicated:
         for tensors in ranks[:3]:
-            assert all(torch.equal(tensors[0], t) for t in tensors), "ranks differ on replicated queries"
+            assert all(torch.equal(tensors[0], t) for t in tensors), "ranks differ on q's results"
         whole = [tensors[0] for tensors in ranks[:3]]
     else:
         whole = [layout.unshard(tensors, dim=dim) for tensors in ranks[:3]]
