@@ -1,7 +1,7 @@
 """Symbolic execution of a plan: is every pair computed once, and every contribution home once?
 
 Values are sets of contributors: a query shard's partial is the set of KV shards already in it, and
-the other way round, kept as the bits of an integer. No tensor is needed to know that a plan is right.
+the other way round, kept as the bits of an integer. No tensor is needed to know a plan is right.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class _Run:
                     if not covers(self.held[rank].get(item, ()), cell_rows):
                         have = self.held[rank].get(item)
                         reason = "is not there" if have is None else f"has only rows {have}"
-                        message = f"step {number}, rank {rank}: tile q{q} x kv{kv} reads {item}, which {reason}"
+                        tile_name = f"step {number}, rank {rank}: tile q{q} x kv{kv}"
+                        message = f"{tile_name} reads {item}, which {reason}"
                         raise PlanError(message, number, rank, item)
                 self._once(number, rank, Tile((q,), (kv,), tile.heads))
                 self.parts[rank][partial(Side.Q, q, tile.heads)] |= 1 << kv
@@ -163,8 +164,9 @@ class _Run:
     def _once(self, number: int, rank: int, cell: Tile) -> None:
         if cell in self.computed:
             (before, other), (q,), (kv,) = self.computed[cell], cell.q, cell.kv
-            message = f"step {number}, rank {rank}: q{q} x kv{kv} was computed at step {before} on rank {other} already"
-            raise PlanError(message, number, rank, operand(Side.Q, q, cell.heads))
+            message = f"step {number}, rank {rank}: q{q} x kv{kv} was computed already"
+            where = f", at step {before} on rank {other}"
+            raise PlanError(message + where, number, rank, operand(Side.Q, q, cell.heads))
         self.computed[cell] = number, rank
 
     def _arrive(self, number: int, hop: Transfer, value: int) -> None:
@@ -172,8 +174,8 @@ class _Run:
         here, stored = self.held[hop.dst], self.parts[hop.dst]
         if hop.item.role is Role.OPERAND:
             if hop.item in here:
-                message = f"step {number}: {hop.item} from rank {hop.src} arrives at rank {hop.dst}, which has it already"
-                raise PlanError(message, number, hop.dst, hop.item)
+                message = f"step {number}: {hop.item} from rank {hop.src} arrives at rank {hop.dst}"
+                raise PlanError(f"{message}, which has it already", number, hop.dst, hop.item)
             here[hop.item] = ALL if hop.rows is None else hop.rows
         elif hop.item.role is Role.RESULT:
             here[hop.item] = ALL

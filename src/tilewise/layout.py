@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,8 +69,8 @@ class Layout:
         """The rows of the whole tensor x that a rank owns, along dim."""
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
-                f"x has {x.shape[dim]} tokens along dim {dim}, but the layout is for {self.num_tokens}; "
-                "pass the whole sequence, or make the layout for this length"
+                f"x has {x.shape[dim]} tokens along dim {dim}, but the layout is for "
+                f"{self.num_tokens}; pass the whole sequence, or make the layout for this length"
             )
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
@@ -80,7 +81,8 @@ class Layout:
         sizes = tuple(x.shape[dim] for x in shards)
         if sizes != self.sizes:
             raise ValueError(
-                f"shards of {sizes} rows do not fit a layout of {self.sizes}; pass one per rank, in rank order"
+                f"shards of {sizes} rows do not fit a layout of {self.sizes}; "
+                "pass one per rank, in rank order"
             )
         import torch
 
@@ -102,8 +104,8 @@ class Layout:
             ends = [0, *(stop for _, stop in sorted(ranges))]
             if [start for start, _ in sorted(ranges)] != ends[:-1] or ends[-1] != self.sizes[rank]:
                 raise ValueError(
-                    f"the plan cuts rank {rank}'s rows at {sorted(ranges)}, but the layout gives it {self.sizes[rank]} rows; "
-                    "use the layout that the plan was made for"
+                    f"the plan cuts rank {rank}'s rows at {sorted(ranges)}, but the layout gives "
+                    f"it {self.sizes[rank]} rows; use the layout that the plan was made for"
                 )
         runs = [_clip(self.runs[home], piece) for home, piece in zip(homes, cuts, strict=True)]
         return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
@@ -167,7 +169,7 @@ def from_positions(
 def _parts(num_tokens: int, n: int) -> list[Run]:
     size, longer = divmod(_at_least_one("num_tokens", num_tokens), _at_least_one("n", n))
     starts = [i * size + min(i, longer) for i in range(n + 1)]
-    return [Run(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    return [Run(a, b - a) for a, b in pairwise(starts)]
 
 
 def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:

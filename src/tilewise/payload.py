@@ -120,7 +120,8 @@ def head_groups(num_heads: int, num_kv_heads: int, groups: int) -> HeadGroups:
     if not works(groups):
         good = [degree for degree in range(1, num_heads + 1) if works(degree)]
         raise ValueError(
-            f"a ulysses degree of {groups} must divide num_heads ({num_heads}) and divide or be divided by "
-            f"num_kv_heads ({num_kv_heads}); degrees that work: {', '.join(map(str, good))}"
+            f"a ulysses degree of {groups} must divide num_heads ({num_heads}) and divide or be "
+            f"divided by num_kv_heads ({num_kv_heads}); "
+            f"degrees that work: {', '.join(map(str, good))}"
         )
     return HeadGroups(num_heads, num_kv_heads, groups)

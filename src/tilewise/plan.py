@@ -198,7 +198,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that is equal for equal plans of one origin, without building a script's steps."""
+        """A short text, equal for equal plans of one origin; it builds no script's steps."""
         if self.scripted:
             return self.name
         key = repr(self._key()).encode()
@@ -297,7 +297,8 @@ def _join(parts: list[tuple[RankStep, ...]]) -> tuple[Step, ...]:
         sent = [transfer for share in row for transfer in share.sends]
         received = {transfer for share in row for transfer in share.recvs}
         for transfer in received.symmetric_difference(sent):
-            message = f"step {number}: {transfer.item} from {transfer.src} to {transfer.dst} is known to one end only"
+            ends = f"from rank {transfer.src} to rank {transfer.dst}"
+            message = f"step {number}: {transfer.item} {ends} is known to one end only"
             raise PlanError(message, number, transfer.dst, transfer.item)
         steps.append(_canonical(Step(tuple(share.tiles for share in row), tuple(sent))))
     return tuple(steps)

@@ -206,8 +206,8 @@ def _check_rows(
         wanted = sum(layouts[side].size(shard) for shard in held)
         if x.shape[-3] != wanted:
             raise ValueError(
-                f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} of "
-                f"{layouts[side].num_tokens}; pass layout.shard(x, rank)"
+                f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} "
+                f"of {layouts[side].num_tokens}; pass layout.shard(x, rank)"
             )
 
 

@@ -36,7 +36,7 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
 
 
 def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
-    """As prune, with the layout of each side's shards given; a mask-aware plan is pruned as it is."""
+    """As prune, with the layout of each side's shards given; mask-aware plans stay as they are."""
 
     def build() -> Plan:
         if plan.made_for is not None or everything_needed(mask, q_layout, kv_layout):

@@ -1,4 +1,4 @@
-"""A plan's shards as tokens: which layout each side has, and which cells of the table a mask needs."""
+"""A plan's shards as tokens: each side's layout, and the cells of the table that a mask needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def shard_layouts(
     for what, given in (("layout", layout), ("kv_layout", kv_layout)):
         if given.world_size != plan.world_size:
             raise ValueError(
-                f"{what} is for {given.world_size} ranks, but {plan.name} for {plan.world_size}; make both for the same number"
+                f"{what} is for {given.world_size} ranks, but {plan.name} for {plan.world_size}; "
+                "make both for the same number"
             )
     if plan.replicated_queries:
         last = [kv_layout.num_tokens - 1] if q_positions is None else q_positions

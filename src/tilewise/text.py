@@ -29,10 +29,7 @@ def show(plan: Plan) -> str:
     lines = [
         f"plan: {plan.name}",
         f"ranks: {plan.world_size}, head groups: {plan.num_head_groups}",
-        *(
-            f"{side.name.lower()} held by: {' '.join('+'.join(map(str, holders)) for holders in plan.owners[side])}"
-            for side in Side
-        ),
+        *(f"{side.name.lower()} held by: {_held_by(plan.owners[side])}" for side in Side),
     ]
     if plan.cuts is not None:
         lines.append(f"cuts: {' '.join(f'{start}:{stop}' for start, stop in plan.cuts)}")
@@ -93,6 +90,10 @@ def parse(text: str) -> Plan:
     )
 
 
+def _held_by(owners: Sequence[Sequence[int]]) -> str:
+    return " ".join("+".join(map(str, holders)) for holders in owners)
+
+
 def _cells(step: Step) -> list[str]:
     words: list[list[str]] = [[_tile_word(tile) for tile in tiles] for tiles in step.tiles]
     for hop in step.transfers:
@@ -149,7 +150,8 @@ def _read_hop(word: str, rank: int, number: int) -> Transfer:
     match = _HOP.match(word)
     if not match:
         raise ValueError(
-            f"step {number}, rank {rank}: {word!r} is neither a tile (q0xkv1) nor a transfer (kv0>1)"
+            f"step {number}, rank {rank}: {word!r} is neither a tile (q0xkv1) "
+            "nor a transfer (kv0>1)"
         )
     side, shard, heads, mark, rows, dst = match.groups()
     item = Item(Side[side.upper()], dict(_ROLES)[mark], int(shard), int(heads or 0))

@@ -52,7 +52,8 @@ class Workload:
             )
         if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
             raise ValueError(
-                f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; make them equal"
+                f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; "
+                "make them equal"
             )
 
     def layout_for(self, world_size: int) -> Layout:
@@ -99,7 +100,8 @@ def check_gathered(plan: Plan, backward_plan: Plan) -> None:
     """Operands gathered by one plan serve only the same plan in backward."""
     if backward_plan != plan:
         raise ValueError(
-            f"save='gathered' needs the same plan in backward, not {plan.name} and {backward_plan.name}; use save='replay'"
+            "save='gathered' needs the same plan in backward, not "
+            f"{plan.name} and {backward_plan.name}; use save='replay'"
         )
 
 

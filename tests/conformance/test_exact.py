@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.oracle import assert_close, dense, draw, split
-from conformance.table import STRATEGIES, plans
 
 import tilewise as tw
+from conformance.oracle import assert_close, dense, draw, split
+from conformance.table import STRATEGIES, plans
 from tilewise.plan import Plan
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
@@ -153,3 +153,18 @@ def test_random_calls(seed: int):
         seed=seed,
         **options,
     )
+
+
+@pytest.mark.parametrize("plan", [tw.mesh(64, q_tile=8), tw.double_ring(8, 8)], ids=repr)
+def test_64_ranks(plan: Plan):
+    run(plan, tw.zigzag(200, plan.world_size), tw.Causal(), heads=(2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [tw.ring(256), tw.mesh(256, q_tile=16), tw.ulysses(8, inner=tw.mesh(32, q_tile=4))],
+    ids=repr,
+)
+def test_256_ranks(plan: Plan):
+    run(plan, tw.zigzag(600, plan.world_size), tw.Causal(), heads=(8, 8))

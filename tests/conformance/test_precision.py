@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-import pytest
 import torch
-from conformance.oracle import Inputs, Result, dense, draw, split
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
+from conformance.oracle import Inputs, Result, dense, draw, split
 
 NUM_TOKENS, HEAD_DIM = 512, 64
 COMPARED = ("out", "dq", "dk", "dv")

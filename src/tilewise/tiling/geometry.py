@@ -1,0 +1,181 @@
+"""Regions of a table of attention: what they hold, which rows they read, and where to cut them.
+
+A region is a rectangle (query range) x (key range) met with the mask. Two kinds of tables: the
+causal triangle of a document, in closed form, and any mask, by the areas of a grid of cells.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+TOLERANCE = 0.01  # of the mean area, what a line may miss by at most half of
+Box = tuple[int, int, int, int]  # q0, q1, k0, k1, in the table's own units
+
+
+class Region(NamedTuple):
+    """Rows [q0, q1) of the queries and [k0, k1) of the keys."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+class Piece(NamedTuple):
+    """One region of one component, in global positions, who computes it, and its allowed pairs."""
+
+    component: int
+    rank: int
+    region: Region
+    area: float
+
+
+class Reads(NamedTuple):
+    """Rows of a region: of queries, of keys, and those that are both and may be owned."""
+
+    q: int
+    kv: int
+    both: int
+
+
+class Table(Protocol):
+    """One component of a mask, to be cut into regions."""
+
+    length: int
+
+    def whole(self) -> Box: ...
+
+    def size(self, box: Box) -> float:
+        """Allowed pairs."""
+        ...
+
+    def reads(self, box: Box) -> Reads: ...
+
+    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
+        """Cut the target area off: above a row or left of a key; may miss it by about line / 2."""
+        ...
+
+    def region(self, box: Box) -> Region:
+        """The rows of a box, counted from the start of the component."""
+        ...
+
+    def strip(self, start: int, stop: int) -> tuple[Region, float]:
+        """Rows [start, stop) with all keys they read, and their area."""
+        ...
+
+
+class Triangle:
+    """A causal document: boxes are rows themselves, areas in closed form, lines anywhere."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def whole(self) -> Box:
+        return 0, self.length, 0, self.length
+
+    def size(self, box: Box) -> float:
+        q0, q1, k0, k1 = box
+        a, b, c, d = q1 - k0, q0 - k0, q1 - k1, q0 - k1
+        total = a * (a + 1) if a > 0 else 0
+        if b > 0:
+            total -= b * (b + 1)
+        if c > 0:
+            total -= c * (c + 1)
+        if d > 0:
+            total += d * (d + 1)
+        return total // 2
+
+    def reads(self, box: Box) -> Reads:
+        q0, q1, k0, k1 = box
+        return Reads(q1 - q0, k1 - k0, k1 - q0 if k1 > q0 else 0)
+
+    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
+        q0, q1, k0, k1 = box
+        line /= k1 - k0 if by_rows else q1 - q0
+        grain = 128 if line >= 128 else 1 << max(0, int(line).bit_length() - 1)
+        if by_rows:
+            q = round(_row_at(q0, k0, k1, target) / grain) * grain
+            return ((q0, q, k0, min(k1, q)), (q, q1, k0, k1)) if q0 < q < q1 else None
+        # reflected in the antidiagonal keys become rows, the last one first
+        k = -round(_row_at(-k1, -q1, -q0, self.size(box) - target) / grain) * grain
+        return ((q0, q1, k0, k), (max(q0, k), q1, k, k1)) if k0 < k < k1 else None
+
+    def region(self, box: Box) -> Region:
+        return Region(*box)
+
+    def strip(self, start: int, stop: int) -> tuple[Region, float]:
+        return Region(start, stop, 0, stop), self.size((start, stop, 0, stop))
+
+
+def _row_at(q0: int, k0: int, k1: int, target: float) -> float:
+    """The row q where the part of the triangle in [q0, q) x [k0, k1) has the target area."""
+    x0, width = q0 - k0, k1 - k0
+    if x0 >= width:
+        return q0 + target / width
+    below = x0 * (x0 + 1) / 2
+    whole = width * (width + 1) / 2
+    if target <= whole - below:
+        return k0 + (isqrt(int(1 + 8 * (target + below))) - 1) / 2
+    return k1 + (target - whole + below) / width
+
+
+class Grid:
+    """Any mask: boxes are cells of a grid, areas come from sums over the cells above and left."""
+
+    def __init__(self, areas: np.ndarray, edges: np.ndarray) -> None:
+        self.edges = edges - edges[0]
+        self.length = int(self.edges[-1])
+        self.sums = np.zeros((len(edges), len(edges)))
+        np.cumsum(np.cumsum(areas, axis=0), axis=1, out=self.sums[1:, 1:])
+
+    def whole(self) -> Box:
+        return self._shrunk(0, len(self.edges) - 1, 0, len(self.edges) - 1)
+
+    def size(self, box: Box) -> float:
+        q0, q1, k0, k1 = box
+        s = self.sums
+        return float(s[q1, k1] - s[q0, k1] - s[q1, k0] + s[q0, k0])
+
+    def reads(self, box: Box) -> Reads:
+        q0, q1, k0, k1 = box
+        rows, keys = self._lines(box)
+        q = np.diff(self.edges[q0 : q1 + 1])[np.diff(rows) > 0].sum()
+        kv = np.diff(self.edges[k0 : k1 + 1])[np.diff(keys) > 0].sum()
+        both = self.edges[min(q1, k1)] - self.edges[max(q0, k0)] if min(q1, k1) > max(q0, k0) else 0
+        return Reads(int(q), int(kv), int(both))
+
+    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
+        q0, q1, k0, k1 = box
+        sums = self._lines(box)[0 if by_rows else 1]
+        at = int(np.searchsorted(sums, target))
+        at -= int(at > 0 and target - sums[at - 1] < sums[min(at, len(sums) - 1)] - target)
+        if not 0 < sums[min(at, len(sums) - 1)] < sums[-1]:
+            return None
+        if by_rows:
+            return self._shrunk(q0, q0 + at, k0, k1), self._shrunk(q0 + at, q1, k0, k1)
+        return self._shrunk(q0, q1, k0, k0 + at), self._shrunk(q0, q1, k0 + at, k1)
+
+    def region(self, box: Box) -> Region:
+        return Region(*(int(self.edges[i]) for i in box))
+
+    def strip(self, start: int, stop: int) -> tuple[Region, float]:
+        a, b = np.interp([start, stop], self.edges, self.sums[:, -1])
+        return Region(start, stop, 0, self.length), float(b - a)
+
+    def _lines(self, box: Box) -> tuple[np.ndarray, np.ndarray]:
+        """Areas above every row edge, and left of every key edge, of a box."""
+        q0, q1, k0, k1 = box
+        rows = self.sums[q0 : q1 + 1, k1] - self.sums[q0 : q1 + 1, k0]
+        keys = self.sums[q1, k0 : k1 + 1] - self.sums[q0, k0 : k1 + 1]
+        return rows - rows[0], keys - keys[0]
+
+    def _shrunk(self, q0: int, q1: int, k0: int, k1: int) -> Box:
+        """Without empty rows and keys at the borders."""
+        rows, keys = self._lines((q0, q1, k0, k1))
+        q, k = np.flatnonzero(np.diff(rows) > 0), np.flatnonzero(np.diff(keys) > 0)
+        if not len(q):
+            return q0, q1, k0, k1
+        return q0 + int(q[0]), q0 + int(q[-1]) + 1, k0 + int(k[0]), k0 + int(k[-1]) + 1

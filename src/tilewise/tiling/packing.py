@@ -1,0 +1,172 @@
+"""Divide documents among ranks: short ones whole, by tokens; long ones into the area that is left.
+
+A rank full of the tokens of short documents has area to spare, one that owns a piece of the
+diagonal of a long document has none. So tokens are packed first (rooms are kept for the rows of
+the long documents), and then the long documents are shared out over the gaps in area.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+SLIVER = 0.003  # of the mean area: not worth a region of its own
+
+
+class Share(NamedTuple):
+    """The ranks that compute a document, the area each takes of it and the rows it may own."""
+
+    document: int
+    ranks: tuple[int, ...]
+    areas: tuple[float, ...]
+    rooms: tuple[int, ...]
+
+
+class Bins(NamedTuple):
+    """What ranks still can take: tokens, and area."""
+
+    room: np.ndarray
+    gap: np.ndarray
+
+
+class Part(NamedTuple):
+    """Rows [start, stop) of a short document on the rank that owns and computes them."""
+
+    document: int
+    start: int
+    stop: int
+    rank: int
+
+
+class Packed(NamedTuple):
+    """Short documents by rank, the shares of the long ones, and the rooms kept for their rows."""
+
+    parts: list[Part]
+    shares: list[Share]
+    rooms: list[int]
+    kept: dict[int, dict[int, int]]  # of those rooms: long document -> rank -> rows
+
+
+def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: float, units) -> Packed:
+    """Share components out: exactly `rooms` tokens a rank, at most (1 + slack) mean area.
+
+    Args:
+        lengths, areas: rows and allowed pairs of every component.
+        units: of every component, if long, the rows kept for each of its ranks.
+    """
+    mean = float(areas.sum()) / len(rooms)
+    order = np.argsort(-areas, kind="stable")
+    lighter = areas.sum() - areas[order].cumsum()
+    lighter /= np.maximum(1, lengths.sum() - lengths[order].cumsum())
+    full = areas[order] + np.maximum(0, rooms[-1] - lengths[order]) * lighter > (1 + slack) * mean
+    long = order[full | (lengths[order] > rooms[-1])].tolist()
+    bins = Bins(np.array(rooms), np.full(len(rooms), mean))
+    kept = np.zeros(len(rooms), np.int64)
+    bases: dict[int, dict[int, int]] = {d: {} for d in long}
+    free = 0
+    for d in long:
+        unit = max(1, min(rooms[-1], int(units[d])))
+        for _ in range(min(int(lengths[d]) // unit, len(rooms) - free)):
+            bases[d][free] = unit
+            kept[free] += unit
+            bins.room[free] -= unit
+            bins.gap[free] = 0.0
+            free += 1
+    parts = _short(lengths, areas, bins, kept, bases)
+    gap = np.full(len(rooms), (1 + slack) * mean)
+    for p in parts:
+        gap[p.rank] -= _triangular(areas[p.document], lengths[p.document], p.start, p.stop)
+    shares = _long({d: float(areas[d]) for d in long}, bases, gap, SLIVER * mean)
+    return Packed(parts, shares, kept.tolist(), bases)
+
+
+def _short(lengths, areas, bins: Bins, kept, bases) -> list[Part]:
+    """Best fit, longest first, of short documents and of the last rows of long ones.
+
+    A rank stays open to a document if the area left serves the rest of its tokens, too, at what
+    the documents still to come need on average.
+    """
+    tokens = np.array([int(m) - sum(bases.get(d, {}).values()) for d, m in enumerate(lengths)])
+    order = np.argsort(-tokens, kind="stable")
+    sizes = areas[order] * (tokens[order] / np.maximum(1, lengths[order])) ** 2
+    density = (sizes.sum() - sizes.cumsum()) / np.maximum(1, tokens.sum() - tokens[order].cumsum())
+    parts: list[Part] = []
+    for d, size, rest in zip(order.tolist(), sizes.tolist(), density.tolist()):
+        at, stop = 0, int(tokens[d])
+        while at < stop:
+            spare = bins.gap - size - (bins.room - stop + at) * rest
+            fits = bins.room >= stop - at
+            if (fits & (spare >= 0)).any():
+                r = int(np.argmin(np.where(fits & (spare >= 0), bins.room, np.iinfo(np.int64).max)))
+            elif fits.any():
+                r = int(np.argmax(np.where(fits, spare, -np.inf)))
+            else:
+                r = int(bins.room.argmax())
+            end = min(stop, at + int(bins.room[r]))
+            bins.room[r] -= end - at
+            bins.gap[r] -= _triangular(size, stop, at, end)
+            if d in bases:
+                bases[d][r] = bases[d].get(r, 0) + end - at
+                kept[r] += end - at
+            else:
+                parts.append(Part(d, at, end, r))
+            at = end
+    return parts
+
+
+def _triangular(area: float, length: int, start: int, stop: int) -> float:
+    """About the area of rows [start, stop) of a component, as if it were causal."""
+    return float(area) * (stop * stop - start * start) / (length * length)
+
+
+def _long(areas: dict[int, float], bases, gap: np.ndarray, slack: float) -> list[Share]:
+    """Areas of long documents into the gaps: first where their rows are, then as few as will do."""
+    taken: dict[int, dict[int, float]] = {d: {} for d in areas}
+    need = dict(areas)
+
+    def take(d: int, r: int, size: float) -> None:
+        taken[d][r] = taken[d].get(r, 0.0) + size
+        gap[r] -= size
+        need[d] -= size
+
+    for d in areas:
+        for r in bases[d]:
+            take(d, r, max(0.0, min(float(gap[r]), need[d])))
+    for d in sorted(areas, key=lambda d: (-need[d], d)):
+        while need[d] > slack:
+            near = np.abs(gap - need[d]) <= slack
+            if near.any():
+                r = int(np.argmin(np.where(near, np.abs(gap - need[d]), np.inf)))
+                take(d, r, need[d])
+            elif gap.max() <= need[d]:
+                r = int(gap.argmax())
+                take(d, r, gap[r] if gap[r] > slack else need[d])
+            else:
+                take(d, int(np.argmin(np.where(gap >= need[d], gap, np.inf))), need[d])
+    shares = []
+    for d in sorted(areas):
+        whole = areas[d] / sum(taken[d].values())
+        own = sorted((a * whole, r) for r, a in taken[d].items() if a > 0)
+        rooms = tuple(bases[d].get(r, 0) for _, r in own)
+        shares.append(Share(d, tuple(r for _, r in own), tuple(a for a, _ in own), rooms))
+    return shares
+
+
+def level(shares: list[Share], other: np.ndarray, limit: float) -> list[Share]:
+    """Move area within long documents from ranks that exceed the limit to ranks that do not."""
+    parts = [np.array(s.areas) for s in shares]
+    ranks = [np.array(s.ranks) for s in shares]
+    for _ in range(20):
+        load = other.copy()
+        for r, a in zip(ranks, parts):
+            np.add.at(load, r, a)
+        if load.max() <= limit:
+            break
+        for r, a in zip(ranks, parts):
+            over = np.minimum(np.maximum(load[r] - limit, 0.0), a / 2)
+            free = np.maximum(limit - load[r], 0.0)
+            if over.any() and free.any():
+                moved = min(over.sum(), free.sum())
+                a += free * (moved / free.sum()) - over * (moved / over.sum())
+    return [s._replace(areas=tuple(a.tolist())) for s, a in zip(shares, parts)]
