@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from conformance.table import STRATEGIES
 
 import tilewise as tw
 from tilewise import corpus, demo
+from tilewise.expression import STRATEGIES
 from tilewise.processes import RankError, gather_yields, run_ranks
 
 

@@ -1,22 +1,21 @@
 """Ranks compute the rows they own, but as few ranks as possible share a long document.
 
-Beside `balancing.deal`, which mixes heavy and light documents on every rank, this keeps ranks for
+Beside balancing.deal, which mixes heavy and light documents on every rank, this keeps ranks for
 one document each where its length allows, and uses up what an area may exceed the mean by.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
-from tilewise.tiling.geometry import Piece, Region
 from tilewise.tiling.ownership import Owned
 from tilewise.tiling.packing import divide
 
 
-def own_rows_apart(
-    cu: np.ndarray, n: int, slack: float, scale: float
-) -> tuple[list[Piece], list[Owned]]:
-    """Pieces and owners of causal documents; scale: of the rows that fill a rank's area."""
+def own_rows_apart(cu: np.ndarray, n: int, slack: float, scale: float) -> list[Owned]:
+    """Owners of the rows of causal documents; scale: of the rows that fill a rank's area."""
     lengths = np.diff(cu)
     areas = lengths * (lengths + 1) / 2
     mean = float(areas.sum()) / n
@@ -31,15 +30,7 @@ def own_rows_apart(
         owned += [
             (int(cu[d]) + a, int(cu[d]) + b, r) for a, b, r in _split(int(lengths[d]), kept, gap)
         ]
-    owned.sort()
-    return [_piece(cu, *o) for o in owned], owned
-
-
-def _piece(cu: np.ndarray, start: int, stop: int, rank: int) -> Piece:
-    d = int(np.searchsorted(cu, start, side="right")) - 1
-    at = int(cu[d])
-    size = (stop - start) * (stop + start + 1 - 2 * at) / 2
-    return Piece(d, rank, Region(start, stop, at, stop), size)
+    return sorted(owned)
 
 
 def _split(length: int, kept: dict[int, int], gap: np.ndarray):
@@ -56,7 +47,7 @@ def _split(length: int, kept: dict[int, int], gap: np.ndarray):
             at = min(int(np.searchsorted(sizes, left - rest)), len(sizes) - 1)
             mine, rows = rows[at : at + many], np.delete(rows, slice(at, at + many))
         else:
-            same = [x for x in ranks[i:]]
+            same = ranks[i:]
             target = left * max(gap[r], 1.0) / sum(max(gap[x], 1.0) for x in same)
             top = np.arange(many + 1)
             sizes = total[top] + total[-1] - total[len(rows) - (many - top)]
@@ -66,7 +57,7 @@ def _split(length: int, kept: dict[int, int], gap: np.ndarray):
         size = float(mine.sum() + len(mine))
         left -= size
         gap[r] -= size
-        edges = np.concatenate([[0], np.flatnonzero(np.diff(mine) != 1) + 1, [len(mine)]])
-        for a, b in zip(edges[:-1].tolist(), edges[1:].tolist()):
+        edges = [0, *(np.flatnonzero(np.diff(mine) != 1) + 1).tolist(), len(mine)]
+        for a, b in pairwise(edges):
             if b > a:
                 yield int(mine[a]), int(mine[b - 1]) + 1, r

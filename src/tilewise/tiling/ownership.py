@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,22 +23,32 @@ class Segment(NamedTuple):
 
 
 Owned = tuple[int, int, int]  # start, stop, rank
+STRIDE = 1024  # rows given away at a time, to level who gets them
 
 
-def segments(pieces: list[Piece]) -> list[Segment]:
-    """Cut the rows of the pieces' documents at every edge of a region."""
+Span = tuple[int, int]  # first and last + 1 row of a component
+
+
+def segments(
+    pieces: Sequence[Piece], spans: Mapping[int, Span] | None = None
+) -> list[Segment]:
+    """Cut the rows of the pieces' components at every edge of a region.
+
+    Args:
+        spans: the rows of components whose pieces may leave some out.
+    """
     found = []
     by_component: dict[int, list[Piece]] = {}
     for p in pieces:
         by_component.setdefault(p.component, []).append(p)
-    for own in by_component.values():
+    for component, own in by_component.items():
         box = np.array([p.region for p in own])
         rank = np.array([p.rank for p in own])
-        edges = np.unique(box)
+        edges = np.unique([*box.ravel(), *(spans or {}).get(component, ())])
         start = edges[:-1, None]
         q = (box[:, 0] <= start) & (start < box[:, 1])
         kv = (box[:, 2] <= start) & (start < box[:, 3])
-        for i, (a, b) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist())):
+        for i, (a, b) in enumerate(pairwise(edges.tolist())):
             readers = tuple(dict.fromkeys(rank[q[i]].tolist()))
             keys = tuple(dict.fromkeys(rank[kv[i]].tolist()))
             home = rank[q[i] & kv[i]].tolist() or readers or keys or (own[0].rank,)
@@ -44,9 +56,11 @@ def segments(pieces: list[Piece]) -> list[Segment]:
     return found
 
 
-def own(pieces: list[Piece], rooms: list[int], prices: Prices) -> tuple[list[Owned], list[int]]:
-    """Owners of all rows of the pieces, at most rooms rows a rank; and the rooms left over."""
-    cut = segments(pieces)
+def own(
+    pieces: list[Piece], rooms: list[int], prices: Prices, spans: Mapping[int, Span]
+) -> list[Owned]:
+    """Owners of all rows of the pieces' components, at most rooms rows a rank."""
+    cut = segments(pieces, spans)
     load = _loads(cut, len(rooms), prices)
     room = list(rooms)
     for s in cut:
@@ -72,10 +86,7 @@ def own(pieces: list[Piece], rooms: list[int], prices: Prices) -> tuple[list[Own
                 load[to] -= rows * saved
                 load[s.diagonal] += rows * (prices.q + prices.kv)
     owned += [(s.start, kept[i], s.diagonal) for i, s in enumerate(cut) if kept[i] > s.start]
-    return owned, room
-
-
-STRIDE = 1024  # rows given away at a time, to level who gets them
+    return owned
 
 
 def _loads(cut: list[Segment], n: int, prices: Prices) -> list[float]:
@@ -86,3 +97,32 @@ def _loads(cut: list[Segment], n: int, prices: Prices) -> list[float]:
         for r in s.kv:
             load[r] += (s.stop - s.start) * prices.kv
     return load
+
+
+class Reading(NamedTuple):
+    """Rows [start, stop), their owner, and the other ranks that compute with q, and with k, v."""
+
+    start: int
+    stop: int
+    owner: int
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+
+
+def readings(
+    pieces: Sequence[Piece], owned: Sequence[Owned], spans: Mapping[int, Span] | None = None
+) -> list[Reading]:
+    """All owned rows, cut where their owner or their readers change, ascending."""
+    cut = sorted(segments(pieces, spans))
+    found: list[Reading] = []
+    i = 0
+    for start, stop, owner in owned:
+        at = start
+        while at < stop:
+            while cut[i].stop <= at:
+                i += 1
+            end = min(stop, cut[i].stop)
+            q, kv = (tuple(r for r in readers if r != owner) for readers in (cut[i].q, cut[i].kv))
+            found.append(Reading(at, end, owner, q, kv))
+            at = end
+    return found

@@ -6,36 +6,78 @@ several ranks read get the owner that saves most (ownership).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.tiling.cutting import Cut, Prices, TooSmall, apply, search
 from tilewise.tiling.geometry import Piece, Region, Table
-from tilewise.tiling.ownership import Owned, own
+from tilewise.tiling.ownership import Owned, Reading, own, readings
 from tilewise.tiling.packing import Share, divide, level
-from tilewise.tiling.traffic import LSE
+from tilewise.tiling.traffic import LSE, Flow
 
 
 class Placement(NamedTuple):
-    """Who computes which pieces, and who owns which rows: (start, stop, rank), ascending."""
+    """Who computes which pieces, and who owns which rows: (start, stop, rank), ascending.
+
+    spans: the rows of components whose pieces may leave some out.
+    """
 
     world_size: int
     pieces: tuple[Piece, ...]
     owned: tuple[Owned, ...]
+    spans: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+    @property
+    def areas(self) -> np.ndarray:
+        """Allowed pairs that every rank computes."""
+        total = np.zeros(self.world_size)
+        for piece in self.pieces:
+            total[piece.rank] += piece.area
+        return total
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean area; 1 of an empty mask."""
+        areas = self.areas
+        return float(areas.max() / areas.mean()) if areas.any() else 1.0
+
+    def readings(self) -> list[Reading]:
+        """All rows, by who owns and who reads them."""
+        return readings(self.pieces, self.owned, self.spans)
+
+    def flows(self) -> list[Flow]:
+        """What has to travel."""
+        return [
+            Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings() if r.q or r.kv
+        ]
 
 
-def attempt(tables: list[Table], n: int, kv_ratio: float, slack: float, scale: float) -> Placement:
-    """Place the components of any mask, in the order of their rows; slack: of a rank's area over the mean; scale: rows kept for one
-    rank of a long component, of the most that it may want."""
+class Variant(NamedTuple):
+    """slack: of a rank's area over the mean; scale: rows kept for one rank of a long component, of
+    the most that it may want."""
+
+    slack: float
+    scale: float
+
+
+def attempt(tables: Sequence[Table], n: int, kv_bytes: float, variant: Variant) -> Placement:
+    """Place the components of any mask, given in the order of their rows.
+
+    Args:
+        kv_bytes: bytes of a row's k and v beside those of its q.
+    """
+    slack, scale = variant
     lengths = np.array([t.length for t in tables])
     areas = np.array([float(t.size(t.whole())) for t in tables])
     starts = (np.cumsum(lengths) - lengths).tolist()
     num_tokens, mean = int(lengths.sum()), float(areas.sum()) / n
     rooms = [num_tokens // n + (r < num_tokens % n) for r in range(n)]
-    prices = Prices(2 + LSE, 2 * kv_ratio, mean)
+    prices = Prices(2 + LSE, kv_bytes, mean)
     units = scale * np.minimum(rooms[-1], lengths * np.sqrt(mean / np.maximum(areas, 1)))
     packed = divide(lengths, areas, rooms, slack, units)
     short, kept, loads = [], [], np.zeros(n)
@@ -43,14 +85,16 @@ def attempt(tables: list[Table], n: int, kv_ratio: float, slack: float, scale: f
         short.append(_piece(d, r, starts[d], *tables[d].strip(start, stop)))
         kept.append((starts[d] + start, starts[d] + stop, r))
         loads[r] += short[-1].area
-    pieces = []
+    pieces, spans = [], {}
     for share in level(packed.shares, loads, (1 + slack) * mean):
-        table = tables[share.document]
-        share, tree = _cut(share, table, prices)
-        for r, (region, size) in zip(share.ranks, apply(tree, table, share.areas, mean)):
-            pieces.append(_piece(share.document, r, starts[share.document], region, size))
-    owned = own(pieces, packed.rooms, prices)[0]
-    return Placement(n, tuple(pieces + short), tuple(sorted(owned + kept)))
+        d = share.document
+        table, spans[d] = tables[d], (starts[d], starts[d] + int(lengths[d]))
+        seated, tree = _cut(share, table, prices)
+        regions = apply(tree, table, seated.areas, mean)
+        for r, (region, size) in zip(seated.ranks, regions, strict=True):
+            pieces.append(_piece(d, r, starts[d], region, size))
+    owned = own(pieces, packed.rooms, prices, spans)
+    return Placement(n, (*pieces, *short), tuple(sorted(owned + kept)), spans)
 
 
 def _piece(component: int, rank: int, at: int, region: Region, size: float) -> Piece:
@@ -85,8 +129,10 @@ def _orders(share: Share) -> list[tuple[int, ...]]:
 
 def _permuted(share: Share, order) -> Share:
     """The same share with its ranks in another order."""
-    pick = lambda values: tuple(values[i] for i in order)
-    return Share(share.document, pick(share.ranks), pick(share.areas), pick(share.rooms))
+    ranks, areas, rooms = (
+        tuple(values[i] for i in order) for values in (share.ranks, share.areas, share.rooms)
+    )
+    return Share(share.document, ranks, areas, rooms)
 
 
 def _seat(share: Share, tree: Cut | None, table: Table, mean: float) -> Share:

@@ -6,12 +6,14 @@ outputs are merged on the way home. Inner nodes of the trees are the ranks that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.tiling.ownership import segments
+from tilewise.plan import Item, Role, Rows, Side
+from tilewise.script import operand, partial
 
 LSE = 4 / 256  # bytes of lse beside those of one head of a row: bf16, head_dim 128
 FAN = 2  # ranks that one rank passes a range on to, where more than CHAIN read it
@@ -19,84 +21,76 @@ CHAIN = 4  # so few readers form a chain: the most level, and not deeper than a 
 
 
 class Flow(NamedTuple):
-    """Rows [start, stop), their owner, and the other ranks that compute with q, and with k and v."""
+    """Rows of a shard, their owner, and the other ranks that compute with q, and with k and v.
 
-    start: int
-    stop: int
+    rows None: all of the shard; size: how many they are.
+    """
+
+    size: int
     owner: int
     q: tuple[int, ...]
     kv: tuple[int, ...]
+    shard: int = 0
+    rows: Rows | None = None
 
 
 class Hop(NamedTuple):
-    """Rows [start, stop) of "q", "kv" or the partial "out" from one rank to another."""
+    """One transfer; level: how many hops of its tree have to be over before it."""
 
-    kind: str
-    start: int
-    stop: int
+    item: Item
+    rows: Rows | None
     src: int
     dst: int
+    level: int
 
 
-def flows(placement) -> list[Flow]:
-    """The readers of every owned range, where there are any beside the owner."""
-    cut = sorted(segments(list(placement.pieces)))
-    found, i = [], 0
-    for start, stop, owner in placement.owned:
-        at = start
-        while at < stop:
-            while cut[i].stop <= at:
-                i += 1
-            end = min(stop, cut[i].stop)
-            q = tuple(r for r in cut[i].q if r != owner)
-            kv = tuple(r for r in cut[i].kv if r != owner)
-            if q or kv:
-                found.append(Flow(at, end, owner, q, kv))
-            at = end
-    return found
-
-
-def received(placement, kv_ratio: float) -> np.ndarray:
+def received(flows: Sequence[Flow], n: int, kv_bytes: float) -> np.ndarray:
     """Units (a row of q) every rank receives in forward, with trees as `hops` builds them."""
-    found = flows(placement)
-    load = _fixed(found, placement.world_size, kv_ratio)[0]
-    for f in sorted(found, key=lambda f: (f.start - f.stop) * len(f.q)):
+    load = _fixed(flows, n, kv_bytes)[0]
+    for f in sorted(flows, key=lambda f: -f.size * len(f.q)):
         if f.q:
-            _children((f.stop - f.start) * (1 + LSE), f.owner, f.q, load)
+            _children(f.size * (1 + LSE), f.owner, f.q, load)
     return np.array(load)
 
 
-def hops(placement, kv_ratio: float) -> list[Hop]:
-    """Every transfer of forward, those of one kind and range in an order that can be followed."""
-    found = flows(placement)
-    into, out = _fixed(found, placement.world_size, kv_ratio)
-    jobs = [(1 + LSE, "out", f, f.q, into) for f in found if f.q]
-    jobs += [(1.0, "q", f, f.q, out) for f in found if f.q]
-    jobs += [(2 * kv_ratio, "kv", f, f.kv, out) for f in found if f.kv]
+def hops(flows: Sequence[Flow], n: int, kv_bytes: float) -> list[Hop]:
+    """Every transfer of both passes: copies from the owner down a tree, partials up another."""
+    into, out, back = _fixed(flows, n, kv_bytes)
+    q, kv = Side.Q, Side.KV
+    jobs = [(1 + LSE, partial(q, f.shard), f, f.q, into) for f in flows if f.q]
+    jobs += [(1.0, operand(q, f.shard), f, f.q, out) for f in flows if f.q]
+    jobs += [(kv_bytes, operand(kv, f.shard), f, f.kv, out) for f in flows if f.kv]
+    jobs += [(kv_bytes, partial(kv, f.shard), f, f.kv, back) for f in flows if f.kv]
     made: list[Hop] = []
-    for unit, kind, f, readers, load in sorted(
-        jobs, key=lambda j: -j[0] * (j[2].stop - j[2].start) * len(j[3])
-    ):
-        counts = _children((f.stop - f.start) * unit, f.owner, readers, load)
-        tree = _tree(counts, f.owner, readers)
-        if kind == "out":
-            made += [Hop(kind, f.start, f.stop, dst, src) for src, dst in reversed(tree)]
+    for unit, item, f, readers, load in sorted(jobs, key=lambda j: -j[0] * j[2].size * len(j[3])):
+        tree = _tree(_children(f.size * unit, f.owner, readers, load), f.owner, readers)
+        if item.role is Role.PARTIAL:
+            heights: dict[int, int] = {}
+            for parent, child in reversed(tree):
+                level = heights.get(child, 0)
+                made.append(Hop(item, f.rows, child, parent, level))
+                heights[parent] = max(heights.get(parent, 0), level + 1)
         else:
-            made += [Hop(kind, f.start, f.stop, src, dst) for src, dst in tree]
+            depths = {f.owner: 0}
+            for parent, child in tree:
+                made.append(Hop(item, f.rows, parent, child, depths[parent]))
+                depths[child] = depths[parent] + 1
     return made
 
 
-def _fixed(found: list[Flow], n: int, kv_ratio: float) -> tuple[list[float], list[float]]:
-    """What every rank receives and sends whatever the trees: a reader gets q, k, v, returns out."""
-    into, out = [0.0] * n, [0.0] * n
-    for start, stop, _, q, kv in found:
-        rows = stop - start
+def _fixed(flows: Sequence[Flow], n: int, kv_bytes: float) -> tuple[list[float], ...]:
+    """What every rank receives and sends whatever the trees: a reader gets q, k, v, returns out;
+    and what it receives in backward."""
+    into, out, back = [0.0] * n, [0.0] * n, [0.0] * n
+    for size, _, q, kv, _, _ in flows:
         for r in q:
-            into[r] += rows
-            out[r] += rows * (1 + LSE)
+            into[r] += size
+            out[r] += size * (1 + LSE)
+            back[r] += size * (2 + 2 * LSE)
         for r in kv:
-            into[r] += rows * 2 * kv_ratio
-    return into, out
+            into[r] += size * kv_bytes
+            back[r] += size * kv_bytes
+    return into, out, back
 
 
 def _children(
@@ -121,14 +115,4 @@ def _tree(counts: dict[int, int], owner: int, readers: tuple[int, ...]) -> list[
     order = sorted(readers, key=lambda r: -counts.get(r, 0))
     parents = [owner, *order]
     slots = [p for p in parents for _ in range(counts.get(p, 0))]
-    return list(zip(slots, order))
-
-
-def tally(placement, kv_ratio: float) -> tuple[np.ndarray, np.ndarray]:
-    """Units (a row of q) received and sent by every rank in forward."""
-    into, out = np.zeros(placement.world_size), np.zeros(placement.world_size)
-    unit = {"q": 1.0, "out": 1 + LSE, "kv": 2 * kv_ratio}
-    for kind, start, stop, src, dst in hops(placement, kv_ratio):
-        into[dst] += (stop - start) * unit[kind]
-        out[src] += (stop - start) * unit[kind]
-    return into, out
+    return list(zip(slots, order, strict=True))
