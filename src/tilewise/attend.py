@@ -90,13 +90,13 @@ def attention(
         prune,
         q_positions,
     )
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    problem, error = None, None
+    problem, error, needs_grad = None, None, False
     try:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if validate not in ("always", "never"):
             raise ValueError(f"validate ({validate!r}) must be 'always' or 'never'")
         problem = make_problem(q, k, v, options, transport.rank, transport.world_size)
-    except (ValueError, TypeError, AttributeError) as raised:
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
         if validate == "never":
             raise
         error = raised
@@ -165,23 +165,20 @@ class Run:
         self.rank = transport.rank
         pruned = prune_shards(plan, problem.mask, *problem.layouts) if problem.prune else plan
         self.plan = pruned
-        ahead = transport.receives_ahead
-        self.program: Program = pruned.memo(
-            ("program", self.rank, ahead),
-            lambda: lower(pruned, self.rank, ahead=ahead),
-            keep=64 + plan.world_size,
-        )
         saved = backward and problem.gathered
         names = problem.head_dim, problem.dtype, problem.wire_dtype
         self.payload = Payload(backward, *self.groups.size, *names, saved)
+        ahead, carries = transport.receives_ahead, self.payload.carries
+        self.program: Program = pruned.memo(
+            ("program", self.rank, ahead, carries),
+            lambda: lower(pruned, self.rank, ahead=ahead, carries=carries),
+            keep=64 + 4 * plan.world_size,
+        )
 
     def frame(self, keep: bool) -> Frame:
         problem = self.problem
-        square, kv_heads = (
-            problem.kernel.square_causal,
-            (self.groups.size[1], self.groups.num_kv_heads),
-        )
-        key = problem.layouts, problem.mask, square, kv_heads, self.device
+        square = problem.kernel.square_causal
+        key = problem.layouts, problem.mask, square, self.groups, self.device
         binder = self.plan.memo(("binder", *key), lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(
@@ -244,7 +241,9 @@ class Run:
     def _arena(self, items: Sequence[Item], gathered: dict[Item, Block]) -> Arena | None:
         """One buffer for these items; None where their packed fields could not be used in place."""
         arriving = self.plan.memo(
-            ("arriving", self.rank), lambda: arrivals(self.program), keep=64 + self.plan.world_size
+            ("arriving", self.rank, self.payload.carries),
+            lambda: arrivals(self.program),
+            keep=64 + 4 * self.plan.world_size,
         )
         starts, num_rows = {}, 0
         for item in items:

@@ -107,7 +107,9 @@ def deal(
     total = np.concatenate([[0.0], np.cumsum(areas, dtype=np.float64)])
     mean = float(total[-1]) / n
     least = max(1, min(chunk, num_tokens // (16 * n)))
-    runs = [run for a, b in pairwise(edges.tolist()) for run in _runs(a, b, total, EVEN * mean, least)]
+    runs = [
+        run for a, b in pairwise(edges.tolist()) for run in _runs(a, b, total, EVEN * mean, least)
+    ]
     queue = deque(sorted(runs, key=lambda c: -c.density))
     owned: list[Owned] = []
     dealt, done = 0, 0.0
@@ -151,7 +153,7 @@ def _hand(
     behind = tokens[-1] - room
     # with x rows from the front and room - x from the back, area grows with x, line by line
     x = np.concatenate([tokens, tokens - behind, [room]])
-    x = np.sort(x[(0 <= x) & (x <= room)])
+    x = np.sort(x[(x >= 0) & (x <= room)])
     area = np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
     rows = float(np.interp(need, area, x))
     near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]

@@ -5,8 +5,7 @@ Done once per tile, layout and mask; in the loop there are only slices and index
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
@@ -17,33 +16,38 @@ from tilewise.blocks import Block
 from tilewise.calls import Call, Ranges, row_index
 from tilewise.layout import Layout
 from tilewise.mask import Mask
+from tilewise.payload import HeadGroups
 from tilewise.plan import Item, Rows, Side, Tile
-from tilewise.script import operand
+from tilewise.script import operand, partial
 from tilewise.tile import tile_calls
 
 Index = slice | Tensor | None
+Held = tuple[tuple[Rows, ...], tuple[Rows, ...]]
 MAX_PIECES = 8  # a part in more pieces is gathered by index
 
 
 class Part(NamedTuple):
     """Rows of one shard in one side of a call: in the call, in its block, in the whole shard.
 
-    None stands for all rows, in order.
+    None stands for all rows, in order. shard counts the tile's shards of this side; item is the
+    partial that the rows' results add to.
     """
 
     shard: int
+    item: Item
     call: Index
     block: Index
     local: Index
 
 
 class BoundCall(NamedTuple):
-    """A call with its rows' places; kv_head is the only KV head of the group it is for, or None."""
+    """A call with its rows' places, and which of the group's heads it is for (None: all)."""
 
     call: Call
     q: tuple[Part, ...]
     k: tuple[Part, ...]
-    kv_head: int | None
+    q_heads: slice | None
+    kv_heads: slice | None
 
 
 class Binder:
@@ -53,7 +57,7 @@ class Binder:
         layouts: of the query and the KV shards.
         mask: a mask that differs by KV head is bound head by head.
         square_causal: what the kernel wants of causal calls.
-        group_kv_heads: KV heads of one head group, and of all.
+        groups: how heads are cut.
     """
 
     def __init__(
@@ -61,75 +65,72 @@ class Binder:
         layouts: tuple[Layout, Layout],
         mask: Mask,
         square_causal: bool,
-        kv_heads: tuple[int, int],
+        groups: HeadGroups,
         device: torch.device,
     ):
         self.layouts, self.mask, self.square_causal = layouts, mask, square_causal
-        self.kv_heads, self.device = kv_heads, device
+        self.groups, self.device = groups, device
         self._known: dict[tuple, tuple[BoundCall, ...]] = {}
         self._operands: dict[Tile, tuple[list[Item], list[Item]]] = {}
 
     def operands(self, tile: Tile) -> tuple[list[Item], list[Item]]:
         """The items that a tile reads, by side."""
-        if tile not in self._operands:
-            self._operands[tile] = (
+        known = self._operands.get(tile)
+        if known is None:
+            known = self._operands[tile] = (
                 [operand(Side.Q, shard, tile.heads) for shard in tile.q],
                 [operand(Side.KV, shard, tile.heads) for shard in tile.kv],
             )
-        return self._operands[tile]
+        return known
 
-    @cached_property
-    def _per_head(self) -> bool:
-        return getattr(self.mask, "heads", None) is not None
-
-    def calls(
-        self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]
-    ) -> Sequence[BoundCall]:
+    def calls(self, tile: Tile, held: Held) -> Sequence[BoundCall]:
         """The calls of a tile whose blocks hold these rows, query side first."""
-        key = (tile if self._per_head else tile[:2], held)
-        if key not in self._known:
-            self._known[key] = tuple(self._bind(tile, held))
-        return self._known[key]
+        key = tile, held
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = tuple(self._bind(tile, held))
+        return known
 
-    def _bind(self, tile: Tile, held: tuple[tuple[Rows, ...], tuple[Rows, ...]]):
+    def _bind(self, tile: Tile, held: Held) -> Iterator[BoundCall]:
         local = [[row_index(rows) for rows in side] for side in held]
         q_positions, k_positions = (
             np.concatenate([layout.rows(s)[x] for s, x in zip(shards, rows, strict=True)])
             for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
         )
-        for kv_head, mask in self._masks(tile.heads):
+        for mask, q_heads, kv_heads in self._masks(tile.heads):
             calls = tile_calls(q_positions, k_positions, mask, square_causal=self.square_causal)
             for call in calls:
-                q, k = (
-                    self._parts(ranges, rows, [layout.size(s) for s in shards])
-                    for ranges, rows, layout, shards in zip(
-                        (call.q, call.k), local, self.layouts, tile[:2], strict=True
-                    )
-                )
-                yield BoundCall(call, q, k, kv_head)
+                q = self._parts(Side.Q, tile, call.q, local[0])
+                k = self._parts(Side.KV, tile, call.k, local[1])
+                yield BoundCall(call, q, k, q_heads, kv_heads)
 
-    def _masks(self, group: int) -> list[tuple[int | None, Mask]]:
-        if not self._per_head:
-            return [(None, self.mask)]
-        in_group, in_all = self.kv_heads
-        first = group * in_all // max(1, in_all // in_group) if in_group > 1 else group
-        heads: Sequence[Mask] = self.mask.heads  # pyright: ignore[reportAttributeAccessIssue]
-        return [(i, heads[first + i]) for i in range(in_group)]
+    def _masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
+        """The masks of a head group, and which of its heads each is for."""
+        by_head: Sequence[Mask] | None = getattr(self.mask, "heads", None)
+        if by_head is None:
+            yield self.mask, None, None
+            return
+        first = self.groups.slice(Side.KV, group)
+        shared = self.groups.size[0] // (first.stop - first.start)
+        for i, mask in enumerate(by_head[first]):
+            yield mask, slice(i * shared, (i + 1) * shared), slice(i, i + 1)
 
     def _parts(
-        self, ranges: Ranges, local: Sequence[np.ndarray], sizes: Sequence[int]
+        self, side: Side, tile: Tile, ranges: Ranges, local: Sequence[np.ndarray]
     ) -> tuple[Part, ...]:
         rows = row_index(ranges)
         starts = np.cumsum([0, *map(len, local)])
-        shards = np.searchsorted(starts, rows, side="right") - 1
+        which = np.searchsorted(starts, rows, side="right") - 1
         parts: list[tuple[int, Part]] = []
-        for shard in np.unique(shards).tolist():
-            in_call = np.flatnonzero(shards == shard)
-            in_block = rows[in_call] - starts[shard]
-            limits = len(rows), len(local[shard]), sizes[shard]
-            for places in _pieces((in_call, in_block, local[shard][in_block])):
+        for i in np.unique(which).tolist():
+            shard = (tile.q, tile.kv)[side][i]
+            in_call = np.flatnonzero(which == i)
+            in_block = rows[in_call] - starts[i]
+            limits = len(rows), len(local[i]), self.layouts[side].size(shard)
+            for places in _pieces((in_call, in_block, local[i][in_block])):
                 index = (self._index(x, n) for x, n in zip(places, limits, strict=True))
-                parts.append((int(places[0][0]), Part(shard, *index)))
+                part = Part(i, partial(side, shard, tile.heads), *index)
+                parts.append((int(places[0][0]), part))
         return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
     def _index(self, rows: np.ndarray, limit: int) -> Index:

@@ -53,7 +53,9 @@ class Packing:
         self.row_bytes = sum(self._sizes)
         widest = max((dtype.itemsize for dtype in self._dtypes), default=1)
         self.in_place = all(size % widest == 0 for size in self._sizes)
-        self._alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
+        # Fields of one shape are the slices of one tensor: fewer views than one by one.
+        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
+        self._alike = (len(fields), *self._shapes[0]) if alike else ()
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, row_bytes].
@@ -72,16 +74,15 @@ class Packing:
     def unpack(self, wire: Tensor) -> dict[str, Tensor]:
         """The inverse of pack: views of the buffer where alignment allows, else copies."""
         if self._alike:
-            whole = wire.view(self._dtypes[0]).unflatten(-1, (len(self.names), *self._shapes[0]))
+            whole = wire.view(self._dtypes[0]).view(*wire.shape[:2], *self._alike)
             return dict(zip(self.names, whole.unbind(2), strict=True))
         tensors = []
         for columns, dtype, shape in zip(
             wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True
         ):
             # contiguous() keeps a single row where it is, unaligned
-            columns = (
-                columns if self.in_place else columns.clone(memory_format=torch.contiguous_format)
-            )
+            if not self.in_place:
+                columns = columns.clone(memory_format=torch.contiguous_format)
             tensors.append(columns.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
 

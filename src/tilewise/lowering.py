@@ -24,8 +24,18 @@ from tilewise.program import (
 )
 from tilewise.script import operand
 
+Part = tuple[Side, Role]
+Hops = tuple[Transfer, ...]
 
-def lower(plan: Plan, rank: int, *, node_size: int | None = None, ahead: int = 0) -> Program:
+
+def lower(
+    plan: Plan,
+    rank: int,
+    *,
+    node_size: int | None = None,
+    ahead: int = 0,
+    carries: frozenset[Part] | None = None,
+) -> Program:
     """The program of one rank.
 
     Args:
@@ -34,8 +44,12 @@ def lower(plan: Plan, rank: int, *, node_size: int | None = None, ahead: int = 0
         node_size: ranks per node: transfers inside a node take lane 0, between nodes lane 1;
             None: all take lane 0.
         ahead: receives are posted this many launches before their sends.
+        carries: the sides and roles that have any bytes in the pass that this program is for
+            (see payload.py); None: all.
     """
     steps = plan.rank_steps(rank)
+    if carries is not None:
+        steps = tuple(_carrying(step, carries) for step in steps)
     writer = _Writer(rank, steps, node_size)
     for number, step in enumerate(steps):
         writer.step(step, number, _collectives(plan, rank, number, step))
@@ -44,10 +58,6 @@ def lower(plan: Plan, rank: int, *, node_size: int | None = None, ahead: int = 0
         _post_ahead(writer.instructions, writer.handles, ahead) if ahead else writer.instructions
     )
     return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
-
-
-Part = tuple[Side, Role]
-Hops = tuple[Transfer, ...]
 
 
 class _Writer:
@@ -138,6 +148,11 @@ def _used(step: RankStep) -> list[Item]:
     return used
 
 
+def _carrying(step: RankStep, carries: frozenset[Part]) -> RankStep:
+    sends, recvs = _chosen(step, lambda hop: _part(hop) in carries)
+    return step._replace(sends=sends, recvs=recvs)
+
+
 def _chosen(step: RankStep, wanted: Callable[[Transfer], bool]) -> tuple[Hops, Hops]:
     return tuple(filter(wanted, step.sends)), tuple(filter(wanted, step.recvs))
 
@@ -150,10 +165,12 @@ def _collectives(plan: Plan, rank: int, number: int, step: RankStep) -> dict[Par
     """The parts of a step in which every rank exchanges one item with every other.
 
     Where the steps of all ranks are known all are looked at; a script's ranks are alike in this,
-    which a test shows for every strategy.
+    which a test shows for every strategy, but those of a mask-aware plan, which makes no use of it.
     """
     found: dict[Part, CollectiveKind] = {}
     if len(step.sends) < plan.world_size - 1 or plan.world_size < 3:
+        return found
+    if plan.scripted and plan.made_for is not None:
         return found
     for part in sorted({_part(hop) for hop in step.sends}):
         kind = _kind(step, part, rank, plan.world_size)

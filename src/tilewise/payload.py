@@ -68,6 +68,11 @@ class Payload(NamedTuple):
             else ()
         )
 
+    @property
+    def carries(self) -> frozenset[tuple[Side, Role]]:
+        """The sides and roles that have any bytes."""
+        return frozenset((side, role) for side in Side for role in Role if self.fields(side, role))
+
     def heads(self, side: Side) -> int:
         return self.num_heads if side is Side.Q else self.num_kv_heads
 

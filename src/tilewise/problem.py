@@ -69,7 +69,7 @@ def make_problem(
     plan = options.plan.tuned(*heads)
     backward = plan if options.backward_plan is None else options.backward_plan.tuned(*heads)
     _check_plans(plan, backward, options, world_size)
-    layouts = _layouts(options, q.shape[-3])
+    layouts = _layouts(options._replace(plan=plan), q.shape[-3])
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     _check_mask_heads(mask, heads[1])

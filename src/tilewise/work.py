@@ -65,9 +65,6 @@ class PassWork(ABC):
         for item in own.keys() & self._arena_of.keys():
             self.operands[item] = self._moved_in(item, own[item])
 
-    def travels(self, item: Item) -> bool:
-        return self._packing[item.side, item.role].row_bytes > 0
-
     def departure(self, transfer: Transfer) -> Tensor:
         item, rows = transfer.item, transfer.rows
         packing = self._packing[item.side, item.role]
@@ -131,7 +128,7 @@ class PassWork(ABC):
         kv = [self.operands[item] for item in kv_items]
         held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
         for bound in self.frame.binder.calls(tile, held):
-            self._call(tile, bound, q, kv)
+            self._call(bound, q, kv)
 
     def final(self, item: Item) -> Tensors:
         """What a partial of this rank came to in the end, in the accumulators' dtype."""
@@ -142,7 +139,7 @@ class PassWork(ABC):
         return tuple(x.to(self.frame.dtype) for x in tensors)
 
     @abstractmethod
-    def _call(self, tile: Tile, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
         """Compute one kernel call and add its results to the partials."""
 
     @abstractmethod
@@ -162,26 +159,18 @@ class PassWork(ABC):
             self.partials[item] = self._empty(item, self._size(item))
         self._merge(self.partials[item], index, values)
 
-    def _add_parts(self, item: Item, part: Part, values: Tensors, heads: slice | None) -> None:
-        rows = tuple(pick(x, part.call) for x in values)
+    def _add_part(self, part: Part, values: Tensors, heads: slice | None) -> None:
+        """Add a call's results to the partial that one part of its rows belongs to."""
+        rows = values if part.call is None else tuple([x[part.call] for x in values])
         if heads is None:
-            self._add(item, part.local, rows)
+            self._add(part.item, part.local, rows)
             return
-        if item not in self.partials:
-            self.partials[item] = self._empty(item, self._size(item))
-        self._merge(tuple(x[:, :, heads] for x in self.partials[item]), part.local, rows)
+        if part.item not in self.partials:
+            self.partials[part.item] = self._empty(part.item, self._size(part.item))
+        self._merge(tuple(x[:, :, heads] for x in self.partials[part.item]), part.local, rows)
 
     def _filled(self, item: Item) -> Tensors:
         return self.partials.get(item) or self._empty(item, self._size(item))
-
-    def _heads(self, bound: BoundCall) -> tuple[slice | None, slice | None]:
-        """Which query and KV heads of the group a call is for; None: all."""
-        if bound.kv_head is None:
-            return None, None
-        ratio = self.payload.num_heads // self.payload.num_kv_heads
-        return slice(bound.kv_head * ratio, (bound.kv_head + 1) * ratio), slice(
-            bound.kv_head, bound.kv_head + 1
-        )
 
     def _zeros(self, num_rows: int, side: Side, width: int | None = None) -> Tensor:
         shape = [num_rows, self.frame.batch, self.payload.heads(side), *([width] if width else [])]
@@ -210,21 +199,21 @@ class PassWork(ABC):
         return Block(block.rows, {**block.fields, **moved}, wire, place)
 
 
-def _read(blocks: list[Block], parts: tuple[Part, ...], names: Sequence[str], heads: slice | None):
-    tensors = [gather(blocks, parts, name) for name in names]
-    return tensors if heads is None else [x[:, :, heads] for x in tensors]
+def _read(blocks: list[Block], parts: tuple[Part, ...], name: str, heads: slice | None) -> Tensor:
+    x = gather(blocks, parts, name)
+    return x if heads is None else x[:, :, heads]
 
 
 class Forward(PassWork):
     """Partials of queries are (out, lse), merged by lse; KV has none."""
 
-    def _call(self, tile: Tile, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
-        q_heads, kv_heads = self._heads(bound)
-        (queries,) = _read(q, bound.q, ("q",), q_heads)
-        k, v = _read(kv, bound.k, ("k", "v"), kv_heads)
-        values = self.frame.kernel.forward(queries, k, v, bound.call, self.frame.scale)
-        for part in bound.q:
-            self._add_parts(partial(Side.Q, tile.q[part.shard], tile.heads), part, values, q_heads)
+    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+        call, q_parts, k_parts, q_heads, kv_heads = bound
+        queries = _read(q, q_parts, "q", q_heads)
+        k, v = _read(kv, k_parts, "k", kv_heads), _read(kv, k_parts, "v", kv_heads)
+        values = self.frame.kernel.forward(queries, k, v, call, self.frame.scale)
+        for part in q_parts:
+            self._add_part(part, values, q_heads)
 
     def _empty(self, item: Item, num_rows: int) -> Tensors:
         out = self._zeros(num_rows, Side.Q, self.payload.head_dim)
@@ -240,19 +229,18 @@ class Forward(PassWork):
 class Backward(PassWork):
     """Partials are sums: dq of queries, (dk, dv) of keys and values."""
 
-    def _call(self, tile: Tile, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
-        q_heads, kv_heads = self._heads(bound)
-        queries, dout, lse, delta = _read(q, bound.q, ("q", "dout", "lse", "delta"), q_heads)
-        k, v = _read(kv, bound.k, ("k", "v"), kv_heads)
-        dq, dk, dv = self.frame.kernel.backward(
-            queries, k, v, dout, lse, delta, bound.call, self.frame.scale
+    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+        call, q_parts, k_parts, q_heads, kv_heads = bound
+        queries, dout, lse, delta = (
+            _read(q, q_parts, name, q_heads) for name in ("q", "dout", "lse", "delta")
         )
-        for part in bound.q:
-            self._add_parts(partial(Side.Q, tile.q[part.shard], tile.heads), part, (dq,), q_heads)
-        for part in bound.k:
-            self._add_parts(
-                partial(Side.KV, tile.kv[part.shard], tile.heads), part, (dk, dv), kv_heads
-            )
+        k, v = _read(kv, k_parts, "k", kv_heads), _read(kv, k_parts, "v", kv_heads)
+        scale = self.frame.scale
+        dq, dk, dv = self.frame.kernel.backward(queries, k, v, dout, lse, delta, call, scale)
+        for part in q_parts:
+            self._add_part(part, (dq,), q_heads)
+        for part in k_parts:
+            self._add_part(part, (dk, dv), kv_heads)
 
     def _empty(self, item: Item, num_rows: int) -> Tensors:
         tensors = 1 if item.side is Side.Q else 2

@@ -21,17 +21,16 @@ LEAST = 8  # lines of a component, if it has so many rows
 
 def documents(mask: Mask, num_tokens: int) -> Array | None:
     """Boundaries of the documents if a mask is causal documents and nothing else."""
-    s = mask.strips()
     if getattr(mask, "heads", ()):
         return None
-    ends = np.minimum(s.q1, num_tokens)
-    single = ends - s.q0 == 1
+    (s,) = within(mask, num_tokens)
+    rows = s.q1 - s.q0
     low, high = (line + slope * s.q0 for line, slope in ((s.lo, s.lo_slope), (s.hi, s.hi_slope)))
-    fits = (low == s.q0) & (high == s.q0 + 1) & (single | ((s.lo_slope == 0) & (s.hi_slope == 1)))
-    edges = np.append(s.q0, num_tokens)
-    if not fits.all() or (ends != edges[1:]).any() or edges[0] != 0:
+    straight = (rows == 1) | ((s.lo_slope == 0) & (s.hi_slope == 1))
+    if rows.sum() != num_tokens or not (straight & (high == s.q0 + 1)).all():
         return None
-    return edges
+    edges = components(mask, num_tokens)
+    return edges if (low == edges[np.searchsorted(edges, s.q0, "right") - 1]).all() else None
 
 
 def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:

@@ -1,0 +1,157 @@
+"""Causal documents: bytes in forward of the tiled plan, ring, zigzag mesh, needed and a reference.
+
+Everything is counted of actual plans, in units of a ring that sends all keys to everybody: the
+mean over ranks, and the busiest sender and receiver. The reference (hypergraph.py) needs the extra
+`partition`; without it its columns stay empty.
+
+    python benchmarks/documents.py [--ranks 8,64,96] [--seeds 5] [--no-mesh] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from hypergraph import reference
+
+import tilewise as tw
+from tilewise.tiling.measuring import Moved, moved
+
+TOKENS, HEADS, HEAD_DIM = 8192, 64, 128  # tokens of a rank
+WORKLOADS = {  # corpus, longest document as a share of the sequence, mix
+    "prolong512k": ("prolong512k", 4, 0.0),
+    "pile": ("pile", 4, 0.0),
+    "prolong512k, mix": ("prolong512k", 1, 0.6),
+    "pile, mix": ("pile", 1, 0.6),
+}
+
+
+def draw(workload: str, n: int, seed: int) -> tuple[int, ...]:
+    corpus, share, mix = WORKLOADS[workload]
+    return tw.lengths.sample(corpus, TOKENS * n, seed=seed, cap=TOKENS * n // share, mix=mix)
+
+
+def work_on(mask: tw.Mask, layout: tw.Layout, num_kv_heads: int) -> tw.Workload:
+    return tw.Workload(
+        num_tokens=layout.num_tokens,
+        num_heads=HEADS,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        mask=mask,
+        layout=layout,
+    )
+
+
+def tiled(mask: tw.Mask, n: int, num_kv_heads: int) -> dict[str, Any]:
+    """The tiled plan's figures, and the seconds of planning with one rank's program."""
+    kv_bytes = 2 * num_kv_heads / HEADS
+    start = time.process_time()
+    layout = tw.tiled_layout(mask, TOKENS * n, n, kv_bytes=kv_bytes)
+    plan = tw.tiled(mask, layout, kv_bytes=kv_bytes)
+    tw.lower(plan, 0)
+    seconds = time.process_time() - start
+    assert max(layout.sizes) == min(layout.sizes)
+    found = moved(plan, work_on(mask, layout, num_kv_heads))
+    return {**figures(found), "area": found.imbalance, "seconds": seconds}
+
+
+def figures(found: Moved) -> dict[str, Any]:
+    return {
+        "mean": float(np.mean(found.sent)),
+        "received": int(max(found.received)),
+        "sent": int(max(found.sent)),
+    }
+
+
+def others(mask: tw.Mask, n: int, num_kv_heads: int, mesh: bool) -> Iterator[tuple[str, dict]]:
+    layout = tw.balanced(mask, TOKENS * n, n)
+    yield "needed", figures(moved(tw.needed(mask, layout), work_on(mask, layout, num_kv_heads)))
+    if not mesh:
+        return
+    work = work_on(mask, tw.zigzag(TOKENS * n, n), num_kv_heads)
+    yield "ring", figures(moved(tw.ring(n), work))
+    best = (n * num_kv_heads / HEADS) ** 0.5
+    tiles = sorted((a for a in range(2, n) if n % a == 0), key=lambda a: abs(np.log(a / best)))[:2]
+    meshes = [figures(moved(tw.mesh(n, q_tile=a), work)) for a in tiles]
+    if meshes:
+        yield "mesh", min(meshes, key=lambda row: row["mean"])
+
+
+def row(workload: str, n: int, num_kv_heads: int, seed: int, mesh: bool) -> dict[str, Any]:
+    """All figures of one draw, bytes as shares of the ring's."""
+    cu = draw(workload, n, seed)
+    mask = tw.masks.causal_document(cu)
+    row_bytes, kv_bytes = HEADS * HEAD_DIM * 2, 2 * num_kv_heads / HEADS
+    ring = (n - 1) * kv_bytes * TOKENS * row_bytes
+    found: dict[str, dict] = {"tiled": tiled(mask, n, num_kv_heads)}
+    found.update(others(mask, n, num_kv_heads, mesh))
+    try:
+        placed = reference(np.array(cu), n, kv_bytes)
+    except ImportError:
+        pass
+    else:
+        received, sent = placed.received * row_bytes, placed.sent * row_bytes
+        found["reference"] = {
+            "mean": float(received.mean()),
+            "received": float(received.max()),
+            "sent": float(sent.max()),
+        }
+    shares = {
+        who: {k: v if k in ("area", "seconds") else v / ring for k, v in values.items()}
+        for who, values in found.items()
+    }
+    return {"documents": workload, "ranks": n, "kv_heads": num_kv_heads, "seed": seed, **shares}
+
+
+def span(values: list[float]) -> str:
+    return f"{min(values):.3f}-{max(values):.3f}" if values else ""
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """One line for each workload, world size and heads, over its seeds."""
+    columns = ("tiled", "reference", "needed", "ring", "mesh")
+    yield (
+        "| documents | ranks | heads | mean: " + " | ".join(columns) + " | of reference: mean |"
+        " received | sent | busiest received | area | seconds |"
+    )
+    yield "|" + "---|" * (len(columns) + 9)
+    keys = dict.fromkeys((r["documents"], r["ranks"], r["kv_heads"]) for r in rows)
+    for key in keys:
+        mine = [r for r in rows if (r["documents"], r["ranks"], r["kv_heads"]) == key]
+        means = [span([r[who]["mean"] for r in mine if who in r]) for who in columns]
+        worst = [
+            f"{max(r['tiled'][x] / r['reference'][x] for r in mine):.2f}"
+            if all("reference" in r for r in mine)
+            else ""
+            for x in ("mean", "received", "sent")
+        ]
+        busiest = span([r["tiled"]["received"] for r in mine])
+        area, seconds = (max(r["tiled"][x] for r in mine) for x in ("area", "seconds"))
+        cells = [key[0], key[1], f"{HEADS}:{key[2]}", *means, *worst, busiest]
+        yield "| " + " | ".join(map(str, cells)) + f" | {area:.3f} | {seconds:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="8,64,96")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--no-mesh", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [
+        row(workload, n, num_kv_heads, seed, not options.no_mesh)
+        for n in map(int, options.ranks.split(","))
+        for workload in WORKLOADS
+        for num_kv_heads in (64, 8)
+        for seed in range(options.seeds)
+    ]
+    for line in table(rows) if not options.json else [json.dumps(rows)]:
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
