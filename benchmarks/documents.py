@@ -83,14 +83,13 @@ def others(mask: tw.Mask, n: int, num_kv_heads: int, mesh: bool) -> Iterator[tup
 
 def row(workload: str, n: int, num_kv_heads: int, seed: int, mesh: bool) -> dict[str, Any]:
     """All figures of one draw, bytes as shares of the ring's."""
-    cu = draw(workload, n, seed)
-    mask = tw.masks.causal_document(cu)
+    mask = tw.masks.causal_document(draw(workload, n, seed))
     row_bytes, kv_bytes = HEADS * HEAD_DIM * 2, 2 * num_kv_heads / HEADS
     ring = (n - 1) * kv_bytes * TOKENS * row_bytes
     found: dict[str, dict] = {"tiled": tiled(mask, n, num_kv_heads)}
     found.update(others(mask, n, num_kv_heads, mesh))
     try:
-        placed = reference(np.array(cu), n, kv_bytes)
+        placed = reference(mask, TOKENS * n, n, kv_bytes)
     except ImportError:
         pass
     else:

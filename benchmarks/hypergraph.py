@@ -1,9 +1,10 @@
-"""The reference for documents: chunks of 1024 tokens, blocks placed by a hypergraph partitioner.
+"""The reference: chunks of 1024 tokens, blocks placed by a general hypergraph partitioner.
 
 Blocks (query chunk x key chunk) are nodes that weigh their area; each chunk's q, and each chunk's
 k and v, is a net that costs its bytes for every rank beside the first that reads it. mtkahypar
 (the extra `partition`) cuts it; then chunks get the owners that save most, equally many a rank.
-Source: the approach of DCP (SOSP 2025). Departs from it: only rows that a block needs are counted.
+Source: the approach of DCP (SOSP 2025). Departs from it: of a chunk a rank is sent only as many rows
+as the largest need of one of its blocks, which counts in the reference's favour.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import tilewise as tw
+from tilewise.rows import count as rows_in
+from tilewise.support import cells
 from tilewise.tiling.matching import assign
 from tilewise.tiling.traffic import LSE
 
@@ -30,53 +34,42 @@ class Reference(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Non-empty blocks [num_blocks, 2] of causal documents, their areas, and the rows of every
-    chunk that blocks off the diagonal need, of q and of k, v."""
+    """Non-empty blocks of a mask: query and key chunk, area, rows needed of each."""
 
-    chunks: np.ndarray
+    q: np.ndarray
+    kv: np.ndarray
     areas: np.ndarray
     q_rows: np.ndarray
     kv_rows: np.ndarray
 
 
-def blocks(cu: np.ndarray) -> Blocks:
-    count = int(cu[-1]) // CHUNK
-    chunks, areas = [], []
-    first = np.searchsorted(cu, np.arange(count) * CHUNK, side="right") - 1
-    last = np.searchsorted(cu, np.arange(1, count + 1) * CHUNK - 1, side="right") - 1
-    edges = np.arange(count + 1) * CHUNK
-    q_rows = np.minimum(cu[first + 1], edges[1:]) - edges[:-1]
-    kv_rows = edges[1:] - np.maximum(cu[last], edges[:-1])
-    for i in range(count):
-        start = int(cu[first[i]])
-        for j in range(start // CHUNK, i):
-            chunks.append((i, j))
-            areas.append(int(q_rows[i]) * ((j + 1) * CHUNK - max(start, j * CHUNK)))
-        inside = np.clip(cu[first[i] : last[i] + 2], edges[i], edges[i + 1])
-        lengths = np.diff(inside)
-        chunks.append((i, i))
-        areas.append(int((lengths * (lengths + 1) // 2).sum()))
-    return Blocks(np.array(chunks), np.array(areas), q_rows, kv_rows)
+def blocks(mask: tw.Mask, num_tokens: int, count: int) -> Blocks:
+    """The blocks between this many chunks."""
+    chunks = tw.contiguous(num_tokens, count)
+    rows = [
+        (*pair, cell.area, rows_in(cell.q_rows, 0), rows_in(cell.k_rows, 0))
+        for pair, cell in cells(mask, chunks, chunks).items()
+    ]
+    return Blocks(*np.array(rows, np.int64).T)
 
 
-def reference(cu: np.ndarray, n: int, kv_bytes: float, seed: int = 0) -> Reference:
-    """Place causal documents on n ranks.
+def reference(
+    mask: tw.Mask, num_tokens: int, n: int, kv_bytes: float, *, chunk: int = CHUNK, seed: int = 0
+) -> Reference:
+    """Place a mask on n ranks.
 
     Args:
-        cu: boundaries; the last is a multiple of CHUNK * n.
+        num_tokens: a multiple of chunk * n.
         kv_bytes: of a row's k and v, beside its q.
     Raises:
         ImportError: without mtkahypar.
     """
-    cu = np.unique(np.asarray(cu, np.int64))
-    found = blocks(cu)
+    count = num_tokens // chunk
+    found = blocks(mask, num_tokens, count)
     part = _partition(found, n, kv_bytes, seed)
-    count = int(cu[-1]) // CHUNK
     q, kv = np.zeros((count, n)), np.zeros((count, n))
-    rows, columns = found.chunks.T
-    diagonal = rows == columns
-    q[rows, part], kv[columns, part] = found.q_rows[rows], found.kv_rows[columns]
-    q[rows[diagonal], part[diagonal]] = kv[rows[diagonal], part[diagonal]] = CHUNK
+    np.maximum.at(q, (found.q, part), found.q_rows)
+    np.maximum.at(kv, (found.kv, part), found.kv_rows)
     worth = (2 + LSE) * q + kv_bytes * kv
     owner = assign(np.repeat(worth, count // n, axis=1)) // (count // n)
     away = np.ones((count, n))
@@ -101,9 +94,9 @@ def _partition(found: Blocks, n: int, kv_bytes: float, seed: int) -> np.ndarray:
     context = library.context_from_preset(mtkahypar.PresetType.DEFAULT)
     context.set_partitioning_parameters(n, IMBALANCE, mtkahypar.Objective.KM1)
     nets, weights = [], []
-    for side, weight in ((0, UNIT * (2 + LSE)), (1, UNIT * kv_bytes)):
-        for chunk in range(int(found.chunks.max()) + 1):
-            nodes = np.flatnonzero(found.chunks[:, side] == chunk)
+    for side, weight in ((found.q, UNIT * (2 + LSE)), (found.kv, UNIT * kv_bytes)):
+        for chunk in np.unique(side).tolist():
+            nodes = np.flatnonzero(side == chunk)
             if len(nodes) > 1:
                 nets.append(nodes.tolist())
                 weights.append(round(weight))

@@ -14,6 +14,7 @@ from tilewise.gathering import gather_shards
 from tilewise.layout import Layout, contiguous, zigzag
 from tilewise.mask import Full, Mask
 from tilewise.plan import Plan
+from tilewise.strategies.ring import ring
 from tilewise.transport import transport_for
 from tilewise.workload import Workload
 
@@ -96,17 +97,21 @@ class ContextParallel:
     def plan(self, q: Tensor, k: Tensor) -> Plan:
         """The strategy's plan; "auto" is decided here, by the shapes of the first call."""
         if not isinstance(self.strategy, Plan):
-            dtype = str(q.dtype).removeprefix("torch.")
-            self.strategy = fewest_bytes(
-                Workload(
-                    num_tokens=self.layout.num_tokens,
-                    num_heads=q.shape[-2],
-                    num_kv_heads=k.shape[-2],
-                    head_dim=q.shape[-1],
-                    dtype=dtype,
-                    mask=self.mask,
-                    layout=self.layout,
-                ),
-                self.world_size,
-            )
+            try:
+                work = self._workload(q, k)
+            except (ValueError, IndexError, AttributeError):
+                # What is wrong with q or k is attention's to say, on all ranks alike.
+                return ring(self.world_size)
+            self.strategy = fewest_bytes(work, self.world_size)
         return self.strategy
+
+    def _workload(self, q: Tensor, k: Tensor) -> Workload:
+        return Workload(
+            num_tokens=self.layout.num_tokens,
+            num_heads=q.shape[-2],
+            num_kv_heads=k.shape[-2],
+            head_dim=q.shape[-1],
+            dtype=str(q.dtype).removeprefix("torch."),
+            mask=self.mask,
+            layout=self.layout,
+        )

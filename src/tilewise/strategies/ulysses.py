@@ -74,17 +74,9 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
                 s.recv(partial(side, rank, peer % degree), peer)
         return s.done()
 
-    name = (
-        f"ulysses({degree}, inner={inner.name})" if inner.world_size > 1 else f"ulysses({degree})"
-    )
+    alone = inner.world_size == 1
     # Alone, what is gathered is as large as what was given away: keeping it takes no extra memory.
-    save = "gathered" if inner.world_size == 1 else inner.default_save
-    return Plan(
-        name,
-        n,
-        degree,
-        own_shards(n),
-        script=script,
-        default_save=save,
-        head_split=(degree, inner),
-    )
+    save = "gathered" if alone else inner.default_save
+    name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
+    made = {"script": script, "default_save": save, "head_split": (degree, inner)}
+    return Plan(name, n, degree, own_shards(n), **made)

@@ -23,6 +23,7 @@ VARIANTS = (
     *((0.025, 0.9), (0.025, 0.8), (0.025, 1.0), (0.025, 0.7), (0.025, 0.6), (0.0, 0.9), (0.0, 0.8)),
 )
 APART = (1.0, 0.95, 0.9, 0.8, 0.7)  # rows that fill a rank, of what its area would allow
+TRIES = 152  # of all ranks together: the more ranks, the less is left to chance
 FEW = 16  # ranks up to which all of these are tried
 LIMIT = 1.03  # of the largest area over the mean: what goes beyond it is chosen last
 BUSIEST = 0.35  # what the busiest rank counts beside the mean
@@ -47,19 +48,23 @@ def place_documents(cu: np.ndarray, n: int, kv_bytes: float) -> Placement:
         rows.append(own_rows(cu, own_rows_apart(cu, n, VARIANTS[0][0], scale), n))
     scored = [(_score(p, kv_bytes * keys_read(p)), i, p) for i, p in enumerate(rows)]
     best, _, simple = min(scored, key=lambda s: s[:2])
-    tiled = place_tables([Triangle(m) for m in np.diff(cu).tolist()], n, kv_bytes)
+    tiled = place_tables(
+        [Triangle(m) for m in np.diff(cu).tolist()], n, kv_bytes, max(2, TRIES // n)
+    )
     if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes)):
         return simple
     return tiled
 
 
-def place_tables(tables: Sequence[Table], n: int, kv_bytes: float) -> Placement | None:
+def place_tables(
+    tables: Sequence[Table], n: int, kv_bytes: float, tries: int = 2
+) -> Placement | None:
     """Place the components of any mask; tables in the order of their rows.
 
     None if they have too few rows, or cells, to be cut for so many ranks.
     """
     candidates = []
-    for variant in VARIANTS[: max(2, 152 // n)]:
+    for variant in VARIANTS[:tries]:
         with suppress(TooSmall):
             candidates.append(attempt(tables, n, kv_bytes, Variant(*variant)))
     return best(candidates, kv_bytes)

@@ -29,9 +29,7 @@ STRIDE = 1024  # rows given away at a time, to level who gets them
 Span = tuple[int, int]  # first and last + 1 row of a component
 
 
-def segments(
-    pieces: Sequence[Piece], spans: Mapping[int, Span] | None = None
-) -> list[Segment]:
+def segments(pieces: Sequence[Piece], spans: Mapping[int, Span] | None = None) -> list[Segment]:
     """Cut the rows of the pieces' components at every edge of a region.
 
     Args:
@@ -110,9 +108,17 @@ class Reading(NamedTuple):
 
 
 def readings(
-    pieces: Sequence[Piece], owned: Sequence[Owned], spans: Mapping[int, Span] | None = None
+    pieces: Sequence[Piece],
+    owned: Sequence[Owned],
+    spans: Mapping[int, Span],
+    *,
+    beside_owner: bool = True,
 ) -> list[Reading]:
-    """All owned rows, cut where their owner or their readers change, ascending."""
+    """All owned rows, cut where their owner or their readers change, ascending.
+
+    Args:
+        beside_owner: leave the owner out of the readers.
+    """
     cut = sorted(segments(pieces, spans))
     found: list[Reading] = []
     i = 0
@@ -121,8 +127,9 @@ def readings(
         while at < stop:
             while cut[i].stop <= at:
                 i += 1
-            end = min(stop, cut[i].stop)
-            q, kv = (tuple(r for r in readers if r != owner) for readers in (cut[i].q, cut[i].kv))
+            end, q, kv = min(stop, cut[i].stop), cut[i].q, cut[i].kv
+            if beside_owner:
+                q, kv = (tuple(r for r in readers if r != owner) for readers in (q, kv))
             found.append(Reading(at, end, owner, q, kv))
             at = end
     return found

@@ -1,44 +1,182 @@
-"""Mask-aware plans for any mask and layout, and the layouts that go with them."""
+"""Mask-aware plans for any mask and layout, and the layouts that go with them.
+
+Several ways to place blocks are tried. Level loads come first, then what the plan would move; where
+`needed` on the same layout is as level, never is more moved than by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import pairwise
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
 
 from tilewise.balancing import balanced
 from tilewise.layout import Layout, Run
 from tilewise.mask import Mask
 from tilewise.plan import Plan
-from tilewise.tiling.assembly import assemble, flows_of
-from tilewise.tiling.choosing import place
+from tilewise.support import cells
+from tilewise.tiling.assembly import Cells, Work, assemble, flows_of
+from tilewise.tiling.choosing import BUSIEST, LIMIT, keys_read, own_rows, place
 from tilewise.tiling.components import documents
+from tilewise.tiling.matching import assign
 from tilewise.tiling.placing import Placement
-from tilewise.tiling.works import work_of
+from tilewise.tiling.refining import Blocks
+from tilewise.tiling.traffic import LSE, Flow, received
+from tilewise.tiling.works import areas_of, work_of
+
+GRAIN = 0.05  # of the mean area: differences in excess that count
+MAX_RANGES = 48  # of a rank, up to which blocks are fitted to a layout's own ranges
+PARTS = 64  # about so many shards are blocks' sides cut into, on layouts of fewer ranks
 
 
 class PlacedLayout(Layout):
     """A layout, and the placement that it was made from, which is no part of its value."""
 
-    def __init__(
-        self, num_tokens: int, runs: Iterable[Iterable[Run]], placement: Placement, mask: Mask
-    ):
+    def __init__(self, num_tokens: int, placement: Placement, mask: Mask):
+        runs: list[list[Run]] = [[] for _ in range(placement.world_size)]
+        for start, stop, rank in placement.owned:
+            runs[rank].append(Run(start, stop - start))
         super().__init__(num_tokens, runs, "tiled_layout")
         self.placement, self.mask = placement, mask
 
 
+class Choice(NamedTuple):
+    """Who computes what, what that moves (units: a row of q; in all, and what counts), and by how
+    many grains its largest area exceeds the limit."""
+
+    work: Work
+    flows: list[Flow]
+    total: float
+    moved: float
+    excess: int
+
+    @classmethod
+    def of(cls, work: Work, n: int, kv_bytes: float, areas: np.ndarray | None = None) -> Choice:
+        """areas: by rank; None: looked up."""
+        flows = flows_of(work)
+        load = received(flows, n, kv_bytes)
+        areas = areas_of(work) if areas is None else areas
+        over = float(areas.max() / areas.mean()) - LIMIT if areas.any() else 0.0
+        moved = float(load.mean() + BUSIEST * load.max())
+        return cls(work, flows, float(load.sum()), moved, max(0, ceil(over / GRAIN)))
+
+
+def _better(found: list[Choice], least: Choice) -> Choice:
+    """The most level, then what moves least; never more than what keys alone cost if as level."""
+    allowed = [c for c in found if c.total <= least.total or c.excess < least.excess]
+    return min((least, *allowed), key=lambda c: (c.excess, c.moved))
+
+
 def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layout:
+    """Equal tokens, and the owners that let a tiled plan move least.
+
+    Args:
+        kv_bytes: bytes of a row's k and v beside those of its q.
+    """
+    dealt = balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
     placement = place(mask, num_tokens, n, kv_bytes)
     if placement is None:
-        return balanced(mask, num_tokens, n, chunk=1)
-    runs: list[list[Run]] = [[] for _ in range(n)]
-    for start, stop, rank in placement.owned:
-        runs[rank].append(Run(start, stop - start))
-    return PlacedLayout(num_tokens, runs, placement, mask)
+        return dealt
+    tiled = PlacedLayout(num_tokens, placement, mask)
+    if documents(mask, num_tokens) is not None:
+        return tiled
+    choices = {x: _choice(mask, x, kv_bytes) for x in (tiled, dealt)}
+    return min(choices, key=lambda x: (choices[x].excess, choices[x].moved))
 
 
-def placed_plan(mask: Mask, layout: Layout, kv_bytes: float | None) -> Plan:
-    placement = layout.placement
-    cu = documents(mask, layout.num_tokens)
-    work = work_of(placement, mask if cu is None else None, layout)
-    return assemble(
-        f"tiled({mask!r}, {layout.fingerprint})", work, flows_of(work), (mask, layout), kv_bytes or 2.0
-    )
+def placed_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
+    """The plan that moves least on this layout of those whose loads are level."""
+    chosen = _choice(mask, layout, kv_bytes)
+    name = f"tiled({mask!r}, {layout.fingerprint}, kv_bytes={kv_bytes:g})"
+    return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
+
+
+def _choice(mask: Mask, layout: Layout, kv_bytes: float) -> Choice:
+    n = layout.world_size
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        cu = documents(mask, layout.num_tokens)
+        if cu is not None:
+            return _of_documents(cu, layout, kv_bytes)
+    least = Choice.of(_own_queries(mask, layout), n, kv_bytes)
+    return _better([Choice.of(w, n, kv_bytes) for w in _works(mask, layout, kv_bytes)], least)
+
+
+def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
+    """Of causal documents all is known without looking anything up."""
+    placement, n = layout.placement, layout.world_size
+    own = own_rows(cu, placement.owned, n)
+    tiled = Choice.of(work_of(placement, None, layout), n, kv_bytes, placement.areas)
+    if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > LIMIT:
+        return tiled
+    return _better([tiled], Choice.of(work_of(own, None, layout), n, kv_bytes, own.areas))
+
+
+def _own_queries(mask: Mask, layout: Layout) -> Work:
+    """Every rank computes its own queries, as `needed` does."""
+    n = layout.world_size
+    table = cells(mask, layout, layout)
+    own: list[Cells] = [{} for _ in range(n)]
+    for q, kv in table:
+        own[q].setdefault(q, set()).add(kv)
+    return Work(tuple(range(n)), layout.sizes, None, own, table)
+
+
+def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+    """Other ways to compute a mask on a layout."""
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        yield work_of(layout.placement, mask, layout)
+        return
+    placement = _fitted(mask, layout, kv_bytes)
+    if placement is not None:
+        yield work_of(placement, mask, layout)
+    yield from _meshes(mask, layout, kv_bytes)
+
+
+def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
+    """Blocks as they were best placed on a layout of their own, on the ranks that own most of
+    their rows; None if the layout's rows lie too far apart for that."""
+    n = layout.world_size
+    for runs in layout.runs:
+        apart = any(run.count > 1 and run.stride != 1 for run in runs)
+        steps = any(a.start + a.count > b.start for a, b in pairwise(runs))
+        if apart or steps or len(runs) > MAX_RANGES:
+            return None
+    placement = place(mask, layout.num_tokens, n, kv_bytes)
+    if placement is None:
+        return None
+    owned = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
+    fixed = placement._replace(owned=tuple(sorted(owned)))
+    worth = np.zeros((n, n))
+    for start, stop, owner, q, kv in fixed.readings(beside_owner=False):
+        np.add.at(worth, (list(q), owner), (2 + LSE) * (stop - start))
+        np.add.at(worth, (list(kv), owner), kv_bytes * (stop - start))
+    rank_of = assign(worth)
+    pieces = (p._replace(rank=int(rank_of[p.rank])) for p in fixed.pieces)
+    return fixed._replace(pieces=tuple(pieces))
+
+
+def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+    """Mesh patterns on parts of every rank's rows, made level."""
+    n = layout.world_size
+    homes, cuts = [], []
+    for rank, size in enumerate(layout.sizes):
+        edges = np.unique(np.linspace(0, size, max(1, PARTS // n) + 1).astype(int)).tolist()
+        for piece in pairwise(edges if size else [0, 0]):
+            homes.append(rank)
+            cuts.append(piece)
+    cut = layout.cut(homes, cuts)
+    table = cells(mask, cut, cut)
+    if not table:
+        return
+    blocks = Blocks(table, np.array(homes), np.array(cut.sizes), kv_bytes)
+    for a in (a for a in range(1, n + 1) if n % a == 0):
+        blocks.start(blocks.mesh(a), n)
+        blocks.level()
+        blocks.save()
+        own: list[Cells] = [{} for _ in range(n)]
+        for (q, kv), rank in zip(table, blocks.rank.tolist(), strict=True):
+            own[rank].setdefault(q, set()).add(kv)
+        yield Work(tuple(homes), cut.sizes, tuple(cuts), own, table)

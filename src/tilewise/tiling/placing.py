@@ -46,15 +46,13 @@ class Placement(NamedTuple):
         areas = self.areas
         return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
-    def readings(self) -> list[Reading]:
+    def readings(self, *, beside_owner: bool = True) -> list[Reading]:
         """All rows, by who owns and who reads them."""
-        return readings(self.pieces, self.owned, self.spans)
+        return readings(self.pieces, self.owned, self.spans, beside_owner=beside_owner)
 
     def flows(self) -> list[Flow]:
         """What has to travel."""
-        return [
-            Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings() if r.q or r.kv
-        ]
+        return [Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings() if r.q or r.kv]
 
 
 class Variant(NamedTuple):

@@ -33,7 +33,7 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
     cuts = tuple((size * (i % c) // c, size * (i % c + 1) // c) for i, size in enumerate(sizes))
     owners = tuple((home,) for home in homes)
     return Plan(
-        f"tiled({mask!r}, {layout.fingerprint}, kv_bytes={kv_bytes:g})",
+        f"tiled({mask!r}, contiguous({layout.num_tokens}, {n}), kv_bytes={float(kv_bytes)})",
         n,
         1,
         (owners, owners),
