@@ -240,12 +240,10 @@ def _dropped_step(plan: Plan, random: Random) -> Plan:
     return _plan(plan, steps)
 
 
-def _swapped_steps(plan: Plan, random: Random) -> Plan | None:
+def _swapped_steps(plan: Plan, random: Random) -> Plan:
     steps = _steps(plan)
-    if len(steps) < 2:
-        return None
-    place = random.randrange(len(steps) - 1)
-    steps[place], steps[place + 1] = steps[place + 1], steps[place]
+    place = random.randrange(len(steps))
+    steps[place - 1], steps[place] = steps[place], steps[place - 1]
     return _plan(plan, steps)
 
 

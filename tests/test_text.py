@@ -37,9 +37,7 @@ def test_json_is_read_back(plan: Plan):
 
 def test_cuts_and_save_are_written():
     plan = tw.ring(2)
-    cut = Plan(
-        "cut", 2, 1, plan.owners, plan.steps, cuts=((0, 3), (3, 7)), default_save="gathered"
-    )
+    cut = Plan("cut", 2, 1, plan.owners, plan.steps, cuts=((0, 3), (3, 7)), default_save="gathered")
     for again in (tw.parse(tw.show(cut)), tw.from_json(tw.to_json(cut))):
         assert again == cut and again.cuts == ((0, 3), (3, 7)) and again.default_save == "gathered"
 

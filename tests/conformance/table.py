@@ -54,6 +54,10 @@ STRATEGIES = (
 )
 
 
+MASK_AWARE = (("needed", tw.needed),)
+"""Builders of a plan for one mask and one layout: (mask, layout) -> Plan."""
+
+
 def plans(n: int, *leave_out: str) -> Iterator[Plan]:
     """The plans of all strategies on n ranks but those named."""
     for strategy in STRATEGIES:

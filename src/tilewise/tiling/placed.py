@@ -23,7 +23,7 @@ from tilewise.tiling.choosing import BUSIEST, LIMIT, keys_read, own_rows, place
 from tilewise.tiling.components import documents
 from tilewise.tiling.matching import assign
 from tilewise.tiling.placing import Placement
-from tilewise.tiling.refining import Blocks
+from tilewise.tiling.refining import refined
 from tilewise.tiling.traffic import LSE, Flow, received
 from tilewise.tiling.works import areas_of, work_of
 
@@ -76,13 +76,13 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layou
     Args:
         kv_bytes: bytes of a row's k and v beside those of its q.
     """
-    dealt = balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
     placement = place(mask, num_tokens, n, kv_bytes)
+    if placement is not None and documents(mask, num_tokens) is not None:
+        return PlacedLayout(num_tokens, placement, mask)
+    dealt = balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
     if placement is None:
         return dealt
     tiled = PlacedLayout(num_tokens, placement, mask)
-    if documents(mask, num_tokens) is not None:
-        return tiled
     choices = {x: _choice(mask, x, kv_bytes) for x in (tiled, dealt)}
     return min(choices, key=lambda x: (choices[x].excess, choices[x].moved))
 
@@ -127,11 +127,13 @@ def _own_queries(mask: Mask, layout: Layout) -> Work:
 def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
     """Other ways to compute a mask on a layout."""
     if isinstance(layout, PlacedLayout) and layout.mask == mask:
-        yield work_of(layout.placement, mask, layout)
-        return
-    placement = _fitted(mask, layout, kv_bytes)
+        placement = layout.placement
+    else:
+        placement = _fitted(mask, layout, kv_bytes)
     if placement is not None:
-        yield work_of(placement, mask, layout)
+        work = work_of(placement, mask, layout)
+        yield work
+        yield refined(work, layout.world_size, kv_bytes)
     yield from _meshes(mask, layout, kv_bytes)
 
 
@@ -171,12 +173,6 @@ def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
     table = cells(mask, cut, cut)
     if not table:
         return
-    blocks = Blocks(table, np.array(homes), np.array(cut.sizes), kv_bytes)
+    work = Work(tuple(homes), cut.sizes, tuple(cuts), [], table)
     for a in (a for a in range(1, n + 1) if n % a == 0):
-        blocks.start(blocks.mesh(a), n)
-        blocks.level()
-        blocks.save()
-        own: list[Cells] = [{} for _ in range(n)]
-        for (q, kv), rank in zip(table, blocks.rank.tolist(), strict=True):
-            own[rank].setdefault(q, set()).add(kv)
-        yield Work(tuple(homes), cut.sizes, tuple(cuts), own, table)
+        yield refined(work, n, kv_bytes, a)

@@ -7,11 +7,9 @@ first, and then to wherever rows are saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from tilewise.support import Cell
+from tilewise.tiling.assembly import Cells, Work
 from tilewise.tiling.traffic import LSE
 
 Array = np.ndarray
@@ -19,25 +17,44 @@ LIMIT = 1.02  # of the largest load over the mean, while moving
 MOVES = 24  # per rank that level, and as many that save
 
 
+def refined(work: Work, n: int, kv_bytes: float, a: int | None = None) -> Work:
+    """The work with blocks moved until it is level, and then where that saves rows.
+
+    Args:
+        a: start from a mesh with query groups of a ranks instead.
+    """
+    assert work.table is not None
+    blocks = Blocks(work, kv_bytes)
+    if a is None:
+        rank_of = {
+            (q, kv): rank for rank, mine in enumerate(work.cells) for q in mine for kv in mine[q]
+        }
+        ranks = np.array([rank_of[pair] for pair in work.table], np.int64)
+    else:
+        ranks = blocks.mesh(a)
+    blocks.start(ranks, n)
+    blocks.level()
+    blocks.save()
+    own: list[Cells] = [{} for _ in range(n)]
+    for (q, kv), rank in zip(work.table, blocks.rank.tolist(), strict=True):
+        own[rank].setdefault(q, set()).add(kv)
+    return work._replace(cells=own)
+
+
 class Blocks:
     """The state of a search: who computes each non-empty block, and what ranks read for it.
 
     Args:
-        table: non-empty blocks.
-        homes, sizes: of the shards.
+        work: its shards and its table of non-empty blocks.
         kv_bytes: bytes of a row's k and v beside those of its q.
     """
 
-    def __init__(
-        self,
-        table: Mapping[tuple[int, int], Cell],
-        homes: Array,
-        sizes: Array,
-        kv_bytes: float,
-    ):
+    def __init__(self, work: Work, kv_bytes: float):
+        table = work.table or {}
         self.q, self.kv = np.array(list(table), np.int64).reshape(-1, 2).T
         self.area = np.array([cell.area for cell in table.values()], float)
-        self.homes, self.n = homes, int(homes.max()) + 1
+        self.homes, self.n = np.array(work.homes), 0
+        sizes = np.array(work.sizes, float)
         self.price = (2 + LSE) * sizes, kv_bytes * sizes
 
     def start(self, rank: Array, n: int) -> None:
