@@ -3,8 +3,8 @@
 Blocks (query chunk x key chunk) are nodes that weigh their area; each chunk's q, and each chunk's
 k and v, is a net that costs its bytes for every rank beside the first that reads it. mtkahypar
 (the extra `partition`) cuts it; then chunks get the owners that save most, equally many a rank.
-Source: the approach of DCP (SOSP 2025). Departs from it: of a chunk a rank is sent only as many rows
-as the largest need of one of its blocks, which counts in the reference's favour.
+Source: the approach of DCP (SOSP 2025). Departs from it: of a chunk a rank is sent only as many
+rows as the largest need of one of its blocks, which counts in the reference's favour.
 """
 
 from __future__ import annotations

@@ -170,16 +170,17 @@ class Run:
         self.payload = Payload(backward, *self.groups.size, *names, saved)
         ahead, carries = transport.receives_ahead, self.payload.carries
         self.program: Program = pruned.memo(
-            ("program", self.rank, ahead, carries),
+            "program",
+            (self.rank, ahead, carries),
             lambda: lower(pruned, self.rank, ahead=ahead, carries=carries),
-            keep=64 + 4 * plan.world_size,
+            keep=4 * plan.world_size,
         )
 
     def frame(self, keep: bool) -> Frame:
         problem = self.problem
         square = problem.kernel.square_causal
         key = problem.layouts, problem.mask, square, self.groups, self.device
-        binder = self.plan.memo(("binder", *key), lambda: Binder(*key))
+        binder = self.plan.memo("binder", key, lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(
             problem.layouts,
@@ -241,9 +242,10 @@ class Run:
     def _arena(self, items: Sequence[Item], gathered: dict[Item, Block]) -> Arena | None:
         """One buffer for these items; None where their packed fields could not be used in place."""
         arriving = self.plan.memo(
-            ("arriving", self.rank, self.payload.carries),
+            "arriving",
+            (self.rank, self.payload.carries),
             lambda: arrivals(self.program),
-            keep=64 + 4 * self.plan.world_size,
+            keep=4 * self.plan.world_size,
         )
         starts, num_rows = {}, 0
         for item in items:

@@ -1,9 +1,9 @@
 """Layouts that balance: equal tokens and equal areas when every rank computes its own rows.
 
 Components are ranges of rows and keys that no allowed pair connects: the documents of a document
-mask, the whole sequence of most others. They are halved into runs of rows that are even: all rows alike,
-or alike if they are taken from both ends at once ("folded", as zigzag does). Then it suffices to
-mix, on each rank, rows of a heavy run with rows of light ones in the proportion that gives the mean.
+mask, the whole sequence of most others. They are halved into runs of rows that are even: all rows
+alike, or alike if they are taken from both ends at once ("folded", as zigzag does). Then it
+suffices to mix, on each rank, rows of heavy and of light runs in the right proportion.
 """
 
 from __future__ import annotations

@@ -69,7 +69,14 @@ class _Writer:
         self.pending: dict[Item, list[tuple[int, int]]] = {}
         self.handles = self.number = 0
         received = {hop.item for step in steps for hop in step.recvs}
-        self.last_use = {item: number for number, step in enumerate(steps) for item in _used(step)}
+        self.reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
+        self.last_use: dict[Item, int] = {}
+        for number, (step, reads) in enumerate(zip(steps, self.reads, strict=True)):
+            for hop in step.sends:
+                if hop.item.role is Role.OPERAND:
+                    self.last_use[hop.item] = number
+            for items in reads:
+                self.last_use.update(dict.fromkeys(items, number))
         self.expiring: dict[int, list[Item]] = defaultdict(list)
         for item, number in self.last_use.items():
             if item in received:
@@ -97,8 +104,8 @@ class _Writer:
                 self._launch(sends, recvs, max(map(self._lane, sends)), kind)
         elif step.sends or step.recvs:
             self._launch(step.sends, step.recvs, 0)
-        for tile in step.tiles:
-            for item in tile_operands(tile):
+        for tile, items in zip(step.tiles, self.reads[number], strict=True):
+            for item in items:
                 if item in self.pending:
                     self._wait(item)
             self.instructions.append(Run(tile))
@@ -110,7 +117,11 @@ class _Writer:
             self._wait(item)
 
     def _wait(self, item: Item) -> None:
-        for handle, arrivals in groupby(self.pending.pop(item, ()), key=lambda place: place[0]):
+        places = self.pending.pop(item, [])
+        if len(places) == 1:
+            self.instructions.append(Wait(places[0][0], places[0][1:]))
+            return
+        for handle, arrivals in groupby(places, key=lambda place: place[0]):
             self.instructions.append(Wait(handle, tuple(index for _, index in arrivals)))
 
     def _lane(self, hop: Transfer) -> int:
@@ -138,14 +149,6 @@ def tile_operands(tile: Tile) -> list[Item]:
     return [operand(Side.Q, shard, heads) for shard in q] + [
         operand(Side.KV, shard, heads) for shard in kv
     ]
-
-
-def _used(step: RankStep) -> list[Item]:
-    """The operands that a step reads, by computing or by sending them."""
-    used = [hop.item for hop in step.sends if hop.item.role is Role.OPERAND]
-    for tile in step.tiles:
-        used += tile_operands(tile)
-    return used
 
 
 def _carrying(step: RankStep, carries: frozenset[Part]) -> RankStep:
@@ -176,7 +179,7 @@ def _collectives(plan: Plan, rank: int, number: int, step: RankStep) -> dict[Par
         kind = _kind(step, part, rank, plan.world_size)
         if kind and not plan.scripted:
             kind = plan.memo(
-                ("collective", number, part), lambda part=part: _common_kind(plan, number, part)
+                "collective", (number, part), lambda p=part: _common_kind(plan, number, p), keep=64
             )
         if kind:
             found[part] = kind

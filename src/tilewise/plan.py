@@ -152,7 +152,7 @@ class Plan:
             ("tune", tune),
             ("_steps", fixed),
             ("_script", script),
-            ("_memo", OrderedDict()),
+            ("_memo", {}),
         ):
             object.__setattr__(self, field, value)
 
@@ -164,10 +164,10 @@ class Plan:
         """A short text, equal for equal plans of one origin; it builds no script's steps."""
         if self.scripted:
             return self.name
-        key = repr(self._key()).encode()
-        return self.memo(
-            "fingerprint", lambda: f"{self.name} {blake2b(key, digest_size=8).hexdigest()}"
-        )
+        return self.memo("fingerprint", (), self._digested_name)
+
+    def _digested_name(self) -> str:
+        return f"{self.name} {blake2b(repr(self._key()).encode(), digest_size=8).hexdigest()}"
 
     def num_shards(self, side: Side) -> int:
         return len(self.owners[side])
@@ -195,14 +195,14 @@ class Plan:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
         if self._script is not None:
             return self._script(rank)
-        return self.memo("by rank", lambda: _split(self._steps, self.world_size))[rank]
+        return self.memo("by rank", (), lambda: _split(self._steps, self.world_size))[rank]
 
     def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         """The plan for these heads: a strategy's own, a mask-aware one's weighed for them."""
         if self.tune is None:
             return self
         tune, kv_bytes = self.tune, 2 * num_kv_heads / num_heads
-        return self.memo(("tuned", kv_bytes), lambda: tune(kv_bytes))
+        return self.memo("tuned", kv_bytes, lambda: tune(kv_bytes))
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps."""
@@ -217,14 +217,15 @@ class Plan:
             replicated_queries=self.replicated_queries,
         )
 
-    def memo(self, key: Hashable, build: Callable[[], Any], keep: int = 64) -> Any:
-        """A value derived from this plan, kept for the most recent keys."""
-        if key in self._memo:
-            self._memo.move_to_end(key)
-            return self._memo[key]
-        value = self._memo[key] = build()
-        while len(self._memo) > keep:
-            self._memo.popitem(last=False)
+    def memo(self, kind: str, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
+        """A value derived from this plan, kept for the most recent keys of its kind."""
+        known: OrderedDict[Hashable, Any] = self._memo.setdefault(kind, OrderedDict())
+        if key in known:
+            known.move_to_end(key)
+            return known[key]
+        value = known[key] = build()
+        while len(known) > keep:
+            known.popitem(last=False)
         return value
 
     def _key(self) -> tuple:
@@ -242,7 +243,7 @@ class Plan:
         return self is other or (isinstance(other, Plan) and self._key() == other._key())
 
     def __hash__(self) -> int:
-        return self.memo("hash", lambda: hash(self._key()))
+        return self.memo("hash", (), lambda: hash(self._key()))
 
     def __repr__(self) -> str:
         return f"Plan({self.name!r}, world_size={self.world_size})"

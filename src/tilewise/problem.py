@@ -81,7 +81,7 @@ def make_problem(
         check_gathered(plan, backward)
     for one in (plan, backward):
         if not one.scripted:
-            one.memo(("checked", mask, layouts), lambda one=one: check_shards(one, mask, *layouts))
+            one.memo("checked", (mask, layouts), lambda p=one: check_shards(p, mask, *layouts))
     return Problem(
         (plan, backward),
         layouts,

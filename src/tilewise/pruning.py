@@ -49,7 +49,7 @@ def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) ->
 
         return _reduced(plan, reads, (q_layout.sizes, kv_layout.sizes))
 
-    return plan.memo(("pruned", mask, q_layout, kv_layout), build)
+    return plan.memo("pruned", (mask, q_layout, kv_layout), build)
 
 
 def droppable(

@@ -81,4 +81,6 @@ def table_cells(
     plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout
 ) -> Mapping[tuple[int, int], Cell]:
     """The non-empty (query shard, KV shard) cells, kept with the plan."""
-    return plan.memo(("cells", mask, q_layout, kv_layout), lambda: cells(mask, q_layout, kv_layout))
+    return plan.memo(
+        "cells", (mask, q_layout, kv_layout), lambda: cells(mask, q_layout, kv_layout), keep=2
+    )

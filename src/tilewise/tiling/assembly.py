@@ -78,7 +78,9 @@ def _reads(work: Work, cells: Cells) -> tuple[dict[int, Rows | None], dict[int, 
     return q_rows, k_rows
 
 
-def assemble(name: str, work: Work, flows: list[Flow], made_for: tuple[Mask, Layout], kv_bytes):
+def assemble(
+    name: str, work: Work, flows: list[Flow], made_for: tuple[Mask, Layout], kv_bytes: float
+) -> Plan:
     """The plan that moves these flows; one rank's steps are written when asked for.
 
     Args:
@@ -94,19 +96,7 @@ def assemble(name: str, work: Work, flows: list[Flow], made_for: tuple[Mask, Lay
     last = max((hop.level + 1 for hop in moves if hop.item.role is Role.OPERAND), default=0)
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, arrived = Script(rank), ({}, {})
-        for hop in touching[rank]:
-            side, role, shard, _ = hop.item
-            s.at(hop.level if role is Role.OPERAND else last + 1 + side + hop.level)
-            if hop.src == rank:
-                s.send(hop.item, hop.dst, hop.rows)
-            else:
-                s.recv(hop.item, hop.src, hop.rows)
-                if role is Role.OPERAND:
-                    arrived[side][shard] = hop.level + 1
-        for step, q, kv in _tiles(work.cells[rank], arrived, last):
-            s.at(step).tile(q, kv)
-        return s.done()
+        return _steps(rank, touching[rank], work.cells[rank], last)
 
     owners = tuple((home,) for home in work.homes)
     digest = blake2b(repr((work.cuts, moves)).encode(), digest_size=8).hexdigest()
@@ -119,6 +109,23 @@ def assemble(name: str, work: Work, flows: list[Flow], made_for: tuple[Mask, Lay
         cuts=work.cuts,
         made_for=made_for,
     )
+
+
+def _steps(rank: int, touching: list[Hop], cells: Cells, last: int) -> tuple[RankStep, ...]:
+    """One rank's part: its hops and its tiles; last: the step at which every operand is there."""
+    s, arrived = Script(rank), ({}, {})
+    for hop in touching:
+        side, role, shard, _ = hop.item
+        s.at(hop.level if role is Role.OPERAND else last + 1 + side + hop.level)
+        if hop.src == rank:
+            s.send(hop.item, hop.dst, hop.rows)
+        else:
+            s.recv(hop.item, hop.src, hop.rows)
+            if role is Role.OPERAND:
+                arrived[side][shard] = hop.level + 1
+    for step, q, kv in _tiles(cells, arrived, last):
+        s.at(step).tile(q, kv)
+    return s.done()
 
 
 def _tiles(cells: Cells, arrived: tuple[dict[int, int], dict[int, int]], last: int):

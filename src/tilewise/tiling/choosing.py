@@ -11,7 +11,7 @@ from tilewise.balancing import deal
 from tilewise.mask import Mask
 from tilewise.tiling.apart import own_rows_apart
 from tilewise.tiling.components import documents, tables
-from tilewise.tiling.cutting import TooSmall
+from tilewise.tiling.cutting import TooSmallError
 from tilewise.tiling.geometry import Piece, Region, Table, Triangle
 from tilewise.tiling.ownership import Owned
 from tilewise.tiling.placing import Placement, Variant, attempt
@@ -65,7 +65,7 @@ def place_tables(
     """
     candidates = []
     for variant in VARIANTS[:tries]:
-        with suppress(TooSmall):
+        with suppress(TooSmallError):
             candidates.append(attempt(tables, n, kv_bytes, Variant(*variant)))
     return best(candidates, kv_bytes)
 

@@ -16,7 +16,7 @@ from tilewise.tiling.geometry import TOLERANCE, Box, Region, Table
 EXHAUSTIVE = 4  # up to so many parts every tree of cuts is tried
 
 
-class TooSmall(ValueError):
+class TooSmallError(ValueError):
     """A component cannot be cut into so many parts: another placement must be found."""
 
 
@@ -120,7 +120,7 @@ def _splits(lo: int, hi: int) -> tuple[int, ...]:
 def apply(
     tree: Cut | None, table: Table, shares: tuple[float, ...], mean: float
 ) -> list[tuple[Region, float]]:
-    """The regions that the lines of a tree give for these shares, in their order, and their areas."""
+    """The regions that a tree's lines give for these shares, in their order, and their areas."""
     ends = (0.0, *accumulate(shares))
     regions: list[tuple[Region, float]] = []
 
@@ -131,7 +131,7 @@ def apply(
         target = table.size(box) * (ends[tree.at] - ends[lo]) / (ends[hi] - ends[lo])
         halves = table.halves(box, target, tree.by_rows, TOLERANCE * mean)
         if halves is None:
-            raise TooSmall(f"region {table.region(box)} cannot be cut for {hi - lo} ranks")
+            raise TooSmallError(f"region {table.region(box)} cannot be cut for {hi - lo} ranks")
         walk(tree.one, halves[0], lo, tree.at)
         walk(tree.two, halves[1], tree.at, hi)
 

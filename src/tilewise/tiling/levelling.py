@@ -8,11 +8,14 @@ search over hops; what the pieces are does not matter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.script import REACH
+
+LEVEL = 1.02  # of the mean: ranks no busier than that are left alone
 
 
 class Hop(NamedTuple):
@@ -128,11 +131,13 @@ class _Search:
         """
         busy, queue = self.load.busy, set(range(len(self.mine)))
         while queue:
-            rank = max(queue, key=lambda r: (busy[r], r))
-            second = max((busy[r] for r in queue if r != rank), default=0.0)
+            rank, *second = nlargest(2, queue, key=busy.__getitem__)
+            enough = max(LEVEL, busy[second[0]]) if second else LEVEL
+            if busy[rank] <= LEVEL:
+                break
             moved = False
             for _, index, other in sorted(self._options(rank, costs)):
-                if moved and busy[rank] <= second:
+                if moved and busy[rank] <= enough:
                     break
                 moved |= self._move(index, rank, other, costs)
             if not moved:

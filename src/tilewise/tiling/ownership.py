@@ -40,9 +40,13 @@ def segments(pieces: Sequence[Piece], spans: Mapping[int, Span] | None = None) -
     for p in pieces:
         by_component.setdefault(p.component, []).append(p)
     for component, own in by_component.items():
+        region, only = own[0].region, own[0].rank
+        if len(own) == 1 and region[:2] == region[2:] and component not in spans:
+            found.append(Segment(*region[:2], (only,), (only,), only))
+            continue
         box = np.array([p.region for p in own])
         rank = np.array([p.rank for p in own])
-        edges = np.unique([*box.ravel(), *(spans or {}).get(component, ())])
+        edges = np.unique([*box.ravel(), *spans.get(component, ())])
         start = edges[:-1, None]
         q = (box[:, 0] <= start) & (start < box[:, 1])
         kv = (box[:, 2] <= start) & (start < box[:, 3])

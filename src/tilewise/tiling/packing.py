@@ -92,7 +92,7 @@ def _short(lengths, areas, bins: Bins, kept, bases) -> list[Part]:
     sizes = areas[order] * (tokens[order] / np.maximum(1, lengths[order])) ** 2
     density = (sizes.sum() - sizes.cumsum()) / np.maximum(1, tokens.sum() - tokens[order].cumsum())
     parts: list[Part] = []
-    for d, size, rest in zip(order.tolist(), sizes.tolist(), density.tolist()):
+    for d, size, rest in zip(order.tolist(), sizes.tolist(), density.tolist(), strict=True):
         at, stop = 0, int(tokens[d])
         while at < stop:
             spare = bins.gap - size - (bins.room - stop + at) * rest
@@ -159,14 +159,14 @@ def level(shares: list[Share], other: np.ndarray, limit: float) -> list[Share]:
     ranks = [np.array(s.ranks) for s in shares]
     for _ in range(20):
         load = other.copy()
-        for r, a in zip(ranks, parts):
+        for r, a in zip(ranks, parts, strict=True):
             np.add.at(load, r, a)
         if load.max() <= limit:
             break
-        for r, a in zip(ranks, parts):
+        for r, a in zip(ranks, parts, strict=True):
             over = np.minimum(np.maximum(load[r] - limit, 0.0), a / 2)
             free = np.maximum(limit - load[r], 0.0)
             if over.any() and free.any():
                 moved = min(over.sum(), free.sum())
                 a += free * (moved / free.sum()) - over * (moved / over.sum())
-    return [s._replace(areas=tuple(a.tolist())) for s, a in zip(shares, parts)]
+    return [s._replace(areas=tuple(a.tolist())) for s, a in zip(shares, parts, strict=True)]

@@ -7,6 +7,7 @@ Several ways to place blocks are tried. Level loads come first, then what the pl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from tilewise.tiling.assembly import Cells, Work, assemble, flows_of
 from tilewise.tiling.choosing import BUSIEST, LIMIT, keys_read, own_rows, place
 from tilewise.tiling.components import documents
 from tilewise.tiling.matching import assign
+from tilewise.tiling.ownership import readings
 from tilewise.tiling.placing import Placement
 from tilewise.tiling.refining import refined
 from tilewise.tiling.traffic import LSE, Flow, received
@@ -150,14 +152,16 @@ def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
     if placement is None:
         return None
     owned = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
-    fixed = placement._replace(owned=tuple(sorted(owned)))
+    fixed = replace(placement, owned=tuple(sorted(owned)))
     worth = np.zeros((n, n))
-    for start, stop, owner, q, kv in fixed.readings(beside_owner=False):
+    for start, stop, owner, q, kv in readings(
+        fixed.pieces, fixed.owned, fixed.spans, beside_owner=False
+    ):
         np.add.at(worth, (list(q), owner), (2 + LSE) * (stop - start))
         np.add.at(worth, (list(kv), owner), kv_bytes * (stop - start))
     rank_of = assign(worth)
     pieces = (p._replace(rank=int(rank_of[p.rank])) for p in fixed.pieces)
-    return fixed._replace(pieces=tuple(pieces))
+    return replace(fixed, pieces=tuple(pieces))
 
 
 def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:

@@ -7,21 +7,23 @@ several ranks read get the owner that saves most (ownership).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import permutations
 from math import inf
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.tiling.cutting import Cut, Prices, TooSmall, apply, search
+from tilewise.tiling.cutting import Cut, Prices, TooSmallError, apply, search
 from tilewise.tiling.geometry import Piece, Region, Table
 from tilewise.tiling.ownership import Owned, Reading, own, readings
 from tilewise.tiling.packing import Share, divide, level
 from tilewise.tiling.traffic import LSE, Flow
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """Who computes which pieces, and who owns which rows: (start, stop, rank), ascending.
 
     spans: the rows of components whose pieces may leave some out.
@@ -30,9 +32,9 @@ class Placement(NamedTuple):
     world_size: int
     pieces: tuple[Piece, ...]
     owned: tuple[Owned, ...]
-    spans: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    spans: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def areas(self) -> np.ndarray:
         """Allowed pairs that every rank computes."""
         total = np.zeros(self.world_size)
@@ -46,13 +48,14 @@ class Placement(NamedTuple):
         areas = self.areas
         return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
-    def readings(self, *, beside_owner: bool = True) -> list[Reading]:
-        """All rows, by who owns and who reads them."""
-        return readings(self.pieces, self.owned, self.spans, beside_owner=beside_owner)
+    @cached_property
+    def readings(self) -> list[Reading]:
+        """All rows, by who owns and who else reads them."""
+        return readings(self.pieces, self.owned, self.spans)
 
     def flows(self) -> list[Flow]:
         """What has to travel."""
-        return [Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings() if r.q or r.kv]
+        return [Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings if r.q or r.kv]
 
 
 class Variant(NamedTuple):
@@ -108,14 +111,14 @@ def _cut(share: Share, table: Table, prices: Prices) -> tuple[Share, Cut | None]
         found.append((cost, i, ordered, tree))
     cost, _, ordered, tree = min(found, key=lambda f: f[:2])
     if cost == inf:
-        raise TooSmall(f"{table.length} rows cannot be cut for {len(share.ranks)} ranks")
+        raise TooSmallError(f"{table.length} rows cannot be cut for {len(share.ranks)} ranks")
     return _seat(ordered, tree, table, prices.area), tree
 
 
 def _orders(share: Share) -> list[tuple[int, ...]]:
-    """Orders of shares worth a try: all distinct ones of a few, small ones first and last of many."""
+    """Orders of shares worth a try: all of a few, small ones first and last of many."""
     size = share.areas[-1]
-    kind = [(round(4 * a / size), m > 0) for a, m in zip(share.areas, share.rooms)]
+    kind = [(round(4 * a / size), m > 0) for a, m in zip(share.areas, share.rooms, strict=True)]
     some = range(len(kind))
     if len(kind) <= 3:
         return list({tuple(kind[i] for i in p): p for p in permutations(some)}.values())
@@ -140,6 +143,6 @@ def _seat(share: Share, tree: Cut | None, table: Table, mean: float) -> Share:
     whole = [i for i, a in enumerate(share.areas) if a > 0.75 * max(share.areas)]
     order = list(range(len(regions)))
     ranks = sorted(whole, key=lambda i: (-share.rooms[i], i))
-    for seat, i in zip(sorted(whole, key=lambda i: (-diagonal[i], i)), ranks):
+    for seat, i in zip(sorted(whole, key=lambda i: (-diagonal[i], i)), ranks, strict=True):
         order[seat] = i
     return _permuted(share, order)

@@ -22,7 +22,7 @@ def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> Work:
         placement: its owners are the layout's.
         mask: to look up which rows of its blocks are read; None: all are.
     """
-    parts = placement.readings()
+    parts = placement.readings
     starts = [part.start for part in parts]
     local = _local_starts(placement.world_size, parts)
     shard_of, homes, cuts = _shards(parts, local)
