@@ -28,10 +28,12 @@ def layouts(mask: tw.Mask | None) -> list[tw.Layout]:
     return tw.loopback(N, on_rank)
 
 
-def test_full_masks_take_the_contiguous_layout_and_causal_ones_zigzag():
+def test_the_default_layout_levels_the_work():
     assert layouts(None) == layouts(tw.Full()) == [tw.contiguous(NUM_TOKENS, N)] * N
-    causal = tw.Causal(), tw.Causal() & tw.Document([0, 5, NUM_TOKENS])
-    assert all(layouts(mask) == [tw.zigzag(NUM_TOKENS, N)] * N for mask in causal)
+    assert layouts(tw.Causal()) == [tw.zigzag(NUM_TOKENS, N)] * N
+    documents = tw.Causal() & tw.Document([0, 5, NUM_TOKENS])
+    (layout, *others) = layouts(documents)
+    assert layout.name == "balanced" and others == [layout] * (N - 1)
 
 
 @pytest.mark.parametrize("strategy", ["auto", tw.mesh(N, q_tile=2)], ids=str)

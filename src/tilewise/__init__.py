@@ -19,6 +19,7 @@ from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
+from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.text import parse, show

@@ -21,6 +21,7 @@ from tilewise.tiling.components import components, row_areas
 
 Owned = tuple[int, int, int]  # start, stop, rank
 EVEN = 0.004  # of the mean area, what an even run of rows may deviate by
+ROUGH = 2  # so many times that, where runs are short anyway
 SAMPLES = 8  # points at which evenness is looked at
 
 
@@ -129,12 +130,13 @@ def _runs(start: int, stop: int, total: np.ndarray, line: float, least: int) -> 
     size = float(total[stop] - total[start])
     at = np.arange(1, SAMPLES) * (stop - start) // SAMPLES
     straight = total[start + at] - total[start]
-    if np.abs(straight - size * at / (stop - start)).max() <= line or stop - start < SAMPLES:
+    if np.abs(straight - size * at / (stop - start)).max() <= line:
         return [_Component(start, stop, total, folded=False)]
     folded = total[start + at // 2] - total[start] + total[stop] - total[stop - at + at // 2]
     # a fold of an odd number of rows takes one more from the end
-    slope = 2 * float(np.diff(total[[stop - 1, stop]])[0]) + line
-    if np.abs(folded - size * at / (stop - start)).max() <= slope or stop - start <= least:
+    slope = float(np.diff(total[[stop - 1, stop]])[0]) + line
+    deviation = np.abs(folded - size * at / (stop - start)).max()
+    if deviation <= slope or (stop - start <= least and deviation <= ROUGH * line):
         return [_Component(start, stop, total, folded=True)]
     middle = (start + stop) // 2
     return _runs(start, middle, total, line, least) + _runs(middle, stop, total, line, least)

@@ -1,9 +1,12 @@
-"""Choosing among strategies by the bytes that they move."""
+"""Choosing for those who do not: a layout that levels a mask's work, a strategy of few bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tilewise.balancing import balanced
+from tilewise.layout import Layout, contiguous, zigzag
+from tilewise.mask import Causal, Full, Mask
 from tilewise.payload import head_groups
 from tilewise.plan import Plan
 from tilewise.strategies.all_gather import all_gather
@@ -12,7 +15,26 @@ from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
+from tilewise.support import cells
 from tilewise.workload import Workload, volume
+
+LEVEL = 1.03
+"""max / mean of the ranks' work up to which a layout counts as level."""
+
+
+def default_layout(mask: Mask, num_tokens: int, world_size: int) -> Layout:
+    """Contiguous for Full; zigzag for Causal, and where it is level; else balanced."""
+    if isinstance(mask, Full):
+        return contiguous(num_tokens, world_size)
+    layout = zigzag(num_tokens, world_size)
+    if isinstance(mask, Causal):
+        return layout
+    work = [0] * world_size
+    for (rank, _), cell in cells(mask, layout, layout).items():
+        work[rank] += cell.area
+    if max(work) * world_size <= LEVEL * sum(work):
+        return layout
+    return balanced(mask, num_tokens, world_size, chunk=max(1, min(128, num_tokens // world_size)))
 
 
 def candidates(work: Workload, world_size: int) -> Iterator[Plan]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.attend import attention
-from tilewise.choice import fewest_bytes
+from tilewise.choice import default_layout, fewest_bytes
 from tilewise.gathering import gather_shards
-from tilewise.layout import Layout, contiguous, zigzag
+from tilewise.layout import Layout
 from tilewise.mask import Full, Mask
 from tilewise.plan import Plan
 from tilewise.strategies.ring import ring
@@ -32,7 +32,8 @@ class ContextParallel:
         num_tokens: length of the whole sequence; need not divide by the number of ranks.
         mask: for all calls of attention that do not name another.
         strategy: a plan, or "auto": at the first call the one that moves fewest bytes.
-        layout: None: contiguous for Full, zigzag for all other masks.
+        layout: None: contiguous for Full, zigzag for Causal and where else it gives every rank the
+            same work, balanced for all other masks.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class ContextParallel:
         self.mask = Full() if mask is None else mask
         self.mask.check_tokens(num_tokens)
         if layout is None:
-            default = contiguous if isinstance(self.mask, Full) else zigzag
-            layout = default(num_tokens, self.world_size)
+            layout = default_layout(self.mask, num_tokens, self.world_size)
         if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
             raise ValueError(
                 f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "

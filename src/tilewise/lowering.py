@@ -7,8 +7,10 @@ collectives. Only this rank's part of the plan is built, so that it costs the sa
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 
 from tilewise.plan import Item, Plan, RankStep, Role, Side, Tile, Transfer
@@ -47,17 +49,34 @@ def lower(
         carries: the sides and roles that have any bytes in the pass that this program is for
             (see payload.py); None: all.
     """
-    steps = plan.rank_steps(rank)
-    if carries is not None:
-        steps = tuple(_carrying(step, carries) for step in steps)
-    writer = _Writer(rank, steps, node_size)
-    for number, step in enumerate(steps):
-        writer.step(step, number, _collectives(plan, rank, number, step))
-    writer.finish()
-    instructions = (
-        _post_ahead(writer.instructions, writer.handles, ahead) if ahead else writer.instructions
-    )
-    return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
+    with _collector_at_rest():
+        steps = plan.rank_steps(rank)
+        if carries is not None:
+            steps = tuple(_carrying(step, carries) for step in steps)
+        writer = _Writer(rank, steps, node_size)
+        for number, step in enumerate(steps):
+            writer.step(step, number, _collectives(plan, rank, number, step))
+        writer.finish()
+        instructions = writer.instructions
+        if ahead:
+            instructions = _post_ahead(instructions, writer.handles, ahead)
+        return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """No cyclic garbage collection: a program is many tuples and no cycle.
+
+    The collector would search everything that is imported, several times, and find nothing: that
+    took longer than the rest.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Writer:

@@ -54,7 +54,7 @@ STRATEGIES = (
 )
 
 
-MASK_AWARE = (("needed", tw.needed),)
+MASK_AWARE = (("needed", tw.needed), ("tiled", tw.tiled))
 """Builders of a plan for one mask and one layout: (mask, layout) -> Plan."""
 
 

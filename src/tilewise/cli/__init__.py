@@ -4,6 +4,8 @@ import typer
 
 from tilewise.cli.demo_command import demo
 from tilewise.cli.doctor_command import doctor
+from tilewise.cli.mask_command import mask_command
+from tilewise.cli.masks_command import masks_command
 from tilewise.cli.show_command import show
 
 app = typer.Typer(
@@ -11,5 +13,5 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-for command in (demo, show, doctor):
+for command in (demo, show, mask_command, masks_command, doctor):
     app.command()(command)

@@ -60,6 +60,7 @@ class _Load:
         self.by_step: list[list[float]] = by_step.tolist()
         self.shares: list[list[float]] = (total * scale).T.tolist()
         self.costs: list[list[float]] = (weights[:, :, int(into)] * scale).T.tolist()
+        self.least = [min(costs) for costs in self.costs]
         self.busy = [max(shares) for shares in self.shares]
 
     def after(self, rank: int, piece: int) -> float:
@@ -148,10 +149,11 @@ class _Search:
         for index in self.mine[rank]:
             hop = self.hops[index]
             room = self.room - costs[hop.piece]
+            below = busy[rank] - self.load.least[hop.piece]
             loads = self.load.by_step[hop.step]
             for other, at in self.since[hop.piece].items():
-                able = (at > hop.step if late else at < hop.step) and loads[other] <= room
-                if able and busy[other] < busy[rank] and other not in (hop.src, hop.dst):
+                able = busy[other] < below and (at > hop.step if late else at < hop.step)
+                if able and loads[other] <= room and other not in (hop.src, hop.dst):
                     yield busy[other], index, other
 
     def _move(self, index: int, rank: int, other: int, costs: list[float]) -> bool:

@@ -29,7 +29,7 @@ STRIDE = 1024  # rows given away at a time, to level who gets them
 Span = tuple[int, int]  # first and last + 1 row of a component
 
 
-def segments(pieces: Sequence[Piece], spans: Mapping[int, Span] | None = None) -> list[Segment]:
+def segments(pieces: Sequence[Piece], spans: Mapping[int, Span]) -> list[Segment]:
     """Cut the rows of the pieces' components at every edge of a region.
 
     Args:

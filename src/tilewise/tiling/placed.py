@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.balancing import balanced
-from tilewise.layout import Layout, Run
+from tilewise.layout import Layout, Run, contiguous, striped, zigzag
 from tilewise.mask import Mask
 from tilewise.plan import Plan
 from tilewise.support import cells
@@ -37,12 +37,13 @@ PARTS = 64  # about so many shards are blocks' sides cut into, on layouts of few
 class PlacedLayout(Layout):
     """A layout, and the placement that it was made from, which is no part of its value."""
 
-    def __init__(self, num_tokens: int, placement: Placement, mask: Mask):
+    def __init__(self, num_tokens: int, placement: Placement, mask: Mask, kv_bytes: float):
         runs: list[list[Run]] = [[] for _ in range(placement.world_size)]
         for start, stop, rank in placement.owned:
             runs[rank].append(Run(start, stop - start))
         super().__init__(num_tokens, runs, "tiled_layout")
         self.placement, self.mask = placement, mask
+        self.call = f"tiled_layout({mask!r}, {num_tokens}, {self.world_size}, kv_bytes={kv_bytes})"
 
 
 class Choice(NamedTuple):
@@ -80,11 +81,11 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layou
     """
     placement = place(mask, num_tokens, n, kv_bytes)
     if placement is not None and documents(mask, num_tokens) is not None:
-        return PlacedLayout(num_tokens, placement, mask)
+        return PlacedLayout(num_tokens, placement, mask, kv_bytes)
     dealt = balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
     if placement is None:
         return dealt
-    tiled = PlacedLayout(num_tokens, placement, mask)
+    tiled = PlacedLayout(num_tokens, placement, mask, kv_bytes)
     choices = {x: _choice(mask, x, kv_bytes) for x in (tiled, dealt)}
     return min(choices, key=lambda x: (choices[x].excess, choices[x].moved))
 
@@ -92,8 +93,17 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layou
 def placed_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
     """The plan that moves least on this layout of those whose loads are level."""
     chosen = _choice(mask, layout, kv_bytes)
-    name = f"tiled({mask!r}, {layout.fingerprint}, kv_bytes={kv_bytes:g})"
+    name = f"tiled({mask!r}, {_call(mask, layout)}, kv_bytes={kv_bytes})"
     return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
+
+
+def _call(mask: Mask, layout: Layout) -> str:
+    """How a layout was made, as far as a plan for this mask depends on it."""
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        return layout.call
+    plain = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}.get(layout.name)
+    same = plain is not None and plain(layout.num_tokens, layout.world_size) == layout
+    return repr(layout) if same else layout.fingerprint
 
 
 def _choice(mask: Mask, layout: Layout, kv_bytes: float) -> Choice:

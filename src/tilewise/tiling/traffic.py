@@ -79,10 +79,12 @@ def hops(flows: Sequence[Flow], n: int, kv_bytes: float) -> list[Hop]:
 
 
 def _fixed(flows: Sequence[Flow], n: int, kv_bytes: float) -> tuple[list[float], ...]:
-    """What every rank receives and sends whatever the trees: a reader gets q, k, v, returns out;
-    and what it receives in backward."""
+    """What every rank receives and sends whatever the trees, and what it receives in backward.
+
+    A reader gets q, k, v and returns out, dk, dv; an owner sends one copy and gets one partial.
+    """
     into, out, back = [0.0] * n, [0.0] * n, [0.0] * n
-    for size, _, q, kv, _, _ in flows:
+    for size, owner, q, kv, _, _ in flows:
         for r in q:
             into[r] += size
             out[r] += size * (1 + LSE)
@@ -90,6 +92,13 @@ def _fixed(flows: Sequence[Flow], n: int, kv_bytes: float) -> tuple[list[float],
         for r in kv:
             into[r] += size * kv_bytes
             back[r] += size * kv_bytes
+        if q:
+            into[owner] += size * (1 + LSE)
+            out[owner] += size
+            back[owner] += size
+        if kv:
+            out[owner] += size * kv_bytes
+            back[owner] += size * kv_bytes
     return into, out, back
 
 
@@ -97,7 +106,6 @@ def _children(
     size: float, owner: int, readers: tuple[int, ...], load: list[float]
 ) -> dict[int, int]:
     """How many children each rank of a tree has: one the owner, some the least loaded."""
-    load[owner] += size
     counts = {owner: 1}
     left = len(readers) - 1
     heap = [(load[r], r) for r in readers] if left else []
