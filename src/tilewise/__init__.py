@@ -2,6 +2,7 @@
 
 from tilewise import lengths, masks
 from tilewise.attend import attention
+from tilewise.balancing import balanced
 from tilewise.checker import check
 from tilewise.context import ContextParallel
 from tilewise.layout import Layout, Run, contiguous, striped, zigzag
@@ -45,6 +46,7 @@ __all__ = [
     "all_gather",
     "attention",
     "attention2d",
+    "balanced",
     "balanced_ring",
     "check",
     "contiguous",
@@ -62,6 +64,8 @@ __all__ = [
     "ring",
     "show",
     "striped",
+    "tiled",
+    "tiled_layout",
     "to_json",
     "tree",
     "ulysses",

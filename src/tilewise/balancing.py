@@ -15,11 +15,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from tilewise.layout import Layout, Run
+from tilewise.layout import Layout, Run, contiguous
 from tilewise.mask import Mask
 from tilewise.tiling.components import components, row_areas
 
 Owned = tuple[int, int, int]  # start, stop, rank
+LEVEL = 1.02  # largest over mean area up to which a sequence is just cut in n parts
 EVEN = 0.004  # of the mean area, what an even run of rows may deviate by
 ROUGH = 2  # so many times that, where runs are short anyway
 SAMPLES = 8  # points at which evenness is looked at
@@ -57,7 +58,8 @@ def balanced(
     """Tokens on n ranks so that all have the same number of them and of allowed pairs.
 
     A rank's tokens ascend. Areas come out equal to about half a percent where the rows' own areas
-    allow it; the documents that a rank takes part in are few.
+    allow it; the documents that a rank takes part in are few. Where neighbouring parts are level to
+    2 % (windows, full attention) they are left as they are.
 
     Args:
         mask: one or several (the layers' of a model), whose areas are summed.
@@ -80,8 +82,18 @@ def balanced(
     if not slack >= 0:
         raise ValueError(f"slack ({slack}) must be at least 0, max / mean tokens - 1")
     areas = sum((row_areas(one, num_tokens) for one in masks), np.zeros(num_tokens))
+    plain = contiguous(num_tokens, n)
+    if _is_level(plain, areas):
+        return Layout(num_tokens, plain.runs, "balanced")
     edges = reduce(np.intersect1d, (components(one, num_tokens) for one in masks))
     return layout_of(num_tokens, n, deal(areas, edges, n, chunk=chunk, slack=slack), "balanced")
+
+
+def _is_level(plain: Layout, areas: np.ndarray) -> bool:
+    """Whether a contiguous layout gives ranks about equal areas."""
+    total = np.append(0.0, np.cumsum(areas))
+    largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
+    return largest * plain.world_size <= LEVEL * total[-1]
 
 
 def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Layout:

@@ -115,7 +115,7 @@ def fair_rates(use: Array, weight: Array, counts: Array, num_resources: int) -> 
         least = np.full(num_resources, np.inf)
         np.minimum.at(least, used, own[:, None])
         scarce = least >= share * (1 - 1e-12)
-        filled = (scarce[used] & (of_flow <= own[:, None] * (1 + 1e-12))).any(1)
+        filled = (scarce[used] & (of_flow <= own[:, None] * (1 + 1e-11))).any(1)
         now = open_[filled]
         rate[now] = own[filled]
         spent = (demand[filled] * own[filled, None]).ravel()

@@ -106,7 +106,9 @@ class Machine:
             raise ValueError("rack_nodes and across describe racks together: give both or neither")
         for link in (self.inside, self.between, *([self.across] if self.across else [])):
             if not (link.bandwidth > 0 and link.latency >= 0):
-                raise ValueError(f"{link} must have a bandwidth above 0 and a latency of at least 0")
+                raise ValueError(
+                    f"{link} must have a bandwidth above 0 and a latency of at least 0"
+                )
         for what in ("launch_seconds", "message_seconds", "copy_cores"):
             if not getattr(self, what) >= 0:
                 raise ValueError(f"{what} ({getattr(self, what)}) must be at least 0")
@@ -195,7 +197,7 @@ def _place(sizes: tuple[float, ...], size: float) -> tuple[int, float]:
 
 
 def _machine(fields: Mapping[str, Any], where: str) -> Machine:
-    """A machine from the tables of a file; every wrong field is a ValueError that names the file."""
+    """A machine from the tables of a file, whose name every error gives."""
     fields = dict(fields)
     try:
         kernels = tuple(_kernel(table) for table in fields.pop("kernel", ()))
@@ -213,5 +215,5 @@ def _kernel(table: Mapping[str, Any]) -> Kernel:
     if table["pass"] not in ("forward", "backward"):
         raise ValueError(f"pass ({table['pass']!r}) of a kernel must be 'forward' or 'backward'")
     flops = tuple(tuple(map(float, row)) for row in table["flops"])
-    sizes = (tuple(map(float, table[side])) for side in ("queries", "keys"))
-    return Kernel(table["dtype"], table["pass"] == "backward", *sizes, flops)
+    queries, keys = (tuple(map(float, table[side])) for side in ("queries", "keys"))
+    return Kernel(table["dtype"], table["pass"] == "backward", queries, keys, flops)

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["colours", "draw", "painted"]
 
-INCHES, DPI = 3.6, 120
+INCHES, TABLE, DPI = 3.6, 3.0, 120  # width; that of the table, 360 pixels at a whole one
 FEW = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1"),
     *("#edc948", "#76b7b2", "#9c755f", "#ff9da7", "#7f7f7f"),
 )  # up to ten ranks: Tableau's
 GOLDEN = 0.61803398875
 FAINTEST = 0.3  # of a colour, where a cell has any allowed pair
-STRIP = 0.035  # of the table's side
+STRIP = 1 / 30  # of the table's side
+LEVELS = 5  # of paleness: few, so that a picture of many partial cells stays small
 NUMBERED = 16  # ranks up to which a key names them
 
 
@@ -38,7 +39,8 @@ def colours(n: int) -> np.ndarray:
 
 def painted(seen: View, n: int) -> np.ndarray:
     """float [cells, cells, 3]: the colour of who computes a cell, paler where less is allowed."""
-    strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * seen.shares, 0)[..., None]
+    level = (np.ceil(seen.shares * LEVELS) - 1) / (LEVELS - 1)
+    strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
     return 1 - strength * (1 - colours(n)[seen.ranks])
 
 
@@ -52,28 +54,24 @@ def draw(seen: View, n: int, title: tuple[str, ...], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    side = 0.86 * INCHES
-    top = 0.19 * (len(title) - 1) + 0.42
-    foot = 0.30 if n <= NUMBERED else 0.08
+    side = (1 + 2 * STRIP) * TABLE
+    top, foot = 0.2 * (len(title) - 1) + 0.4, 0.3 if n <= NUMBERED else 0.1
     height = side + top + foot
     figure = Figure(figsize=(INCHES, height), dpi=DPI)
-    axes = figure.add_axes(
-        ((INCHES - side) / 2 / INCHES, foot / height, side / INCHES, side / height)
-    )
-    axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")
+    place = 0.2 / INCHES, foot / height, side / INCHES, side / height
+    axes = figure.add_axes(place)
     axes.axis("off")
-    axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest", zorder=1)
+    axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest")
     owned = colours(n)[seen.owners]
     axes.imshow(owned[:, None], extent=(-2 * STRIP, -STRIP, 1, 0), interpolation="nearest")
     axes.imshow(owned[None], extent=(0, 1, -STRIP, -2 * STRIP), interpolation="nearest")
     axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")
-    axes.add_patch(
-        Rectangle((0, 0), 1, 1, fill=False, linewidth=0.6, edgecolor="#777777", zorder=3)
-    )
+    frame = Rectangle((0, 0), 1, 1, fill=False, linewidth=0.6, edgecolor="#777777", clip_on=False)
+    axes.add_patch(frame)
     for i, line in enumerate(title):
-        place = 1 - (0.17 + 0.19 * i + 0.02 * (i > 0)) / height
+        y = 1 - (0.17 + 0.2 * i) / height
         weight, size = ("bold", 9) if i == 0 else ("normal", 7)
-        figure.text(0.5, place, line, ha="center", va="center", fontsize=size, fontweight=weight)
+        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, fontweight=weight)
     if n <= NUMBERED:
         _key(figure, n, height)
     figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})

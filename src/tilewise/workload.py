@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from tilewise.layout import Layout, contiguous, striped, zigzag
 from tilewise.mask import Full, Mask
 from tilewise.payload import ITEM_BYTES, Payload, head_groups
-from tilewise.plan import Plan
+from tilewise.plan import Item, Plan
 from tilewise.pruning import prune_shards
 from tilewise.rows import count
-from tilewise.table import check_made_for, shard_layouts
+from tilewise.symmetry import Symmetry, absolute, find_symmetry
+from tilewise.table import check_made_for, everything_needed, shard_layouts
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
@@ -120,11 +123,48 @@ def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:
     check_made_for(plan, work.mask, layout)
     layouts = shard_layouts(plan, layout)
     payload = work.payload(plan, backward)
+    if everything_needed(work.mask, *layouts):
+        symmetry = find_symmetry(plan)
+        if symmetry.members > 1:
+            return _sent_alike(plan, symmetry, layouts, payload)
     pruned = prune_shards(plan, work.mask, *layouts)
-    sent = [0] * plan.world_size
-    for rank in range(plan.world_size):
-        for step in pruned.rank_steps(rank):
+    return tuple(
+        sum(
+            count(hop.rows, layouts[hop.item.side].size(hop.item.shard))
+            * payload.row_bytes(hop.item)
+            for step in pruned.rank_steps(rank)
+            for hop in step.sends
+        )
+        for rank in range(plan.world_size)
+    )
+
+
+def _sent_alike(
+    plan: Plan, symmetry: Symmetry, layouts: tuple[Layout, Layout], payload: Payload
+) -> tuple[int, ...]:
+    """As _sent, of whole shards: hops are those of one rank per class, relabelled for the others.
+
+    Only the sizes of the shards differ between ranks of a class, if at all.
+    """
+    sizes = [np.asarray(layout.sizes) for layout in layouts]
+    equal = all(len(set(layout.sizes)) == 1 for layout in layouts)
+    known: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+    for rank in symmetry.firsts():
+        shards: dict[Item, list[int]] = {}
+        for step in plan.rank_steps(rank):
             for hop in step.sends:
-                size = layouts[hop.item.side].size(hop.item.shard)
-                sent[rank] += count(hop.rows, size) * payload.row_bytes(hop.item)
-    return tuple(sent)
+                shards.setdefault(hop.item._replace(shard=0, heads=0), []).append(hop.item.shard)
+        known[rank] = [
+            (item.side, payload.row_bytes(item), np.array(moved)) for item, moved in shards.items()
+        ]
+
+    def sent(rank: int) -> int:
+        return sum(
+            int(sizes[side][absolute(moved, rank, symmetry.shifts)].sum()) * row_bytes
+            for side, row_bytes, moved in known[symmetry.first(rank)]
+        )
+
+    if not equal:
+        return tuple(map(sent, range(plan.world_size)))
+    of_class = {rank: sent(rank) for rank in known}
+    return tuple(of_class[symmetry.first(rank)] for rank in range(plan.world_size))

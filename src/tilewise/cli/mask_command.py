@@ -21,7 +21,8 @@ from tilewise.plan import Plan
 from tilewise.strategies.needed import needed
 from tilewise.tiling.components import row_areas
 
-CELLS, TEXT_CELLS = 384, 64
+CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
+MOST_BYTES = 120_000  # of a picture; a speckled one is drawn with larger cells
 HEADS, HEAD_DIM = 32, 128
 
 
@@ -63,20 +64,23 @@ class Drawn(NamedTuple):
 def mask(options: MaskOptions) -> None:
     """Draw a mask with rank ownership: as a picture, or as text."""
     with refusing_bad_input():
-        found = _drawn(options)
-        plan = found.plan if options.layout == "tiled" else None
-        seen = view(found.mask, found.layout, CELLS if options.png else TEXT_CELLS, plan)
         if options.png and not options.png.parent.is_dir():
             raise ValueError(f"{options.png.parent} is no folder; make it, or write elsewhere")
+        found = _drawn(options)
+    plan = found.plan if options.layout == "tiled" else None
     title = _title(options, found)
     if options.png:
-        draw(seen, options.world_size, title, options.png)
+        for cells in CELLS:
+            seen = view(found.mask, found.layout, cells, plan)
+            draw(seen, options.world_size, title, options.png)
+            if options.png.stat().st_size <= MOST_BYTES:
+                break
     if options.as_json:
         print_json(_figures(options, found))
     elif options.png:
         print_plain(f"{options.png}: {as_bytes(options.png.stat().st_size)}")
     else:
-        _print(title, seen, options.world_size)
+        _print(title, view(found.mask, found.layout, TEXT_CELLS, plan), options.world_size)
 
 
 def _drawn(options: MaskOptions) -> Drawn:

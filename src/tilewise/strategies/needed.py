@@ -54,7 +54,7 @@ def needed(mask: Mask, layout: Layout) -> Plan:
             s.at(stage + 2).recv(partial(Side.KV, rank), reader, rows(reader, rank))
         return s.done()
 
-    name = f"needed({mask!r}, {layout.fingerprint})"
+    name = f"needed({mask!r}, {layout!r})"  # ranks compare mask and layout on their own
     return Plan(name, n, 1, own_shards(n), script=script, made_for=(mask, layout))
 
 

@@ -1,0 +1,243 @@
+"""The simulator: how long a plan takes on a machine, by replaying the programs that run it.
+
+    tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
+
+Ranks that are alike are simulated once. What is left out: merging and packing take no time, and
+transfers do not slow kernels down unless the machine says that they share cores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.costs import Costs
+from tilewise.lowering import lower
+from tilewise.machine import Machine
+from tilewise.network import LINKS, Network, blocks
+from tilewise.plan import Plan
+from tilewise.program import Program, arrivals
+from tilewise.pruning import prune_shards
+from tilewise.replay import RankUse, Replay, Timeline
+from tilewise.rows import count
+from tilewise.symmetry import Symmetry, all_alike, find_symmetry
+from tilewise.table import check_made_for, shard_layouts, table_cells
+from tilewise.tracks import compile_tracks
+from tilewise.workload import Workload, check_gathered, saving
+
+EXACT_RANKS = 16
+"""Up to so many ranks a causal mask is simulated pruned, rank by rank."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Two passes of a plan on a machine.
+
+    Attributes:
+        forward, backward: timelines; a rank that stands for others is named alone.
+        symmetries: of each pass: which rank stands for which.
+    """
+
+    forward: Timeline
+    backward: Timeline
+    symmetries: tuple[Symmetry, Symmetry]
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.forward.seconds
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of waiting for messages of the rank that waits longest, both passes."""
+        return sum(max(use.exposed_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of kernels of the rank that computes longest, both passes."""
+        return sum(max(use.compute_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds after its last instruction of the rank that ends first, both passes."""
+        return sum(max(use.idle_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def bytes_by_link(self) -> dict[str, int]:
+        """Bytes that the busiest rank sends in both passes, by the class of the link.
+
+        The busiest rank sends most bytes in all; among equals, most over the outer links.
+        """
+        uses = [self._bytes(rank) for rank in range(self.world_size)]
+
+        def load(links: dict[str, int]) -> tuple[int, ...]:
+            return sum(links.values()), *(links.get(link, 0) for link in reversed(LINKS))
+
+        return max(uses, key=load)
+
+    @property
+    def total_bytes_by_link(self) -> dict[str, int]:
+        """Bytes that all ranks send in both passes, by the class of the link."""
+        total: dict[str, int] = {}
+        for timeline in self._passes:
+            for use in timeline.ranks:
+                for link, sent in use.bytes_by_link.items():
+                    total[link] = total.get(link, 0) + use.members * sent
+        return total
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the rank that needs most, in the pass that needs most."""
+        return max(use.peak_bytes for timeline in self._passes for use in timeline.ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.symmetries[0].world_size
+
+    def use(self, rank: int) -> tuple[RankUse, RankUse]:
+        """How a rank spends forward and backward."""
+        forward, backward = (
+            next(use for use in timeline.ranks if use.rank == symmetry.first(rank))
+            for timeline, symmetry in zip(self._passes, self.symmetries, strict=True)
+        )
+        return forward, backward
+
+    def trace(self, path: str | Path) -> None:
+        """Write the timeline as JSON that Chrome's tracing page and Perfetto read.
+
+        One process per rank, or per rank that stands for others; backward follows forward.
+        """
+        events = [*self._names(), *self._events()]
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
+        Path(path).write_text(text, encoding="utf-8")
+
+    @property
+    def _passes(self) -> tuple[Timeline, Timeline]:
+        return self.forward, self.backward
+
+    def _bytes(self, rank: int) -> dict[str, int]:
+        links = [use.bytes_by_link for use in self.use(rank)]
+        return {
+            x: sum(part.get(x, 0) for part in links) for x in LINKS if any(x in p for p in links)
+        }
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        members: dict[int, int] = {}
+        for timeline in self._passes:
+            members |= {use.rank: use.members for use in timeline.ranks}
+        for rank, number in sorted(members.items()):
+            name = f"rank {rank}" + f" and {number - 1} like it" * (number > 1)
+            yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+            for lane, what in enumerate(("compute", "wait", *LINKS)):
+                args = {"name": what}
+                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": args}
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        lanes = {name: lane for lane, name in enumerate(("compute", "wait", *LINKS))}
+        begin = 0.0
+        for what, timeline in zip(("forward", "backward"), self._passes, strict=True):
+            for rank, lane, name, start, seconds in timeline.spans:
+                yield {
+                    "ph": "X",
+                    "name": name or lane,
+                    "cat": what,
+                    "pid": rank,
+                    "tid": lanes[lane],
+                    "ts": round((begin + start) * 1e6, 6),
+                    "dur": round(seconds * 1e6, 6),
+                }
+            begin += timeline.seconds
+
+
+def simulate(
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    backward_plan: Plan | None = None,
+    *,
+    exact: bool | None = None,
+) -> Simulation:
+    """Replay both passes of a plan on a machine, rank r on its device r.
+
+    Args:
+        plan: of the forward pass, and of the backward pass if backward_plan is None.
+        exact: replay every rank by itself, pruned. None: unless ranks are alike. Under a causal
+            mask on equal zigzag shards they compute alike, but some send fewer rows than others:
+            above 16 ranks, where that takes long, all are taken to send the most.
+    Raises:
+        RuntimeError: if all ranks wait for messages that nobody sends.
+        ValueError: if plan, workload and machine do not fit.
+    """
+    gathered = saving(plan, work.save) == "gathered"
+    if gathered and backward_plan is not None:
+        check_gathered(plan, backward_plan)
+    back = backward_plan or plan
+    if back.world_size != plan.world_size:
+        raise ValueError(
+            f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
+            "make both for the same number"
+        )
+    forward, symmetry = _pass(plan, work, machine, False, exact)
+    backward, other = _pass(back, work, machine, True, exact)
+    return Simulation(forward, backward, (symmetry, other))
+
+
+def _pass(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
+) -> tuple[Timeline, Symmetry]:
+    plan = plan.tuned(work.num_heads, work.num_kv_heads)
+    layout = work.layout_for(plan.world_size)
+    check_made_for(plan, work.mask, layout)
+    layouts = shard_layouts(plan, layout)
+    payload, kernel = work.payload(plan, backward), machine.kernel(work.dtype, backward)
+    alike = all_alike(plan, work.mask, layouts)
+    symmetry = _symmetry(plan, machine, alike, exact)
+    costs = Costs(work, machine, payload, layouts, kernel, None, bool(alike))
+    if symmetry.members == 1:
+        cells = None if alike is False else table_cells(plan, work.mask, *layouts)
+        plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
+    written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
+    programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
+    kept = _kept(plan, work, symmetry, costs) if payload.saved else {}
+    network = Network(machine, symmetry)
+    score = compile_tracks(plan, programs, costs, network, kept)
+    replay = Replay(score, network.routes, network.num_resources, machine.message_seconds)
+    replay.run()
+    return replay.timeline(symmetry.members), symmetry
+
+
+def _symmetry(plan: Plan, machine: Machine, alike: bool | None, exact: bool | None) -> Symmetry:
+    alone = Symmetry(plan.world_size)
+    if alike is None or exact or (alike and exact is None and plan.world_size <= EXACT_RANKS):
+        return alone
+    return find_symmetry(plan, blocks(machine, plan.world_size))
+
+
+def _kept(plan: Plan, work: Workload, symmetry: Symmetry, costs: Costs) -> dict[int, int]:
+    """Bytes of the operands that each rank kept from forward."""
+    payload = work.payload(plan, False)
+
+    def gathered(program: Program) -> int:
+        return sum(
+            count(rows, costs.layouts[item.side].size(item.shard)) * payload.row_bytes(item)
+            for item, rows in arrivals(program).items()
+        )
+
+    sizes: dict[int, int] = {}
+    for rank in symmetry.firsts():
+        written = symmetry.written(rank)
+        if written not in sizes:
+            sizes[written] = gathered(lower(plan, written, carries=payload.carries))
+        sizes[rank] = sizes[written]
+    return sizes

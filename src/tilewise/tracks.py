@@ -1,0 +1,259 @@
+"""Programs with prices: what the replay runs. Messages become flows, tiles seconds, buffers bytes.
+
+Compiling knows plans and payloads; the replay after it only flows, seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from tilewise.costs import Costs
+from tilewise.network import Network
+from tilewise.plan import Item, Plan, Role, Side, Tile, Transfer
+from tilewise.program import Collective, Free, Launch, Program, Run, Wait
+from tilewise.symmetry import absolute, relative
+
+LOST = -1
+"""The flow of a message that nobody sends."""
+
+
+class Flow(NamedTuple):
+    """Equal messages that leave a rank at once by one route, to one peer each.
+
+    What one launch sends to one peer of one side and role is one message.
+
+    Attributes:
+        seconds: that each takes alone.
+        num_bytes: of each.
+        after: the flow before it to the same peers, which is through first; LOST: none.
+        released: bytes of the sender's memory that are free once all have left.
+    """
+
+    rank: int
+    route: int
+    link: str
+    seconds: float
+    num_bytes: int
+    messages: int
+    latency: float
+    after: int
+    released: int
+    name: str
+
+
+class Compute(NamedTuple):
+    """Run a kernel; route is that of shared cores, if any. grown: bytes of memory before it."""
+
+    seconds: float
+    route: int | None
+    tile: Tile
+    grown: int
+
+
+class Depart(NamedTuple):
+    """Let flows leave, having posted so many messages, receives counted."""
+
+    flows: tuple[int, ...]
+    posted: int
+    grown: int
+
+
+class Await(NamedTuple):
+    """Wait for flows; hops name what is awaited, shrunk is what memory is free after."""
+
+    flows: tuple[int, ...]
+    hops: tuple[tuple[int, Transfer], ...]
+    grown: int
+
+
+class Track(NamedTuple):
+    """One rank's program, priced."""
+
+    rank: int
+    ops: tuple[Compute | Depart | Await, ...]
+    held: int
+
+
+class Score(NamedTuple):
+    """All tracks and flows of a pass."""
+
+    tracks: tuple[Track, ...]
+    flows: tuple[Flow, ...]
+
+
+def compile_tracks(
+    plan: Plan, programs: dict[int, Program], costs: Costs, network: Network, kept: dict[int, int]
+) -> Score:
+    """Price the programs of one rank per class.
+
+    Args:
+        plan: whose programs they are.
+        programs: by rank; of those that others' are relabelled from.
+        kept: per rank, bytes of operands that stay from an earlier pass.
+    """
+    symmetry, flows, known = network.symmetry, [], {}
+    writers = [
+        _Writer(rank, programs[symmetry.written(rank)], costs, network)
+        for rank in symmetry.firsts()
+    ]
+    for writer in writers:
+        writer.held = costs.own_bytes(plan, writer.rank) + kept.get(writer.rank, 0)
+        writer.write(flows, known)
+    tracks = (
+        Track(writer.rank, tuple(_resolved(writer, known)), writer.held) for writer in writers
+    )
+    return Score(tuple(tracks), tuple(flows))
+
+
+def _resolved(writer: _Writer, known: dict[Hashable, int]) -> Iterable[Compute | Depart | Await]:
+    for op in writer.ops:
+        if isinstance(op, Await) and op.hops:
+            keys = (writer.key(step, hop) for step, hop in op.hops)
+            op = op._replace(flows=tuple(known.get(key, LOST) for key in keys))
+        yield op
+
+
+class _Writer:
+    """Prices one program, for its own rank or relabelled for a rank like it."""
+
+    def __init__(self, rank: int, program: Program, costs: Costs, network: Network):
+        self.rank, self.program = rank, program
+        self.costs, self.network, self.symmetry = costs, network, network.symmetry
+        self.ops: list[Compute | Depart | Await] = []
+        self.held = 0
+        self._grown = 0  # bytes since the last op
+        self._partials: dict[Item, int] = {}
+        self._received: dict[Item, int] = {}
+        self._packed: set[Item] = set()
+        self._sent: list[int] = []
+        self._last: dict[int, int] = {}  # the last flow to each peer
+
+    def key(self, step: int, hop: Transfer) -> Hashable:
+        """What a message is called at both ends, by the rank that stands for its sender."""
+        shifts = self.symmetry.shifts
+        item = hop.item[:2] if shifts else (hop.item, hop.rows)
+        return self.symmetry.first(hop.src), step, relative(hop.dst, hop.src, shifts), item
+
+    def write(self, flows: list[Flow], known: dict[Hashable, int]) -> None:
+        launched: dict[int, tuple[int, tuple[Transfer, ...]]] = {}
+        for instruction in self.program.instructions:
+            match instruction:
+                case Run(tile):
+                    self._run(self._tile(tile))
+                case Launch() | Collective():
+                    step, recvs = instruction.step, self._hops(instruction.recvs)
+                    launched[instruction.handle] = step, recvs
+                    self._depart(step, self._hops(instruction.sends), recvs, (flows, known))
+                case Wait(handle, arrivals):
+                    step, recvs = launched[handle]
+                    self._await(step, [recvs[index] for index in arrivals])
+                case Free(item):
+                    if not self.costs.payload.saved:
+                        self._grown -= self._received.pop(self._item(item), 0)
+        self.ops.append(Await(tuple(self._sent), (), self._take()))
+
+    def _hops(self, hops: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        if self.rank == self.program.rank:
+            return hops
+        shifts, rank = self.symmetry.plan_shifts, self.rank
+        return tuple(
+            Transfer(
+                self._item(item), absolute(src, rank, shifts), absolute(dst, rank, shifts), rows
+            )
+            for item, src, dst, rows in hops
+        )
+
+    def _item(self, item: Item) -> Item:
+        if self.rank == self.program.rank:
+            return item
+        return item._replace(shard=absolute(item.shard, self.rank, self.symmetry.plan_shifts))
+
+    def _tile(self, tile: Tile) -> Tile:
+        if self.rank == self.program.rank:
+            return tile
+        shifts, rank = self.symmetry.plan_shifts, self.rank
+        q, kv = (tuple(absolute(s, rank, shifts) for s in side) for side in tile[:2])
+        return Tile(q, kv, tile.heads)
+
+    def _run(self, tile: Tile) -> None:
+        for side, shards in enumerate(tile[:2]):
+            for shard in shards:
+                self._accumulate(Item(side, Role.PARTIAL, shard, tile.heads))  # type: ignore[arg-type]
+        seconds, route = self.costs.tile_seconds(tile), self.network.compute(self.rank)
+        self.ops.append(Compute(seconds, route, tile, self._take()))
+
+    def _accumulate(self, item: Item) -> None:
+        if item not in self._partials:
+            self._partials[item] = size = self.costs.partial_bytes(item)
+            self._grown += size
+
+    def _depart(
+        self,
+        step: int,
+        sends: tuple[Transfer, ...],
+        recvs: tuple[Transfer, ...],
+        store: tuple[list[Flow], dict[Hashable, int]],
+    ) -> None:
+        for hop in recvs:
+            size = self.costs.message_bytes(hop)
+            self._grown += size
+            if hop.item.role is Role.OPERAND:
+                self._received[hop.item] = self._received.get(hop.item, 0) + size
+        first = len(store[0])
+        for (route, size, after), hops in self._grouped(sends, first).items():
+            link = self.network.link(self.rank, hops[0].dst)
+            seconds, latency = size / self.network.bandwidth(link), self.network.latency(link)
+            released = sum(self._buffer(hop.item, self.costs.message_bytes(hop)) for hop in hops)
+            store[1].update((self.key(step, hop), len(store[0])) for hop in hops)
+            messages = len({(hop.dst, *hop.item[:2]) for hop in hops})
+            name = f"{hops[0].item} to {hops[0].dst}"
+            name += f" and {len(hops) - 1} more" * (len(hops) > 1)
+            flow = Flow(self.rank, route, link, seconds, size, messages, latency, after, 0, name)
+            store[0].append(flow._replace(released=released))
+        numbers = tuple(range(first, len(store[0])))
+        self._sent += numbers
+        self.ops.append(Depart(numbers, len(sends) + len(recvs), self._take()))
+
+    def _grouped(
+        self, sends: tuple[Transfer, ...], first: int
+    ) -> dict[tuple[int, int, int], list[Transfer]]:
+        """(route, bytes of each message, flow before it) -> hops; flows count from first."""
+        messages: dict[tuple[int, Side, Role], list[Transfer]] = {}
+        for hop in sends:
+            messages.setdefault((hop.dst, hop.item.side, hop.item.role), []).append(hop)
+        groups: dict[tuple[int, int, int], list[Transfer]] = {}
+        numbers: dict[tuple[int, int, int], int] = {}
+        for (dst, _, _), hops in messages.items():
+            size = sum(map(self.costs.message_bytes, hops))
+            if size:
+                group = self.network.message(self.rank, dst), size, self._last.get(dst, LOST)
+                groups.setdefault(group, []).extend(hops)
+                self._last[dst] = numbers.setdefault(group, first + len(numbers))
+        return groups
+
+    def _buffer(self, item: Item, size: int) -> int:
+        """Bytes of a send's own buffer that are free after it; operands go from where they lie."""
+        if item.role is Role.PARTIAL:
+            self._grown += size - self._partials.pop(item, 0)
+            return size
+        own = item.role is Role.OPERAND and item not in self._received
+        if own and item.side in self.costs.packed and item not in self._packed:
+            self._packed.add(item)  # packed once, and kept
+            self._grown += size
+        return 0
+
+    def _await(self, step: int, hops: list[Transfer]) -> None:
+        for hop in hops:
+            if hop.item.role is not Role.OPERAND:
+                self._accumulate(hop.item._replace(role=Role.PARTIAL))
+        full = tuple((step, hop) for hop in hops if self.costs.message_bytes(hop))
+        if full:
+            self.ops.append(Await((), full, self._take()))
+        self._grown -= sum(
+            self.costs.message_bytes(hop) for hop in hops if hop.item.role is not Role.OPERAND
+        )
+
+    def _take(self) -> int:
+        grown, self._grown = self._grown, 0
+        return grown
