@@ -1,44 +1,21 @@
-"""The simulator: closed forms, measured figures, classes of ranks against every rank by itself."""
+"""The simulator: closed forms, measured figures, bounds, memory, deadlock, traces."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conformance.table import plans
+from described import FAST, MACHINES, L, U, machine, workload
 
 import tilewise as tw
 from tilewise.layout import Layout
-from tilewise.machine import Kernel, Link, Machine
+from tilewise.machine import Link
 from tilewise.plan import Plan, RankStep, Side, own_shards
 from tilewise.script import Script, operand
-from tilewise.simulator import Simulation, simulate
-from tilewise.symmetry import find_symmetry
-
-FAST = 1e30  # FLOP per second, or bytes: takes no time
-
-
-def machine(bandwidth: float = 1e6, flops: float = FAST, **fields) -> Machine:
-    """One rank per node unless told otherwise, one speed for all tiles."""
-    kernels = tuple(
-        Kernel(dtype, backward, (1.0,), (1.0,), ((flops,),))
-        for dtype in ("float32", "bfloat16")
-        for backward in (False, True)
-    )
-    good = {"node_size": 1, "inside": Link(bandwidth), "between": Link(bandwidth)}
-    return Machine("described", kernels=kernels, **{**good, **fields})
-
-
-def workload(n: int, rows: int = 16, **fields) -> tw.Workload:
-    good = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 16, "dtype": "float32"}
-    return tw.Workload(n * rows, **{**good, "save": "replay", **fields})
-
-
-U = 16 * 8 * 16 * 4  # bytes of a query shard of these workloads
-L = 16 * 8 * 4
+from tilewise.simulator import simulate
 
 
 @pytest.mark.parametrize("n", (2, 8, 64))
@@ -77,6 +54,14 @@ def test_gathers_bound_by_bandwidth_take_their_bytes(n: int):
     assert ratio == pytest.approx((n - 1) * 2 * U / sent, rel=0.01)
 
 
+@pytest.mark.parametrize("n", (4, 12))
+def test_messages_to_one_peer_go_one_after_the_other(n: int):
+    """Pruned, some ranks send half shards; they do not push in before the whole ones ahead."""
+    work = workload(n, mask=tw.Causal())
+    found = simulate(tw.ring(n), work, machine(1e6), exact=True)
+    assert found.forward_seconds == pytest.approx((n - 1) * 2 * U / 1e6)
+
+
 def test_ulysses_bound_by_bandwidth_takes_its_two_exchanges():
     found = simulate(tw.ulysses(8), workload(8), machine(1e6))
     assert found.forward_seconds == pytest.approx(7 / 8 * (4 * U + L) / 1e6)
@@ -113,52 +98,6 @@ def test_shared_cores_slow_kernels_down_and_copies_slow_them_more():
     assert simulate(tw.ring(4), work, copying).forward_seconds > 4.1 * flop / 1e9
 
 
-MACHINES: dict[str, Machine] = {
-    "flat": machine(1e9, 1e12, between=Link(1e9, 1e-6)),
-    "nodes": machine(1e9, 1e12, node_size=4, nics=4, inside=Link(8e9, 1e-7), launch_seconds=1e-6),
-    "shared": machine(1e9, 1e12, node_size=4, nics=2, inside=Link(8e9), message_seconds=1e-7),
-    "one NIC": machine(1e9, 1e12, node_size=4, nics=1, inside=Link(8e9)),
-    "cores": machine(1e9, 1e12, node_size=2, cores=1.5, copy_cores=0.5, nics=2),
-    "racks": machine(1e9, 1e12, node_size=2, rack_nodes=2, across=Link(3e8), inside=Link(4e9)),
-    "odd": machine(1e9, 1e12, node_size=3, inside=Link(8e9)),
-}
-
-
-def seen(found: Simulation, rank: int) -> list:
-    """What a rank did, without who stands for it."""
-    return [use._replace(rank=0, members=0) for use in found.use(rank)]
-
-
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("n", (4, 12))
-def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
-    fewer = 0
-    for plan in plans(n, "tree", "balanced_ring"):
-        if "balanced" in plan.name:
-            continue
-        work = workload(n, num_kv_heads=24, num_heads=48, save=None)
-        try:
-            work.payload(plan, False)
-        except ValueError:
-            continue
-        every = simulate(plan, work, MACHINES[name], exact=True)
-        found = simulate(plan, work, MACHINES[name])
-        fewer += found.symmetries[0].num_classes < n
-        assert found.forward_seconds == pytest.approx(every.forward_seconds, rel=1e-6)
-        assert found.backward_seconds == pytest.approx(every.backward_seconds, rel=1e-6)
-        assert found.peak_bytes == every.peak_bytes, plan
-        assert found.bytes_by_link == every.bytes_by_link
-        assert found.total_bytes_by_link == every.total_bytes_by_link
-        for rank in range(n):
-            for mine, theirs in zip(seen(found, rank), seen(every, rank), strict=True):
-                assert mine.compute_seconds == pytest.approx(theirs.compute_seconds, rel=1e-6)
-                assert mine.bytes_by_link == theirs.bytes_by_link, (plan, rank)
-                assert mine.exposed_seconds == pytest.approx(
-                    theirs.exposed_seconds, rel=1e-5, abs=1e-6 * every.seconds
-                )
-    assert fewer or name == "odd" and n % 3
-
-
 @pytest.mark.parametrize("mask", (tw.Full(), tw.Causal(), tw.Document([0, 20, 50, 96])), ids=repr)
 def test_bytes_are_the_volume(mask: tw.Mask):
     work = workload(6, num_kv_heads=4, mask=mask)
@@ -167,17 +106,6 @@ def test_bytes_are_the_volume(mask: tw.Mask):
         for rank in range(6):
             got = tuple(sum(use.bytes_by_link.values()) for use in found.use(rank))
             assert got == (sent.forward[rank], sent.backward[rank]), (plan, rank)
-
-
-def test_causal_ranks_taken_as_alike_are_close_to_every_rank_by_itself():
-    work = workload(32, num_kv_heads=4, mask=tw.Causal())
-    cluster = machine(1e9, 1e12, node_size=4, nics=4, inside=Link(8e9))
-    for plan in (tw.ring(32), tw.mesh(32, q_tile=4), tw.double_ring(8, 4), tw.all_gather(32)):
-        found = simulate(plan, work, cluster)
-        every = simulate(plan, work, cluster, exact=True)
-        assert found.symmetries[0].num_classes < 32
-        assert found.seconds == pytest.approx(every.seconds, rel=0.15), plan
-        assert found.compute_seconds == pytest.approx(every.compute_seconds)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -192,7 +120,7 @@ def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str):
                 assert timeline.seconds >= use.compute_seconds * (1 - 1e-9)
                 parts = use.compute_seconds + use.exposed_seconds + use.idle_seconds
                 assert parts == pytest.approx(timeline.seconds)
-        for times in (1.1, 2, 10):
+        for times in (1.3, 10):
             faster = simulate(plan, work, slow.scaled(times))
             assert faster.seconds <= found.seconds * 1.01, (plan, times)
 
@@ -316,63 +244,6 @@ def test_decoding_and_uneven_shards_are_simulated_rank_by_rank():
     layout = tw.zigzag(97, 6)
     uneven = tw.Workload(97, 8, 8, 16, "float32", layout=layout)
     assert len(simulate(tw.ring(6), uneven, machine()).forward.ranks) == 6
-
-
-def test_classes_are_found_and_false_ones_are_not():
-    assert find_symmetry(tw.ring(64)).num_classes == 1
-    assert find_symmetry(tw.ring(64), (8,)).num_classes == 8
-    assert find_symmetry(tw.ring(64), (6,)).num_classes == 64
-    assert find_symmetry(tw.mesh(64, q_tile=8), (8,)).num_classes == 1
-    assert find_symmetry(tw.mesh(64, q_tile=8), (2, 8)).num_classes == 2
-    assert find_symmetry(tw.mesh(64, q_tile=16), (8,)).num_classes == 8
-    assert find_symmetry(tw.ulysses(8, inner=tw.mesh(32, q_tile=4)), (8,)).num_classes == 1
-    assert find_symmetry(tw.balanced_ring(16)).num_classes == 16
-    assert find_symmetry(tw.needed(tw.Causal(), tw.zigzag(64, 8))).num_classes == 8
-
-
-BIG: tuple[tuple[Callable[[], Plan], float, float, int], ...] = (
-    (lambda: tw.ring(4096), 0, 4095, 1),
-    (lambda: tw.all_gather(4096), 0, 4095, 1),
-    (lambda: tw.double_ring(512, 8), 0, 4095, 1),
-    (lambda: tw.mesh(4096, q_tile=64), 63, 63, 1),
-    (lambda: tw.ulysses(8, inner=tw.mesh(512, q_tile=16)), 7 / 8 + 15, 7 / 8 + 31, 8),
-    (lambda: tw.ulysses(64, inner=tw.ring(64)), 63 / 64, 63 / 64 + 63, 64),
-)
-
-
-@pytest.mark.parametrize(("make", "x", "y", "degree"), BIG)
-def test_volumes_and_simulated_bytes_at_4096_ranks_are_the_closed_forms(
-    make: Callable[[], Plan], x: float, y: float, degree: int
-):
-    plan, cluster = make(), Machine.preset("h100x8")
-    for heads, wire in ((64, "bfloat16"), (8, "float32")):
-        work = tw.Workload(4096 * 64, 64, heads, 32, wire_dtype=wire, save="replay")
-        u, l, w = 64 * 64 * 32 * 2, 64 * 64 * 4, 2 if wire == "float32" else 1  # noqa: E741
-        rho = max(heads, degree) / 64
-        forward = x * (u + w * u + l) + y * 2 * rho * u
-        backward = x * (2 * u + 2 * l + w * u) + y * 2 * rho * u * (1 + w)
-        sent = tw.volume(plan, work)
-        assert {*sent.forward} == {forward} and {*sent.backward} == {backward}
-    if "ring(4096" not in plan.name:
-        found = simulate(plan, work, cluster)
-        assert sum(found.bytes_by_link.values()) == forward + backward
-
-
-@pytest.mark.parametrize("n", (8, 32, 128, 512))
-def test_volumes_of_uneven_shards_are_those_of_every_rank(n: int):
-    """Relabelled hops weigh what the relabelled shards have."""
-    work = tw.Workload(5 * n + 3, 8, 8, 16, "float32", layout="contiguous", save="replay")
-    sizes = work.layout_for(n).sizes
-    for plan in (tw.ring(n), tw.all_gather(n)):
-        sent = tw.volume(plan, work)
-        row = 2 * 8 * 16 * 4
-        total = sum(sizes)
-        missing = {"ring": 1, "all_gather": 0}[plan.name.split("(")[0]]
-        expected = [
-            (total - sizes[(rank - missing) % n]) * row if missing else (n - 1) * sizes[rank] * row
-            for rank in range(n)
-        ]
-        assert list(sent.forward) == expected
 
 
 def test_a_layout_of_another_size_is_refused():

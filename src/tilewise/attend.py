@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.agreement import agree
 from tilewise.binding import Binder
-from tilewise.blocks import Arena, Block, Packing
+from tilewise.blocks import Arena, Block
 from tilewise.execute import execute
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layout import Layout
@@ -26,7 +26,7 @@ from tilewise.pruning import prune_shards
 from tilewise.rows import count
 from tilewise.script import operand, partial
 from tilewise.transport import transport_for
-from tilewise.work import Backward, Forward, Frame, PassWork
+from tilewise.work import Backward, Forward, Frame, PassWork, packings
 
 
 def attention(
@@ -168,7 +168,9 @@ class Run:
         saved = backward and problem.gathered
         names = problem.head_dim, problem.dtype, problem.wire_dtype
         self.payload = Payload(backward, *self.groups.size, *names, saved)
-        ahead, carries = transport.receives_ahead, self.payload.carries
+        self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
+        ahead = transport.receives_ahead
+        carries = frozenset(kind for kind, packing in self.packing.items() if packing.names)
         self.program: Program = pruned.memo(
             "program",
             (self.rank, ahead, carries),
@@ -191,6 +193,7 @@ class Run:
             dtype,
             self.device,
             keep,
+            self.packing,
         )
 
     def start(
@@ -243,7 +246,7 @@ class Run:
         """One buffer for these items; None where their packed fields could not be used in place."""
         arriving = self.plan.memo(
             "arriving",
-            (self.rank, self.payload.carries),
+            (self.rank, self.payload),
             lambda: arrivals(self.program),
             keep=4 * self.plan.world_size,
         )
@@ -251,14 +254,13 @@ class Run:
         for item in items:
             starts[item] = num_rows
             num_rows += count(arriving.get(item), self.problem.layouts[item.side].size(item.shard))
-        fields = self.payload.fields(*items[0][:2])
-        packing = Packing(fields, self.payload.heads(items[0].side))
+        packing = self.packing[items[0].side, items[0].role]
         if not packing.in_place:
             return None
         before = next((b.arena[0].fields for i in items if (b := gathered.get(i)) and b.arena), {})
-        if not fields:
+        if not packing.names:
             return Arena(starts, None, dict(before))
-        shape = num_rows, self.batch, packing.row_bytes
+        shape = num_rows, self.batch, *packing.row_shape
         wire = torch.empty(shape, dtype=torch.uint8, device=self.device)
         return Arena(starts, wire, {**before, **packing.unpack(wire)})
 

@@ -50,6 +50,15 @@ class BoundCall(NamedTuple):
     kv_heads: slice | None
 
 
+class BoundTile(NamedTuple):
+    """The items that a tile reads, by side, and its calls by the rows that are held of them."""
+
+    tile: Tile
+    q: list[Item]
+    kv: list[Item]
+    calls: dict[Held, tuple[BoundCall, ...]]
+
+
 class Binder:
     """Turns tiles into bound calls for one pair of layouts and one mask, and remembers them.
 
@@ -70,25 +79,22 @@ class Binder:
     ):
         self.layouts, self.mask, self.square_causal = layouts, mask, square_causal
         self.groups, self.device = groups, device
-        self._known: dict[tuple, tuple[BoundCall, ...]] = {}
-        self._operands: dict[Tile, tuple[list[Item], list[Item]]] = {}
+        self._tiles: dict[Tile, BoundTile] = {}
 
-    def operands(self, tile: Tile) -> tuple[list[Item], list[Item]]:
-        """The items that a tile reads, by side."""
-        known = self._operands.get(tile)
+    def tile(self, tile: Tile) -> BoundTile:
+        """The items that a tile reads, by side; its calls are bound when their rows are known."""
+        known = self._tiles.get(tile)
         if known is None:
-            known = self._operands[tile] = (
-                [operand(Side.Q, shard, tile.heads) for shard in tile.q],
-                [operand(Side.KV, shard, tile.heads) for shard in tile.kv],
-            )
+            q = [operand(Side.Q, shard, tile.heads) for shard in tile.q]
+            kv = [operand(Side.KV, shard, tile.heads) for shard in tile.kv]
+            known = self._tiles[tile] = BoundTile(tile, q, kv, {})
         return known
 
-    def calls(self, tile: Tile, held: Held) -> Sequence[BoundCall]:
+    def calls(self, bound: BoundTile, held: Held) -> Sequence[BoundCall]:
         """The calls of a tile whose blocks hold these rows, query side first."""
-        key = tile, held
-        known = self._known.get(key)
+        known = bound.calls.get(held)
         if known is None:
-            known = self._known[key] = tuple(self._bind(tile, held))
+            known = bound.calls[held] = tuple(self._bind(bound.tile, held))
         return known
 
     def _bind(self, tile: Tile, held: Held) -> Iterator[BoundCall]:
@@ -147,10 +153,18 @@ def pick(x: Tensor, index: Index) -> Tensor:
     return x if index is None else x[index]
 
 
-def gather(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor:
+def gather(
+    blocks: Sequence[Block], parts: Sequence[Part], name: str, heads: slice | None = None
+) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
-        return pick(blocks[parts[0].shard].fields[name], parts[0].block)
+        x = pick(blocks[parts[0].shard].fields[name], parts[0].block)
+    else:
+        x = _joined(blocks, parts, name)
+    return x if heads is None else x[:, :, heads]
+
+
+def _joined(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor:
     in_order = all(_is_range(part.call) for part in parts)
     beside = _side_by_side(blocks, parts, name) if in_order else None
     if beside is not None:

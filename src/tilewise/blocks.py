@@ -7,6 +7,7 @@ without a copy. Blocks that one tile reads together may lie in one buffer (an ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class Packing:
 
     Attributes:
         row_bytes: bytes of one token of one sequence.
+        row_shape: shape of those bytes in a buffer.
         in_place: whether packed fields can be used without a copy: all are aligned.
     """
 
@@ -55,27 +57,29 @@ class Packing:
         self.in_place = all(size % widest == 0 for size in self._sizes)
         # Fields of one shape are the slices of one tensor: fewer views than one by one.
         alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
-        self._alike = (len(fields), *self._shapes[0]) if alike else ()
+        self._alike = self._dtypes[0] if alike else None
+        inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
+        self.row_shape = (*inner, self.row_bytes // math.prod(inner))
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, row_bytes].
+        """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
 
         Each is first converted to its field's dtype.
         """
         if len(tensors[0]) == 0:  # strides of empty tensors forbid the views below
-            shape = *tensors[0].shape[:2], self.row_bytes
+            shape = *tensors[0].shape[:2], *self.row_shape
             return tensors[0].new_empty(shape, dtype=torch.uint8)
         parts = [
             x.to(dtype).flatten(2).contiguous().view(torch.uint8)
             for x, dtype in zip(tensors, self._dtypes, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return whole.view(*whole.shape[:2], *self.row_shape)
 
     def unpack(self, wire: Tensor) -> dict[str, Tensor]:
         """The inverse of pack: views of the buffer where alignment allows, else copies."""
-        if self._alike:
-            whole = wire.view(self._dtypes[0]).view(*wire.shape[:2], *self._alike)
-            return dict(zip(self.names, whole.unbind(2), strict=True))
+        if self._alike is not None:
+            return dict(zip(self.names, wire.view(self._alike).unbind(2), strict=False))
         tensors = []
         for columns, dtype, shape in zip(
             wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True

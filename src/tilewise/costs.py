@@ -14,8 +14,11 @@ from tilewise.rows import count
 from tilewise.support import Cell
 from tilewise.workload import Workload
 
-MATMULS = {False: 2, True: 5}
-"""Products of [queries, keys, head_dim] per pass: q k, p v; again q k, dout v, dv, dq, dk."""
+MATMULS = (2, 5)
+"""Products of [queries, keys, head_dim] in forward and in backward.
+
+q k and p v; q k again, dout v, dv, dq and dk.
+"""
 
 
 @dataclass(frozen=True)

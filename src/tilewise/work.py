@@ -6,7 +6,7 @@ Forward and backward differ in what a tile computes and how partials merge; all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ class Frame:
         layouts: of the query and the KV shards.
         batch: sequences side by side, all of the same layout and mask.
         keep: received operands stay for the next pass.
+        packing: how each side's and role's tensors lie in a row of bytes.
     """
 
     layouts: tuple[Layout, Layout]
@@ -43,6 +44,16 @@ class Frame:
     dtype: torch.dtype
     device: torch.device
     keep: bool
+    packing: Mapping[tuple[Side, Role], Packing]
+
+
+def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
+    """How every kind of item is packed in a pass."""
+    return {
+        (side, role): Packing(payload.fields(side, role), payload.heads(side))
+        for side in Side
+        for role in Role
+    }
 
 
 class PassWork(ABC):
@@ -51,12 +62,7 @@ class PassWork(ABC):
     def __init__(
         self, frame: Frame, payload: Payload, own: dict[Item, Block], arenas: Sequence[Arena]
     ):
-        self.frame, self.payload = frame, payload
-        self._packing = {
-            (side, role): Packing(payload.fields(side, role), payload.heads(side))
-            for side in Side
-            for role in Role
-        }
+        self.frame, self.payload, self._packing = frame, payload, frame.packing
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
@@ -90,7 +96,7 @@ class PassWork(ABC):
         arena = self._arena_of.get(item) if self._arena_of else None
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
-        shape = num_rows, self.frame.batch, self._packing[item.side, item.role].row_bytes
+        shape = num_rows, self.frame.batch, *self._packing[item.side, item.role].row_shape
         return torch.empty(shape, dtype=torch.uint8, device=self.frame.device)
 
     def arrive(self, transfer: Transfer, wire: Tensor) -> None:
@@ -105,8 +111,9 @@ class PassWork(ABC):
         before = self.operands.get(item)  # gathered in forward
         if before is not None:
             fields = {**before.fields, **fields}
-        rows = self._whole(item) if rows is None else rows
-        self.operands[item] = Block(rows, fields, wire, self._place(item))
+        rows = ((0, self._size(item)),) if rows is None else rows
+        place = self._place(item) if self._arena_of else None
+        self.operands[item] = Block(rows, fields, wire, place)
 
     def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
         if rows is None:
@@ -123,12 +130,12 @@ class PassWork(ABC):
             del self.operands[item]
 
     def run(self, tile: Tile) -> None:
-        q_items, kv_items = self.frame.binder.operands(tile)
-        q = [self.operands[item] for item in q_items]
-        kv = [self.operands[item] for item in kv_items]
+        bound = self.frame.binder.tile(tile)
+        q = [self.operands[item] for item in bound.q]
+        kv = [self.operands[item] for item in bound.kv]
         held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
-        for bound in self.frame.binder.calls(tile, held):
-            self._call(bound, q, kv)
+        for call in self.frame.binder.calls(bound, held):
+            self._call(call, q, kv)
 
     def final(self, item: Item) -> Tensors:
         """What a partial of this rank came to in the end, in the accumulators' dtype."""
@@ -152,22 +159,24 @@ class PassWork(ABC):
 
     def _add(self, item: Item, index: Index, values: Tensors) -> None:
         """Add values, which nobody else uses, to rows of a partial."""
-        if item not in self.partials:
+        partials = self.partials.get(item)
+        if partials is None:
             if index is None:
-                self.partials[item] = tuple(x.to(self.frame.dtype) for x in values)
+                self.partials[item] = tuple([x.to(self.frame.dtype) for x in values])
                 return
-            self.partials[item] = self._empty(item, self._size(item))
-        self._merge(self.partials[item], index, values)
+            partials = self.partials[item] = self._empty(item, self._size(item))
+        self._merge(partials, index, values)
 
     def _add_part(self, part: Part, values: Tensors, heads: slice | None) -> None:
         """Add a call's results to the partial that one part of its rows belongs to."""
-        rows = values if part.call is None else tuple([x[part.call] for x in values])
+        if part.call is not None:
+            values = tuple([x[part.call] for x in values])
         if heads is None:
-            self._add(part.item, part.local, rows)
+            self._add(part.item, part.local, values)
             return
         if part.item not in self.partials:
             self.partials[part.item] = self._empty(part.item, self._size(part.item))
-        self._merge(tuple(x[:, :, heads] for x in self.partials[part.item]), part.local, rows)
+        self._merge(tuple([x[:, :, heads] for x in self.partials[part.item]]), part.local, values)
 
     def _filled(self, item: Item) -> Tensors:
         return self.partials.get(item) or self._empty(item, self._size(item))
@@ -183,7 +192,7 @@ class PassWork(ABC):
         return ((0, self._size(item)),)
 
     def _place(self, item: Item) -> tuple[Arena, int] | None:
-        arena = self._arena_of.get(item) if self._arena_of else None
+        arena = self._arena_of.get(item)
         return None if arena is None else (arena, arena.starts[item])
 
     def _moved_in(self, item: Item, block: Block) -> Block:
@@ -199,18 +208,13 @@ class PassWork(ABC):
         return Block(block.rows, {**block.fields, **moved}, wire, place)
 
 
-def _read(blocks: list[Block], parts: tuple[Part, ...], name: str, heads: slice | None) -> Tensor:
-    x = gather(blocks, parts, name)
-    return x if heads is None else x[:, :, heads]
-
-
 class Forward(PassWork):
     """Partials of queries are (out, lse), merged by lse; KV has none."""
 
     def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
-        queries = _read(q, q_parts, "q", q_heads)
-        k, v = _read(kv, k_parts, "k", kv_heads), _read(kv, k_parts, "v", kv_heads)
+        queries = gather(q, q_parts, "q", q_heads)
+        k, v = gather(kv, k_parts, "k", kv_heads), gather(kv, k_parts, "v", kv_heads)
         values = self.frame.kernel.forward(queries, k, v, call, self.frame.scale)
         for part in q_parts:
             self._add_part(part, values, q_heads)
@@ -220,7 +224,9 @@ class Forward(PassWork):
         return out, self._zeros(num_rows, Side.Q) - torch.inf
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
-        out, lse = pick(partials[0], index), pick(partials[1], index)
+        out, lse = partials
+        if index is not None:
+            out, lse = out[index], lse[index]
         merge_into(out, lse, *values)
         if isinstance(index, Tensor):  # an index made copies
             partials[0][index], partials[1][index] = out, lse
@@ -232,9 +238,9 @@ class Backward(PassWork):
     def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries, dout, lse, delta = (
-            _read(q, q_parts, name, q_heads) for name in ("q", "dout", "lse", "delta")
+            gather(q, q_parts, name, q_heads) for name in ("q", "dout", "lse", "delta")
         )
-        k, v = _read(kv, k_parts, "k", kv_heads), _read(kv, k_parts, "v", kv_heads)
+        k, v = gather(kv, k_parts, "k", kv_heads), gather(kv, k_parts, "v", kv_heads)
         scale = self.frame.scale
         dq, dk, dv = self.frame.kernel.backward(queries, k, v, dout, lse, delta, call, scale)
         for part in q_parts:
