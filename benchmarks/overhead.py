@@ -1,4 +1,4 @@
-"""What the executor costs beside a hand-written loop: microseconds per ring step.
+"""What the executor costs beside a hand-written loop: microseconds per ring step, and per call.
 
 Both run one rank's forward ring over the same tensors, kernel, merges and a transport whose
 messages arrive at once, so that what differs is only the interpreter: program, bookkeeping,
@@ -69,17 +69,18 @@ def by_hand(q, k, v, transport: Instant, scale: float):
     return out
 
 
-def by_program(q, k, v, transport: Instant, problem):
+def prepared(q, k, v, transport: Instant, problem):
+    """What a call does before its program starts."""
     run = Run(problem, transport, backward=False, batch=1, device=q.device)
-    work = Forward(run.frame(keep=False), run.payload, *run.start(({"q": q}, {"k": k, "v": v})))
-    execute(run.program, work, transport)
-    return run.collect(work, [(Side.Q, (WIDTH, None))])
+    return run, Forward(
+        run.frame(keep=False), run.payload, *run.start(({"q": q}, {"k": k, "v": v}))
+    )
 
 
-def microseconds_per_step(run: Callable[[], object]) -> float:
+def microseconds(run: Callable[[], object]) -> float:
     start = time.thread_time()
     run()
-    return (time.thread_time() - start) / WORLD * 1e6
+    return (time.thread_time() - start) * 1e6
 
 
 def main() -> None:
@@ -89,19 +90,25 @@ def main() -> None:
     options = Options(tw.ring(WORLD), None, layout, None, tw.Full(), None, None, None, True, None)
     problem = make_problem(q[:, 0], k[:, 0], v[:, 0], options, 0, WORLD)
     transport = Instant()
-    times: dict[str, list[float]] = {"by hand": [], "executor": []}
+    times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}
     with torch.no_grad():
         for _ in range(REPEATS):
-            times["by hand"].append(
-                microseconds_per_step(lambda: by_hand(q, k, v, transport, problem.scale))
-            )
-            times["executor"].append(
-                microseconds_per_step(lambda: by_program(q, k, v, transport, problem))
-            )
-    overheads = [b - a for a, b in zip(*times.values(), strict=True)]
-    row = {name: round(statistics.median(values), 1) for name, values in times.items()}
-    row["overhead"] = round(statistics.median(overheads), 1)
-    row["unit"] = "us per step"
+            run, work = prepared(q, k, v, transport, problem)
+            for name, part in (
+                ("by hand", lambda: by_hand(q, k, v, transport, problem.scale)),
+                ("before", lambda: prepared(q, k, v, transport, problem)),
+                ("executor", lambda run=run, work=work: execute(run.program, work, transport)),
+                ("after", lambda run=run, work=work: run.collect(work, [(Side.Q, (WIDTH, None))])),
+            ):
+                times[name].append(microseconds(part))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    steps = zip(times["by hand"], times["executor"], strict=True)
+    row = {
+        "by_hand_us_per_step": round(median["by hand"] / WORLD, 1),
+        "executor_us_per_step": round(median["executor"] / WORLD, 1),
+        "overhead_us_per_step": round(statistics.median(b - a for a, b in steps) / WORLD, 1),
+        "overhead_us_per_call": round(median["before"] + median["after"], 1),
+    }
     print(json.dumps(row) if "--json" in sys.argv else row)
 
 

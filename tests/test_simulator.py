@@ -110,8 +110,8 @@ def test_bytes_are_the_volume(mask: tw.Mask):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str):
-    work, slow = workload(8, num_kv_heads=4, mask=tw.Causal()), MACHINES[name]
-    for plan in plans(8, "tree", "ulysses"):
+    work, slow = workload(6, num_kv_heads=4, mask=tw.Causal()), MACHINES[name]
+    for plan in plans(6, "tree", "ulysses"):
         found, sent = simulate(plan, work, slow), tw.volume(plan, work)
         widest = max(link.bandwidth for link in (slow.inside, slow.between))
         for timeline, one in zip((found.forward, found.backward), sent, strict=True):

@@ -158,7 +158,10 @@ def gather(
 ) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
-        x = pick(blocks[parts[0].shard].fields[name], parts[0].block)
+        (part,) = parts
+        x = blocks[part.shard].fields[name]
+        if part.block is not None:
+            x = x[part.block]
     else:
         x = _joined(blocks, parts, name)
     return x if heads is None else x[:, :, heads]

@@ -188,14 +188,18 @@ def simulate(
             f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
             "make both for the same number"
         )
-    forward, symmetry = _pass(plan, work, machine, False, exact)
-    backward, other = _pass(back, work, machine, True, exact)
+    forward, symmetry = simulate_pass(plan, work, machine, False, exact)
+    backward, other = simulate_pass(back, work, machine, True, exact)
     return Simulation(forward, backward, (symmetry, other))
 
 
-def _pass(
-    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
+def simulate_pass(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None = None
 ) -> tuple[Timeline, Symmetry]:
+    """One pass alone, as simulate does it, and which rank of it stands for which.
+
+    A planner chooses the plans of forward and backward apart.
+    """
     plan = plan.tuned(work.num_heads, work.num_kv_heads)
     layout = work.layout_for(plan.world_size)
     check_made_for(plan, work.mask, layout)

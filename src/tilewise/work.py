@@ -63,6 +63,7 @@ class PassWork(ABC):
         self, frame: Frame, payload: Payload, own: dict[Item, Block], arenas: Sequence[Arena]
     ):
         self.frame, self.payload, self._packing = frame, payload, frame.packing
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=frame.device)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
@@ -72,15 +73,10 @@ class PassWork(ABC):
             self.operands[item] = self._moved_in(item, own[item])
 
     def departure(self, transfer: Transfer) -> Tensor:
-        item, rows = transfer.item, transfer.rows
-        packing = self._packing[item.side, item.role]
+        item, _, _, rows = transfer
         if item.role is Role.OPERAND:
-            block = self.operands[item]
-            wire = block.wire
-            if wire is None:
-                wire = packing.pack([block.fields[name] for name in packing.names])
-                self.operands[item] = block._replace(wire=wire)
-            return take(wire, block.rows, rows)
+            return self._operand_wire(item, rows)
+        packing = self._packing[item.side, item.role]
         source = partial(item.side, item.shard, item.heads)
         if item.role is Role.RESULT:
             if item not in self.results:
@@ -91,29 +87,39 @@ class PassWork(ABC):
         return packing.pack([take(x, self._whole(item), rows) for x in tensors])
 
     def room(self, transfer: Transfer) -> Tensor:
-        item, rows = transfer.item, transfer.rows
-        num_rows = self._size(item) if rows is None else count(rows, 0)
+        item, _, _, rows = transfer
+        num_rows = self._sizes[item.side][item.shard] if rows is None else count(rows, 0)
         arena = self._arena_of.get(item) if self._arena_of else None
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
-        shape = num_rows, self.frame.batch, *self._packing[item.side, item.role].row_shape
-        return torch.empty(shape, dtype=torch.uint8, device=self.frame.device)
+        shape = self._packing[item.side, item.role].row_shape
+        return self._bytes.new_empty((num_rows, self.frame.batch, *shape))
 
     def arrive(self, transfer: Transfer, wire: Tensor) -> None:
-        item, rows = transfer.item, transfer.rows
-        if item.role is Role.RESULT:
+        item, _, _, rows = transfer
+        if item.role is Role.OPERAND:
+            fields = self._packing[item.side, item.role].unpack(wire)
+            before = self.operands.get(item)  # gathered in forward
+            if before is not None:
+                fields = {**before.fields, **fields}
+            if rows is None:
+                rows = ((0, self._sizes[item.side][item.shard]),)
+            place = self._place(item) if self._arena_of else None
+            self.operands[item] = Block(rows, fields, wire, place)
+        elif item.role is Role.PARTIAL:
+            values = self._packing[item.side, item.role].unpack(wire).values()
+            self._merge_arrived(item, rows, tuple(values))
+        else:
             self.results[item] = wire
-            return
-        fields = self._packing[item.side, item.role].unpack(wire)
-        if item.role is Role.PARTIAL:
-            self._merge_arrived(item, rows, tuple(fields.values()))
-            return
-        before = self.operands.get(item)  # gathered in forward
-        if before is not None:
-            fields = {**before.fields, **fields}
-        rows = ((0, self._size(item)),) if rows is None else rows
-        place = self._place(item) if self._arena_of else None
-        self.operands[item] = Block(rows, fields, wire, place)
+
+    def _operand_wire(self, item: Item, rows: Rows | None) -> Tensor:
+        block = self.operands[item]
+        wire = block.wire
+        if wire is None:
+            packing = self._packing[item.side, item.role]
+            wire = packing.pack([block.fields[name] for name in packing.names])
+            self.operands[item] = block._replace(wire=wire)
+        return wire if rows is None else take(wire, block.rows, rows)
 
     def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
         if rows is None:
