@@ -7,11 +7,13 @@ from tilewise.checker import check
 from tilewise.context import ContextParallel
 from tilewise.layout import Layout, Run, contiguous, striped, zigzag
 from tilewise.lowering import lower
+from tilewise.machine import Machine
 from tilewise.mask import Causal, Document, Full, Mask, Window
 from tilewise.plan import Plan, PlanError
 from tilewise.plan_json import from_json, to_json
 from tilewise.program import Program
 from tilewise.pruning import droppable, prune
+from tilewise.simulator import Simulation, simulate
 from tilewise.slices import PerHead, Slices
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
@@ -33,12 +35,14 @@ __all__ = [
     "Document",
     "Full",
     "Layout",
+    "Machine",
     "Mask",
     "PerHead",
     "Plan",
     "PlanError",
     "Program",
     "Run",
+    "Simulation",
     "Slices",
     "Volume",
     "Window",
@@ -63,6 +67,7 @@ __all__ = [
     "prune",
     "ring",
     "show",
+    "simulate",
     "striped",
     "tiled",
     "tiled_layout",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,9 @@ class Simulation:
 
     def use(self, rank: int) -> tuple[RankUse, RankUse]:
         """How a rank spends forward and backward."""
-        forward, backward = (
-            next(use for use in timeline.ranks if use.rank == symmetry.first(rank))
-            for timeline, symmetry in zip(self._passes, self.symmetries, strict=True)
-        )
-        return forward, backward
+        first, other = (symmetry.first(rank) for symmetry in self.symmetries)
+        forward, backward = self._uses
+        return forward[first], backward[other]
 
     def trace(self, path: str | Path) -> None:
         """Write the timeline as JSON that Chrome's tracing page and Perfetto read.
@@ -125,6 +124,11 @@ class Simulation:
     @property
     def _passes(self) -> tuple[Timeline, Timeline]:
         return self.forward, self.backward
+
+    @cached_property
+    def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
+        forward, backward = ({use.rank: use for use in part.ranks} for part in self._passes)
+        return forward, backward
 
     def _bytes(self, rank: int) -> dict[str, int]:
         links = [use.bytes_by_link for use in self.use(rank)]

@@ -177,9 +177,9 @@ class _Writer:
         return Tile(q, kv, tile.heads)
 
     def _run(self, tile: Tile) -> None:
-        for side, shards in enumerate(tile[:2]):
+        for side, shards in zip(Side, tile[:2], strict=True):
             for shard in shards:
-                self._accumulate(Item(side, Role.PARTIAL, shard, tile.heads))  # type: ignore[arg-type]
+                self._accumulate(Item(side, Role.PARTIAL, shard, tile.heads))
         seconds, route = self.costs.tile_seconds(tile), self.network.compute(self.rank)
         self.ops.append(Compute(seconds, route, tile, self._take()))
 

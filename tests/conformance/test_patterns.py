@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from conformance.oracle import assert_close, dense, draw, split
-from conformance.table import MASK_AWARE, STRATEGIES
 
 import tilewise as tw
+from conformance.oracle import assert_close, dense, draw, split
+from conformance.table import MASK_AWARE, STRATEGIES
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
 WORLD_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)

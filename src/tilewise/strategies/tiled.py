@@ -13,6 +13,7 @@ from tilewise.tiling.placed import placed_layout, placed_plan
 from tilewise.tiling.triangle import suits, triangle_layout, triangle_plan
 
 MHA = 2.0  # bytes of a KV shard per byte of a query shard, as many KV heads as query heads
+BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
 
 
 def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
@@ -41,11 +42,12 @@ def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
     )
 
 
-def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = MHA) -> Layout:
+def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = BETWEEN) -> Layout:
     """The rows that each rank best owns under tiled: equally many, whatever the mask.
 
     Args:
-        kv_bytes: as for tiled; matters most for few ranks.
+        kv_bytes: as for tiled. The default suits MHA and eight query heads per KV head alike; the
+            heads' own ratio saves some more bytes.
     """
     mask.check_tokens(num_tokens)
     if mask == Causal():
