@@ -44,7 +44,7 @@ class Label(NamedTuple):
         return f"step {self.step}, {self.item}"
 
 
-Arrival = tuple[Handle, Transfer, Message]
+Arrival = tuple[Handle, Transfer, Tensor]
 
 
 def execute(program: Program, work: Work, transport: Transport) -> None:
@@ -53,42 +53,59 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
     Merges happen in program order, so every run gives the same bits.
     """
     under_way: dict[int, list[Arrival]] = {}
+    # Not by match: binding its patterns costs as much as the rest of the loop.
     for instruction in program.instructions:
-        match instruction:
-            case Run(tile):
-                work.run(tile)
-            case Launch(handle, step, lane, sends, recvs):
-                incoming = _incoming(work, step, recvs)
-                if not transport.receives_ahead:
-                    outgoing = _outgoing(work, step, sends)
-                    handles = [transport.exchange(outgoing, incoming, lane)] * len(recvs)
-                else:  # each receive can be waited for on its own
-                    handles = [transport.exchange((), (x,), lane) for x in incoming]
-                    if sends:
-                        transport.exchange(_outgoing(work, step, sends), (), lane)
-                if recvs:
-                    under_way[handle] = list(zip(handles, recvs, incoming, strict=True))
-            case Collective(handle, kind, step, lane, sends, recvs):
-                incoming = _incoming(work, step, recvs)
-                outgoing = _outgoing(work, step, sends)
-                handles = [transport.collective(kind, outgoing, incoming, lane)] * len(recvs)
-                under_way[handle] = list(zip(handles, recvs, incoming, strict=True))
-            case Wait(handle, arrivals):
-                launched = under_way[handle]
-                for index in arrivals:
-                    started, hop, message = launched[index]
-                    started.wait()
-                    work.arrive(hop, message.tensor)
-                if len(arrivals) == len(launched):
-                    del under_way[handle]
-            case Free(item):
-                work.free(item)
+        if isinstance(instruction, Run):
+            work.run(instruction.tile)
+        elif isinstance(instruction, Wait):
+            handle, indices = instruction
+            launched = under_way[handle]
+            for index in indices:
+                started, hop, room = launched[index]
+                started.wait()
+                work.arrive(hop, room)
+            if len(indices) == len(launched):
+                del under_way[handle]
+        elif isinstance(instruction, Free):
+            work.free(instruction.item)
+        elif isinstance(instruction, Launch) and transport.receives_ahead:
+            arrivals = _launch_apart(instruction, work, transport)
+            if arrivals:
+                under_way[instruction.handle] = arrivals
+        else:
+            under_way[instruction.handle] = _launch_together(instruction, work, transport)
     transport.finish()
+
+
+def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arrival]:
+    """Post every receive by itself, so that each can be waited for by itself."""
+    _, step, lane, sends, recvs = launch
+    arrivals: list[Arrival] = []
+    for hop in recvs:
+        room = work.room(hop)
+        message = Message(room, hop.src, Label(step, hop.item))
+        arrivals.append((transport.exchange((), (message,), lane), hop, room))
+    if sends:
+        transport.exchange(_outgoing(work, step, sends), (), lane)
+    return arrivals
+
+
+def _launch_together(
+    launch: Launch | Collective, work: Work, transport: Transport
+) -> list[Arrival]:
+    """Post all sends and receives at once."""
+    rooms = [work.room(hop) for hop in launch.recvs]
+    incoming = [
+        Message(room, hop.src, Label(launch.step, hop.item))
+        for room, hop in zip(rooms, launch.recvs, strict=True)
+    ]
+    outgoing = _outgoing(work, launch.step, launch.sends)
+    if isinstance(launch, Collective):
+        started = transport.collective(launch.kind, outgoing, incoming, launch.lane)
+    else:
+        started = transport.exchange(outgoing, incoming, launch.lane)
+    return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
 
 
 def _outgoing(work: Work, step: int, sends: Sequence[Transfer]) -> list[Message]:
     return [Message(work.departure(hop), hop.dst, Label(step, hop.item)) for hop in sends]
-
-
-def _incoming(work: Work, step: int, recvs: Sequence[Transfer]) -> list[Message]:
-    return [Message(work.room(hop), hop.src, Label(step, hop.item)) for hop in recvs]

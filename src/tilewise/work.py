@@ -63,6 +63,7 @@ class PassWork(ABC):
         self, frame: Frame, payload: Payload, own: dict[Item, Block], arenas: Sequence[Arena]
     ):
         self.frame, self.payload, self._packing = frame, payload, frame.packing
+        self._operand_packing = [frame.packing[side, Role.OPERAND] for side in Side]
         self._bytes = torch.empty(0, dtype=torch.uint8, device=frame.device)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
@@ -98,7 +99,7 @@ class PassWork(ABC):
     def arrive(self, transfer: Transfer, wire: Tensor) -> None:
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
-            fields = self._packing[item.side, item.role].unpack(wire)
+            fields = self._operand_packing[item.side].unpack(wire)
             before = self.operands.get(item)  # gathered in forward
             if before is not None:
                 fields = {**before.fields, **fields}
