@@ -99,7 +99,8 @@ class Plan:
         head_split: the degree and the inner plan that a split by heads was made of; for those
             who compose plans, not part of the value.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
-        tune: makes the plan anew, with the same owners, for another ratio of KV to query bytes.
+        tune: makes the plan anew, for the same mask and layout and another ratio of KV to query
+            bytes; owners and cuts of its shards may differ.
     """
 
     __slots__ = (

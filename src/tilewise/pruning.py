@@ -41,15 +41,19 @@ def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) ->
     def build() -> Plan:
         if plan.made_for is not None or everything_needed(mask, q_layout, kv_layout):
             return plan
-        cells = table_cells(plan, mask, q_layout, kv_layout)
-
-        def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
-            cell = cells.get((q, kv))
-            return cell and (cell.q_rows, cell.k_rows)
-
-        return _reduced(plan, reads, (q_layout.sizes, kv_layout.sizes))
+        return _pruned(plan, mask, q_layout, kv_layout)
 
     return plan.memo("pruned", (mask, q_layout, kv_layout), build)
+
+
+def _pruned(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
+    cells = table_cells(plan, mask, q_layout, kv_layout)
+
+    def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
+        cell = cells.get((q, kv))
+        return cell and (cell.q_rows, cell.k_rows)
+
+    return _reduced(plan, reads, (q_layout.sizes, kv_layout.sizes))
 
 
 def droppable(
@@ -62,7 +66,8 @@ def droppable(
     rows included.
     """
     if mask is not None and layout is not None:
-        kept = prune(plan, mask, layout)
+        check_made_for(plan, mask, layout)
+        kept = _pruned(plan, mask, *shard_layouts(plan, layout))
     else:
         sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
         kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))
