@@ -21,10 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.plan import Plan
-from tilewise.rows import count
-from tilewise.support import cells
-from tilewise.table import shard_layouts
+from tilewise.tiling.measuring import moved
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
 HEADS = ((64, 64), (64, 16), (64, 8))  # query heads, KV heads: MHA, 32:8 as well, 64:8
@@ -50,40 +47,6 @@ class Row(NamedTuple):
 def workload(n: int, num_heads: int, num_kv_heads: int, layout: str = "contiguous") -> tw.Workload:
     return tw.Workload(
         n * TOKENS, num_heads, num_kv_heads, HEAD_DIM, mask=tw.Causal(), layout=layout
-    )
-
-
-def received(plan: Plan, work: tw.Workload, backward: bool) -> tuple[int, ...]:
-    """Bytes that each rank receives in a pass of a mask-aware plan; see tw.volume."""
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
-    payload = work.payload(plan, backward)
-    return tuple(
-        sum(
-            count(hop.rows, layouts[hop.item.side].size(hop.item.shard))
-            * payload.row_bytes(hop.item)
-            for step in plan.rank_steps(rank)
-            for hop in step.recvs
-        )
-        for rank in range(plan.world_size)
-    )
-
-
-def areas(plan: Plan, layout: tw.Layout) -> np.ndarray:
-    """Allowed pairs that each rank computes."""
-    table = cells(tw.Causal(), *shard_layouts(plan, layout))
-    return np.array(
-        [
-            sum(
-                table[q, kv].area
-                for step in plan.rank_steps(rank)
-                for tile in step.tiles
-                for q in tile.q
-                for kv in tile.kv
-                if (q, kv) in table
-            )
-            for rank in range(plan.world_size)
-        ]
     )
 
 
@@ -115,20 +78,19 @@ def rows(n: int, num_heads: int, num_kv_heads: int, prune: bool) -> Iterator[Row
     plan = tw.tiled(tw.Causal(), layout, kv_bytes=2 * r)
     steps = max(len(plan.rank_steps(rank)) for rank in range(n))
     seconds = time.process_time() - start
-    area = areas(plan, layout)
-    for backward, sent in enumerate(tw.volume(plan, work)):
-        mesh = best_mesh(n, r, bool(backward)) * TOKENS * num_heads * HEAD_DIM * 2
-        took = received(plan, work, bool(backward))
+    for backward in (False, True):
+        found = moved(plan, work, backward=backward)
+        mesh = best_mesh(n, r, backward) * TOKENS * num_heads * HEAD_DIM * 2
         yield Row(
             n,
             num_heads,
             num_kv_heads,
-            bool(backward),
-            float(np.mean(sent)) / mesh,
-            max(sent) / mesh,
-            max(took) / mesh,
-            float(np.mean(sent)) / pruned_mesh(zigzag, n, r, bool(backward)) if prune else None,
-            float(area.max() / area.mean()),
+            backward,
+            float(np.mean(found.sent)) / mesh,
+            max(found.sent) / mesh,
+            max(found.received) / mesh,
+            float(np.mean(found.sent)) / pruned_mesh(zigzag, n, r, backward) if prune else None,
+            found.imbalance,
             steps,
             seconds,
         )

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
-from benchmarks.tiled import areas, best_mesh, received
+from benchmarks.tiled import best_mesh
 from tilewise.plan import Plan, Role
 from tilewise.program import Collective
 from tilewise.script import REACH
 from tilewise.tiling.causal import causal_blocks
+from tilewise.tiling.measuring import moved
 from tilewise.tiling.rects import Rect, cells
 
 CAUSAL = tw.Causal()
@@ -96,7 +97,7 @@ def bytes_of_the_mesh(n: int, heads: tuple[int, int], tuned: bool) -> list[tuple
     found = []
     for backward, sent in zip((False, True), tw.volume(plan, work), strict=True):
         mesh = best_mesh(n, ratio, backward) * 256 * heads[0] * 128 * 2
-        took = received(plan, work, backward)
+        took = moved(plan, work, backward=backward).received
         assert sum(took) == sum(sent)
         found.append((float(np.mean(sent)) / mesh, max(sent) / mesh, max(took) / mesh))
     return found
@@ -119,7 +120,8 @@ def test_bytes_of_one_plan_stay_below_the_meshs_in_both_passes(
 @pytest.mark.parametrize("n", [8, 12, 16, 33, 64, pytest.param(256, marks=pytest.mark.slow)])
 def test_every_rank_computes_as_much(n: int, kv_bytes: float):
     layout = tw.contiguous(n * 128 + 3, n)
-    area = areas(tw.tiled(CAUSAL, layout, kv_bytes=kv_bytes), layout)
+    work = tw.Workload(layout.num_tokens, 1, 1, 1, mask=CAUSAL, layout=layout)
+    area = np.array(moved(tw.tiled(CAUSAL, layout, kv_bytes=kv_bytes), work).areas)
     assert area.sum() == layout.num_tokens * (layout.num_tokens + 1) // 2
     assert area.max() <= 1.03 * area.mean()
 

@@ -170,11 +170,10 @@ class Run:
         self.payload = Payload(backward, *self.groups.size, *names, saved)
         self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
         ahead = transport.receives_ahead
-        carries = frozenset(kind for kind, packing in self.packing.items() if packing.names)
         self.program: Program = pruned.memo(
             "program",
-            (self.rank, ahead, carries),
-            lambda: lower(pruned, self.rank, ahead=ahead, carries=carries),
+            (self.rank, ahead, self.payload),
+            lambda: lower(pruned, self.rank, ahead=ahead, carries=self.payload.carries),
             keep=4 * plan.world_size,
         )
 

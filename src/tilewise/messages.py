@@ -4,12 +4,12 @@ It stands alone because every transport and its users need these values, and the
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter"]
+from tilewise.program import CollectiveKind
 
 
 class Message(NamedTuple):

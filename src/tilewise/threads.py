@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewise.baton import Baton
-from tilewise.messages import CollectiveKind, Handle, Message, travelling
+from tilewise.messages import Handle, Message, travelling
+from tilewise.program import CollectiveKind
 
 Result = TypeVar("Result")
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.messages import CollectiveKind, Handle, Message, Transport, travelling
+from tilewise.messages import Handle, Message, Transport, travelling
+from tilewise.program import CollectiveKind
 from tilewise.transport_dist import DistTransport
 
-__all__ = ["CollectiveKind", "Handle", "LocalTransport", "Message", "Transport", "transport_for"]
+__all__ = ["Handle", "LocalTransport", "Message", "Transport", "transport_for"]
 
 
 class LocalTransport:

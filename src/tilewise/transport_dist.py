@@ -14,7 +14,8 @@ from torch import Tensor
 # Private in torch, but where torch itself keeps groups by name, until the world is destroyed.
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
-from tilewise.messages import CollectiveKind, Handle, Message, travelling
+from tilewise.messages import Handle, Message, travelling
+from tilewise.program import CollectiveKind
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
