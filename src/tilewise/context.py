@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,7 +69,8 @@ class ContextParallel:
                 f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
                 f"{num_tokens} on {self.world_size}; make it for these"
             )
-        self.layout, self.strategy = layout, strategy
+        self.layout = layout
+        self._plan = strategy if isinstance(strategy, Plan) else None
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -95,15 +97,25 @@ class ContextParallel:
         return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
 
     def plan(self, q: Tensor, k: Tensor) -> Plan:
-        """The strategy's plan; "auto" is decided here, by the shapes of the first call."""
-        if not isinstance(self.strategy, Plan):
+        """The strategy's plan; "auto" is decided here, by the shapes of the first call.
+
+        Raises:
+            RuntimeError: if a compiler traces the first call of "auto": decide before, by calling
+                plan(q, k) with tensors of this shape, or pass a plan as strategy.
+        """
+        if self._plan is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "strategy 'auto' is decided outside compiled code: call "
+                    "ContextParallel.plan(q, k) once before, or pass a plan as strategy"
+                )
             try:
                 work = self._workload(q, k)
             except (ValueError, IndexError, AttributeError):
                 # What is wrong with q or k is attention's to say, on all ranks alike.
                 return ring(self.world_size)
-            self.strategy = fewest_bytes(work, self.world_size)
-        return self.strategy
+            self._plan = fewest_bytes(work, self.world_size)
+        return self._plan
 
     def _workload(self, q: Tensor, k: Tensor) -> Workload:
         return Workload(

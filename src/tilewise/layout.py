@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tilewise.constant import Constant
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +24,7 @@ class Run(NamedTuple):
     stride: int = 1
 
 
-class Layout:
+class Layout(Constant):
     """Global positions of every shard's rows, in row order. A frozen, hashable value.
 
     Args:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tilewise import grid, strips
+from tilewise.constant import Constant
 from tilewise.strips import LIMIT, Strips
 
 __all__ = [
@@ -39,7 +40,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mask(ABC):
+class Mask(Constant, ABC):
     """Allowed pairs of queries and keys, by global position. Equal masks have equal reprs."""
 
     @abstractmethod

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from tilewise.constant import Constant
 from tilewise.items import Item, Role, Rows, Side, Transfer, transfer_order
 
 __all__ = [
@@ -80,7 +81,7 @@ def own_shards(world_size: int) -> Owners:
     return side, side
 
 
-class Plan:
+class Plan(Constant):
     """A frozen, hashable value; equality and hash ignore the name.
 
     Args:

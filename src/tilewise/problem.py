@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.checker import check_shards
+from tilewise.constant import Constant
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.select import kernel_for
 from tilewise.layout import Layout
@@ -20,19 +22,29 @@ from tilewise.table import check_made_for, shard_layouts
 from tilewise.workload import check_dtype, check_gathered, saving
 
 
-class Options(NamedTuple):
-    """The keyword arguments of attention, as given."""
+@dataclass(frozen=True)
+class Call(Constant):
+    """The keyword arguments of attention, as given, and what is known of the call besides.
+
+    Attributes:
+        needs_grad: a backward pass may follow.
+        problem: the checked call, if it is checked and agreed on already.
+    """
 
     plan: Plan
-    backward_plan: Plan | None
     layout: Layout
-    kv_layout: Layout | None
     mask: Mask
-    softmax_scale: float | None
-    wire_dtype: torch.dtype | str | None
-    save: str | None
-    prune: bool
-    q_positions: Sequence[int] | Tensor | None
+    backward_plan: Plan | None = None
+    kv_layout: Layout | None = None
+    softmax_scale: float | None = None
+    wire_dtype: torch.dtype | str | None = None
+    save: str | None = None
+    prune: bool = True
+    q_positions: Sequence[int] | Tensor | None = None
+    group: Any = None
+    validate: str = "always"
+    needs_grad: bool = False
+    problem: Problem | None = None
 
 
 class Problem(NamedTuple):
@@ -57,7 +69,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, rank: int, world_size: int
+    q: Tensor, k: Tensor, v: Tensor, call: Call, rank: int, world_size: int
 ) -> Problem:
     """Check one rank's call.
 
@@ -65,19 +77,20 @@ def make_problem(
         ValueError: with both numbers and the fix.
     """
     _check_tensors(q, k, v)
-    mask, heads = options.mask, (q.shape[-2], k.shape[-2])
-    plan = options.plan.tuned(*heads)
-    backward = plan if options.backward_plan is None else options.backward_plan.tuned(*heads)
-    _check_plans(plan, backward, options, world_size)
-    layouts = _layouts(options._replace(plan=plan), q.shape[-3])
+    # int: a compiler's symbolic sizes become plain numbers.
+    mask, heads, head_dim = call.mask, (int(q.shape[-2]), int(k.shape[-2])), int(q.shape[-1])
+    plan = call.plan.tuned(*heads)
+    backward = plan if call.backward_plan is None else call.backward_plan.tuned(*heads)
+    _check_plans(plan, backward, call, world_size)
+    layouts = _layouts(replace(call, plan=plan), q.shape[-3])
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     _check_mask_heads(mask, heads[1])
     dtype = str(q.dtype).removeprefix("torch.")
-    wire = str(options.wire_dtype or dtype).removeprefix("torch.")
+    wire = str(call.wire_dtype or dtype).removeprefix("torch.")
     check_dtype("wire_dtype", wire)
-    gathered = saving(plan, options.save) == "gathered"
-    if gathered and options.backward_plan is not None:
+    gathered = saving(plan, call.save) == "gathered"
+    if gathered and call.backward_plan is not None:
         check_gathered(plan, backward)
     for one in (plan, backward):
         if not one.scripted:
@@ -87,13 +100,13 @@ def make_problem(
         layouts,
         mask,
         (head_groups(*heads, plan.num_head_groups), head_groups(*heads, backward.num_head_groups)),
-        q.shape[-1],
-        _scale(options.softmax_scale, q.shape[-1]),
+        head_dim,
+        _scale(call.softmax_scale, head_dim),
         dtype,
         wire,
         gathered,
-        options.prune,
-        kernel_for(q.device.type, q.dtype, q.shape[-1]),
+        call.prune,
+        kernel_for(q.device.type, q.dtype, head_dim),
     )
 
 
@@ -123,15 +136,15 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -
     return {name: str(value) for name, value in fields.items()}
 
 
-def _check_plans(plan: Plan, backward: Plan, options: Options, world_size: int) -> None:
+def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> None:
     for one in (plan, backward):
         if one.world_size != world_size:
             raise ValueError(
                 f"{one.name} is for {one.world_size} ranks, but the group has {world_size}; "
                 f"make the plan for {world_size}"
             )
-        check_made_for(one, options.mask, options.layout)
-        if one.made_for and options.kv_layout not in (None, options.layout):
+        check_made_for(one, call.mask, call.layout)
+        if one.made_for and call.kv_layout not in (None, call.layout):
             raise ValueError(f"{one.name} is for one layout of q, k and v; leave out kv_layout")
     if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
         raise ValueError(
@@ -163,26 +176,26 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_dtype("dtype", str(q.dtype).removeprefix("torch."))
 
 
-def _layouts(options: Options, num_queries: int) -> tuple[Layout, Layout]:
-    kv_layout = options.kv_layout or options.layout
-    for name, layout in (("layout", options.layout), ("kv_layout", kv_layout)):
+def _layouts(call: Call, num_queries: int) -> tuple[Layout, Layout]:
+    kv_layout = call.kv_layout or call.layout
+    for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
         if not layout.is_partition:
             raise ValueError(
                 f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
                 "every token must belong to exactly one rank"
             )
-    positions = _query_positions(options, num_queries, kv_layout.num_tokens)
-    return shard_layouts(options.plan, options.layout, kv_layout, positions)
+    positions = _query_positions(call, num_queries, kv_layout.num_tokens)
+    return shard_layouts(call.plan, call.layout, kv_layout, positions)
 
 
-def _query_positions(options: Options, num_queries: int, num_keys: int) -> list[int] | None:
+def _query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | None:
     """Where replicated queries stand; None for queries that have a layout."""
-    given = options.q_positions
-    if not options.plan.replicated_queries:
+    given = call.q_positions
+    if not call.plan.replicated_queries:
         if given is not None:
             raise ValueError(
                 "q_positions are for plans with replicated queries (tree), not "
-                f"{options.plan.name}; use layout instead"
+                f"{call.plan.name}; use layout instead"
             )
         return None
     given = range(num_keys - num_queries, num_keys) if given is None else given
