@@ -22,6 +22,8 @@ GOLDEN = {
     "balanced_ring_5_causal": tw.prune(tw.balanced_ring(5), tw.Causal(), tw.contiguous(20, 5)),
     "attention2d_2x2": tw.attention2d(2, 2),
     "attention2d_2x3": tw.attention2d(2, 3),
+    "hierarchical_ring_2_moves_q_ring_2": tw.hierarchical(tw.ring(2, moves="q"), tw.ring(2)),
+    "hierarchical_mesh_4_ring_2": tw.hierarchical(tw.mesh(4, q_tile=2), tw.ring(2)),
     "mesh_4_q_tile_2": tw.mesh(4, q_tile=2),
     "mesh_9_q_tile_3_greedy": tw.mesh(9, q_tile=3, schedule="greedy"),
     "mesh_9_q_tile_3_eager": tw.mesh(9, q_tile=3, schedule="eager"),

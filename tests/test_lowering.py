@@ -248,6 +248,7 @@ def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n
     [
         tw.ring(4096),
         tw.double_ring(512, 8),
+        tw.hierarchical(tw.mesh(512, q_tile=16), tw.ring(8)),
         tw.balanced_ring(4096),
         tw.attention2d(64, 64),
         tw.mesh(4096, q_tile=64),
@@ -268,7 +269,7 @@ def test_a_rank_of_4096_builds_its_own_program_alone(plan: Plan, monkeypatch: py
     monkeypatch.setattr(Plan, "rank_steps", watched)
     monkeypatch.setattr(Plan, "steps", property(lambda self: pytest.fail("all ranks are built")))
     program = tw.lower(plan, 1234)
-    assert asked in ([(4096, 1234)], [(4096, 1234), (512, 1234 // 8)])
+    assert asked[0] == (4096, 1234) and {*asked[1:]} <= {(512, 1234 // 8), (8, 1234 % 8)}
     assert any(isinstance(instruction, Run) for instruction in program.instructions)
 
 

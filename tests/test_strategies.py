@@ -42,6 +42,8 @@ def _shapes_of_64() -> list[Plan]:
         tw.balanced_ring(64),
         tw.attention2d(8, 8),
         tw.attention2d(4, 16),
+        tw.hierarchical(tw.mesh(8, q_tile=2), tw.ring(8)),
+        tw.hierarchical(tw.mesh(16, q_tile=4), tw.mesh(4, q_tile=2)),
         *(tw.mesh(64, q_tile=8, schedule=s) for s in ("greedy", "eager", "kv_first", "gather")),
         tw.mesh(64, q_tile=4),
         tw.ulysses(8, inner=tw.ring(8)),
@@ -82,6 +84,43 @@ def test_a_ring_receives_from_the_next_rank_and_its_gradients_follow_one_hop_beh
         assert hop.dst == (hop.src - 1) % 5
         assert hop.item.role is Role.OPERAND or hop.src != home
     assert [step.tiles[0][0].kv for step in plan.steps[:5]] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def cells(plan: Plan, rank: int) -> set[tuple[int, int]]:
+    tiles = [tile for step in plan.rank_steps(rank) for tile in step.tiles]
+    return {(q, kv) for tile in tiles for q in tile.q for kv in tile.kv}
+
+
+def test_a_hierarchical_cell_is_computed_where_both_plans_say():
+    outer, inner = tw.mesh(6, q_tile=2), tw.mesh(4, q_tile=2)
+    plan = tw.hierarchical(outer, inner)
+    for rank in range(24):
+        node, local = divmod(rank, 4)
+        nested = {
+            (4 * q + i, 4 * kv + j) for q, kv in cells(outer, node) for i, j in cells(inner, local)
+        }
+        assert cells(plan, rank) == nested
+        for step in plan.rank_steps(rank):
+            for hop in step.sends:
+                assert hop.dst // 4 == node or hop.dst % 4 == local, "one NIC for each local rank"
+
+
+def test_rings_in_rings_are_double_rings_and_meshes_of_nodes():
+    rings = tw.ring(3), tw.ring(4)
+    assert tw.hierarchical(*rings) == tw.double_ring(3, 4)
+    assert tw.hierarchical(tw.ring(1), rings[1]) == rings[1]
+    assert tw.hierarchical(rings[0], tw.ring(1)) == rings[0]
+    turned, flat = tw.hierarchical(tw.ring(3), tw.ring(4, moves="q")), tw.mesh(12, q_tile=4)
+    assert all(cells(turned, rank) == cells(flat, rank) for rank in range(12))
+    split = tw.ulysses(2, inner=tw.hierarchical(tw.ring(2), tw.ring(2)))
+    tw.check(split)
+    exchanged = {hop.dst // 2 for hop in split.rank_steps(5)[0].sends}
+    assert exchanged == {2}, "heads are split between neighbours"
+
+
+def test_heads_are_split_around_a_grid():
+    for rows, columns in ((2, 2), (3, 2), (2, 4)):
+        tw.check(tw.ulysses(2, inner=tw.attention2d(rows, columns)))
 
 
 @pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first", "gather"])
@@ -130,7 +169,7 @@ def test_the_diagonal_block_is_local_and_runs_first(n: int):
 
 
 def test_greedy_overlaps_one_transfer_of_each_kind_with_a_few_blocks():
-    """The paper's 3 x 3 example: KV, KV, Q, Q arrive; the last query's row is never sent."""
+    """The paper's 3 x 3 example: two KV and two query shards arrive, the first beside a block."""
     plan = tw.mesh(9, q_tile=3)
     arrivals = [
         hop.item.side
@@ -138,7 +177,8 @@ def test_greedy_overlaps_one_transfer_of_each_kind_with_a_few_blocks():
         for hop in step.transfers
         if hop.dst == 3 and hop.item.role is Role.OPERAND
     ]
-    assert sorted(arrivals) == [Side.Q, Side.Q, Side.KV, Side.KV] and arrivals[0] is Side.KV
+    assert sorted(arrivals) == [Side.Q, Side.Q, Side.KV, Side.KV]
+    assert plan.steps[0].tiles[0] and plan.steps[0].transfers
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -200,6 +240,16 @@ def test_only_tree_has_results_and_replicated_queries(n: int):
         (lambda: tw.mesh(6, q_tile=0), r"q_tile \(0\) must divide"),
         (lambda: tw.mesh(6, q_tile=2, schedule="lazy"), r"schedule \('lazy'\) must be one of gre"),
         (lambda: tw.ulysses(0), r"degree \(0\) must be at least 1"),
+        (
+            lambda: tw.hierarchical(tw.ring(2), tw.ulysses(2)),
+            r"splits no heads, but its inner plan is ulysses\(2\); write ulysses\(degree",
+        ),
+        (lambda: tw.hierarchical(tw.tree(2), tw.ring(2)), r"outer plan .* not tree\(2\)"),
+        (
+            lambda: tw.hierarchical(tw.ring(2), tw.attention2d(2, 2)),
+            r"every rank reads its own shards; in attention2d\(2, 2\) rank 1",
+        ),
+        (lambda: tw.hierarchical(tw.ring(2), tw.balanced_ring(4)), "all compute in the same st"),
         (lambda: tw.ulysses(2, inner=tw.tree(2)), r"rank r owns shard r, not tree\(2\)"),
     ],
 )

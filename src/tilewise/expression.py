@@ -18,6 +18,7 @@ from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tree import tree
@@ -32,7 +33,7 @@ STRATEGIES: Mapping[str, Callable[..., Plan]] = MappingProxyType(
         make.__name__: make
         for make in (
             *(ring, all_gather, double_ring, balanced_ring),
-            *(attention2d, mesh, ulysses, tree),
+            *(attention2d, mesh, hierarchical, ulysses, tree),
         )
     }
 )

@@ -9,102 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.layout import Layout, zigzag
 from tilewise.mask import Causal, Mask
 from tilewise.plan import Plan, Side, own_shards
+from tilewise.shifts import Shift, Symmetry, absolute, relative, span
 from tilewise.table import everything_needed
 
+__all__ = ["Symmetry", "absolute", "all_alike", "find_symmetry", "relative"]
+
 Array = np.ndarray
-Number = TypeVar("Number", int, Array)
 
 FEW = 64  # up to so many ranks all are looked at
 PROBES = 4  # ranks looked at in larger plans, beside the digits' edges
 MAX_CLASSES = 128
-
-
-class Shift(NamedTuple):
-    """The digit rank // place % radix may be shifted cyclically."""
-
-    place: int
-    radix: int
-
-    @property
-    def span(self) -> int:
-        return self.place * self.radix
-
-
-class Symmetry(NamedTuple):
-    """Ranks that shifts map to each other are alike, and so are all they do.
-
-    Attributes:
-        plan_shifts: those that map the plan to itself.
-        shifts: those of them that map the machine to itself too.
-    """
-
-    world_size: int
-    plan_shifts: tuple[Shift, ...] = ()
-    shifts: tuple[Shift, ...] = ()
-
-    @property
-    def num_classes(self) -> int:
-        return self.world_size // self.members
-
-    @property
-    def members(self) -> int:
-        """Ranks per class."""
-        return span(self.shifts)
-
-    def first(self, rank: int) -> int:
-        """The lowest rank of a rank's class, which stands for it."""
-        return rank - moved_by(rank, self.shifts)
-
-    def firsts(self) -> list[int]:
-        """One rank of every class."""
-        every = np.arange(self.world_size)
-        return np.flatnonzero(moved_by(every, self.shifts) == 0).tolist()
-
-    def written(self, rank: int) -> int:
-        """The rank whose steps, relabelled, are this rank's."""
-        return rank - moved_by(rank, self.plan_shifts)
-
-    def together(self, block: int) -> int:
-        """Ranks of one class in each block of so many neighbouring ranks."""
-        return span(shift for shift in self.shifts if shift.span <= block)
-
-
-def span(shifts: Iterable[Shift]) -> int:
-    product = 1
-    for shift in shifts:
-        product *= shift.radix
-    return product
-
-
-def moved_by(rank: Number, shifts: tuple[Shift, ...]) -> Number:
-    """What the shiftable digits of a rank amount to."""
-    total = rank * 0
-    for place, radix in shifts:
-        total = total + rank // place % radix * place
-    return total
-
-
-def relative(rank: Number, to: int, shifts: tuple[Shift, ...]) -> Number:
-    """A rank as seen by another: its digits less the other's."""
-    for place, radix in shifts:
-        digit = rank // place % radix
-        rank = rank + ((digit - to // place) % radix - digit) * place
-    return rank
-
-
-def absolute(rank: Number, seen_by: int, shifts: tuple[Shift, ...]) -> Number:
-    """The inverse of relative."""
-    for place, radix in shifts:
-        digit = rank // place % radix
-        rank = rank + ((digit + seen_by // place) % radix - digit) * place
-    return rank
+FEW_CLASSES = 8  # so few are soon simulated: no more are looked for
 
 
 def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
@@ -121,62 +44,150 @@ def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
 
 
 def _search(plan: Plan, blocks: tuple[int, ...]) -> Symmetry | None:
+    """The best chain of shifts, each of which maps the plan to itself."""
     n = plan.world_size
+    known: dict[Shift, bool] = {}
 
-    def classes(symmetry: Symmetry) -> tuple[int, int, int]:
-        digits = len(symmetry.plan_shifts)
-        return symmetry.num_classes, n // span(symmetry.plan_shifts), digits
+    def holds(shift: Shift) -> bool:
+        if shift not in known:
+            known[shift] = any(_is_power(shift, k) for k in known if known[k]) or _holds(
+                plan, shift
+            )
+        return known[shift]
 
-    found = {Symmetry(n, chain, _respecting(chain, blocks, n)) for chain in _chains(n)}
-    good = (s for s in found if s.num_classes <= min(n // 2, MAX_CLASSES))
+    def plain(end: int) -> _Chain:
+        """The best of digits below end that are shifted each by itself."""
+        while True:
+            bad = {shift for shift in known if not known[shift]}
+            chain = _best_chain(end, n, blocks, bad)
+            if all(map(holds, chain.shifts)):
+                return chain
 
-    @cache
-    def steps(rank: int) -> Array | None:
-        return _written(plan, rank)
+    found = [plain(n)]
+    if n // found[0].members > FEW_CLASSES:
+        below = cache(plain)
+        for low, shifts in _linked(n, blocks):
+            chain = below(low)
+            for shift in filter(holds, shifts):
+                chain = chain.extended(shift, n, blocks)
+            found.append(chain)
+    shifts = max(found).shifts
+    symmetry = Symmetry(n, shifts, _respecting(shifts, blocks, n))
+    return symmetry if symmetry.num_classes <= min(n // 2, MAX_CLASSES) else None
 
-    return next((s for s in sorted(good, key=lambda s: (classes(s), s)) if _holds(s, steps)), None)
+
+def _is_power(shift: Shift, of: Shift) -> bool:
+    """Whether a shift is made of several of another."""
+    plain = not shift.others and not of.others
+    return plain and shift.span == of.span and shift.place % of.place == 0
 
 
-def _chains(n: int) -> Iterator[tuple[Shift, ...]]:
-    """Up to three digits that make up a rank's number."""
+class _Chain(NamedTuple):
+    """Shifts of different digits; the better compares as greater.
+
+    Attributes:
+        members: ranks per class, if the machine's blocks are to be mapped to one another too.
+        plan_members: if not.
+        fewer: minus the number of shifts.
+    """
+
+    members: int
+    plan_members: int
+    fewer: int
+    shifts: tuple[Shift, ...]
+
+    def extended(self, shift: Shift, n: int, blocks: tuple[int, ...]) -> _Chain:
+        return _Chain(
+            self.members * span(_respecting((shift,), blocks, n)),
+            self.plan_members * shift.radix,
+            self.fewer - 1,
+            (*self.shifts, shift),
+        )
+
+
+def _best_chain(end: int, n: int, blocks: tuple[int, ...], bad: set[Shift]) -> _Chain:
+    """Of digits below end, each shifted by itself, by none of the bad shifts."""
+    divisors = [d for d in range(1, end + 1) if end % d == 0]
+    best = {1: _Chain(1, 1, 0, ())}
+    for top in divisors[1:]:
+        lower = [d for d in divisors if d < top and top % d == 0]
+        shifts = {d: Shift(d, top // d) for d in lower}
+        best[top] = max(
+            best[d] if shifts[d] in bad else best[d].extended(shifts[d], n, blocks) for d in lower
+        )
+    return best[end]
+
+
+def _linked(n: int, blocks: tuple[int, ...]) -> Iterator[tuple[int, list[Shift]]]:
+    """Shifts of digits from a place on, each together with those so many times lower.
+
+    A column number of attention2d is a remainder of the numbers of the KV shards that it gathers.
+    Digits are cut at blocks, so that shifts map these to one another.
+    """
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     for low in divisors:
-        for high in (d for d in divisors if d % low == 0):
-            digits = (Shift(1, low), Shift(low, high // low), Shift(high, n // high))
-            yield tuple(shift for shift in digits if shift.radix > 1)
+        for times in (d for d in divisors if d > 1 and low * d < n and n % (low * d) == 0):
+            cuts, new = set(), [low, n, *(b for b in blocks if low < b < n)]
+            while new:
+                cut = new.pop()
+                if cut not in cuts and low <= cut <= n:
+                    cuts.add(cut)
+                    new += [cut * times] + [cut // times] * (cut % times == 0)
+            ends = sorted(cuts)
+            if not any(b % a for a, b in pairwise(ends)):
+                digits = {a: b // a for a, b in pairwise(ends)}
+                tops = (place for place in digits if place * times not in digits)
+                yield low, [_joint(place, digits, times) for place in tops]
+
+
+def _joint(place: int, digits: dict[int, int], times: int) -> Shift:
+    others, lower = [], place // times
+    while lower in digits and lower * times ** (len(others) + 1) == place:
+        others.append(lower)
+        lower //= times
+    return Shift(place, digits[place], tuple(others))
 
 
 def _respecting(shifts: Iterable[Shift], blocks: Iterable[int], n: int) -> tuple[Shift, ...]:
     """The shifts, or powers of them, that map blocks to blocks."""
+    inside = [block for block in blocks if block < n]
     kept = []
-    for place, radix in shifts:
-        end = place * radix
-        for block in (b for b in blocks if b < n):
-            if block % end == 0 or place % block == 0:
-                continue
-            if block % place or end % block:
-                place = end  # no power of it does
-                break
-            place = block
-        if end > place:
-            kept.append(Shift(place, end // place))
+    for shift in shifts:
+        if not shift.others:
+            shift = _power(shift, inside)
+        ends = [(place, place * shift.radix) for place in shift.places]
+        if shift.radix > 1 and all(b % end == 0 or p % b == 0 for p, end in ends for b in inside):
+            kept.append(shift)
     return tuple(kept)
 
 
-def _holds(symmetry: Symmetry, steps) -> bool:
-    """Whether the ranks looked at do what their class's first does, relabelled."""
-    shifts = symmetry.plan_shifts
-    return all(
-        _same(steps(rank), rank, steps(symmetry.written(rank)), shifts)
-        for rank in _probes(symmetry)
-    )
+def _power(shift: Shift, blocks: Iterable[int]) -> Shift:
+    """The shift of the part of a digit that numbers whole blocks."""
+    place, end = shift.place, shift.span
+    for block in blocks:
+        if block % end and place % block:
+            place = end if block % place or end % block else block
+    return Shift(place, end // place)
 
 
-def _probes(symmetry: Symmetry) -> list[int]:
-    n = symmetry.world_size
+def _holds(plan: Plan, shift: Shift) -> bool:
+    """Whether the ranks looked at do what the first of their class does, relabelled."""
+
+    def steps(rank: int) -> Array | None:
+        return plan.memo("written", rank, lambda: _written(plan, rank), keep=FEW)
+
+    def first(rank: int) -> int:
+        return relative(rank, rank, (shift,))
+
+    probes = [rank for rank in _probes(plan.world_size, shift) if first(rank) != rank]
+    return all(_same(steps(rank), rank, steps(first(rank)), (shift,)) for rank in probes)
+
+
+def _probes(n: int, shift: Shift) -> list[int]:
     if n <= FEW:
         return [*range(n)]
-    edges = [rank for s in symmetry.plan_shifts for rank in (s.place, s.span - s.place)]
+    digits = [(place, place * shift.radix) for place in shift.places]
+    edges = [rank for place, end in digits for rank in (place, end - place)]
     spread = [k * 2654435761 % n for k in range(1, PROBES + 1)]
     return list(dict.fromkeys([*edges, n - 1, *spread]))
 
@@ -184,7 +195,7 @@ def _probes(symmetry: Symmetry) -> list[int]:
 def _same(mine: Array | None, rank: int, theirs: Array | None, shifts: tuple[Shift, ...]) -> bool:
     if mine is None or theirs is None or len(mine) != len(theirs):
         return False
-    first = rank - moved_by(rank, shifts)
+    first = relative(rank, rank, shifts)
     return _digest(mine, rank, shifts) == _digest(theirs, first, shifts)
 
 

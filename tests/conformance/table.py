@@ -32,6 +32,23 @@ def _mesh(n: int) -> Iterator[Plan]:
         yield tw.mesh(n, q_tile=a, kv_bytes=0.5, backward=True)
 
 
+def _hierarchical(n: int) -> Iterator[Plan]:
+    for k, nodes in enumerate(divisors(n)):
+        size = n // nodes
+        a, b = divisors(nodes)[-2:][0], divisors(size)[-2:][0]
+        pairs = [
+            (tw.ring(nodes, moves="q"), tw.ring(size)),
+            (tw.mesh(nodes, q_tile=a), tw.ring(size)),
+            (tw.ring(nodes), tw.ring(size, moves="q")),
+            (tw.mesh(nodes, q_tile=a, schedule="gather"), tw.all_gather(size)),
+            (tw.all_gather(nodes), tw.mesh(size, q_tile=b)),
+            (tw.attention2d(a, nodes // a), tw.double_ring(b, size // b)),
+            (tw.ring(nodes), tw.mesh(size, q_tile=b, schedule="gather")),
+        ]
+        for outer, inner in pairs[k % 3 :: 3]:
+            yield tw.hierarchical(outer, inner)
+
+
 def _ulysses(n: int) -> Iterator[Plan]:
     yield tw.ulysses(n)
     for degree in divisors(n)[1:-1]:
@@ -40,6 +57,9 @@ def _ulysses(n: int) -> Iterator[Plan]:
         yield tw.ulysses(degree, inner=tw.mesh(inner, q_tile=divisors(inner)[-2]))
         yield tw.ulysses(degree, inner=tw.balanced_ring(inner))
         yield tw.ulysses(degree, inner=tw.ulysses(inner))
+        size = divisors(inner)[len(divisors(inner)) // 2]
+        rings = tw.ring(inner // size, moves="q"), tw.ring(size)
+        yield tw.ulysses(degree, inner=tw.hierarchical(*rings))
 
 
 STRATEGIES = (
@@ -49,6 +69,7 @@ STRATEGIES = (
     Strategy("balanced_ring", lambda n: iter([tw.balanced_ring(n)])),
     Strategy("attention2d", lambda n: (tw.attention2d(d, n // d) for d in divisors(n))),
     Strategy("mesh", _mesh),
+    Strategy("hierarchical", _hierarchical),
     Strategy("ulysses", _ulysses),
     Strategy("tree", lambda n: iter([tw.tree(n)])),
 )

@@ -9,6 +9,8 @@ shard whose owner is in its column stays, and only the others are exchanged.
 
 from __future__ import annotations
 
+import math
+
 from tilewise.plan import Plan, RankStep, Side, own_shards
 from tilewise.script import Script, operand, partial
 
@@ -24,9 +26,19 @@ def attention2d(rows: int, columns: int) -> Plan:
     n = rows * columns
 
     def holders(column: int) -> dict[int, int]:
-        """KV shard -> the member of the column that holds it during the gather."""
-        wanted = range(column, n, columns)
-        members = range(column * rows, (column + 1) * rows)
+        """KV shard -> the member of the column that holds it during the gather.
+
+        A shard whose owner is in the column, columns * k + column = rows * column + row, has row =
+        columns * k modulo rows - 1. Where that names one row for every k all follow it, so that
+        ranks are alike as far as can be; rows = columns: the transpose.
+        """
+        wanted, first = range(column, n, columns), column * rows
+        if math.gcd(columns, rows - 1) == 1:
+            places = [k * columns % (rows - 1) for k in range(rows - 1)] if rows > 1 else []
+            return {
+                shard: first + row for shard, row in zip(wanted, [*places, rows - 1], strict=True)
+            }
+        members = range(first, first + rows)
         staying = {shard: shard for shard in wanted if shard in members}
         free = [member for member in members if member not in staying]
         coming = [shard for shard in wanted if shard not in staying]

@@ -1,0 +1,101 @@
+"""Digits of a rank's number that may be shifted, and what ranks are then alike.
+
+A ring's ranks are shifted by one, a mesh's along either coordinate; in attention2d a row and the
+columns that are its remainders go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+Array = np.ndarray
+Number = TypeVar("Number", int, Array)
+
+
+class Shift(NamedTuple):
+    """The digit rank // place % radix may be shifted cyclically, and those at others with it.
+
+    Attributes:
+        others: lower places of digits of the same radix.
+    """
+
+    place: int
+    radix: int
+    others: tuple[int, ...] = ()
+
+    @property
+    def span(self) -> int:
+        return self.place * self.radix
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.place, *self.others
+
+
+class Symmetry(NamedTuple):
+    """Ranks that shifts map to each other are alike, and so are all they do.
+
+    Attributes:
+        plan_shifts: those that map the plan to itself.
+        shifts: those of them that map the machine to itself too.
+    """
+
+    world_size: int
+    plan_shifts: tuple[Shift, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        return self.world_size // self.members
+
+    @property
+    def members(self) -> int:
+        """Ranks per class."""
+        return span(self.shifts)
+
+    def first(self, rank: int) -> int:
+        """The lowest rank of a rank's class, which stands for it."""
+        return relative(rank, rank, self.shifts)
+
+    def firsts(self) -> list[int]:
+        """One rank of every class."""
+        every = np.arange(self.world_size)
+        return np.flatnonzero(relative(every, every, self.shifts) == every).tolist()
+
+    def written(self, rank: int) -> int:
+        """The rank whose steps, relabelled, are this rank's."""
+        return relative(rank, rank, self.plan_shifts)
+
+    def together(self, block: int) -> int:
+        """Ranks of one class in each block of so many neighbouring ranks."""
+        return span(shift for shift in self.shifts if shift.span <= block)
+
+
+def span(shifts: Iterable[Shift]) -> int:
+    product = 1
+    for shift in shifts:
+        product *= shift.radix
+    return product
+
+
+def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
+    """A rank after the shift that brings another to the first of its class."""
+    for place, radix, others in shifts:
+        by = to // place % radix
+        for p in (place, *others):
+            digit = rank // p % radix
+            rank = rank + ((digit - by) % radix - digit) * p
+    return rank
+
+
+def absolute(rank: Number, seen_by: int, shifts: tuple[Shift, ...]) -> Number:
+    """The inverse of relative."""
+    for place, radix, others in shifts:
+        by = seen_by // place % radix
+        for p in (place, *others):
+            digit = rank // p % radix
+            rank = rank + ((digit + by) % radix - digit) * p
+    return rank
