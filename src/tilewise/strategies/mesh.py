@@ -10,11 +10,11 @@ directions; section 4 for schedules. Departs from it: the owner's own partial ne
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from tilewise.plan import Plan, RankStep, Side, own_shards
 from tilewise.script import Script, goes_home, operand, partial
-from tilewise.strategies.mesh_schedule import Beat, Costs, schedule_beats
+from tilewise.strategies.mesh_orders import least_held
+from tilewise.strategies.mesh_pacing import Beat, Costs
+from tilewise.strategies.mesh_schedule import paced_beats, stepwise_beats
 
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")
 
@@ -26,6 +26,7 @@ def mesh(
     *,
     kv_bytes: float = 2.0,
     backward: bool = False,
+    held: int | None = None,
 ) -> Plan:
     """Tile the table by q_tile query shards x world_size / q_tile KV shards.
 
@@ -40,6 +41,8 @@ def mesh(
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads.
         backward: schedule for the backward pass, whose query shards are larger and whose KV
             partials travel too. Either plan serves either pass; only the overlap differs.
+        held: query and KV shards that a rank may hold at once, its own and those under way to it
+            included; None: all of its tile. The same bytes move. Only with "greedy".
     """
     n, a = world_size, q_tile
     if schedule not in SCHEDULES:
@@ -48,10 +51,30 @@ def mesh(
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
     costs = Costs(2, kv_bytes, 1, kv_bytes) if backward else Costs(1, kv_bytes, 1, 0)
-    script = _gather_script(n, a) if schedule == "gather" else _beat_script(n, a, schedule, costs)
+    if held is not None:
+        _check_held(held, (a, n // a), schedule)
+    if schedule == "gather":
+        script = _gather_script(n, a)
+    elif schedule == "greedy":
+        script = _beat_script(n, a, paced_beats(a, n // a, costs, held))
+    else:
+        script = _beat_script(n, a, stepwise_beats(a, n // a, schedule, costs))
     tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
-    name = f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned}{', backward=True' * backward})"
-    return Plan(name, n, 1, own_shards(n), script=script)
+    tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
+    return Plan(
+        f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned})", n, 1, own_shards(n), script=script
+    )
+
+
+def _check_held(held: int, shape: tuple[int, int], schedule: str) -> None:
+    if schedule != "greedy":
+        raise ValueError(f"held ({held}) needs schedule='greedy'; {schedule!r} holds all shards")
+    least = least_held(*shape)
+    if held < least:
+        raise ValueError(
+            f"held ({held}) must be at least {least} for a tile of {shape[0]} x {shape[1]}: all "
+            "shards of one side, a rank's own of the other, and one leaving while one arrives"
+        )
 
 
 def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
@@ -60,9 +83,7 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
     return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
 
 
-def _beat_script(n: int, a: int, order: str, costs: Costs):
-    beats = schedule_beats(a, n // a, order, costs)
-
+def _beat_script(n: int, a: int, beats: list[Beat]):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = Script(rank), _shards(rank, n, a)
 
@@ -80,7 +101,7 @@ def _beat_script(n: int, a: int, order: str, costs: Costs):
                 s.recv(partial(side, own[leaving + 1]), own[1])
 
         for beat in beats:
-            for rows, columns in _rectangles(beat):
+            for rows, columns in beat.tiles:
                 s.tile([shards[0][k] for k in rows], [shards[1][c] for c in columns])
             pass_on(Side.Q, beat.q, beat.q_partial)
             pass_on(Side.KV, beat.kv, beat.kv_partial)
@@ -106,12 +127,3 @@ def _gather_script(n: int, a: int):
         return s.done()
 
     return script
-
-
-def _rectangles(beat: Beat) -> list[tuple[list[int], list[int]]]:
-    """A step's blocks as rectangles: rows that meet the same columns together."""
-    columns: dict[int, list[int]] = {}
-    for k, c in sorted(beat.blocks):
-        columns.setdefault(k, []).append(c)
-    grouped = groupby(columns, key=columns.__getitem__)
-    return [(list(rows), same) for same, rows in grouped]

@@ -1,0 +1,90 @@
+"""Memory against time of a mesh whose ranks may hold few shards.
+
+    python benchmarks/memory.py [--ranks 256] [--q-tile 8] [--machine h100x8] [--json]
+    python benchmarks/memory.py --picture docs/img/mesh_memory.png
+
+Simulated: forward and backward each with its own schedule under the same bound; peak bytes are the
+busiest rank's. The last row holds all shards of its tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import tilewise as tw
+from tilewise.simulator import simulate_pass
+from tilewise.strategies.mesh_orders import least_held
+
+
+class Row(NamedTuple):
+    """One bound: seconds and peak bytes of the passes."""
+
+    held: int
+    forward_seconds: float
+    forward_bytes: int
+    backward_seconds: float
+    backward_bytes: int
+
+
+def rows(work: tw.Workload, machine: tw.Machine, n: int, q_tile: int) -> Iterator[Row]:
+    kv_bytes = 2 * work.num_kv_heads / work.num_heads
+    shape = q_tile, n // q_tile
+    for held in range(least_held(*shape), sum(shape) + 1):
+        found: list[float | int] = []
+        for backward in (False, True):
+            plan = tw.mesh(n, q_tile, kv_bytes=kv_bytes, backward=backward, held=held)
+            timeline, _ = simulate_pass(plan, work, machine, backward)
+            found += [timeline.seconds, max(use.peak_bytes for use in timeline.ranks)]
+        yield Row(held, *found)  # pyright: ignore[reportArgumentType]
+
+
+def picture(path: str, table: list[Row], title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6))
+    axes = figure.subplots()
+    for what, seconds, size in (
+        ("forward", [r.forward_seconds for r in table], [r.forward_bytes for r in table]),
+        ("backward", [r.backward_seconds for r in table], [r.backward_bytes for r in table]),
+    ):
+        axes.plot([x / 1e9 for x in size], [x * 1e3 for x in seconds], "o-", ms=3, label=what)
+    axes.set(xlabel="peak memory of a rank, GB", ylabel="milliseconds", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--q-tile", type=int, default=8)
+    parser.add_argument("--machine", default="h100x8")
+    parser.add_argument("--num-tokens", type=int, default=1 << 20)
+    parser.add_argument("--heads", default="32:32", help="query heads : KV heads")
+    parser.add_argument("--picture", metavar="PNG", help="draw the curve too")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    heads, kv_heads = map(int, given.heads.split(":"))
+    work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())
+    machine = tw.Machine.preset(given.machine)
+    if not given.json:
+        print("held  forward ms  forward MB  backward ms  backward MB")
+    table = []
+    for row in rows(work, machine, given.ranks, given.q_tile):
+        table.append(row)
+        text = (
+            f"{row.held:4} {row.forward_seconds * 1e3:11.3f} {row.forward_bytes / 1e6:11.1f} "
+            f"{row.backward_seconds * 1e3:12.3f} {row.backward_bytes / 1e6:12.1f}"
+        )
+        print(json.dumps(row._asdict()) if given.json else text, flush=True)
+    if given.picture:
+        shape = f"{given.q_tile} x {given.ranks // given.q_tile}"
+        picture(given.picture, table, f"mesh {shape}, {given.machine}, {given.num_tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Mesh schedules: the pacing model against the simulator, the optimum, and bounded shards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from described import machine, workload
+
+import tilewise as tw
+from tilewise.plan import Item, Plan, PlanError, Role, Side
+from tilewise.program import Free, Launch
+from tilewise.simulator import simulate, simulate_pass
+from tilewise.strategies import mesh_optimal
+from tilewise.strategies.mesh_optimal import optimum
+from tilewise.strategies.mesh_orders import least_held
+from tilewise.strategies.mesh_pacing import Costs, seconds_of
+from tilewise.strategies.mesh_schedule import paced_beats, stepwise_beats
+
+FORWARD, BACKWARD = Costs(1, 2, 1, 0), Costs(2, 2, 1, 2)
+TILES = ((1, 4), (4, 1), (2, 2), (2, 5), (3, 3), (4, 4))
+
+
+def block_seconds(rows: int, columns: int, costs: Costs, ratio: float) -> float:
+    moved = (rows - 1) * (costs[0] + costs[2]) + (columns - 1) * (costs[1] + costs[3])
+    return round(64 * ratio * moved / (rows * columns)) / 64
+
+
+def most_held(plan: Plan) -> int:
+    """Query and KV shards of rank 0 at their most: its own two, those here, those to come."""
+    held = most = 2
+    for instruction in tw.lower(plan, 0).instructions:
+        if isinstance(instruction, Launch):
+            held += sum(hop.item.role is Role.OPERAND for hop in instruction.recvs)
+            most = max(most, held)
+        held -= isinstance(instruction, Free)
+    return most
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize("ratio", (0.2, 1.0, 3.0))
+@pytest.mark.parametrize("shape", ((2, 3), (4, 4), (3, 5)))
+def test_the_pacing_model_is_the_simulators(shape: tuple[int, int], ratio: float, backward: bool):
+    """Ranks on one port each, no latency: the same seconds, once messages have their real bytes."""
+    rows, columns = shape
+    n = rows * columns
+    work = workload(n)
+    plan = tw.mesh(n, rows, backward=backward)
+    payload = work.payload(plan, backward)
+    row_bytes = [payload.row_bytes(item) for item in _items()]
+    costs = Costs(*(16.0 * size for size in row_bytes))
+    flop = (10 if backward else 4) * 16 * 16 * 8 * 16
+    block = ratio * sum(costs) / 4
+    beats = paced_beats(rows, columns, BACKWARD if backward else FORWARD)
+    timeline, _ = simulate_pass(plan, work, machine(1.0, flop / block), backward)
+    assert timeline.seconds == pytest.approx(seconds_of(beats, costs, block))
+
+
+def _items():
+    return [Item(side, role, 0) for role in (Role.OPERAND, Role.PARTIAL) for side in Side]
+
+
+def test_the_optimum_of_small_tiles_is_that_worked_out_by_hand():
+    pytest.importorskip("ortools")
+    # ring of 3: two arrivals of 2, then the last block
+    assert optimum(1, 3, FORWARD, 1.0) == (5.0, True)
+    # q comes during (0, 0), kv during (1, 0); (1, 1) at 3; o leaves during (0, 1)
+    assert optimum(2, 2, FORWARD, 1.0) == (5.0, True)
+    assert optimum(2, 2, FORWARD, 100.0) == (400.0, True)
+    # nothing but messages: kv 2, q 1, o 1, and the blocks between q and o
+    assert optimum(2, 2, FORWARD, 0.125).seconds == 4.125
+
+
+@pytest.mark.parametrize("costs", (FORWARD, BACKWARD, Costs(1, 0.5, 1, 0), Costs(2, 0.5, 1, 0.5)))
+def test_no_schedule_beats_the_optimum_and_greedy_comes_near(costs: Costs):
+    """Above 1.05 are small tiles where compute and communication take about equally long."""
+    pytest.importorskip("ortools")
+    over = []
+    for shape in TILES:
+        beats = {
+            "greedy": paced_beats(*shape, costs),
+            "eager": stepwise_beats(*shape, "eager", costs),
+            "kv_first": stepwise_beats(*shape, "kv_first", costs),
+        }
+        for ratio in (0.0625, 0.25, 1.0, 4.0, 16.0):
+            block = block_seconds(*shape, costs, ratio)
+            least = optimum(*shape, costs, block)
+            assert least.proven
+            times = {name: seconds_of(b, costs, block) / least.seconds for name, b in beats.items()}
+            assert min(times.values()) >= 1 - 1e-9
+            over.append(times["greedy"])
+    assert max(over) <= 1.15
+    assert sum(x <= 1.05 for x in over) >= 0.7 * len(over)
+
+
+def test_the_solver_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"block \(0\)"):
+        optimum(2, 2, FORWARD, 0)
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(mesh_optimal.importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=r"tilewise\[solver\]"):
+        optimum(2, 2, FORWARD, 1.0)
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize(("n", "a"), ((5, 1), (9, 3), (12, 3), (20, 4), (20, 5)))
+def test_a_bounded_rank_holds_no_more_and_sends_the_same(n: int, a: int, backward: bool):
+    work = workload(n)
+    for held in (least_held(a, n // a), least_held(a, n // a) + 1, a + n // a):
+        plan = tw.mesh(n, a, held=held, backward=backward)
+        tw.check(plan)
+        assert most_held(plan) <= held
+        assert tw.volume(plan, work) == tw.volume(tw.mesh(n, a), work)
+
+
+def test_a_bounded_mesh_has_no_hop_that_can_be_dropped():
+    plan = tw.mesh(12, 3, held=6, backward=True)
+    for number, step in enumerate(plan.steps):
+        for hop in [hop for hop in step.transfers if 0 in (hop.src, hop.dst)]:
+            kept = tuple(other for other in step.transfers if other != hop)
+            steps = (*plan.steps[:number], step._replace(transfers=kept), *plan.steps[number + 1 :])
+            with pytest.raises(PlanError):
+                tw.check(plan.replaced("one hop less", steps))
+
+
+@pytest.mark.parametrize("backward", (False, True))
+def test_fewer_held_shards_take_less_memory(backward: bool):
+    work, fast = workload(64), machine(1e6, 1e9)
+    peaks = []
+    for held in (7, 10, 20):
+        plan = tw.mesh(64, 4, held=held, backward=backward)
+        timeline, _ = simulate_pass(plan, work, fast, backward)
+        peaks.append(max(use.peak_bytes for use in timeline.ranks))
+    assert peaks == sorted(peaks)
+    assert peaks[0] < 0.9 * peaks[-1]
+    whole = simulate(tw.mesh(64, 4), work, fast)
+    assert simulate(tw.mesh(64, 4, held=7), work, fast).peak_bytes < whole.peak_bytes
+
+
+def test_a_bounded_mesh_is_exact():
+    n, tokens = 10, 50
+    layout, mask = tw.zigzag(tokens, n), tw.Causal()
+    forward, back = tw.mesh(n, 2, held=5), tw.mesh(n, 2, held=5, backward=True)
+    q, k, v, dout = (torch.randn(tokens, h, 4, dtype=torch.float64) for h in (4, 2, 2, 4))
+
+    def one(rank, group):
+        mine = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+        out = tw.attention(
+            *mine, plan=forward, backward_plan=back, layout=layout, mask=mask, group=group
+        )
+        out.backward(layout.shard(dout, rank))
+        return [out.detach(), *(x.grad for x in mine)]
+
+    found = [layout.unshard(list(parts)) for parts in zip(*tw.loopback(n, one), strict=True)]
+    for got, want in zip(found, _expected(q, k, v, dout), strict=True):
+        assert (got - want).abs().max() < 1e-12 * max(1, want.abs().max())
+
+
+def _expected(q, k, v, dout):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    out.backward(dout)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def test_impossible_bounds_name_the_least():
+    with pytest.raises(ValueError, match=r"held \(10\) must be at least 11 for a tile of 8 x 32"):
+        tw.mesh(256, 8, held=10)
+    with pytest.raises(ValueError, match=r"held \(11\) needs schedule='greedy'; 'gather' holds"):
+        tw.mesh(256, 8, "gather", held=11)
+
+
+@pytest.mark.slow
+def test_the_benchmarks_print_tables():
+    pytest.importorskip("ortools")
+    root = Path(__file__).parent.parent
+
+    def rows(*command: str) -> list[dict]:
+        done = subprocess.run(
+            [sys.executable, *command, "--json"], cwd=root, capture_output=True, check=True
+        )
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    greedy = rows("benchmarks/greedy.py", "--tiles", "2x3", "--ratios", "0.25,4")
+    assert len(greedy) == 8 and all(1 - 1e-9 <= row["best"] <= row["greedy"] for row in greedy)
+    memory = rows("benchmarks/memory.py", "--ranks", "16", "--q-tile", "4")
+    assert [row["held"] for row in memory] == [7, 8]
+    assert memory[0]["forward_bytes"] < memory[-1]["forward_bytes"]
