@@ -50,11 +50,17 @@ def test_every_field_survives_a_file(tmp_path: Path):
         node_size=4,
         inside=Link(1e9, 1e-6),
         between=Link(12345678.9),
-        kernels=(grid(), grid(backward=True)),
+        kernels=(grid(), grid(backward=True, head_dim=64, launch_seconds=2e-5, edge_keys=31.5)),
         nics=2,
         pooled=True,
         launch_seconds=1e-6,
         message_seconds=3e-4,
+        carry_seconds=1e-4,
+        call_seconds=(1e-4, 2e-4),
+        agree_seconds=5e-5,
+        merge_seconds=6e-5,
+        merge_bandwidth=7e9,
+        pack_bandwidth=8e9,
         memory_bytes=123,
         rack_nodes=8,
         across=Link(1e8, 1e-3),
@@ -139,3 +145,28 @@ def test_scaled_scales_every_link():
     assert faster.inside.bandwidth == 3 * machine.inside.bandwidth
     assert faster.between.bandwidth == 3 * machine.between.bandwidth
     assert faster.across == Link(30.0, 1.0)
+
+
+def test_between_two_head_dims_the_time_of_a_pair_is_interpolated():
+    """A pair of rows takes 32 / 2e9 and 128 / 4e9 seconds: half of the way, 24 ns."""
+    narrow = grid(flops=((2e9, 2e9), (2e9, 2e9)), head_dim=32, launch_seconds=1e-5)
+    wide = grid(flops=((4e9, 4e9), (4e9, 4e9)), head_dim=128, launch_seconds=3e-5, edge_keys=8)
+    machine = Machine("two", 1, Link(1e9), Link(1e9), (wide, narrow))
+    middle = machine.kernel("float32", False, 80)
+    assert middle.speed(16, 16) == pytest.approx(80 / 24e-9)
+    assert middle.launch_seconds == pytest.approx(2e-5) and middle.edge_keys == pytest.approx(4)
+    assert machine.kernel("float32", False, 16) == machine.kernel("float32", False, 32) == narrow
+    assert machine.kernel("float32", False, 256) == machine.kernel("float32", False) == wide
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"call_seconds": (1e-4,)}, r"call_seconds \(\(0.0001,\)\) must be two numbers"),
+        ({"merge_bandwidth": 0.0}, r"merge_bandwidth \(0.0\) must be above 0, or left out"),
+        ({"carry_seconds": -1.0}, r"carry_seconds \(-1.0\) must be at least 0"),
+    ],
+)
+def test_overheads_out_of_range_are_refused(fields: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Machine("odd", 1, Link(1e9), Link(1e9), (grid(),), **fields)

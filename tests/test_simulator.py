@@ -127,13 +127,13 @@ def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str):
 
 LAB = (
     (16, 50, 128, tw.ring(16), 1.322),
-    (16, 50, 128, tw.mesh(16, q_tile=4), 0.559),
+    (16, 50, 128, tw.mesh(16, q_tile=4, schedule="eager"), 0.559),
     (16, 50, 128, tw.ulysses(16), 0.212),
     (16, 100, 128, tw.ring(16), 0.667),
-    (16, 100, 128, tw.mesh(16, q_tile=4), 0.303),
+    (16, 100, 128, tw.mesh(16, q_tile=4, schedule="eager"), 0.303),
     (16, 100, 128, tw.ulysses(16), 0.155),
     (8, 50, 256, tw.ring(8), 1.234),
-    (8, 50, 256, tw.mesh(8, q_tile=2), 0.737),
+    (8, 50, 256, tw.mesh(8, q_tile=2, schedule="eager"), 0.737),
     (8, 50, 256, tw.ulysses(8), 0.379),
     (64, 25, 32, tw.ring(64), 2.759),
 )
@@ -147,7 +147,8 @@ def test_measured_times_are_predicted(
 
     Assumed: line rate x 1448 / 1514 (TCP in Ethernet), two cores shared by all hosts, nothing else
     takes time. A core's 72 GFLOP/s is fitted to the Ulysses rows; rings and meshes hardly feel it.
-    What was measured is other, simpler code for the same patterns. Two measurements are left out
+    What was measured is other, simpler code for the same patterns (its meshes compute as soon as
+    they can: "eager"). Two measurements are left out
     because they are missed by more: the 8 x 8 mesh on 64 hosts (0.731 s, 12 % too fast: its hosts
     compete for two cores) and Ulysses on 4 hosts of 4 ranks (0.282 s, 15 % too slow).
     """
@@ -164,6 +165,21 @@ def test_ranks_of_a_host_share_its_nic_as_measured():
     work = workload(16, 128, num_heads=16, num_kv_heads=16, head_dim=32, layout="contiguous")
     for plan, measured in ((tw.ring(16), 0.668), (tw.mesh(16, q_tile=4), 0.546)):
         assert simulate(plan, work, lab).forward_seconds == pytest.approx(measured, rel=0.05)
+
+
+def test_tiles_of_whole_hosts_beat_flat_tiles():
+    """Measured: a 2 x 2 grid of hosts with a KV ring inside each 0.435 s, 1.26 times as fast.
+
+    Ours sends what two thirds of the flat mesh's bytes are, and is faster than that measured code.
+    """
+    lab = machine(
+        100e6 / 8 * 1448 / 1514, 72e9, node_size=4, inside=Link(5e9), cores=2, core_sharers=16
+    )
+    work = workload(16, 128, num_heads=16, num_kv_heads=16, head_dim=32, layout="contiguous")
+    hosts = simulate(tw.hierarchical(tw.mesh(4, q_tile=2), tw.ring(4)), work, lab)
+    flat = simulate(tw.mesh(16, q_tile=4), work, lab)
+    assert 0.35 < hosts.forward_seconds < 0.435
+    assert 1.25 < flat.forward_seconds / hosts.forward_seconds < 1.6
 
 
 def silent(n: int, rank_that_forgets: int | None) -> Plan:

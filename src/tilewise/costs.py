@@ -9,7 +9,7 @@ from functools import cached_property
 from tilewise.layout import Layout
 from tilewise.machine import Kernel, Machine
 from tilewise.payload import ITEM_BYTES, Payload, accumulator
-from tilewise.plan import Item, Plan, Role, Side, Tile, Transfer
+from tilewise.plan import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.rows import count
 from tilewise.support import Cell
 from tilewise.workload import Workload
@@ -83,21 +83,67 @@ class Costs:
             return area
         return (area + len({*tile.q} & {*tile.kv}) * rows[0]) // 2
 
+    def _edge_rows(self, tile: Tile) -> int:
+        """Queries at an edge of the mask: those of shard pairs that are no full rectangle."""
+        rows = self.layouts[0].sizes
+        if self.cells is None:
+            return sum(rows[s] for s in {*tile.q} & {*tile.kv}) if self.halved else 0
+        cells = (self.cells.get((q, kv)) for q in tile.q for kv in tile.kv)
+        return sum(
+            count(cell.q_rows, 0)
+            for cell in cells
+            if cell and cell.area < count(cell.q_rows, 0) * count(cell.k_rows, 0)
+        )
+
     def tile_seconds(self, tile: Tile) -> float:
         """One kernel: its launch, and its FLOP at the speed of a tile of so many rows."""
         area = self.area(tile)
         if not area:
             return 0.0
+        area += int(self.kernel.edge_keys * self._edge_rows(tile))
         queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
         seconds = self._known_seconds.get((queries, area))
         if seconds is None:
             payload = self.payload
             flop = 2 * MATMULS[payload.backward] * area * payload.num_heads * payload.head_dim
-            seconds = self.machine.launch_seconds + flop / self.kernel.speed(
-                queries, area / queries
-            )
+            launch = self.machine.launch_seconds + self.kernel.launch_seconds
+            seconds = launch + flop / self.kernel.speed(queries, area / queries)
             self._known_seconds[queries, area] = seconds
+        return seconds + self._gathering_seconds(tile, area)
+
+    def _gathering_seconds(self, tile: Tile, area: int) -> float:
+        """Copying keys together: under a mask a call reads parts of shards that lie apart."""
+        q, kv = (
+            sum(layout.sizes[shard] for shard in shards)
+            for layout, shards in zip(self.layouts, tile[:2], strict=True)
+        )
+        if len(tile.kv) == 1 or area >= q * kv:
+            return 0.0
+        return self.pack_seconds(kv * self._row_bytes[Side.KV, Role.OPERAND])
+
+    def call_seconds(self, plan: Plan, rank: int) -> float:
+        """A rank's own time around its program, most of it before: agreement, views, results."""
+        machine, backward = self.machine, self.payload.backward
+        seconds = machine.call_seconds[backward]
+        if not backward:
+            seconds += machine.agree_seconds * (plan.world_size - 1)
+        elif machine.pack_bandwidth:
+            seconds += self.own_bytes(plan, rank) / machine.pack_bandwidth
         return seconds
+
+    def merge_seconds(self, item: Item, rows: Rows | None = None) -> float:
+        """Adding to a partial that is there."""
+        machine = self.machine
+        if machine.merge_bandwidth is None:
+            return machine.merge_seconds
+        size = self.layouts[item.side].size(item.shard)
+        share = count(rows, size) / max(size, 1)
+        return machine.merge_seconds + share * self.partial_bytes(item) / machine.merge_bandwidth
+
+    def pack_seconds(self, num_bytes: int) -> float:
+        """Copying rows into a message."""
+        bandwidth = self.machine.pack_bandwidth
+        return num_bytes / bandwidth if bandwidth else 0.0
 
     def own_bytes(self, plan: Plan, rank: int) -> int:
         """What a rank holds from the start: q, k, v; in backward also out, dout, lse and delta."""

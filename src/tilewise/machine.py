@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.machine_text import preset_fields, preset_names, read_toml, write_toml
+from tilewise.machine_text import parse_toml, preset_fields, preset_names, read_text, write_toml
 from tilewise.payload import ITEM_BYTES
 
 
@@ -39,6 +39,9 @@ class Kernel:
     Args:
         queries, keys: ascending numbers of rows.
         flops: per number of queries, per number of keys.
+        head_dim: that these are for; 0: for all.
+        launch_seconds: of every call, however small, beside its FLOP.
+        edge_keys: computed in vain for every query at a mask's edge, as blocks overhang it.
     """
 
     dtype: str
@@ -46,6 +49,9 @@ class Kernel:
     queries: tuple[float, ...]
     keys: tuple[float, ...]
     flops: tuple[tuple[float, ...], ...]
+    head_dim: int = 0
+    launch_seconds: float = 0.0
+    edge_keys: float = 0.0
 
     def speed(self, queries: float, keys: float) -> float:
         """FLOP per second of a tile of so many rows."""
@@ -66,9 +72,15 @@ class Machine:
         between: one NIC. Neighbouring devices of a node share a NIC if there are fewer NICs than
             devices; pooled: every transfer may use all NICs of its node.
         nics: per node.
-        kernels: FLOP per second by dtype and pass.
+        kernels: FLOP per second by dtype and pass, and by head_dim where they differ.
         launch_seconds: before every kernel.
-        message_seconds: a rank's own time for each message that it posts.
+        message_seconds: a rank's own time for each message that it posts, sent or received.
+        carry_seconds: for which a message, however short, keeps its link and copy_cores busy.
+        call_seconds: a rank's own time around a forward and around a backward pass.
+        agree_seconds: per other rank, for the records that are compared before a forward pass.
+        merge_seconds: for every partial that is added to one that is there.
+        merge_bandwidth, pack_bandwidth: bytes per second of partials merged, and of rows copied
+            into messages and of the passes' own tensors; None: takes no time.
         memory_bytes: per device.
         rack_nodes, across: nodes per rack, and the rack's one link to all others (None: no racks).
         cores, core_sharers: so many kernels at once run at full speed among core_sharers
@@ -86,6 +98,12 @@ class Machine:
     pooled: bool = False
     launch_seconds: float = 0.0
     message_seconds: float = 0.0
+    carry_seconds: float = 0.0
+    call_seconds: tuple[float, float] = (0.0, 0.0)
+    agree_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    merge_bandwidth: float | None = None
+    pack_bandwidth: float | None = None
     memory_bytes: int = 1 << 50
     rack_nodes: int | None = None
     across: Link | None = None
@@ -109,11 +127,7 @@ class Machine:
                 raise ValueError(
                     f"{link} must have a bandwidth above 0 and a latency of at least 0"
                 )
-        for what in ("launch_seconds", "message_seconds", "copy_cores"):
-            if not getattr(self, what) >= 0:
-                raise ValueError(f"{what} ({getattr(self, what)}) must be at least 0")
-        if self.cores is not None and not self.cores > 0:
-            raise ValueError(f"cores ({self.cores}) must be above 0, or left out")
+        _check_numbers(self)
         for kernel in self.kernels:
             _check_kernel(kernel)
 
@@ -141,7 +155,7 @@ class Machine:
         Raises:
             ValueError: if the file is no TOML, or a field is missing, unknown or out of range.
         """
-        return _machine(read_toml(Path(path)), str(path))
+        return read_machine(read_text(Path(path)), str(path))
 
     def to_toml(self) -> str:
         return write_toml(self)
@@ -155,17 +169,20 @@ class Machine:
         assert inside and between
         return replace(self, inside=inside, between=between, across=across)
 
-    def kernel(self, dtype: str, backward: bool) -> Kernel:
+    def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> Kernel:
         """The speeds of a dtype and pass; float16 and bfloat16 stand in for each other.
 
+        Args:
+            head_dim: between two tables' the time of a pair of rows is interpolated; outside them
+                the nearest table counts. None: that of the largest.
         Raises:
             ValueError: if the machine has none.
         """
         twin = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, dtype)
         for wanted in (dtype, twin):
-            for kernel in self.kernels:
-                if (kernel.dtype, kernel.backward) == (wanted, backward):
-                    return kernel
+            found = [k for k in self.kernels if (k.dtype, k.backward) == (wanted, backward)]
+            if found:
+                return _between(sorted(found, key=lambda k: k.head_dim), head_dim)
         known = ", ".join(sorted({kernel.dtype for kernel in self.kernels}))
         which = "backward" if backward else "forward"
         raise ValueError(
@@ -174,8 +191,51 @@ class Machine:
         )
 
 
+def _between(kernels: list[Kernel], head_dim: int | None) -> Kernel:
+    """The table of a head_dim: one of these, ascending, or what lies between two of them."""
+    if head_dim is None or head_dim >= kernels[-1].head_dim:
+        return kernels[-1]
+    upper = next(i for i, kernel in enumerate(kernels) if kernel.head_dim > head_dim)
+    if not upper or kernels[upper - 1].head_dim == head_dim:
+        return kernels[max(upper - 1, 0)]
+    a, b = kernels[upper - 1], kernels[upper]
+    if (a.queries, a.keys) != (b.queries, b.keys):
+        raise ValueError(
+            f"the kernel tables of {a.dtype} for head_dim {a.head_dim} and {b.head_dim} must have "
+            "the same queries and keys"
+        )
+    share = (head_dim - a.head_dim) / (b.head_dim - a.head_dim)
+
+    def speed(x: float, y: float) -> float:
+        return head_dim / ((1 - share) * a.head_dim / x + share * b.head_dim / y)
+
+    rows = (map(speed, *row) for row in zip(a.flops, b.flops, strict=True))
+    launch = (1 - share) * a.launch_seconds + share * b.launch_seconds
+    flops = tuple(map(tuple, rows))
+    edge = (1 - share) * a.edge_keys + share * b.edge_keys
+    return replace(a, flops=flops, head_dim=head_dim, launch_seconds=launch, edge_keys=edge)
+
+
+def _check_numbers(machine: Machine) -> None:
+    for what in (
+        *("launch_seconds", "message_seconds", "carry_seconds"),
+        *("agree_seconds", "merge_seconds", "copy_cores"),
+    ):
+        if not getattr(machine, what) >= 0:
+            raise ValueError(f"{what} ({getattr(machine, what)}) must be at least 0")
+    if len(machine.call_seconds) != 2 or not min(machine.call_seconds) >= 0:
+        raise ValueError(f"call_seconds ({machine.call_seconds}) must be two numbers, 0 at least")
+    for what in ("cores", "merge_bandwidth", "pack_bandwidth"):
+        value = getattr(machine, what)
+        if value is not None and not value > 0:
+            raise ValueError(f"{what} ({value}) must be above 0, or left out")
+
+
 def _check_kernel(kernel: Kernel) -> None:
     ITEM_BYTES(kernel.dtype)
+    for what in ("head_dim", "launch_seconds", "edge_keys"):
+        if not getattr(kernel, what) >= 0:
+            raise ValueError(f"kernel {kernel.dtype}: {what} must be at least 0")
     for what, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
             raise ValueError(f"kernel {kernel.dtype}: {what} {sizes} must be positive and ascend")
@@ -196,6 +256,11 @@ def _place(sizes: tuple[float, ...], size: float) -> tuple[int, float]:
     return index, math.log(size / sizes[index]) / math.log(sizes[index + 1] / sizes[index])
 
 
+def read_machine(text: str, where: str) -> Machine:
+    """A machine from the text of a file, which errors call `where`."""
+    return _machine(parse_toml(text, where), where)
+
+
 def _machine(fields: Mapping[str, Any], where: str) -> Machine:
     """A machine from the tables of a file, whose name every error gives."""
     fields = dict(fields)
@@ -204,6 +269,8 @@ def _machine(fields: Mapping[str, Any], where: str) -> Machine:
         for link in ("inside", "between", "across"):
             if link in fields:
                 fields[link] = Link(**fields[link])
+        if "call_seconds" in fields:
+            fields["call_seconds"] = tuple(map(float, fields["call_seconds"]))
         return Machine(kernels=kernels, **fields)
     except KeyError as error:
         raise ValueError(f"{where}: a [[kernel]] table has no good {error}") from None
@@ -216,4 +283,6 @@ def _kernel(table: Mapping[str, Any]) -> Kernel:
         raise ValueError(f"pass ({table['pass']!r}) of a kernel must be 'forward' or 'backward'")
     flops = tuple(tuple(map(float, row)) for row in table["flops"])
     queries, keys = (tuple(map(float, table[side])) for side in ("queries", "keys"))
-    return Kernel(table["dtype"], table["pass"] == "backward", queries, keys, flops)
+    width = int(table.get("head_dim", 0))
+    extra = (float(table.get(name, 0.0)) for name in ("launch_seconds", "edge_keys"))
+    return Kernel(table["dtype"], table["pass"] == "backward", queries, keys, flops, width, *extra)

@@ -17,16 +17,28 @@ SIZES = tuple(float(1 << power) for power in range(4, 17, 2))
 """Queries and keys at which a preset's speeds are tabled."""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file.
+def read_text(path: Path) -> str:
+    """What a file says.
+
+    Raises:
+        ValueError: if it is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a file's text.
 
     Raises:
         ValueError: if it is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where} is no TOML: {error}") from None
 
 
 def write_toml(machine: Any) -> str:
@@ -43,6 +55,9 @@ def write_toml(machine: Any) -> str:
     for kernel in machine.kernels:
         tables += ["", "[[kernel]]", f'dtype = "{kernel.dtype}"']
         tables.append(f'pass = "{"backward" if kernel.backward else "forward"}"')
+        for name in ("head_dim", "launch_seconds", "edge_keys"):
+            if getattr(kernel, name):
+                tables.append(f"{name} = {_written(getattr(kernel, name))}")
         for name in ("queries", "keys"):
             tables.append(f"{name} = {_written(getattr(kernel, name))}")
         rows = (f"    {_written(row)}," for row in kernel.flops)

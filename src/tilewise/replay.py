@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.fluid import Fluid, Route
-from tilewise.tracks import LOST, Await, Compute, Depart, Score
+from tilewise.plan import Tile
+from tilewise.tracks import LOST, Await, Busy, Compute, Depart, Score
 
 
 class Span(NamedTuple):
@@ -31,7 +32,8 @@ class RankUse(NamedTuple):
 
     Attributes:
         members: ranks that did the same.
-        exposed_seconds: waiting for messages, its own sends at the end included, or posting them.
+        exposed_seconds: waiting for messages, its own sends at the end included, or packing,
+            posting and merging them, and what a call takes around its program.
         idle_seconds: nothing left to do while others went on.
         bytes_by_link: sent, by the class of the link.
         peak_bytes: own and received operands, partials, buffers of messages, at their most.
@@ -59,13 +61,10 @@ class Replay:
 
     Args:
         routes, num_resources: the network's.
-        message_seconds: a rank's own time per message that it posts.
     """
 
-    def __init__(
-        self, score: Score, routes: list[Route], num_resources: int, message_seconds: float
-    ):
-        self.score, self.message_seconds = score, message_seconds
+    def __init__(self, score: Score, routes: list[Route], num_resources: int):
+        self.score = score
         self.fluid = Fluid(routes, num_resources)
         num = len(score.tracks)
         self.track_of = {track.rank: index for index, track in enumerate(score.tracks)}
@@ -124,14 +123,14 @@ class Replay:
             match op:
                 case Compute(seconds, route, tile):
                     if seconds:
-                        self._compute(index, seconds, route, tile)
+                        self._work(index, seconds, route, ("compute", _name(tile)))
                         return
-                case Depart(flows, posted):
+                case Busy(seconds, route, name):
+                    self._work(index, seconds, route, ("wait", name))
+                    return
+                case Depart(flows):
                     for flow in flows:
                         self._launch(flow)
-                    if self.message_seconds and posted:
-                        self._sleep(index, self.message_seconds * posted, "wait", "post")
-                        return
                 case Await(flows):
                     late = {flow for flow in flows if not self.done[flow]}
                     if late:
@@ -142,17 +141,13 @@ class Replay:
                         return
         self.ended[index] = self.now
 
-    def _compute(self, index: int, seconds: float, route: int | None, tile) -> None:
-        name = f"{_shards('q', tile.q)} x {_shards('kv', tile.kv)}"
+    def _work(self, index: int, seconds: float, route: int | None, what: tuple[str, str]) -> None:
+        """Keep a rank busy, and the cores that its route names."""
+        self.blocked[index] = self.now, *what
         if route is None:
-            self._sleep(index, seconds, "compute", name)
+            heapq.heappush(self.events, (self.now + seconds, -1 - index))
         else:
-            self.blocked[index] = self.now, "compute", name
             self.kernels.append((index, route, seconds))
-
-    def _sleep(self, index: int, seconds: float, lane: str, name: str) -> None:
-        self.blocked[index] = self.now, lane, name
-        heapq.heappush(self.events, (self.now + seconds, -1 - index))
 
     def _wake(self, index: int) -> int:
         start, lane, name = self.blocked[index]
@@ -233,6 +228,10 @@ class Replay:
             )
         )
         return Timeline(total, tuple(ranks), tuple(self.spans))
+
+
+def _name(tile: Tile) -> str:
+    return f"{_shards('q', tile.q)} x {_shards('kv', tile.kv)}"
 
 
 def _shards(prefix: str, shards: tuple[int, ...]) -> str:

@@ -29,8 +29,11 @@ from tilewise.table import check_made_for, shard_layouts, table_cells
 from tilewise.tracks import compile_tracks
 from tilewise.workload import Workload, check_gathered, saving
 
-EXACT_RANKS = 16
+EXACT_RANKS = 64
 """Up to so many ranks a causal mask is simulated pruned, rank by rank."""
+
+MOST_APART = 1024
+"""Up to so many ranks that are not alike are replayed unasked: more take many minutes."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +181,12 @@ def simulate(
         plan: of the forward pass, and of the backward pass if backward_plan is None.
         exact: replay every rank by itself, pruned. None: unless ranks are alike. Under a causal
             mask on equal zigzag shards they compute alike, but some send fewer rows than others:
-            above 16 ranks, where that takes long, all are taken to send the most.
+            above 64 ranks, where that takes long, all are taken to send the most; False: at any
+            number.
     Raises:
         RuntimeError: if all ranks wait for messages that nobody sends.
-        ValueError: if plan, workload and machine do not fit.
+        ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
+            alike, unless exact.
     """
     gathered = saving(plan, work.save) == "gathered"
     if gathered and backward_plan is not None:
@@ -208,11 +213,15 @@ def simulate_pass(
     layout = work.layout_for(plan.world_size)
     check_made_for(plan, work.mask, layout)
     layouts = shard_layouts(plan, layout)
-    payload, kernel = work.payload(plan, backward), machine.kernel(work.dtype, backward)
+    payload, kernel = (
+        work.payload(plan, backward),
+        machine.kernel(work.dtype, backward, work.head_dim),
+    )
     alike = all_alike(plan, work.mask, layouts)
     symmetry = _symmetry(plan, machine, alike, exact)
     costs = Costs(work, machine, payload, layouts, kernel, None, bool(alike))
     if symmetry.members == 1:
+        _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, work.mask, *layouts)
         plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
@@ -220,7 +229,7 @@ def simulate_pass(
     kept = _kept(plan, work, symmetry, costs) if payload.saved else {}
     network = Network(machine, symmetry)
     score = compile_tracks(plan, programs, costs, network, kept)
-    replay = Replay(score, network.routes, network.num_resources, machine.message_seconds)
+    replay = Replay(score, network.routes, network.num_resources)
     replay.run()
     return replay.timeline(symmetry.members), symmetry
 
@@ -230,6 +239,16 @@ def _symmetry(plan: Plan, machine: Machine, alike: bool | None, exact: bool | No
     if alike is None or exact or (alike and exact is None and plan.world_size <= EXACT_RANKS):
         return alone
     return find_symmetry(plan, blocks(machine, plan.world_size))
+
+
+def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
+    if plan.world_size > MOST_APART and not exact:
+        raise ValueError(
+            f"no ranks of {plan.name} are alike on nodes of {machine.node_size}, and "
+            f"{plan.world_size} are more than the {MOST_APART} that are replayed one by one "
+            "unasked: take another shape, a full or causal mask on equal zigzag shards and whole "
+            "nodes, or pass exact=True and wait"
+        )
 
 
 def _kept(plan: Plan, work: Workload, symmetry: Symmetry, costs: Costs) -> dict[int, int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tilewise.costs import Costs
 from tilewise.network import Network
-from tilewise.plan import Item, Plan, Role, Side, Tile, Transfer
+from tilewise.plan import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.program import Collective, Free, Launch, Program, Run, Wait
 from tilewise.symmetry import absolute, relative
 
@@ -51,11 +51,19 @@ class Compute(NamedTuple):
     grown: int
 
 
+class Busy(NamedTuple):
+    """A rank's own time for messages: packing, posting, merging; and around the whole pass."""
+
+    seconds: float
+    route: int | None
+    name: str
+    grown: int
+
+
 class Depart(NamedTuple):
-    """Let flows leave, having posted so many messages, receives counted."""
+    """Let flows leave."""
 
     flows: tuple[int, ...]
-    posted: int
     grown: int
 
 
@@ -67,11 +75,14 @@ class Await(NamedTuple):
     grown: int
 
 
+Op = Compute | Busy | Depart | Await
+
+
 class Track(NamedTuple):
     """One rank's program, priced."""
 
     rank: int
-    ops: tuple[Compute | Depart | Await, ...]
+    ops: tuple[Op, ...]
     held: int
 
 
@@ -99,6 +110,7 @@ def compile_tracks(
     ]
     for writer in writers:
         writer.held = costs.own_bytes(plan, writer.rank) + kept.get(writer.rank, 0)
+        writer.busy("call", costs.call_seconds(plan, writer.rank))
         writer.write(flows, known)
     tracks = (
         Track(writer.rank, tuple(_resolved(writer, known)), writer.held) for writer in writers
@@ -106,7 +118,7 @@ def compile_tracks(
     return Score(tuple(tracks), tuple(flows))
 
 
-def _resolved(writer: _Writer, known: dict[Hashable, int]) -> Iterable[Compute | Depart | Await]:
+def _resolved(writer: _Writer, known: dict[Hashable, int]) -> Iterable[Op]:
     for op in writer.ops:
         if isinstance(op, Await) and op.hops:
             keys = (writer.key(step, hop) for step, hop in op.hops)
@@ -120,9 +132,10 @@ class _Writer:
     def __init__(self, rank: int, program: Program, costs: Costs, network: Network):
         self.rank, self.program = rank, program
         self.costs, self.network, self.symmetry = costs, network, network.symmetry
-        self.ops: list[Compute | Depart | Await] = []
+        self.ops: list[Op] = []
         self.held = 0
         self._grown = 0  # bytes since the last op
+        self._copied = 0  # bytes packed for the next launch
         self._partials: dict[Item, int] = {}
         self._received: dict[Item, int] = {}
         self._packed: set[Item] = set()
@@ -134,6 +147,11 @@ class _Writer:
         shifts = self.symmetry.shifts
         item = hop.item[:2] if shifts else (hop.item, hop.rows)
         return self.symmetry.first(hop.src), step, relative(hop.dst, hop.src, shifts), item
+
+    def busy(self, name: str, seconds: float) -> None:
+        if seconds:
+            route = self.network.compute(self.rank)
+            self.ops.append(Busy(seconds, route, name, self._take()))
 
     def write(self, flows: list[Flow], known: dict[Hashable, int]) -> None:
         launched: dict[int, tuple[int, tuple[Transfer, ...]]] = {}
@@ -177,16 +195,24 @@ class _Writer:
         return Tile(q, kv, tile.heads)
 
     def _run(self, tile: Tile) -> None:
-        for side, shards in zip(Side, tile[:2], strict=True):
-            for shard in shards:
-                self._accumulate(Item(side, Role.PARTIAL, shard, tile.heads))
+        parts = (
+            Item(side, Role.PARTIAL, shard, tile.heads)
+            for side, shards in zip(Side, tile[:2], strict=True)
+            for shard in shards
+        )
+        merging = sum(map(self._accumulate, parts))
         seconds, route = self.costs.tile_seconds(tile), self.network.compute(self.rank)
         self.ops.append(Compute(seconds, route, tile, self._take()))
+        self.busy("merge", merging if seconds else 0.0)
 
-    def _accumulate(self, item: Item) -> None:
-        if item not in self._partials:
-            self._partials[item] = size = self.costs.partial_bytes(item)
-            self._grown += size
+    def _accumulate(self, item: Item, rows: Rows | None = None) -> float:
+        """Add to a partial; the seconds that this takes, none for the first."""
+        size = self.costs.partial_bytes(item)
+        if item in self._partials:
+            return self.costs.merge_seconds(item, rows) if size else 0.0
+        self._partials[item] = size
+        self._grown += size
+        return 0.0
 
     def _depart(
         self,
@@ -204,6 +230,7 @@ class _Writer:
         for (route, size, after), hops in self._grouped(sends, first).items():
             link = self.network.link(self.rank, hops[0].dst)
             seconds, latency = size / self.network.bandwidth(link), self.network.latency(link)
+            seconds += self.costs.machine.carry_seconds
             released = sum(self._buffer(hop.item, self.costs.message_bytes(hop)) for hop in hops)
             store[1].update((self.key(step, hop), len(store[0])) for hop in hops)
             messages = len({(hop.dst, *hop.item[:2]) for hop in hops})
@@ -213,7 +240,10 @@ class _Writer:
             store[0].append(flow._replace(released=released))
         numbers = tuple(range(first, len(store[0])))
         self._sent += numbers
-        self.ops.append(Depart(numbers, len(sends) + len(recvs), self._take()))
+        self.busy("pack", self.costs.pack_seconds(self._copied))
+        self.ops.append(Depart(numbers, self._take()))
+        self.busy("post", self.costs.machine.message_seconds * (len(sends) + len(recvs)))
+        self._copied = 0
 
     def _grouped(
         self, sends: tuple[Transfer, ...], first: int
@@ -236,20 +266,25 @@ class _Writer:
         """Bytes of a send's own buffer that are free after it; operands go from where they lie."""
         if item.role is Role.PARTIAL:
             self._grown += size - self._partials.pop(item, 0)
+            self._copied += size
             return size
         own = item.role is Role.OPERAND and item not in self._received
         if own and item.side in self.costs.packed and item not in self._packed:
             self._packed.add(item)  # packed once, and kept
             self._grown += size
+            self._copied += size
         return 0
 
     def _await(self, step: int, hops: list[Transfer]) -> None:
-        for hop in hops:
-            if hop.item.role is not Role.OPERAND:
-                self._accumulate(hop.item._replace(role=Role.PARTIAL))
+        merging = sum(
+            self._accumulate(hop.item._replace(role=Role.PARTIAL), hop.rows)
+            for hop in hops
+            if hop.item.role is not Role.OPERAND
+        )
         full = tuple((step, hop) for hop in hops if self.costs.message_bytes(hop))
         if full:
             self.ops.append(Await((), full, self._take()))
+            self.busy("merge", merging)
         self._grown -= sum(
             self.costs.message_bytes(hop) for hop in hops if hop.item.role is not Role.OPERAND
         )
