@@ -5,6 +5,7 @@ It stands alone because it holds every workaround for the backends, and nothing 
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000
 _LANE_TAG = _RECORD_TAG + 1
+_DIGEST_BYTES = 16
 # Sends of this many launches of a lane stay unwaited: gloo tells of a finished send only to a
 # wait. By lane, since a slow link's sends last for many launches of a fast one.
 _LAUNCHES_IN_FLIGHT = 2
@@ -134,6 +136,8 @@ class DistTransport:
         return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
+        if self._same_everywhere(record):
+            return [record] * self.world_size
         # Point to point: gloo's all_gather is a ring, with a latency that grows with world size.
         records = [torch.empty_like(record) for _ in range(self.world_size)]
         records[self.rank] = record
@@ -144,6 +148,32 @@ class DistTransport:
         for posted in (*receives, *sending):
             posted.wait()
         return records
+
+    def _same_everywhere(self, record: Tensor) -> bool:
+        """Whether all ranks have the same record; all of them get the same answer.
+
+        Digests go round by dissemination: in round i to rank + 2^i, with whether all heard of so
+        far were the same. After ceil(log2 n) rounds a rank has heard of all, each compared with
+        one already known to be the same. Whole records to everybody would be more bytes than the
+        tensors of a large world, and n^2 messages.
+        """
+        digest = blake2b(record.numpy().tobytes(), digest_size=_DIGEST_BYTES).digest()
+        hops = [1 << i for i in range((self.world_size - 1).bit_length())]
+        heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in hops]
+        label = "agreement digest"
+        sources = [(self.rank - hop) % self.world_size for hop in hops]
+        recvs = [Message(room, src, label) for room, src in zip(heard, sources, strict=True)]
+        receives, _ = self._post_each((), recvs, self._records, _RECORD_TAG)
+        same, sending = True, []
+        for hop, room, receive in zip(hops, heard, receives, strict=True):
+            told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
+            message = Message(told, (self.rank + hop) % self.world_size, label)
+            sending += self._post_each((message,), (), self._records, _RECORD_TAG)[1]
+            receive.wait()
+            same = same and room.numpy().tobytes() == digest + b"\1"
+        for posted in sending:
+            posted.wait()
+        return same
 
     def finish(self) -> None:
         while self._receiving:

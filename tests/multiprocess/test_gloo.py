@@ -160,6 +160,21 @@ def test_disagreement_is_the_same_error_on_every_rank():
     assert [num_bytes for _, _, num_bytes in outcomes] == [0] * 3
 
 
+def tell_records(rank: int, odd_one: int | None) -> list[int]:
+    transport = transport_for(None)
+    records = transport.gather_records(filled(2048, 7 + (rank == odd_one)))
+    again = transport.gather_records(filled(2048, rank))
+    assert [int(record[0]) for record in again] == list(range(transport.world_size))
+    assert all(record.unique().numel() == 1 for record in records)
+    return [int(record[-1]) for record in records]
+
+
+@pytest.mark.parametrize("odd_one", [None, 0, 3, 4])
+def test_every_rank_gets_all_records_whoever_differs(odd_one: int | None):
+    expected = [7 + (rank == odd_one) for rank in range(5)]
+    assert run_processes(5, tell_records, odd_one) == [expected] * 5
+
+
 def fail_alone(rank: int) -> str:
     with pytest.raises(ValueError) as caught:
         if rank == 1:
