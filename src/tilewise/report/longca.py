@@ -1,0 +1,125 @@
+"""CSV files of the Long-Context Attention Benchmark as rows of ours.
+
+Two kinds, as its code writes them. Its runs of distributed attention append to output/*.csv:
+
+    baseline, masktype, world_size, wd, ulysses, ring, mean_tflops, mean_peak_mems
+
+Its kernels' flops.csv has seqlen or sparsity_ratio first, then a column per kernel, then -min and
+-max of each; mask and pass stand in the folder's name, as in "attn-fwd with full mask".
+Source: arXiv 2510.17896, github NJUDeepEngine/LongCA-bench.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["read_csv"]
+
+Row = dict[str, Any]
+DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})
+SIZES = ("seqlen", "sparsity_ratio")
+PASSES = MappingProxyType(
+    {"fwd": "forward", "bwd": "backward", "fwd+bwd": "both", "fwd_bwd": "both"}
+)
+TOKENS_PER_RANK = 8192  # TOTAL_SEQLEN / WORLD_SIZE of its run_benchmark.py
+HEADS = MappingProxyType(
+    {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+)
+UNSUPPORTED = -2  # out of memory is -1 or -1000
+SPREAD = re.compile(r"-(min|max)$")
+FOLDER = re.compile(r"attn-(fwd|bwd)\b(?:.* with (\w+) mask)?")
+
+
+def read_csv(path: Path) -> tuple[list[Row], int]:
+    """The rows of a file, and how many of its lines were not whole.
+
+    Raises:
+        ValueError: if its columns are of neither kind.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    reader = csv.DictReader(io.StringIO(text))
+    names = reader.fieldnames or []
+    if set(names) >= DISTRIBUTED:
+        read = _distributed
+    elif names and names[0] in SIZES and len(names) > 1:
+        read = _kernels
+    else:
+        raise ValueError(
+            f"{path}: columns {', '.join(names[:8]) or 'none'} are not those of LongCA-bench; "
+            f"wanted {', '.join(sorted(DISTRIBUTED))}, or {' or '.join(SIZES)} and one per kernel"
+        )
+    rows: list[Row] = []
+    num_lost = 0
+    for line in reader:
+        try:
+            if None in line.values() or None in line:
+                raise ValueError
+            rows += read(line, path)
+        except ValueError:
+            num_lost += 1
+    return rows, num_lost
+
+
+def _distributed(line: dict[str, str], path: Path) -> Iterator[Row]:
+    world_size, speed = int(line["world_size"]), float(line["mean_tflops"])
+    yield {
+        "kind": "strategies",
+        "contender": line["baseline"],
+        "library": "LongCA-bench",
+        "mask": line["masktype"],
+        "pass": PASSES.get(line["wd"], line["wd"]),
+        "world_size": world_size,
+        "num_tokens": TOKENS_PER_RANK * world_size,
+        "tokens_per_rank": TOKENS_PER_RANK,
+        "plan": f"ulysses {line.get('ulysses', '')}, ring {line.get('ring', '')}",
+        "peak_bytes": _positive(line.get("mean_peak_mems")),
+        **_speed(speed),
+        **HEADS,
+    }
+
+
+def _kernels(line: dict[str, str], path: Path) -> Iterator[Row]:
+    size = next(iter(line))
+    found = FOLDER.search(path.parent.name)
+    which, mask = found.groups() if found else (None, None)
+    for name, text in list(line.items())[1:]:
+        if SPREAD.search(name):
+            continue
+        about: Row = {size: float(line[size])}
+        if size == "seqlen":
+            about = {"num_tokens": int(float(line[size]))}
+        yield {
+            "kind": "kernels",
+            "contender": name,
+            "library": "LongCA-bench",
+            "mask": mask or path.parent.name or "unknown",
+            "pass": PASSES.get(which or "", "unknown"),
+            "world_size": 1,
+            **about,
+            **_speed(float(text)),
+            **HEADS,
+        }
+
+
+def _speed(tflops: float) -> Row:
+    """TFLOP/s of one device, or why there are none."""
+    if tflops > 0:
+        return {"outcome": "ok", "message": "", "tflops": tflops}
+    if tflops == UNSUPPORTED:
+        return {"outcome": "unsupported", "message": f"written as {tflops:g}"}
+    said = f"written as {tflops:g}: out of memory, or in kernels' files an unsupported mask"
+    return {"outcome": "out_of_memory", "message": said}
+
+
+def _positive(text: str | None) -> float | None:
+    value = float(text) if text else 0.0
+    return value if value > 0 else None

@@ -1,0 +1,79 @@
+"use strict";
+(() => {
+  const dark = JSON.parse(document.getElementById("dark-colours").textContent);
+  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  const narrow = window.matchMedia("(max-width: 640px)");
+
+  // Figures are written in the colours of light ground; on dark ground each has its sibling.
+  const coloured = (value) => {
+    if (typeof value === "string") return (scheme.matches && dark[value]) || value;
+    if (Array.isArray(value)) return value.map(coloured);
+    if (value && typeof value === "object") {
+      const copy = {};
+      for (const key of Object.keys(value)) copy[key] = coloured(value[key]);
+      return copy;
+    }
+    return value;
+  };
+
+  // On a phone the names stand in two columns, long ones in one.
+  const legendOf = (data) => {
+    const names = data.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
+    const columns = names.some((name) => name && name.length > 16) ? 1 : 2;
+    return { columns, rows: Math.ceil(names.length / columns) };
+  };
+
+  const fitted = (figure) => {
+    const made = coloured(figure);
+    if (narrow.matches) {
+      made.layout.font.size = 11;
+      made.layout.dragmode = false; // a finger scrolls the page
+      const ticks = made.layout.xaxis.ticktext;
+      if (ticks && ticks.length > 6) {
+        made.layout.xaxis.ticktext = ticks.map((text, place) => (place % 2 ? "" : text));
+      }
+      const { columns, rows } = legendOf(made.data);
+      if (made.data.length > 4 && made.data[0].type !== "heatmap") {
+        const entrywidth = 1 / columns;
+        const more = { entrywidthmode: "fraction", entrywidth, maxheight: 19 * rows + 20 };
+        Object.assign(made.layout.legend, { ...more, font: { size: 10 } });
+      }
+    }
+    return made;
+  };
+
+  const draw = (holder) => {
+    const text = holder.parentElement.querySelector("script[type='application/json']").textContent;
+    const { data, layout } = fitted(JSON.parse(text));
+    const rows = narrow.matches ? legendOf(data).rows : 0;
+    if (holder.dataset.height) {
+      holder.style.height = `${Number(holder.dataset.height) + 19 * Math.max(0, rows - 2)}px`;
+    }
+    const config = {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: "zoom" in holder.dataset && !narrow.matches,
+      modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+    };
+    return window.Plotly.react(holder, data, layout, config);
+  };
+
+  const holders = () => [...document.querySelectorAll(".plot")];
+  const drawAll = () => {
+    const drawn = holders().map(draw);
+    Promise.all(drawn).then(() => {
+      document.documentElement.dataset.ready = "yes";
+    });
+  };
+
+  for (const button of document.querySelectorAll("button[data-from]")) {
+    button.addEventListener("click", () => {
+      const holder = document.getElementById(button.dataset.figure);
+      const range = [Number(button.dataset.from), Number(button.dataset.to)];
+      window.Plotly.relayout(holder, { "xaxis.range": range });
+    });
+  }
+  scheme.addEventListener("change", drawAll);
+  narrow.addEventListener("change", drawAll);
+  drawAll();
+})();
