@@ -1,0 +1,1 @@
+"""The benchmark: kernels and strategies, ours and others', on the same cases, side by side."""

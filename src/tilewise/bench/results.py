@@ -1,0 +1,133 @@
+"""The results file: one JSON object per line, synced row by row, so that a crash costs no row.
+
+It stands alone because the report reads it without running anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+__all__ = ["FORMAT", "Read", "Results", "read_results"]
+
+FORMAT = 1
+Row = dict[str, Any]
+
+
+class Read(NamedTuple):
+    """What a results file holds: its whole rows, the last of each key, and how many were lost."""
+
+    rows: list[Row]
+    num_lost: int
+
+
+def read_results(path: str | Path) -> Read:
+    """All whole rows of a file, in order; a later row replaces an earlier one of the same key.
+
+    Raises:
+        ValueError: if there is no such file, or no line of it is a row.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    found = _parsed(data)
+    if data.strip() and not found.rows:
+        raise ValueError(
+            f"{path} holds no rows of a benchmark; give a file that tilewise bench made"
+        )
+    return found
+
+
+class Results:
+    """A results file that is being written; only one run may write it at a time.
+
+        with Results(path) as results:
+            if key not in results.finished:
+                results.append(row)
+
+    Attributes:
+        rows: by key, what the file holds.
+        num_lost: lines that were no whole row when the file was opened; a torn last one is removed.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.rows: dict[str, Row] = {}
+        self.num_lost = 0
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Results:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self.path, "a+b")
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.seek(0)
+            data = file.read()
+            found = _parsed(data)
+            if data.strip() and not found.rows and b"\n" in data:
+                raise ValueError(
+                    f"{self.path} holds no rows of a benchmark; name another file with -o"
+                )
+            file.truncate(data.rfind(b"\n") + 1)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(
+                f"{self.path} is being written by another run; wait for it, or name another with -o"
+            ) from None
+        except ValueError:
+            file.close()
+            raise
+        self._file = file
+        self.rows = {row["key"]: row for row in found.rows}
+        self.num_lost = found.num_lost
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def append(self, row: Row) -> None:
+        """Write a row and return once it is on disk."""
+        assert self._file is not None, "results are written inside their with block"
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.rows[row["key"]] = row
+
+
+def _parsed(data: bytes) -> Read:
+    rows: dict[str, Row] = {}
+    num_lost = 0
+    whole, _, torn = data.rpartition(b"\n")
+    for line in whole.split(b"\n"):
+        row = _row(line)
+        if row is not None:
+            rows[row["key"]] = row
+        elif line.strip():
+            num_lost += 1
+    return Read(list(rows.values()), num_lost + bool(torn.strip()))
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = (
+        isinstance(row, dict) and row.get("format") == FORMAT and isinstance(row.get("key"), str)
+    )
+    return row if is_row else None
