@@ -11,6 +11,9 @@ from tilewise.machine import Machine
 from tilewise.mask import Causal, Document, Full, Mask, Window
 from tilewise.plan import Plan, PlanError
 from tilewise.plan_json import from_json, to_json
+from tilewise.planner import search
+from tilewise.planning.candidate import Candidate
+from tilewise.planning.candidate_file import load_candidate
 from tilewise.program import Program
 from tilewise.pruning import droppable, prune
 from tilewise.simulator import Simulation, simulate
@@ -19,6 +22,7 @@ from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
@@ -30,6 +34,7 @@ from tilewise.threads import loopback
 from tilewise.workload import Volume, Workload, volume
 
 __all__ = [
+    "Candidate",
     "Causal",
     "ContextParallel",
     "Document",
@@ -57,7 +62,9 @@ __all__ = [
     "double_ring",
     "droppable",
     "from_json",
+    "hierarchical",
     "lengths",
+    "load_candidate",
     "loopback",
     "lower",
     "masks",
@@ -66,6 +73,7 @@ __all__ = [
     "parse",
     "prune",
     "ring",
+    "search",
     "show",
     "simulate",
     "striped",

@@ -1,0 +1,184 @@
+"""What a pass of a plan takes at least, known before it is simulated.
+
+Two bounds, of growing price: one from the shape of the tile alone, one from the steps of the ranks
+that share a NIC. Neither is ever above the simulated time. docs/planner.md derives them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import accumulate
+
+from tilewise.costs import Costs
+from tilewise.machine import Machine
+from tilewise.network import BETWEEN, INSIDE
+from tilewise.plan import Item, Plan, RankStep, Role, Side
+from tilewise.planning.options import Option
+from tilewise.planning.scene import Scene
+from tilewise.workload import Workload
+
+SAFE = 1 - 1e-9
+"""Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
+
+
+def shape_bound(scene: Scene, option: Option) -> float:
+    """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link."""
+    if not option.shape.q:
+        return SAFE * _compute(scene, *_longest(scene, option))
+    payload, degree = scene.payload(option.degree), option.degree
+    rows = min(scene.layout.sizes) * degree * scene.share(option)
+    each = [
+        sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL)) * rows
+        for side in Side
+    ]
+    if option.kind == "balanced_ring":  # of a pair either shard travels
+        each = [min(each)] * 2
+    tile, nodes = option.shape[:2], option.shape.nodes
+    apart = (degree - 1) / degree
+    sent = sum((count - 1 + apart) * size for count, size in zip(tile, each, strict=True))
+    fastest = max(scene.bandwidths().values())
+    if scene.world_size <= scene.machine.node_size:
+        fastest = scene.machine.inside.bandwidth
+    own = scene.machine.node_size // degree if scene.machine.node_size % degree == 0 else 1
+    entering = sum(max(0, count - own) * size for count, size in zip(tile, each, strict=True))
+    entering *= min(degree, scene.machine.node_size) / scene.machine.node_size
+    across = sum((count - 1) * size for count, size in zip(nodes, each, strict=True))
+    links = max(sent / fastest, max(entering, across) * scene.nic_sharers / scene.nic)
+    return SAFE * max(_compute(scene, *_longest(scene, option)), links)
+
+
+def _longest(scene: Scene, option: Option) -> tuple[float, float]:
+    """Queries and keys per query of the largest call that a plan could make."""
+    tokens = scene.work.num_tokens
+    if 0 in option.shape.call:
+        return tokens, tokens
+    rows = max(scene.layout.sizes) * option.degree
+    keys = option.shape.call[1] * rows
+    return option.shape.call[0] * rows, (keys + 1) / 2 if scene.alike else keys
+
+
+def _compute(scene: Scene, queries: float, keys: float) -> float:
+    speed = scene.best_speed(max(queries, 1), max(keys, 1))
+    launch = scene.machine.launch_seconds + scene.kernel.launch_seconds
+    return scene.flop / scene.world_size / speed + launch
+
+
+def steps_bound(scene: Scene, option: Option, plan: Plan) -> float:
+    """Seconds by the steps of rank 0 and of those who share its NIC; 0 if cells are not alike.
+
+    A rank computes in order: before step s all that its tiles up to s read must have arrived, and
+    what it sends from step t on leaves after its tiles before t. So for every s < t
+
+        seconds >= arrivals needed up to s + tiles of s .. t - 1 + departures from t on
+    """
+    if scene.alike is None or not option.shape.q:
+        return 0.0
+    costs, share = scene.costs(plan), scene.share(option)
+    steps = plan.rank_steps(0)
+    busy = [sum(map(costs.tile_seconds, step.tiles)) for step in steps]
+    needed = _slowest(scene, _needed(scene, costs, steps), share)
+    leaving = _slowest(scene, _leaving(scene, costs, steps), share)
+    before = [0.0, *accumulate(busy)]
+    best = lead = 0.0
+    tails = [*leaving, 0.0]
+    for s in range(len(steps) + 1):
+        best = max(best, lead + before[s] + tails[s])
+        if s < len(steps):
+            lead = max(lead, needed[s] - before[s])
+    if scene.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
+        best = max(best, share * _shared(scene, plan, costs))
+    return SAFE * best
+
+
+def moved_bound(scene: Scene, option: Option, plan: Plan) -> float:
+    """Seconds of any schedule that moves the shards that this plan moves; 0 as in steps_bound.
+
+    The exchange of a split by heads comes before everything else, and another one after it.
+    """
+    if scene.alike is None:
+        return 0.0
+    costs, share = scene.costs(plan), scene.share(option)
+    steps = plan.rank_steps(0)
+    leaving = _leaving(scene, costs, steps)
+    first = last = 0.0
+    rest = leaving[0]
+    if option.degree > 1:
+        step = next(number for number, step in enumerate(steps) if step.tiles)
+        (first,) = _slowest(scene, [_needed(scene, costs, steps)[step]], share)
+        (last,) = _slowest(scene, leaving[-1:], share)
+        rest = leaving[1]
+    (between,) = _slowest(scene, [rest], share)
+    kernels = _compute(scene, *_longest(scene, option))
+    shared = 0.0
+    if scene.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
+        shared = share * _shared(scene, plan, costs)
+    return SAFE * max(first + max(kernels + last, between), shared)
+
+
+def _lane(scene: Scene, src: int, dst: int) -> str:
+    size = scene.machine.node_size
+    return INSIDE if src // size == dst // size else BETWEEN
+
+
+Lanes = list[dict[str, float]]
+
+
+def _needed(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
+    """Per step, bytes of operands that must have arrived when its tiles begin, by link."""
+    arrived: dict[Item, tuple[str, float]] = {}
+    total: dict[str, float] = defaultdict(float)
+    found = []
+    for step in steps:
+        for tile in step.tiles:
+            for side, shards in zip(Side, tile[:2], strict=True):
+                for shard in shards:
+                    item = Item(side, Role.OPERAND, shard, tile.heads)
+                    lane, size = arrived.pop(item, (INSIDE, 0.0))
+                    total[lane] += size
+        found.append(dict(total))
+        for hop in step.recvs:
+            if hop.item.role is Role.OPERAND:
+                size = costs.message_bytes(hop)
+                arrived[hop.item] = _lane(scene, hop.src, hop.dst), size
+    return found
+
+
+def _leaving(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
+    """Per step, bytes sent from it on, by link."""
+    total: dict[str, float] = defaultdict(float)
+    found = []
+    for step in reversed(steps):
+        for hop in step.sends:
+            total[_lane(scene, hop.src, hop.dst)] += costs.message_bytes(hop)
+        found.append(dict(total))
+    return found[::-1]
+
+
+def _slowest(scene: Scene, lanes: Lanes, share: float) -> list[float]:
+    widths = {lane: bandwidth / share for lane, bandwidth in scene.bandwidths().items()}
+    return [max((size / widths[x] for x, size in at.items()), default=0.0) for at in lanes]
+
+
+def _shared(scene: Scene, plan: Plan, costs: Costs) -> float:
+    """Seconds of the NIC that rank 0 shares.
+
+    Under a split by heads the ranks of one inner rank send equally many bytes between nodes, so
+    that one of them is enough where they are of one node.
+    """
+    block, degree = scene.nic_sharers, plan.num_head_groups
+    size = scene.machine.node_size
+    alike = degree if size % degree == 0 or degree % size == 0 else 1
+    stride = min(alike, block)
+    sent = 0.0
+    for rank in range(0, block, stride):
+        for step in plan.rank_steps(rank):
+            for hop in step.sends:
+                if _lane(scene, hop.src, hop.dst) == BETWEEN:
+                    sent += costs.message_bytes(hop) * stride
+    return sent / scene.nic
+
+
+def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:
+    """Both passes at the machine's highest kernel speeds, without any communication."""
+    passes = [Scene(work, machine, world_size, backward) for backward in (False, True)]
+    return sum(one.flop / world_size / one.best_speed(2.0**60, 2.0**60) for one in passes)

@@ -1,0 +1,188 @@
+"""Pairs of plans for the two passes: each by itself, or one plan that keeps what it gathered."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from tilewise.machine import Machine
+from tilewise.planning.options import Option
+from tilewise.planning.scene import Scene
+from tilewise.planning.trials import Plans, Trial, Trials, ticks
+from tilewise.simulator import EXACT_RANKS
+from tilewise.workload import Workload
+
+ROWS, FEW_ROWS = 14, 4
+"""So many families are simulated for the table; few where every rank is simulated by itself."""
+
+CHEAP_HOPS = 1 << 10
+"""Plans of more hops than that are not simulated for the table alone."""
+
+FAR = 20.0
+"""Plans that take more than so many times the best are not worth a line."""
+
+
+class Pair(NamedTuple):
+    """Forward and backward of one run."""
+
+    forward: Trial
+    backward: Trial
+    save: str
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward.peak_bytes, self.backward.peak_bytes)
+
+    @property
+    def strategy(self) -> str:
+        first, second = self.forward.option.family, self.backward.option.family
+        return first if first == second else f"{first} / {second}"
+
+    @property
+    def order(self) -> tuple[float, int, int, bool]:
+        orders = self.forward.option.order, self.backward.option.order
+        return ticks(self.seconds), *orders, self.save == "gathered"
+
+
+class Pairs:
+    """The search over both passes.
+
+    Args:
+        work: its layout is a Layout.
+        memory: bytes of a rank.
+    """
+
+    def __init__(self, work: Workload, machine: Machine, options: list[Option], memory: int):
+        world_size = len(work.layout_for(0).sizes)
+        self.save, self.memory, self.options = work.save, memory, options
+        plans = Plans(options)
+
+        def trials(backward: bool, save: str) -> Trials:
+            fixed = replace(work, save=save)
+            return Trials(Scene(fixed, machine, world_size, backward), plans)
+
+        self.forward = trials(False, "replay")
+        self.backward = {save: trials(True, save) for save in ("replay", "gathered")}
+
+    def ranked(self) -> list[Pair]:
+        """The fastest pair, then the best of every other family that was tried.
+
+        Raises:
+            ValueError: if none fits.
+        """
+        found: list[Pair] = []
+        if self.save != "gathered":
+            found += self._apart()
+        found += self._together(found)
+        found += self._fill(found)
+        fitting = sorted((p for p in found if p.peak_bytes <= self.memory), key=lambda p: p.order)
+        if not fitting:
+            raise ValueError(self._too_little(found))
+        best: dict[str, Pair] = {}
+        for pair in fitting:
+            best.setdefault(pair.strategy, pair)
+        return list(best.values())
+
+    def ring_seconds(self) -> tuple[float, bool]:
+        """What a ring takes in both passes, and whether that is only known to be the least."""
+        backward = self.backward["replay"]
+        tried = 0 in self.forward.tried and 0 in backward.tried
+        for trials in (self.forward, backward):
+            trials.weigh(0)
+        return self._bound(0, "replay"), not tried
+
+    def _apart(self) -> list[Pair]:
+        """Each pass by itself; plans that own shards as all others do."""
+        backward = self.backward["replay"]
+        common = [option.order for option in self.options if not option.own_shards]
+        first = self.forward.settle(self.memory, common)
+        other = backward.settle(self.memory, common)
+        pairs = [Pair(first, other, "replay")] if first and other else []
+        tried = [t for t in self.forward.tried.values() if t.option.order in common]
+        for family in {trial.option.family for trial in tried}:
+            parts = [
+                min((t for t in of if t.option.family == family), key=self._rank, default=None)
+                for of in (tried, backward.tried.values())
+            ]
+            if parts[0] and parts[1]:
+                pairs.append(Pair(parts[0], parts[1], "replay"))
+        return pairs
+
+    def _rank(self, trial: Trial) -> tuple[bool, float, int]:
+        return trial.peak_bytes > self.memory, ticks(trial.seconds), trial.option.order
+
+    def _together(self, found: list[Pair]) -> list[Pair]:
+        """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
+        queue: list[tuple[float, int, str]] = []
+        for option in self.options:
+            saves = ("replay", "gathered") if option.own_shards else ("gathered",)
+            if option.variant and option.backward is False:
+                continue
+            for save in saves:
+                if self.save in (None, save):
+                    queue.append((self._bound(option.order, save), option.order, save))
+        heapq.heapify(queue)
+        fitting = [pair.seconds for pair in found if pair.peak_bytes <= self.memory]
+        best, pairs = min(fitting, default=math.inf), []
+        while queue and queue[0][0] < best:
+            bound, order, save = heapq.heappop(queue)
+            if any(t.weigh(order) is None for t in (self.forward, self.backward[save])):
+                continue
+            sharper = self._bound(order, save)
+            if sharper > bound:
+                heapq.heappush(queue, (sharper, order, save))
+                continue
+            pair = Pair(self.forward.trial(order), self.backward[save].trial(order), save)
+            pairs.append(pair)
+            if pair.peak_bytes <= self.memory:
+                best = min(best, pair.seconds)
+        return pairs
+
+    def _bound(self, order: int, save: str) -> float:
+        return self.forward.bounds[order] + self.backward[save].bounds[order]
+
+    def _fill(self, found: list[Pair]) -> list[Pair]:
+        """Other families, for the table: of each what has the lowest bound."""
+        if self.save == "gathered":
+            return []
+        known = {pair.strategy for pair in found}
+        best = min((pair.seconds for pair in found), default=math.inf)
+        first: dict[str, Option] = {}
+        nearest = sorted(self.options[1:], key=lambda o: self._bound(o.order, "replay"))
+        for option in (self.options[0], *nearest):  # the ring is what all are compared with
+            if not option.own_shards and option.family not in known:
+                first.setdefault(option.family, option)
+        pairs = []
+        room = ROWS if self.forward.scene.alike is not None else FEW_ROWS
+        for option in first.values():
+            ring = option.order == 0
+            near = ring or self._bound(option.order, "replay") <= FAR * best
+            room_left = ring or len(known) + len(pairs) < room
+            if room_left and near and option.backward is None and self._cheap(option):
+                trials = self.forward, self.backward["replay"]
+                if all(t.weigh(option.order) is not None for t in trials):
+                    ahead, back = (t.trial(option.order) for t in trials)
+                    pairs.append(Pair(ahead, back, "replay"))
+        return pairs
+
+    def _cheap(self, option: Option) -> bool:
+        """Whether simulating it takes no time to speak of."""
+        scene, steps = self.forward.scene, (option.shape.q + option.shape.kv) * option.degree
+        quick = scene.share(option) == 1.0 or scene.world_size <= EXACT_RANKS or not option.order
+        return 0 < steps <= CHEAP_HOPS and quick
+
+    def _too_little(self, found: list[Pair]) -> str:
+        least = min(found, key=lambda pair: pair.peak_bytes)
+        names = least.forward.plan.name
+        if least.backward.option != least.forward.option:
+            names += f" with {least.backward.plan.name} in backward"
+        return (
+            f"no plan fits into {self.memory} bytes a rank; {names} (save={least.save!r}) needs "
+            f"least, {least.peak_bytes} bytes: give as many, or use more ranks"
+        )

@@ -1,0 +1,155 @@
+"""Trying options of a pass in order of what they take at least, until no other can be faster."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from tilewise.plan import Plan
+from tilewise.planning.bounds import moved_bound, shape_bound, steps_bound
+from tilewise.planning.mask_bounds import MaskBounds
+from tilewise.planning.options import Option
+from tilewise.planning.scene import Scene
+from tilewise.replay import Timeline
+from tilewise.simulator import simulate_pass
+from tilewise.symmetry import Symmetry
+
+ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 16
+"""Up to so many ranks every schedule of a tile is looked at; with more, so many in all, for making
+one takes a tenth of a second."""
+
+
+class Trial(NamedTuple):
+    """An option's plan, simulated in one pass."""
+
+    option: Option
+    plan: Plan
+    timeline: Timeline
+    symmetry: Symmetry
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The lower, the better."""
+        return ticks(self.seconds), self.option.order
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(use.peak_bytes for use in self.timeline.ranks)
+
+
+class Plans:
+    """Options' plans, made when they are first looked at."""
+
+    def __init__(self, options: list[Option]):
+        self.options = options
+        self._made: dict[int, Plan | None] = {}
+        self._meshes: dict[Hashable, int] = {}
+
+    def plan(self, order: int) -> Plan | None:
+        """An option's plan; None if it is that of another option that was looked at before."""
+        if order not in self._made:
+            option = self.options[order]
+            plan = self._made[order] = option.make()
+            if option.kind == "mesh":
+                key = option.degree, option.shape, hash(plan.rank_steps(0))
+                if self._meshes.setdefault(key, order) != order:
+                    self._made[order] = None
+        return self._made[order]
+
+
+class Trials:
+    """The trials of one pass so far, and the bounds of what was not tried.
+
+    Attributes:
+        bounds: by an option's order; the simulated time of what was tried.
+    """
+
+    def __init__(self, scene: Scene, plans: Plans):
+        self.scene, self.plans = scene, plans
+        self.tried: dict[int, Trial] = {}
+        self.bounds = [shape_bound(scene, option) for option in plans.options]
+        self._weighed: set[int] = set()
+        self._mask_bounds = MaskBounds(scene)
+        self.variants = 0
+        self._guessed: set[int] = set()
+        self._of_twins: dict[int, float] = {}
+
+    def settle(self, memory_bytes: int, orders: Iterable[int]) -> Trial | None:
+        """Try options until none untried can be faster than the fastest that fits.
+
+        Returns:
+            The fastest that fits, the simplest of equally fast ones; None: none fits.
+        """
+        backward = self.scene.backward
+        chosen = (self.plans.options[order] for order in orders)
+        queue = [(self.bounds[x.order], x.order) for x in chosen if x.backward in (None, backward)]
+        heapq.heapify(queue)
+        best: Trial | None = None
+        while queue and (best is None or queue[0][0] < best.seconds):
+            bound, order = heapq.heappop(queue)
+            sharper = self.weigh(order)
+            if sharper is None:
+                continue
+            if sharper > bound:
+                heapq.heappush(queue, (sharper, order))
+                continue
+            trial = self.trial(order)
+            if trial.peak_bytes <= memory_bytes and (best is None or trial.rank < best.rank):
+                best = trial
+        return best
+
+    def weigh(self, order: int) -> float | None:
+        """The next sharper bound of an option; None if its plan is that of another one."""
+        option = self.plans.options[order]
+        if option.twin is not None and order not in self._guessed:
+            self._guessed.add(order)
+            if self._from_twin(option):
+                return self.bounds[order]
+        if option.variant and order not in self._weighed:
+            if self.scene.world_size > ALL_VARIANTS_RANKS and self.variants >= MOST_VARIANTS:
+                return None
+            self.variants += 1
+        plan = self.plans.plan(order)
+        if plan is None:
+            return None
+        if order not in self._weighed:
+            self._weighed.add(order)
+            sharper = steps_bound(self.scene, option, plan)
+            if self.scene.alike is None and option.shape.q:
+                sharper = self._mask_bounds.seconds(option, plan)
+            self.bounds[order] = max(self.bounds[order], sharper)
+        return self.bounds[order]
+
+    def _from_twin(self, option: Option) -> bool:
+        """Whether a bound by the twin's steps is sharper than the one that is known."""
+        assert option.twin is not None
+        if option.twin not in self._of_twins:
+            plan = self.plans.plan(option.twin)
+            known = 0.0 if plan is None else moved_bound(self.scene, option, plan)
+            self._of_twins[option.twin] = known
+        known, self.bounds[option.order] = (
+            self.bounds[option.order],
+            max(self.bounds[option.order], self._of_twins[option.twin]),
+        )
+        return self.bounds[option.order] > known
+
+    def trial(self, order: int) -> Trial:
+        """Simulate an option, once."""
+        if order not in self.tried:
+            plan, scene = self.plans.plan(order), self.scene
+            assert plan is not None
+            timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
+            kept = timeline._replace(spans=())
+            self.tried[order] = Trial(self.plans.options[order], plan, kept, symmetry)
+            self.bounds[order] = timeline.seconds
+        return self.tried[order]
+
+
+def ticks(seconds: float) -> float:
+    """Seconds to twelve digits: those of plans that do the same in another order are equal."""
+    return float(f"{seconds:.12g}")
