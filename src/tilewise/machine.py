@@ -85,7 +85,8 @@ class Machine:
         rack_nodes, across: nodes per rack, and the rack's one link to all others (None: no racks).
         cores, core_sharers: so many kernels at once run at full speed among core_sharers
             neighbouring devices (default: a node's); None: devices share no cores.
-        copy_cores: cores that a message at its link's full speed keeps busy at each end.
+        copy_cores: cores that a message inside a node at full speed keeps busy at each end; others
+            keep as many busy per byte.
         source: where the figures are from, and what is assumed.
     """
 

@@ -95,7 +95,8 @@ class Network:
                 rack = machine.node_size * machine.rack_nodes
                 uses.append(self._use(f"rack {way}", rank, rack, share))
             if machine.cores is not None and machine.copy_cores:
-                share = machine.copy_cores / machine.cores
+                slower = self.bandwidth(link) / machine.inside.bandwidth
+                share = machine.copy_cores * slower / machine.cores
                 uses.append(self._use("cores", rank, _sharers(machine), share))
         return uses
 

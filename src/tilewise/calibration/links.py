@@ -19,6 +19,7 @@ from tilewise.messages import Message, Transport
 SMALL = 1024
 FIRST, LARGEST = 1 << 17, 1 << 22
 LONG = 0.02  # seconds: a message that takes longer is large enough
+SLOW = 4  # a slow link's messages are this much longer again: NICs let short bursts pass faster
 TURNS = 40
 
 
@@ -60,10 +61,17 @@ class Prober:
         return bytes(self.transport.gather_records(record)[0].tolist()).decode()
 
     def link(self, a: int, b: int) -> Link:
-        """Bandwidth and one-way latency between two ranks."""
+        """Bandwidth and one-way latency between two ranks.
+
+        Of a slow link what twice the bytes take longer: a shaped NIC sends its first bytes at once.
+        """
         latency, size = self._one_way(a, b, SMALL, TURNS), FIRST
         while size < LARGEST and self._one_way(a, b, size, 2) < LONG:
             size *= 2
+        if size < LARGEST:
+            size *= SLOW
+            more = self._one_way(a, b, 2 * size, 4) - self._one_way(a, b, size, 4)
+            return Link(size / max(more, LONG), latency)
         seconds = self._one_way(a, b, size, 10)
         return Link(size / max(seconds - latency, seconds / 10), latency)
 
