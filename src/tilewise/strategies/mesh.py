@@ -10,11 +10,15 @@ directions; section 4 for schedules. Departs from it: the owner's own partial ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 from tilewise.plan import Plan, RankStep, Side, own_shards
+from tilewise.scheduling.greedy import greedy_beats
+from tilewise.scheduling.orders import least_held
+from tilewise.scheduling.pacing import Beat, Costs
+from tilewise.scheduling.stepwise import stepwise_beats
 from tilewise.script import Script, goes_home, operand, partial
-from tilewise.strategies.mesh_orders import least_held
-from tilewise.strategies.mesh_pacing import Beat, Costs
-from tilewise.strategies.mesh_schedule import paced_beats, stepwise_beats
 
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")
 
@@ -22,7 +26,7 @@ SCHEDULES = ("greedy", "eager", "kv_first", "gather")
 def mesh(
     world_size: int,
     q_tile: int,
-    schedule: str = "greedy",
+    schedule: str | float = "greedy",
     *,
     kv_bytes: float = 2.0,
     backward: bool = False,
@@ -36,17 +40,21 @@ def mesh(
     Args:
         world_size: number of ranks.
         q_tile: query shards per tile, a divisor of world_size.
-        schedule: "greedy", "eager", "kv_first" (see mesh_schedule.py) or "gather": all transfers,
-            one call, scatter.
+        schedule: "greedy", "eager", "kv_first" (see docs/schedules.md) or "gather": all transfers,
+            one call, scatter. A number: greedy for machines on which all blocks of a tile take so
+            many times as long as all its messages.
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads.
         backward: schedule for the backward pass, whose query shards are larger and whose KV
             partials travel too. Either plan serves either pass; only the overlap differs.
         held: query and KV shards that a rank may hold at once, its own and those under way to it
-            included; None: all of its tile. The same bytes move. Only with "greedy".
+            included; None: all of its tile. The same bytes move. Only with "greedy" or a number.
     """
     n, a = world_size, q_tile
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule ({schedule!r}) must be one of {', '.join(SCHEDULES)}")
+    pace = None if isinstance(schedule, str) else schedule
+    if schedule not in SCHEDULES if pace is None else not 0 < pace < inf:
+        raise ValueError(
+            f"schedule ({schedule!r}) must be one of {', '.join(SCHEDULES)}, or a number above 0"
+        )
     if a < 1 or n < 1 or n % a:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
@@ -55,10 +63,10 @@ def mesh(
         _check_held(held, (a, n // a), schedule)
     if schedule == "gather":
         script = _gather_script(n, a)
-    elif schedule == "greedy":
-        script = _beat_script(n, a, paced_beats(a, n // a, costs, held))
+    elif schedule in ("eager", "kv_first"):
+        script = _beat_script(n, a, stepwise_beats(a, n // a, str(schedule), costs))
     else:
-        script = _beat_script(n, a, stepwise_beats(a, n // a, schedule, costs))
+        script = _beat_script(n, a, greedy_beats((a, n // a), costs, held, pace))
     tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
     tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     return Plan(
@@ -66,8 +74,8 @@ def mesh(
     )
 
 
-def _check_held(held: int, shape: tuple[int, int], schedule: str) -> None:
-    if schedule != "greedy":
+def _check_held(held: int, shape: tuple[int, int], schedule: str | float) -> None:
+    if schedule in ("eager", "kv_first", "gather"):
         raise ValueError(f"held ({held}) needs schedule='greedy'; {schedule!r} holds all shards")
     least = least_held(*shape)
     if held < least:
@@ -83,7 +91,7 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
     return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
 
 
-def _beat_script(n: int, a: int, beats: list[Beat]):
+def _beat_script(n: int, a: int, beats: Sequence[Beat]):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = Script(rank), _shards(rank, n, a)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilewise.strategies.mesh_pacing import Costs, Line, Move, Need, Order
+from tilewise.scheduling.pacing import Costs, Line, Move, Need, Order
 
 LEANINGS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
 """How dear a KV shard's arrival is taken to be, beside its bytes; the likeliest first."""

@@ -1,4 +1,4 @@
-"""The least time in which any order can compute a mesh tile, by OR-tools' CP-SAT.
+"""A bound of the least time of any program of a mesh tile, by OR-tools' CP-SAT.
 
 The model: a rank computes one block at a time, without a break; its port is one second per second
 of Costs, whatever the neighbour, and may leave a message for another and come back to it. Shards
@@ -19,43 +19,45 @@ from math import lcm
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.strategies.mesh_pacing import Block, Costs, Line
+from tilewise.scheduling.pacing import Block, Costs, Line
 
 
-class Optimum(NamedTuple):
-    """seconds: no order takes less; proven: and one takes just that."""
+class Bound(NamedTuple):
+    """seconds: no program takes less; reached: an order of this model takes just that."""
 
     seconds: float
-    proven: bool
+    reached: bool
 
 
-def optimum(
-    rows: int, columns: int, costs: Costs, block: float, limit_seconds: float = 60.0
-) -> Optimum:
-    """The least time of a rows x columns tile whose blocks take so many seconds each.
+def relaxed(
+    shape: tuple[int, int], costs: Costs, block: float, limit_seconds: float = 60.0
+) -> Bound:
+    """A time below which no program of a tile ends.
 
     Args:
+        shape: query and KV shards.
         costs: seconds of the port; they and block are taken as fractions over 1024 at most.
+        block: seconds of a block.
         limit_seconds: of search, after which the best proven bound is returned.
     Raises:
         ImportError: without OR-tools.
         ValueError: if a size or a time is not positive (partials may cost nothing).
     """
-    if rows < 1 or columns < 1 or not block > 0 or min(costs[:2]) <= 0 or min(costs[2:]) < 0:
+    if min(shape) < 1 or not block > 0 or min(costs[:2]) <= 0 or min(costs[2:]) < 0:
         raise ValueError(
-            f"rows ({rows}), columns ({columns}), block ({block}) and the operands of {costs} "
-            "must be above 0, partials at least 0"
+            f"shape {shape}, block ({block}) and the operands of {costs} must be above 0, "
+            "partials at least 0"
         )
     cp_model = _solver()
     times = [Fraction(x).limit_denominator(1024) for x in (*costs, block)]
     scale = lcm(*(x.denominator for x in times))
     *units, unit_block = (int(x * scale) for x in times)
-    tile = _Tile(cp_model, (rows, columns), units, unit_block)
+    tile = _Tile(cp_model, shape, units, unit_block)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_seconds
     solver.parameters.num_workers = 1
     status = solver.solve(tile.model)
-    return Optimum(solver.best_objective_bound / scale, status == cp_model.OPTIMAL)
+    return Bound(solver.best_objective_bound / scale, status == cp_model.OPTIMAL)
 
 
 def _solver() -> ModuleType:

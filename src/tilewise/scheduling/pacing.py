@@ -1,0 +1,135 @@
+"""A model of a mesh tile's rank: one port, two neighbours, one block at a time.
+
+The model is the simulator's where all ranks do the same: a rank runs its program in order, messages
+to one neighbour go one after the other, and those to both share the port evenly. It knows shards by
+local index only and takes microseconds a step, so that many orders can be tried while a plan is
+built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+Block = tuple[int, int]
+Move = tuple[int, int]
+"""(kind, local index); the kind is a place in Costs."""
+Line = tuple[int, int]
+"""(side, local index): a row of the tile (side 0) or a column."""
+Need = tuple[Move, Line | None]
+"""A move, and the line whose blocks are all done before it."""
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Costs(NamedTuple):
+    """Relative bytes: a query shard, a KV shard, a query partial, a KV partial."""
+
+    q: float
+    kv: float
+    q_partial: float
+    kv_partial: float
+
+
+def moved(shape: tuple[int, int], costs: Costs) -> float:
+    """What all messages of a tile cost; 1 if there are none."""
+    lengths = [size - 1 for size in (*shape, *shape)]
+    return sum(length * cost for length, cost in zip(lengths, costs, strict=True)) or 1.0
+
+
+class Beat(NamedTuple):
+    """One step: the tiles computed, and the local index that moves on each chain (0: none)."""
+
+    tiles: tuple[Rectangle, ...]
+    q: int = 0
+    kv: int = 0
+    q_partial: int = 0
+    kv_partial: int = 0
+
+
+class Order(NamedTuple):
+    """What arrives and what leaves, each in order."""
+
+    receives: tuple[Need, ...]
+    sends: tuple[Need, ...]
+
+
+class Port:
+    """Two queues of messages that share one port, side by side, each in order."""
+
+    def __init__(self) -> None:
+        self.queues: tuple[list[tuple[Move, float]], ...] = ([], [])
+        self.now = 0.0
+        self.arrived: list[Move] = []
+
+    def post(self, move: Move, seconds: float) -> None:
+        if seconds:
+            self.queues[move[0] % 2].append((move, seconds))
+        else:
+            self.arrived.append(move)
+
+    def left(self) -> float:
+        """Seconds until the port is idle."""
+        return sum(seconds for queue in self.queues for _, seconds in queue)
+
+    def next_end(self) -> float:
+        """Seconds until the next message is through."""
+        heads = [queue[0][1] for queue in self.queues if queue]
+        return min(heads) * len(heads)
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.queues[0] or self.queues[1]:
+            step = self.next_end()
+            if self.now + step > end + 1e-9 * step:
+                break
+            self._pass(step)
+        if end > self.now:
+            self._pass(end - self.now)
+            self.now = end
+
+    def _pass(self, seconds: float) -> None:
+        active = [queue for queue in self.queues if queue]
+        for queue in active:
+            move, left = queue[0]
+            left -= seconds / len(active)
+            if left > 1e-9 * seconds:
+                queue[0] = move, left
+            else:
+                self.arrived.append(move)
+                del queue[0]
+        self.now += seconds
+
+
+def seconds_of(beats: Iterable[Beat], costs: Costs, block: float) -> float:
+    """How long the steps take if a block takes so long."""
+    port, arrived = Port(), {(kind, 0) for kind in range(4)}
+
+    def wait(move: Move) -> None:
+        while move not in arrived:
+            if not port.arrived:
+                port.advance(port.next_end())
+            arrived.update(port.arrived)
+            port.arrived.clear()
+
+    for tiles, *moves in beats:
+        for kind, index in enumerate(moves):
+            if index:
+                wait((kind, index - 1))
+        for kind, index in enumerate(moves):
+            if index:
+                port.post((kind, index), costs[kind])
+        for rows, columns in tiles:
+            wait((0, rows[-1]))
+            wait((1, columns[-1]))
+            port.advance(block * len(rows) * len(columns))
+    return port.now + port.left()
+
+
+def rectangles(blocks: Sequence[Block]) -> list[Rectangle]:
+    """Blocks as rectangles: rows that meet the same columns together."""
+    columns: dict[int, list[int]] = {}
+    for k, c in sorted(blocks):
+        columns.setdefault(k, []).append(c)
+    grouped = groupby(columns, key=columns.__getitem__)
+    return [(tuple(rows), tuple(same)) for same, rows in grouped]
