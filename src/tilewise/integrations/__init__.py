@@ -1,0 +1,1 @@
+"""Tilewise inside other libraries, each imported only by the one who asks for it."""

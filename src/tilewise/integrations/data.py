@@ -1,0 +1,194 @@
+"""Data for a split sequence: each rank's share of a packed batch, labels shifted before sharding.
+
+It stands beside hf.py because it needs no transformers: the keys are those its models take, the
+values plain tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tilewise import lengths
+from tilewise.layout import Layout
+from tilewise.mask import as_ints
+
+__all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
+
+IGNORED = -100  # the label that no loss counts
+Inputs = dict[str, Tensor]
+
+
+def shard_inputs(
+    layout: Layout,
+    rank: int,
+    input_ids: Tensor,
+    *,
+    labels: Tensor | None = None,
+    cu_seqlens: Any = None,
+) -> Inputs:
+    """What a model of transformers is called with on one rank, from the whole batch.
+
+    input_ids, position_ids (within each document), cu_seq_lens_q and _k (of the whole sequence),
+    and with labels: labels, shift_labels (both shifted) and num_items_in_batch, by which each
+    rank's loss is its share of the whole mean: shares, and gradients, add up over ranks. A rank
+    without tokens gets one row of padding.
+
+    Args:
+        input_ids: [batch, num_tokens], the same on all ranks.
+        labels: as input_ids, not shifted; -100 is ignored.
+        cu_seqlens: boundaries of packed documents; default: one document.
+    """
+    if input_ids.ndim != 2 or (labels is not None and labels.shape != input_ids.shape):
+        shapes = tuple(input_ids.shape), None if labels is None else tuple(labels.shape)
+        raise ValueError(
+            f"input_ids and labels are {shapes[0]} and {shapes[1]}; pass [batch, num_tokens] each"
+        )
+    boundaries = (0, layout.num_tokens) if cu_seqlens is None else as_ints(cu_seqlens)
+    mine = layout.shard(input_ids, rank, 1)
+    if labels is None:
+        return _inputs(layout, rank, boundaries, mine)
+    shifted = lengths.shift_labels(labels, boundaries, IGNORED)
+    count = (shifted != IGNORED).sum()
+    return _inputs(layout, rank, boundaries, mine, (layout.shard(shifted, rank, 1), count))
+
+
+def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
+    """Indices of documents that go into one sequence each, the fullest sequence that has room.
+
+    A batch_sampler for a DataLoader whose collate_fn is a ShardingCollator.
+
+    Raises:
+        ValueError: if a document is longer than num_tokens.
+    """
+    groups: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, group), ascending
+    for index, length in enumerate(document_lengths):
+        if length > num_tokens:
+            raise ValueError(
+                f"document {index} has {length} tokens, more than num_tokens ({num_tokens}); "
+                "cut it first"
+            )
+        at = bisect_left(room, (length, -1))
+        left, group = room.pop(at) if at < len(room) else (num_tokens, len(groups))
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(index)
+        insort(room, (left - length, group))
+    return groups
+
+
+class ShardingCollator:
+    """Examples of any lengths, packed into one row of documents, to one rank's share of it.
+
+    What is left of the row is one more document, of padding. Every rank gets the same examples.
+
+    Args:
+        layout, rank: as of the ContextParallel.
+        pad_token_id: fills the row; its labels are ignored.
+    """
+
+    def __init__(self, layout: Layout, rank: int, *, pad_token_id: int = 0):
+        self.layout, self.rank, self.pad_token_id = layout, rank, pad_token_id
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Inputs as of shard_inputs, batch 1.
+
+        Args:
+            examples: input_ids, and labels if they are not the same, each of any length.
+        """
+        num_tokens = self.layout.num_tokens
+        documents = [torch.as_tensor(x["input_ids"]) for x in examples]
+        labels = [torch.as_tensor(x.get("labels", x["input_ids"])) for x in examples]
+        cu_seqlens = np.cumsum([0, *map(len, documents)]).tolist()
+        missing = num_tokens - cu_seqlens[-1]
+        if missing < 0:
+            raise ValueError(
+                f"the {len(documents)} examples have {cu_seqlens[-1]} tokens, but the layout is "
+                f"for {num_tokens}; group them with pack(lengths, {num_tokens})"
+            )
+        if missing:
+            documents.append(torch.full((missing,), self.pad_token_id))
+            labels.append(torch.full((missing,), IGNORED))
+            cu_seqlens.append(num_tokens)
+        whole, wanted = torch.cat(documents)[None], torch.cat(labels)[None]
+        return shard_inputs(self.layout, self.rank, whole, labels=wanted, cu_seqlens=cu_seqlens)
+
+
+class TokenDataset(Dataset[Inputs]):
+    """Sequences of one long stream of tokens, of which each rank reads its own tokens only.
+
+    Item i is this rank's share of tokens [i n, (i + 1) n), as of shard_inputs; what is left at the
+    end is dropped. Use it with DataLoader(..., batch_size=None).
+
+    Args:
+        tokens: [num_tokens_in_all], sliceable; a np.memmap reads from disk what is asked for.
+        cu_seqlens: document boundaries of the stream; default: one document per sequence.
+    """
+
+    def __init__(self, tokens: Any, layout: Layout, rank: int, cu_seqlens: Any = None):
+        self.tokens, self.layout, self.rank = tokens, layout, rank
+        self.cu_seqlens = np.array((0, len(tokens)) if cu_seqlens is None else as_ints(cu_seqlens))
+        if self.cu_seqlens[-1] != len(tokens):
+            raise ValueError(
+                f"cu_seqlens ends at {self.cu_seqlens[-1]}, but there are {len(tokens)} tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.layout.num_tokens
+
+    def __getitem__(self, index: int) -> Inputs:
+        if not 0 <= index < len(self):
+            raise IndexError(f"item ({index}) must be in 0..{len(self) - 1}")
+        num_tokens = self.layout.num_tokens
+        start = index * num_tokens
+        cuts = np.clip(self.cu_seqlens - start, 0, num_tokens)
+        boundaries = tuple(np.unique([0, *cuts, num_tokens]).tolist())
+        pieces = [self._read(start, *piece) for piece in self.layout.ranges(self.rank)]
+        mine, following = (torch.cat([p[i] for p in pieces or [_nothing()]]) for i in range(2))
+        ends = torch.isin(self.layout.positions(self.rank) + 1, torch.tensor(boundaries))
+        labels = following.masked_fill(ends, IGNORED)[None]
+        count = torch.tensor(num_tokens - (len(boundaries) - 1))
+        return _inputs(self.layout, self.rank, boundaries, mine[None], (labels, count))
+
+    def _read(self, start: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Tokens first..last of a sequence, and the one after each (of its last one: itself)."""
+        stop = min(last + 1, self.layout.num_tokens)
+        read = torch.from_numpy(np.asarray(self.tokens[start + first : start + stop], np.int64))
+        return read[: last - first], torch.cat([read, read[-1:]])[1 : last - first + 1]
+
+
+def _nothing() -> tuple[Tensor, Tensor]:
+    return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+
+def _inputs(
+    layout: Layout,
+    rank: int,
+    cu_seqlens: Sequence[int],
+    input_ids: Tensor,
+    labels: tuple[Tensor, Tensor] | None = None,
+) -> Inputs:
+    """Inputs from a rank's rows [batch, num_rows]; labels: shifted ones, and how many count."""
+    position_ids = torch.from_numpy(lengths.position_ids(cu_seqlens)[layout.rows(rank)])
+    boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
+    longest = int(boundaries.diff().max())
+    padding = 0 if layout.size(rank) else 1
+    inputs = {"input_ids": input_ids, "position_ids": position_ids[None]}
+    fill = {"input_ids": 0, "position_ids": 0, "labels": IGNORED}
+    if labels is not None:
+        inputs["labels"] = labels[0]
+    inputs = {
+        name: torch.nn.functional.pad(x, (0, padding), value=fill[name])
+        for name, x in inputs.items()
+    }
+    if labels is not None:
+        inputs |= {"shift_labels": inputs["labels"], "num_items_in_batch": labels[1]}
+    inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    return inputs | {"max_length_q": torch.tensor(longest), "max_length_k": torch.tensor(longest)}

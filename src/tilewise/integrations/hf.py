@@ -1,0 +1,246 @@
+"""Attention of Hugging Face models, split over the ranks of a ContextParallel.
+
+    cp = tw.ContextParallel(num_tokens=len(tokens), mask=tw.Causal())
+    hf.register(cp)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+    loss = model(**hf.shard(cp, tokens[None], labels=tokens[None])).loss
+
+Every layer runs with the mask that it asks transformers for, on the whole sequence; what cannot be
+honoured is refused by name, on all ranks alike. transformers is imported when a function is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from tilewise.agreement import agree
+from tilewise.context import ContextParallel
+from tilewise.integrations.data import shard_inputs
+from tilewise.integrations.documents import checked_documents, gathered_documents
+from tilewise.integrations.hf_masks import documents_of, packs, parts, read_mask
+from tilewise.integrations.hf_refusals import check_model, refused_keyword, refused_model
+from tilewise.mask import Causal, Document, Full, Mask, as_ints
+from tilewise.transport import transport_for
+
+__all__ = ["LayerMask", "check_model", "register", "shard", "unshard"]
+
+TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
+
+
+def register(cp: ContextParallel, name: str = "tilewise") -> str:
+    """Make attn_implementation=name run the attention of a model over cp; return name.
+
+    A name stands for one cp: register again to replace it (another length), or take another name
+    for a second one. The mask is each layer's own; cp.mask serves layout and strategy.
+
+    Raises:
+        ImportError: without transformers.
+        ValueError: for a name that transformers treats in a way of its own.
+    """
+    taken = [word for word in TAKEN if word in name]
+    if taken or not name:
+        raise ValueError(f"name ({name!r}) must not be empty or hold any of {', '.join(TAKEN)}")
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
+        ) from error
+    AttentionInterface.register(name, _attention_of(cp))
+    AttentionMaskInterface.register(name, _masks_of(cp))
+    return name
+
+
+def shard(
+    cp: ContextParallel,
+    input_ids: Tensor,
+    *,
+    labels: Tensor | None = None,
+    cu_seqlens: Any = None,
+) -> dict[str, Tensor]:
+    """What a model is called with on this rank, from the whole batch; see data.shard_inputs."""
+    return shard_inputs(cp.layout, cp.rank, input_ids, labels=labels, cu_seqlens=cu_seqlens)
+
+
+def unshard(cp: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank, from what a model gave for the rows of shard."""
+    return cp.unshard(x.narrow(dim, 0, min(x.shape[dim], cp.layout.size(cp.rank))), dim)
+
+
+class LayerMask:
+    """What transformers hands from its mask interface to the attention of its layers.
+
+    It holds the layers' mask without documents; the first layer that uses it settles these, with
+    all ranks, so that one forward pass asks once.
+
+    Args:
+        mask: as read from the model's mask function.
+        packs: whether that function keeps documents apart, as far as this rank's rows show.
+    """
+
+    def __init__(self, cp: ContextParallel, mask: Mask, packs: bool):
+        self.cp, self.mask, self.packs = cp, mask, packs
+        self.settled: Mask | None = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        raise ValueError(
+            f"the model passes tilewise's mask to {function.__name__}: its attention does not go "
+            "through transformers' AttentionInterface, so tilewise cannot reach it"
+        )
+
+    def whole(self, batch: int, given: Mapping[str, Any]) -> Mask:
+        """The mask with the batch's documents.
+
+        Args:
+            given: the keywords that the layer passes on.
+        """
+        if self.settled is None:
+            self.settled = self._settle(batch, given)
+        return self.settled
+
+    def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
+        position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
+        error = None
+        if position_ids is not None and position_ids.ndim != 2:
+            error = f"position_ids have {position_ids.ndim} dimensions; pass [batch, num_rows]"
+        elif cu_seqlens is not None and position_ids is not None:
+            error = checked_documents(self.cp, cu_seqlens, position_ids)
+        elif cu_seqlens is None and position_ids is None and Causal() in parts(self.mask):
+            error = (
+                "the model does not pass position_ids on to its attention, so its documents are "
+                "not known; call it with what hf.shard returns, which has cu_seq_lens_q"
+            )
+        fields = {
+            "mask": repr(self.mask),
+            "cu_seq_lens_q": str(None if cu_seqlens is None else as_ints(cu_seqlens)),
+            "position_ids": "none" if position_ids is None else "given",
+        }
+        agree(transport_for(self.cp.group), fields, error)
+        return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
+
+    def _with_documents(self, cu_seqlens: tuple[int, ...]) -> Mask:
+        wanted = documents_of(self.cp.mask)
+        if wanted not in (None, cu_seqlens):
+            raise ValueError(
+                f"cp.mask has documents {Document(wanted)}, but the batch has "
+                f"{Document(cu_seqlens)}; pass position_ids that start at 0 in each document, or "
+                "make cp with tw.Causal()"
+            )
+        return self.mask if len(cu_seqlens) == 2 else self.mask & Document(cu_seqlens)
+
+
+def _documents(
+    layer: LayerMask, batch: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[int, ...]:
+    if cu_seqlens is not None:
+        return as_ints(cu_seqlens)
+    if position_ids is None:
+        return 0, layer.cp.layout.num_tokens
+    found = gathered_documents(layer.cp, position_ids, batch)
+    if len(found) > 2:
+        error, jumps = None, bool((position_ids.diff() != 1).any())
+        if jumps and not layer.packs:
+            error = (
+                f"position_ids start {len(found) - 1} documents, which transformers ignores here: "
+                "it does in bidirectional masks, and where there is a cache or an attention_mask; "
+                "pass use_cache=False and no attention_mask, or cu_seq_lens_q"
+            )
+        agree(transport_for(layer.cp.group), {}, error)
+    return found
+
+
+def _masks_of(cp: ContextParallel) -> Callable[..., LayerMask]:
+    """The mask interface: what a layer's mask function asks for, or a refusal."""
+
+    def make_mask(
+        *,
+        q_length: int,
+        kv_length: int,
+        q_offset: int,
+        mask_function: Callable[..., Any],
+        **given: Any,
+    ) -> LayerMask:
+        attention_mask = given.get("attention_mask")
+        try:
+            error = refused_model(given["config"])
+            mask = Full() if error else read_mask(mask_function)
+        except ValueError as unread:
+            error, mask = str(unread), Full()
+        error = error or _refused_rows(cp, q_length, kv_length, int(q_offset))
+        if error is None and attention_mask is not None and not bool(attention_mask.all()):
+            error = (
+                "attention_mask hides padding, which would be another mask for each row; put the "
+                "rows into one as documents, as ShardingCollator does, and leave it out"
+            )
+        if error:
+            _refuse(cp, error)
+        return LayerMask(cp, mask, packs(mask_function))
+
+    return make_mask
+
+
+def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
+    """The attention interface: tensors [batch, heads, rows, head_dim], out [batch, rows, ...]."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, LayerMask):
+            _refuse(cp, _foreign(module, attention_mask))
+        error = refused_keyword(module, attention_mask.mask, given)
+        if error is None and query.shape[2] != key.shape[2]:
+            error = f"{key.shape[2]} keys for {query.shape[2]} queries: cross attention or a cache"
+        if error:
+            _refuse(cp, f"{type(module).__name__}: {error}")
+        mask = attention_mask.whole(len(query), given)
+        rows = cp.layout.size(cp.rank)
+        # A rank without tokens runs the model on one row of padding, which never gets here.
+        spare = query.shape[2] if rows == 0 else 0
+        q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
+        out = cp.attention(q, k, v, mask=mask, softmax_scale=given.get("scaling"))
+        assert isinstance(out, Tensor)
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
+
+    return attend
+
+
+def _refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:
+    rows = cp.layout.size(cp.rank)
+    if q_offset or kv_length != q_length:
+        return (
+            f"{kv_length} keys for {q_length} queries from position {q_offset} on: cross "
+            "attention, past_key_values that hold tokens (use_cache), or an attention_mask that is "
+            "not sharded; tilewise runs self-attention of the whole sequence, without a cache"
+        )
+    if q_length != max(rows, 1):
+        one = " (models cannot run on none: hf.shard pads to one)" if rows == 0 else ""
+        return (
+            f"the model runs on {q_length} tokens, but the layout gives this rank {rows}{one}; "
+            "call it with what hf.shard returns"
+        )
+    return None
+
+
+def _foreign(module: nn.Module, attention_mask: Any) -> str:
+    name = type(module).__name__
+    if attention_mask is None:
+        return f"{name} passes no mask: it does not ask transformers' mask interface for one"
+    return (
+        f"{name} passes an attention_mask of its own ({type(attention_mask).__name__}), which "
+        "tilewise cannot read; leave it out, and pack rows of different lengths as documents"
+    )
+
+
+def _refuse(cp: ContextParallel, error: str) -> NoReturn:
+    """Raise on every rank, wherever the others wait to agree."""
+    agree(transport_for(cp.group), None, error)
+    raise AssertionError("agree raises what it is given")
