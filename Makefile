@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Also when its interpreter no longer starts: the system's has moved, say.
 MISSING := $(shell $(BIN)/python -c '' 2>/dev/null || echo new-environment)
-BENCHMARKS = $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[a-z]*.py))
+RESULTS := benchmarks/results
 
 # Ranks of a test are threads or processes of one machine: more threads in each only get in the way.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +21,7 @@ help:
 	@echo "make demo       every strategy on one real input, over 4 local processes"
 	@echo "make test       the tests; test-all adds the slow ones"
 	@echo "make lint       ruff and pyright; format rewrites the files"
-	@echo "make bench      the benchmarks of benchmarks/; bench-gpu those that need a GPU"
+	@echo "make bench      the benchmark's quick cases, and a page of them; bench-gpu those of a GPU"
 
 demo: $(STAMP)
 	$(BIN)/tilewise demo
@@ -41,8 +41,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Starts anew: without the old rows nothing is skipped as finished. Namespaces need root.
 bench: $(STAMP)
-	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ring-flash-attn yunchang
+	rm -f $(RESULTS)/kernels.jsonl $(RESULTS)/strategies.jsonl
+	$(BIN)/tilewise bench kernels --quick -o $(RESULTS)/kernels.jsonl
+	$(BIN)/tilewise bench strategies --quick --also benchmarks.peers -o $(RESULTS)/strategies.jsonl
+	@if [ "$$(id -u)" = 0 ] && command -v tc >/dev/null; then \
+		rm -f $(RESULTS)/network.jsonl; \
+		$(BIN)/tilewise bench network --quick --also benchmarks.peers -o $(RESULTS)/network.jsonl; \
+	else echo "no root or no tc: the network lab is left out"; fi
+	$(BIN)/tilewise report $(RESULTS)/*.jsonl -o out/benchmark.html
 
 bench-gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu
