@@ -2,7 +2,8 @@
 # constraints.txt changed. Another interpreter: make PYTHON=python3.12 test
 
 PYTHON ?= python3
-PYTEST_FLAGS ?=
+# As many tests at once as there are cores, 8 at most.
+PYTEST_FLAGS ?= -n auto --maxprocesses 8
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -19,14 +19,15 @@ from collections.abc import Callable
 import torch
 
 import tilewise as tw
-from tilewise.attend import Run
-from tilewise.calls import Call, Kind
+from tilewise.calls import Call as KernelCall
+from tilewise.calls import Kind
 from tilewise.execute import execute
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.select import kernel_for
 from tilewise.messages import Message
+from tilewise.passes import Run
 from tilewise.plan import Side
-from tilewise.problem import Options, make_problem
+from tilewise.problem import Call, make_problem
 from tilewise.work import Forward
 
 WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
@@ -35,7 +36,8 @@ WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
 class Instant:
     """A transport on which every message has arrived already."""
 
-    rank, world_size, receives_ahead, bytes_sent, messages_sent = 0, WORLD, 1, 0, 0
+    rank, world_size, receives_ahead, node_size = 0, WORLD, 1, None
+    bytes_sent, messages_sent = 0, 0
 
     def exchange(self, sends, recvs, lane=0):
         return self
@@ -51,7 +53,7 @@ class Instant:
 def by_hand(q, k, v, transport: Instant, scale: float):
     """A plain ring loop with the same kernel, merge and transport calls, receives posted ahead."""
     kernel = kernel_for("cpu", q.dtype, WIDTH)
-    call = Call(((0, TOKENS),), ((0, TOKENS),), Kind.FULL)
+    call = KernelCall(((0, TOKENS),), ((0, TOKENS),), Kind.FULL)
     held = torch.cat([k.flatten(2), v.flatten(2)], -1).view(torch.uint8)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     posted: deque = deque()
@@ -87,8 +89,8 @@ def main() -> None:
     torch.set_num_threads(1)
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
-    options = Options(tw.ring(WORLD), None, layout, None, tw.Full(), None, None, None, True, None)
-    problem = make_problem(q[:, 0], k[:, 0], v[:, 0], options, 0, WORLD)
+    call = Call(tw.ring(WORLD), layout, tw.Full())
+    problem = make_problem(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}
     with torch.no_grad():

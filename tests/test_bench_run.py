@@ -191,3 +191,14 @@ def test_a_limited_network_is_as_slow_as_it_says(tmp_path: Path):
     assert (row["network"], row["mbit"], row["is_exact"]) == ("limited", 4.0, True)
     assert row["median_seconds"] > 0.5 * 8 * row["bytes_max_rank"] / 4e6
     assert row["machine"] == "cpu-gloo, 4 Mbit/s"
+
+
+def test_the_planner_and_its_file_are_contenders(tmp_path: Path):
+    case = replace(PAIR, mask="causal")
+    work = tw.Workload(case.num_tokens, *case.heads, dtype=case.dtype, mask=tw.Causal())
+    best = tw.search(work, tw.Machine.preset("cpu-gloo"), world_size=2)[0]
+    path = tmp_path / "plan.json"
+    path.write_text(best.to_json())
+    rows = list(measured(tmp_path / "r.jsonl", [(case, (strategy("auto"), strategy(str(path))))]))
+    assert [row["outcome"] for row in rows] == ["ok", "ok"], rows
+    assert "for tokens" in str(strategy(str(path)).supports(replace(case, num_tokens=64)))

@@ -149,6 +149,22 @@ def test_call_mask_reads_slices_row_by_row():
         assert ["".join(".x"[x] for x in row) for row in mask.tolist()] == rows
 
 
+@pytest.mark.parametrize("kernel", [Reference(), CpuFlash()], ids=lambda kernel: kernel.name)
+def test_into_adds_gradients_in_place(kernel):
+    call = CALLS["holes"]
+    case = draw(call, (4, 2), torch.float32)
+    answer = dense(case, call)
+    given_ = case[:4], answer.lse.float(), answer.delta.float()
+    grads = kernel.backward(*given_[0], *given_[1:], call, SCALE)
+    into = tuple(torch.ones_like(x) for x in grads)
+    assert kernel.backward(*given_[0], *given_[1:], call, SCALE, into) is into
+    assert all(torch.equal(total, 1 + grad) for total, grad in zip(into, grads, strict=True))
+    empty, into = call_of(0, 4), tuple(torch.ones(n, 1, 1, 2) for n in (0, 4, 4))
+    case = draw(empty, (1, 1), torch.float32, batch=1, head_dim=2)
+    lse = torch.zeros(0, 1, 1)
+    assert kernel.backward(*case[:4], lse, lse, empty, SCALE, into) is into and into[1].all()
+
+
 def test_a_kernel_is_chosen_or_refused_never_replaced():
     assert kernel_for("cpu", torch.bfloat16, 64).name == "cpu"
     assert kernel_for("cuda", torch.bfloat16, 128).name == "cuda"

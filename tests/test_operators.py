@@ -167,7 +167,7 @@ def test_compiled_code_says_what_it_cannot_do():
     with pytest.raises(Exception, match="must be 'replay' in compiled code"):
         keeping(q, k, v)
     undecided = Model(tw.ContextParallel(num_tokens=TOKENS, layout=layout))
-    with pytest.raises(Exception, match="call ContextParallel.plan"):
+    with pytest.raises(Exception, match=r"call ContextParallel\.plan"):
         torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v)
     undecided.cp.plan(q, k)
     assert torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v).isfinite()

@@ -3,6 +3,7 @@
 from tilewise import lengths, masks
 from tilewise.attend import attention
 from tilewise.balancing import balanced
+from tilewise.cache import KVCache
 from tilewise.checker import check
 from tilewise.context import ContextParallel
 from tilewise.layout import Layout, Run, contiguous, striped, zigzag
@@ -39,6 +40,7 @@ __all__ = [
     "ContextParallel",
     "Document",
     "Full",
+    "KVCache",
     "Layout",
     "Machine",
     "Mask",

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.blocks import Block
+from tilewise.blocks import Block, join
+from tilewise.buffers import Source
 from tilewise.calls import Call, Ranges, row_index
 from tilewise.layout import Layout
 from tilewise.mask import Mask
@@ -65,7 +66,7 @@ class Binder:
     Args:
         layouts: of the query and the KV shards.
         mask: a mask that differs by KV head is bound head by head.
-        square_causal: what the kernel wants of causal calls.
+        square_causal, whole_tile: how the kernel wants tiles cut; see `tile_calls`.
         groups: how heads are cut.
     """
 
@@ -76,8 +77,10 @@ class Binder:
         square_causal: bool,
         groups: HeadGroups,
         device: torch.device,
+        whole_tile: bool = False,
     ):
-        self.layouts, self.mask, self.square_causal = layouts, mask, square_causal
+        self.layouts, self.mask = layouts, mask
+        self._cut = {"square_causal": square_causal, "whole_tile": whole_tile}
         self.groups, self.device = groups, device
         self._tiles: dict[Tile, BoundTile] = {}
 
@@ -104,7 +107,7 @@ class Binder:
             for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
         )
         for mask, q_heads, kv_heads in self._masks(tile.heads):
-            calls = tile_calls(q_positions, k_positions, mask, square_causal=self.square_causal)
+            calls = tile_calls(q_positions, k_positions, mask, **self._cut)
             for call in calls:
                 q = self._parts(Side.Q, tile, call.q, local[0])
                 k = self._parts(Side.KV, tile, call.k, local[1])
@@ -148,36 +151,47 @@ class Binder:
         return None if whole else slice(int(rows[0]), int(rows[-1]) + 1, step)
 
 
-def pick(x: Tensor, index: Index) -> Tensor:
+def pick(x: Tensor, index: Index, lender: Source) -> Tensor:
     """The rows of a tensor that an index selects; a view unless it is a tensor."""
-    return x if index is None else x[index]
+    if index is None:
+        return x
+    if isinstance(index, slice):
+        return x[index]
+    return torch.index_select(x, 0, index, out=lender.take((len(index), *x.shape[1:]), x.dtype))
 
 
 def gather(
-    blocks: Sequence[Block], parts: Sequence[Part], name: str, heads: slice | None = None
+    blocks: Sequence[Block],
+    parts: Sequence[Part],
+    name: str,
+    heads: slice | None,
+    lender: Source,
 ) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
         (part,) = parts
         x = blocks[part.shard].fields[name]
         if part.block is not None:
-            x = x[part.block]
+            x = pick(x, part.block, lender)
     else:
-        x = _joined(blocks, parts, name)
+        x = _joined(blocks, parts, name, lender)
     return x if heads is None else x[:, :, heads]
 
 
-def _joined(blocks: Sequence[Block], parts: Sequence[Part], name: str) -> Tensor:
+def _joined(blocks: Sequence[Block], parts: Sequence[Part], name: str, lender: Source) -> Tensor:
     in_order = all(_is_range(part.call) for part in parts)
     beside = _side_by_side(blocks, parts, name) if in_order else None
     if beside is not None:
         return beside
-    pieces = [pick(blocks[part.shard].fields[name], part.block) for part in parts]
+    pieces = [pick(blocks[part.shard].fields[name], part.block, lender) for part in parts]
     if in_order:
-        return torch.cat(pieces)
-    gathered = pieces[0].new_empty((sum(map(len, pieces)), *pieces[0].shape[1:]))
+        return join(pieces, lender)
+    gathered = lender.take((sum(map(len, pieces)), *pieces[0].shape[1:]), pieces[0].dtype)
     for part, piece in zip(parts, pieces, strict=True):
-        gathered[part.call] = piece
+        if isinstance(part.call, Tensor):
+            gathered.index_copy_(0, part.call, piece)
+        else:
+            pick(gathered, part.call, lender).copy_(piece)
     return gathered
 
 

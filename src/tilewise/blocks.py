@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.buffers import Lender, Source
 from tilewise.payload import ITEM_BYTES, Field
 from tilewise.plan import Item, Rows
 
@@ -61,20 +62,30 @@ class Packing:
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
         self.row_shape = (*inner, self.row_bytes // math.prod(inner))
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], lender: Lender) -> Tensor:
         """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
 
-        Each is first converted to its field's dtype.
+        Each is converted to its field's dtype; a lone one that is packed already is not copied.
         """
-        if len(tensors[0]) == 0:  # strides of empty tensors forbid the views below
-            shape = *tensors[0].shape[:2], *self.row_shape
-            return tensors[0].new_empty(shape, dtype=torch.uint8)
-        parts = [
-            x.to(dtype).flatten(2).contiguous().view(torch.uint8)
-            for x, dtype in zip(tensors, self._dtypes, strict=True)
-        ]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return whole.view(*whole.shape[:2], *self.row_shape)
+        first = tensors[0]
+        shape = *first.shape[:2], *self.row_shape
+        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and first.is_contiguous()
+        if alone and first.numel():  # strides of empty tensors forbid the views below
+            return first.flatten(2).view(torch.uint8).view(shape)
+        wire = lender.take(shape, torch.uint8)
+        if not wire.numel():
+            return wire
+        if self.in_place:
+            for place, x in zip(self.unpack(wire).values(), tensors, strict=True):
+                place.copy_(x)
+            return wire
+        for columns, x, dtype in zip(
+            wire.split(self._sizes, -1), tensors, self._dtypes, strict=True
+        ):
+            converted = lender.take(x.shape, dtype)
+            columns.copy_(converted.copy_(x).flatten(2).view(torch.uint8))
+            lender.give(converted)
+        return wire
 
     def unpack(self, wire: Tensor) -> dict[str, Tensor]:
         """The inverse of pack: views of the buffer where alignment allows, else copies."""
@@ -91,8 +102,8 @@ class Packing:
         return dict(zip(self.names, tensors, strict=True))
 
 
-def take(x: Tensor, held: Rows, wanted: Rows | None) -> Tensor:
-    """The wanted local rows of a tensor whose rows are the held ones."""
+def take(x: Tensor, held: Rows, wanted: Rows | None, lender: Source) -> Tensor:
+    """The wanted local rows of a tensor whose rows are the held ones: a view if side by side."""
     if wanted is None or wanted == held:
         return x
     pieces, offset = [], 0
@@ -102,7 +113,13 @@ def take(x: Tensor, held: Rows, wanted: Rows | None) -> Tensor:
             if first < last:
                 pieces.append(x[offset + first - start : offset + last - start])
         offset += stop - start
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return pieces[0] if len(pieces) == 1 else join(pieces, lender)
+
+
+def join(pieces: Sequence[Tensor], lender: Source) -> Tensor:
+    """Rows one after the other, copied."""
+    shape = sum(map(len, pieces)), *pieces[0].shape[1:]
+    return torch.cat(pieces, out=lender.take(shape, pieces[0].dtype))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class Arena:

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.attend import attention
-from tilewise.choice import default_layout, fewest_bytes
+from tilewise.choice import default_layout
 from tilewise.gathering import gather_shards
 from tilewise.layout import Layout
+from tilewise.machine import Machine
 from tilewise.mask import Full, Mask
 from tilewise.plan import Plan
+from tilewise.planner import promising
 from tilewise.strategies.ring import ring
 from tilewise.transport import transport_for
 from tilewise.workload import Workload
@@ -32,9 +35,11 @@ class ContextParallel:
         mesh_or_group: a one-dimensional DeviceMesh, or what attention takes as group.
         num_tokens: length of the whole sequence; need not divide by the number of ranks.
         mask: for all calls of attention that do not name another.
-        strategy: a plan, or "auto": at the first call the one that moves fewest bytes.
+        strategy: a plan, or "auto": at the first call the planner's choice, for its shapes.
         layout: None: contiguous for Full, zigzag for Causal and where else it gives every rank the
             same work, balanced for all other masks.
+        machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
+            tensors, "cpu-gloo" for others.
     """
 
     def __init__(
@@ -45,14 +50,10 @@ class ContextParallel:
         mask: Mask | None = None,
         strategy: str | Plan = "auto",
         layout: Layout | None = None,
+        machine: Machine | None = None,
     ):
         if isinstance(mesh_or_group, DeviceMesh):
-            if mesh_or_group.ndim != 1:
-                raise ValueError(
-                    f"the mesh has {mesh_or_group.ndim} dimensions {mesh_or_group.mesh_dim_names}; "
-                    'pass one of them, as in mesh["cp"]'
-                )
-            mesh_or_group = mesh_or_group.get_group()
+            mesh_or_group = _group_of(mesh_or_group)
         if strategy != "auto" and not isinstance(strategy, Plan):
             raise ValueError(
                 f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
@@ -70,7 +71,10 @@ class ContextParallel:
                 f"{num_tokens} on {self.world_size}; make it for these"
             )
         self.layout = layout
+        self.machine = machine
         self._plan = strategy if isinstance(strategy, Plan) else None
+        self._backward_plan: Plan | None = None
+        self._for_one_mask = False
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -93,37 +97,71 @@ class ContextParallel:
         Args:
             mask: instead of the one given at the start (layers with windows among full ones).
         """
-        chosen = {"plan": self.plan(q, k), "layout": self.layout, "group": self.group}
+        plan = self.plan(q, k)
+        chosen = {"layout": self.layout, "group": self.group}
+        if "plan" not in options:
+            chosen |= {"plan": plan, "backward_plan": self._backward_plan}
+            if mask is not None and mask != self.mask and self._for_one_mask:
+                _refuse_compiling()
+                plan, backward = self._decided(self._workload(q, k, mask), q)
+                chosen |= {"plan": plan, "backward_plan": backward}
         return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
 
     def plan(self, q: Tensor, k: Tensor) -> Plan:
-        """The strategy's plan; "auto" is decided here, by the shapes of the first call.
+        """The forward pass's plan; "auto" is decided here, by the shapes of the first call.
 
         Raises:
             RuntimeError: if a compiler traces the first call of "auto": decide before, by calling
                 plan(q, k) with tensors of this shape, or pass a plan as strategy.
         """
         if self._plan is None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "strategy 'auto' is decided outside compiled code: call "
-                    "ContextParallel.plan(q, k) once before, or pass a plan as strategy"
-                )
+            _refuse_compiling()
             try:
-                work = self._workload(q, k)
+                work = self._workload(q, k, self.mask)
             except (ValueError, IndexError, AttributeError):
                 # What is wrong with q or k is attention's to say, on all ranks alike.
                 return ring(self.world_size)
-            self._plan = fewest_bytes(work, self.world_size)
+            self._plan, self._backward_plan = self._decided(work, q)
+            self._for_one_mask = self._plan.made_for is not None
         return self._plan
 
-    def _workload(self, q: Tensor, k: Tensor) -> Workload:
+    def _decided(self, work: Workload, q: Tensor) -> tuple[Plan, Plan | None]:
+        """The planner's choice for both passes; None: backward runs forward's plan."""
+        preset = "h100x8" if q.device.type == "cuda" else "cpu-gloo"
+        machine = self.machine or Machine.preset(preset)
+        plan, backward = promising(work, machine, self.world_size)
+        return plan, None if backward is plan else backward
+
+    def _workload(self, q: Tensor, k: Tensor, mask: Mask) -> Workload:
         return Workload(
             num_tokens=self.layout.num_tokens,
             num_heads=q.shape[-2],
             num_kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
             dtype=str(q.dtype).removeprefix("torch."),
-            mask=self.mask,
+            mask=mask,
             layout=self.layout,
         )
+
+
+def _refuse_compiling() -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "strategy 'auto' is decided outside compiled code: call "
+            "ContextParallel.plan(q, k) once before, or pass a plan as strategy"
+        )
+
+
+def _group_of(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of this process along a one-dimensional mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or '(unnamed)'}; pass one "
+            'of them, as in mesh["cp"] of init_device_mesh(..., mesh_dim_names=("dp", "cp"))'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {mesh.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; make "
+            "ContextParallel on the mesh's own ranks only"
+        )
+    return mesh.get_group()

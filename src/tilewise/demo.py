@@ -25,6 +25,7 @@ from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import SCHEDULES, mesh
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tree import tree
@@ -160,6 +161,7 @@ def cases(demo: Demo) -> list[Case]:
         (balanced_ring(n), plain),
         (attention2d(wide, n // wide), regular),
         *((mesh(n, q_tile=wide, schedule=schedule), balanced) for schedule in SCHEDULES),
+        (hierarchical(ring(wide, moves="q"), ring(n // wide)), balanced),
         (ulysses(n), balanced),
     ]
     if degree:

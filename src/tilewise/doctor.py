@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import attention
 
-from tilewise.kernels.cpu import CpuFlash
-from tilewise.kernels.cuda import CudaFlash
-from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.reference import Reference
+from tilewise.kernels.providers import PROVIDERS, abilities
 
 __all__ = ["Finding", "examine"]
 
@@ -24,6 +22,9 @@ EXTRAS = (
     ("solver", "ortools", "exact placement, to compare plans with"),
     ("hf", "transformers", "Hugging Face models"),
 )
+
+
+ON_CPU = ("cpu", "reference")  # kernels that are asked about the cpu, all others about cuda
 
 
 class Finding(NamedTuple):
@@ -68,19 +69,21 @@ def _devices() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-    has_cuda = torch.cuda.is_available()
-    wanted: list[tuple[Kernel, str, str]] = [
-        (CpuFlash(), "cpu", "all masks; float64, float32, bfloat16, float16"),
-        (CudaFlash(), "cuda", "all masks; bfloat16, float16"),
-        (Reference(), "cpu", "all masks and dtypes, memory quadratic in tokens; the oracle"),
-    ]
     found = []
-    for kernel, device, use in wanted:
-        reason = kernel.supports(device, torch.bfloat16, 128)
-        if device == "cuda" and not has_cuda:
-            reason = "no CUDA device here"
-        found.append(Finding("kernel", kernel.name, reason is None, reason or use))
+    for name in PROVIDERS:
+        device = "cpu" if name in ON_CPU else "cuda"
+        is_here, detail = abilities(name, device)
+        if name == "cuda" and is_here:
+            detail = f"{detail}; {_flash_version()}"
+        found.append(Finding("kernel", name, is_here, detail))
     return found
+
+
+def _flash_version() -> str:
+    """Which flash attention the cuda kernel is, and which others it can be rerouted to."""
+    active = attention.current_flash_attention_impl() or "FA2"
+    others = ", ".join(x for x in attention.list_flash_attention_impls() if x != active)
+    return f"runs {active}; activate_flash_attention_impl can make it {others}"
 
 
 def _transports() -> list[Finding]:

@@ -22,6 +22,14 @@ class Work(Protocol):
         """The bytes to send; a partial leaves its place."""
         ...
 
+    def launched(self, handle: int, lane: int) -> None:
+        """What has departed last is on its way."""
+        ...
+
+    def left(self, handle: int) -> None:
+        """What departed with a launch has left."""
+        ...
+
     def room(self, transfer: Transfer) -> Tensor:
         """Where to receive."""
         ...
@@ -53,6 +61,7 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
     Merges happen in program order, so every run gives the same bits.
     """
     under_way: dict[int, list[Arrival]] = {}
+    together = not transport.receives_ahead
     # Not by match: binding its patterns costs as much as the rest of the loop.
     for instruction in program.instructions:
         if isinstance(instruction, Run):
@@ -64,11 +73,13 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
                 started, hop, room = launched[index]
                 started.wait()
                 work.arrive(hop, room)
+            if together:
+                work.left(handle)
             if len(indices) == len(launched):
                 del under_way[handle]
         elif isinstance(instruction, Free):
             work.free(instruction.item)
-        elif isinstance(instruction, Launch) and transport.receives_ahead:
+        elif isinstance(instruction, Launch) and not together:
             arrivals = _launch_apart(instruction, work, transport)
             if arrivals:
                 under_way[instruction.handle] = arrivals
@@ -79,7 +90,7 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
 
 def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arrival]:
     """Post every receive by itself, so that each can be waited for by itself."""
-    _, step, lane, sends, recvs = launch
+    handle, step, lane, sends, recvs = launch
     arrivals: list[Arrival] = []
     for hop in recvs:
         room = work.room(hop)
@@ -87,6 +98,7 @@ def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arri
         arrivals.append((transport.exchange((), (message,), lane), hop, room))
     if sends:
         transport.exchange(_outgoing(work, step, sends), (), lane)
+        work.launched(handle, lane)
     return arrivals
 
 
@@ -104,6 +116,7 @@ def _launch_together(
         started = transport.collective(launch.kind, outgoing, incoming, launch.lane)
     else:
         started = transport.exchange(outgoing, incoming, launch.lane)
+    work.launched(launch.handle, launch.lane)
     return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
 
 

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from tilewise.program import CollectiveKind
 
+# Launches of a lane whose sends are left to themselves. By lane, since a slow link's sends last for
+# many launches of a fast one.
+LAUNCHES_IN_FLIGHT = 1
+
 
 class Message(NamedTuple):
     """One tensor on its way to or from one peer.
@@ -43,12 +47,16 @@ class Transport(Protocol):
 
     Messages between two ranks on one lane match in the order both ranks launch them, never in the
     order of their waits. Empty messages are skipped on both sides. A tensor that is sent stays
-    unmodified until finish() returns, or until its arrival is known by other means; the transport
-    keeps it alive.
+    unmodified until finish() returns; the transport keeps it alive. A transport for CUDA tensors
+    also sees to it that it has left when LAUNCHES_IN_FLIGHT later launches with sends on its lane
+    have returned and, if receives_ahead is 0, when a receive of its own launch has been waited for.
+    There all this is order on the current stream, which the host does not wait for.
 
     Attributes:
         receives_ahead: launches by which a receive may be posted before its send's own launch;
             0: send and receive belong to the same launch on both ranks (NCCL).
+        node_size: neighbouring ranks that share a node, if messages between nodes are to have a
+            lane of their own; None: one lane for all.
         bytes_sent, messages_sent: totals of this object, without agreement records.
     """
 
@@ -58,6 +66,8 @@ class Transport(Protocol):
     def world_size(self) -> int: ...
     @property
     def receives_ahead(self) -> int: ...
+    @property
+    def node_size(self) -> int | None: ...
     @property
     def bytes_sent(self) -> int: ...
     @property

@@ -18,10 +18,10 @@ from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layout import Layout
 from tilewise.mask import Mask
 from tilewise.messages import Transport
-from tilewise.passes import backward_pass, forward_pass
 from tilewise.plan import Plan
 from tilewise.problem import Call, Problem, agreement_fields, make_problem
 from tilewise.transport import transport_for
+from tilewise.two_passes import backward_pass, forward_pass
 
 
 def settled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Problem, Transport]:

@@ -1,4 +1,4 @@
-"""The two passes of one checked call on this rank: tensors in, its program run, tensors out."""
+"""One pass of one checked call on this rank: its program, what it starts and what it ends with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tilewise import buffers
 from tilewise.binding import Binder
 from tilewise.blocks import Arena, Block
-from tilewise.execute import execute
+from tilewise.buffers import Binding, Fresh, Lender, Shelf
+from tilewise.frame import Frame, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.lowering import lower
 from tilewise.messages import Transport
@@ -21,65 +23,8 @@ from tilewise.program import Program, arrivals
 from tilewise.pruning import prune_shards
 from tilewise.rows import count
 from tilewise.script import operand, partial
-from tilewise.work import Backward, Forward, Frame, PassWork, packings
-
-
-def forward_pass(
-    problem: Problem, transport: Transport, q: Tensor, k: Tensor, v: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, lse, and the operands that backward is to find again (none unless keep).
-
-    Args:
-        keep: a backward pass follows; save="gathered" then keeps what was received.
-    """
-    batched = q.ndim == 4
-    rows = [_rows_first(x, batched) for x in (q, k, v)]
-    run = Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
-    keep = keep and problem.gathered
-    work = Forward(
-        run.frame(keep=keep),
-        run.payload,
-        *run.start(({"q": rows[0]}, {"k": rows[1], "v": rows[2]})),
-    )
-    execute(run.program, work, transport)
-    ((out, lse),) = run.collect(work, [(Side.Q, (q.shape[-1], None))])
-    kept = run.kept(work.operands) if keep else []
-    return _as_given(out.to(q.dtype), batched), _as_given(lse, batched), kept
-
-
-def backward_pass(
-    problem: Problem,
-    transport: Transport,
-    saved: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    grads: tuple[Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv.
-
-    Args:
-        saved: q, k, v, out, lse of the forward pass.
-        kept: what forward_pass kept.
-        grads: dout and dlse; None: zero.
-    """
-    batched = saved[0].ndim == 4
-    q, k, v, out, lse = (_rows_first(x, batched) for x in saved)
-    dout = torch.zeros_like(out) if grads[0] is None else _rows_first(grads[0], batched)
-    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
-    if grads[1] is not None:
-        delta -= _rows_first(grads[1], batched)
-    batch, device = q.shape[1], q.device
-    gathered = {}
-    if problem.gathered:
-        before = Run(problem, transport, backward=False, batch=batch, device=device)
-        gathered = before.found(kept)
-    run = Run(problem, transport, backward=True, batch=batch, device=device)
-    named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
-    work = Backward(run.frame(keep=False), run.payload, *run.start(named, gathered))
-    execute(run.program, work, transport)
-    width = q.shape[-1]
-    (dq,), (dk, dv) = run.collect(work, [(Side.Q, (width,)), (Side.KV, (width, width))])
-    dq, dk, dv = (_as_given(x.to(q.dtype), batched) for x in (dq, dk, dv))
-    return dq, dk, dv
+from tilewise.streams import is_capturing
+from tilewise.work import PassWork
 
 
 class Run:
@@ -105,17 +50,49 @@ class Run:
         self.payload = Payload(backward, *self.groups.size, *names, saved)
         self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
         ahead = transport.receives_ahead
+        self._key = self.rank, ahead, transport.node_size, self.payload
         self.program: Program = pruned.memo(
             "program",
-            (self.rank, ahead, self.payload),
-            lambda: lower(pruned, self.rank, ahead=ahead, carries=self.payload.carries),
+            self._key,
+            lambda: lower(
+                pruned,
+                self.rank,
+                node_size=transport.node_size,
+                ahead=ahead,
+                carries=self.payload.carries,
+            ),
             keep=4 * plan.world_size,
         )
 
-    def frame(self, keep: bool) -> Frame:
+    def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Lender:
+        """Who lends this pass its buffers: on BOUND_DEVICES one that has them all already.
+
+        A graph that is being captured gets memory of its own, which lives as long as the graph.
+
+        Args:
+            tensors: that the pass starts with, rows first; None: it starts without.
+        """
+        problem, device = self.problem, self.device
+        if device.type not in buffers.BOUND_DEVICES or is_capturing(device):
+            return Fresh(device)
+        strides = tuple(None if x is None else x.stride() for x in tensors)
+        calls = problem.layouts, problem.mask, problem.kernel.name
+        key = self._key, calls, self.batch, device, keep, strides
+        binding = self.plan.memo("binding", key, Binding, keep=4 * self.plan.world_size)
+        shelf = problem.plans[0].memo(
+            "shelf", (self.rank, device), Shelf, keep=2 * self.plan.world_size
+        )
+        return binding.lender(shelf, device)
+
+    def frame(self, keep: bool, lender: Lender | None = None) -> Frame:
+        """What the pass's work needs beside its tensors.
+
+        Args:
+            lender: None: of new memory.
+        """
         problem = self.problem
-        square = problem.kernel.square_causal
-        key = problem.layouts, problem.mask, square, self.groups, self.device
+        square, whole = problem.kernel.square_causal, problem.kernel.whole_tile
+        key = problem.layouts, problem.mask, square, self.groups, self.device, whole
         binder = self.plan.memo("binder", key, lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(
@@ -128,10 +105,14 @@ class Run:
             self.device,
             keep,
             self.packing,
+            lender or Fresh(self.device),
         )
 
     def start(
-        self, named: Sequence[dict[str, Tensor]], gathered: dict[Item, Block] | None = None
+        self,
+        named: Sequence[dict[str, Tensor]],
+        gathered: dict[Item, Block] | None = None,
+        lender: Lender | None = None,
     ) -> tuple[dict[Item, Block], list[Arena]]:
         """The operands that this rank holds from the start, and the arenas that they move into."""
         gathered = gathered or {}
@@ -142,7 +123,9 @@ class Run:
                     item, heads = operand(side, shard, group), self.groups.slice(side, group)
                     fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
                     operands[item] = Block(((0, rows.stop - rows.start),), fields)
-        return operands, [a for items in self.program.arenas if (a := self._arena(items, gathered))]
+        lender = lender or Fresh(self.device)
+        arenas = (self._arena(items, gathered, lender) for items in self.program.arenas)
+        return operands, [arena for arena in arenas if arena]
 
     def collect(
         self, work: PassWork, wanted: Sequence[tuple[Side, Sequence[int | None]]]
@@ -156,10 +139,15 @@ class Run:
         for side, widths in wanted:
             heads = self.groups.num_heads if side is Side.Q else self.groups.num_kv_heads
             held = self._held(side)
+            if len(held) == self.groups.groups == 1:
+                collected.append(work.final(partial(side, held[0][0])))
+                continue
             num_rows = sum(rows.stop - rows.start for _, rows in held)
-            shape = num_rows, self.batch, heads
-            options = {"dtype": work.frame.dtype, "device": self.device}
-            wholes = [torch.zeros(shape if w is None else (*shape, w), **options) for w in widths]
+            shape, frame = (num_rows, self.batch, heads), work.frame
+            wholes = [
+                frame.lender.take(shape if w is None else (*shape, w), frame.dtype).zero_()
+                for w in widths
+            ]
             for shard, rows in held:
                 for group in range(self.groups.groups):
                     parts = work.final(partial(side, shard, group))
@@ -215,7 +203,7 @@ class Run:
     def _arriving(self) -> dict[Item, Rows | None]:
         return self.plan.memo(
             "arriving",
-            (self.rank, self.payload),
+            self._key,
             lambda: arrivals(self.program),
             keep=4 * self.plan.world_size,
         )
@@ -234,7 +222,9 @@ class Run:
         sizes = self.problem.layouts[side].sizes
         return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
 
-    def _arena(self, items: Sequence[Item], gathered: dict[Item, Block]) -> Arena | None:
+    def _arena(
+        self, items: Sequence[Item], gathered: dict[Item, Block], lender: Lender
+    ) -> Arena | None:
         """One buffer for these items; None where their packed fields could not be used in place."""
         packing = self.packing[items[0].side, items[0].role]
         if not packing.in_place:
@@ -244,15 +234,5 @@ class Run:
         if not packing.names:
             return Arena(starts, None, dict(before))
         shape = sum(map(self._num_rows, items)), self.batch, *packing.row_shape
-        wire = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        wire = lender.take(shape, torch.uint8)
         return Arena(starts, wire, {**before, **packing.unpack(wire)})
-
-
-def _rows_first(x: Tensor, batched: bool) -> Tensor:
-    """[(batch,) tokens, heads, ...] as [tokens, batch, heads, ...]."""
-    return x.transpose(0, 1) if batched else x.unsqueeze(1)
-
-
-def _as_given(x: Tensor, batched: bool) -> Tensor:
-    """The inverse of _rows_first."""
-    return (x.transpose(0, 1) if batched else x.squeeze(1)).contiguous()

@@ -8,18 +8,26 @@ Forward and backward are searched apart, since they share nothing but who owns w
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from functools import lru_cache
 
 from tilewise.machine import Machine
+from tilewise.plan import Plan
 from tilewise.planning.bounds import least_seconds
 from tilewise.planning.candidate import Candidate, Distances
+from tilewise.planning.evening import evened
 from tilewise.planning.least_bytes import least_bytes
-from tilewise.planning.options import options
-from tilewise.planning.pairs import Pair, Pairs
+from tilewise.planning.options import EVERY_RANK, options
+from tilewise.planning.pairs import Effort, Pair, Pairs
 from tilewise.planning.reasons import reason
 from tilewise.planning.stored import with_save
-from tilewise.simulator import Simulation
+from tilewise.simulator import EXACT_RANKS, Simulation
 from tilewise.workload import Workload
+
+PROMISING = 4, 2
+"""Options that are simulated in a pass where the choice must not take long, of few ranks and of
+more than EVERY_RANK."""
 
 
 def search(
@@ -52,21 +60,57 @@ def search(
             "make it for these"
         )
     fixed = replace(work, layout=layout)
-    found = Pairs(fixed, machine, options(fixed, world_size, machine.node_size), memory)
-    pairs, ring = found.ranked(), found.ring_seconds()
+    even = evened(fixed, world_size) if world_size > EXACT_RANKS else fixed
+    tried = options(even, world_size, machine.node_size)
+    found = Pairs(even, machine, tried, memory, Effort())
+    pairs = found.ranked()
+    if found.lacks_memory:
+        tried = options(even, world_size, machine.node_size, held=True)
+        found = Pairs(even, machine, tried, memory, Effort())
+        pairs = found.ranked()
+    ring = found.ring_seconds()
     distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
     candidates = [_candidate(pair, fixed, machine, distances) for pair in pairs]
     rows = tuple(candidate.row for candidate in candidates)
     return [
-        replace(candidate, rows=rows, reason=reason(candidate.row, rows, ring))
+        replace(candidate, rows=rows, reason=reason(candidate.row, rows, ring) + _told(even, fixed))
         for candidate in candidates
     ]
 
 
-def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distances) -> Candidate:
+@lru_cache(maxsize=64)
+def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, Plan]:
+    """Plans for forward and backward that are likely among the fastest, found in little time.
+
+    The options of the lowest bounds are simulated, a few in each pass: the usual ones, and those
+    made for the mask. Nothing that forward gathered is kept where that takes memory. What is
+    chosen depends on the arguments alone.
+    """
+    even = evened(replace(work, layout=work.layout_for(world_size)), world_size)
+    tried = options(even, world_size, machine.node_size, usual=True)
+    effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False)
+    best = Pairs(even, machine, tried, sys.maxsize, effort).ranked()[0]
+    return _plans(best)
+
+
+def _told(even: Workload, work: Workload) -> str:
+    if even.num_tokens == work.num_tokens:
+        return ""
+    return (
+        f" Times are those of {even.num_tokens} tokens, the next number that all ranks share "
+        "equally."
+    )
+
+
+def _plans(pair: Pair) -> tuple[Plan, Plan]:
     forward, backward = pair.forward, pair.backward
     plan = with_save(forward.plan, pair.save)
-    other = plan if backward.option == forward.option else with_save(backward.plan, pair.save)
+    return plan, plan if backward.option == forward.option else with_save(backward.plan, pair.save)
+
+
+def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distances) -> Candidate:
+    forward, backward = pair.forward, pair.backward
+    plan, other = _plans(pair)
     found = Simulation(forward.timeline, backward.timeline, (forward.symmetry, backward.symmetry))
     return Candidate(
         work,

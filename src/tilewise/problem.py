@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise.checker import check_shards
 from tilewise.constant import Constant
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.select import kernel_for
+from tilewise.kernels.select import kernel_for, use_of
 from tilewise.layout import Layout
 from tilewise.mask import Mask
 from tilewise.payload import HeadGroups, head_groups
@@ -85,7 +85,7 @@ def make_problem(
     layouts = _layouts(replace(call, plan=plan), q.shape[-3])
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
-    _check_mask_heads(mask, heads[1])
+    check_mask_heads(mask, heads[1])
     dtype = str(q.dtype).removeprefix("torch.")
     wire = str(call.wire_dtype or dtype).removeprefix("torch.")
     check_dtype("wire_dtype", wire)
@@ -101,12 +101,12 @@ def make_problem(
         mask,
         (head_groups(*heads, plan.num_head_groups), head_groups(*heads, backward.num_head_groups)),
         head_dim,
-        _scale(call.softmax_scale, head_dim),
+        checked_scale(call.softmax_scale, head_dim),
         dtype,
         wire,
         gathered,
         call.prune,
-        kernel_for(q.device.type, q.dtype, head_dim),
+        kernel_for(q.device.type, q.dtype, head_dim, use_of(q.device, mask, int(q.shape[-3]))),
     )
 
 
@@ -154,6 +154,12 @@ def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> Non
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
+            raise ValueError(
+                f"{name} is a DTensor; call attention through local_map of "
+                "torch.distributed.tensor.experimental, which passes each rank its own rows"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
@@ -224,7 +230,7 @@ def _check_rows(
             )
 
 
-def _check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
+def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
     heads = getattr(mask, "heads", None)
     if heads is not None and len(heads) != num_kv_heads:
         raise ValueError(
@@ -232,7 +238,7 @@ def _check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
         )
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def checked_scale(scale: float | None, head_dim: int) -> float:
     scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"softmax_scale ({scale}) must be finite")

@@ -2,9 +2,13 @@
 
 It stands alone because it needs no torch.distributed, is deterministic, and can say who waits for
 whom when nobody can go on.
+
+On CUDA the baton orders only what ranks launch. Each rank has a stream of its own and one for each
+of its lanes, and events order them: a copy waits for what sender and receiver had launched when
+they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, cast
 
@@ -12,8 +16,17 @@ import torch
 from torch import Tensor
 
 from tilewise.baton import Baton
-from tilewise.messages import Handle, Message, travelling
+from tilewise.messages import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
 from tilewise.program import CollectiveKind
+from tilewise.streams import (
+    Moment,
+    Stream,
+    current_moment,
+    follow,
+    forked,
+    new_stream,
+    on_stream,
+)
 
 Result = TypeVar("Result")
 
@@ -23,7 +36,8 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
 
     A rank runs until it has to wait for a message; then the next one that can go on runs, in the
     order in which they became able to. Grad mode and context variables are the caller's. Backward
-    passes of CPU tensors run in the rank's own thread, those of CUDA tensors do not: keep to CPU.
+    passes run in the rank's own thread. If CUDA is in use, every rank has a stream of its own on
+    the current device; what the caller has launched comes before, what it launches after.
 
     Args:
         fn: its group has rank, world_size, bytes_sent and messages_sent (of this rank) and is
@@ -41,29 +55,36 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
     grad_enabled = torch.is_grad_enabled()
 
     def run(rank: int) -> None:
-        with torch.set_grad_enabled(grad_enabled):
+        # autograd's thread for a device is one for all ranks: a rank that waits in it for another
+        # would wait for ever.
+        autograd = torch.autograd.set_multithreading_enabled(False)
+        with torch.set_grad_enabled(grad_enabled), autograd, fork():
             results[rank] = fn(rank, LoopbackGroup(world, rank))
 
-    world.baton.run(run)
+    with forked() as fork:
+        world.baton.run(run)
     return cast(list[Result], results)
 
 
 class LoopbackGroup:
     """One rank's end of a loopback world: the group that it passes on, and its transport.
 
-    A message is copied into the receiver's tensor when both sides have posted it.
+    A message is copied into the receiver's tensor when both sides have posted it. Where CUDA is in
+    use, an exchange is one batch that is over as a whole, as on NCCL.
     """
 
-    receives_ahead = 1
+    node_size: int | None = None
 
     def __init__(self, world: "_World", rank: int) -> None:
         self.rank = rank
         self.world_size = world.size
         self.bytes_sent = 0
         self.messages_sent = 0
+        self.receives_ahead = 0 if torch.cuda.is_initialized() else 1
         self._world = world
         self._all = _Outstanding(world.baton, rank)
         self._num_gathers = 0
+        self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         sends = travelling(sends, self.rank, self.world_size)
@@ -71,13 +92,24 @@ class LoopbackGroup:
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
         self.messages_sent += len(sends)
         received = _Outstanding(self._world.baton, self.rank)
+        sending = _Outstanding(self._world.baton, self.rank) if self.receives_ahead else received
         for message in recvs:
             parcel = _Parcel(message, False, (self._all, received))
             self._world.post(_Route(message.peer, self.rank, lane), parcel)
         for message in sends:
-            parcel = _Parcel(message, True, (self._all,))
+            parcel = _Parcel(message, True, (self._all, sending))
             self._world.post(_Route(self.rank, message.peer, lane), parcel)
+        if sends:
+            self._reap(lane, sending)
         return received
+
+    def _reap(self, lane: int, sending: "_Outstanding") -> None:
+        # No deadlock: programs launch in the plan's step order, so the peer of a send of an
+        # earlier launch posts its receive without any launch of ours that is yet to come.
+        launched = self._sending[lane]
+        launched.append(sending)
+        while len(launched) > LAUNCHES_IN_FLIGHT:
+            launched.popleft().wait()
 
     def collective(
         self,
@@ -94,6 +126,7 @@ class LoopbackGroup:
 
     def finish(self) -> None:
         self._all.wait()
+        self._sending.clear()
 
 
 class _Route(NamedTuple):
@@ -105,7 +138,7 @@ class _Route(NamedTuple):
 class _Parcel:
     """One side of a message, until it meets the other."""
 
-    __slots__ = ("is_send", "message", "outstanding")
+    __slots__ = ("is_send", "message", "outstanding", "posted")
 
     def __init__(
         self, message: Message, is_send: bool, outstanding: "tuple[_Outstanding, ...]"
@@ -113,12 +146,13 @@ class _Parcel:
         self.message = message
         self.is_send = is_send
         self.outstanding = outstanding
+        self.posted = current_moment(message.tensor.device)
         for messages in outstanding:
             messages.add(self)
 
-    def close(self) -> None:
+    def close(self, copied: Moment | None) -> None:
         for messages in self.outstanding:
-            messages.remove(self)
+            messages.remove(self, copied)
 
     def __str__(self) -> str:
         _, peer, label = self.message
@@ -128,19 +162,25 @@ class _Parcel:
 
 
 class _Outstanding:
-    """Parcels of one rank that have not met their other side, and the wait for them."""
+    """Parcels of one rank that have not met their other side, and the wait for them.
+
+    The host waits until all have, the current stream then for their copies.
+    """
 
     def __init__(self, baton: Baton, rank: int) -> None:
         self._baton = baton
         self._rank = rank
         self._parcels: dict[_Parcel, None] = {}
+        self._copies: list[tuple[Moment, Tensor]] = []  # and the tensors, alive till then
         self._blocked = False
 
     def add(self, parcel: _Parcel) -> None:
         self._parcels[parcel] = None
 
-    def remove(self, parcel: _Parcel) -> None:
+    def remove(self, parcel: _Parcel, copied: Moment | None) -> None:
         del self._parcels[parcel]
+        if copied is not None:
+            self._copies.append((copied, parcel.message.tensor))
         if self._blocked and not self._parcels:
             self._blocked = False
             self._baton.wake(self._rank)
@@ -152,6 +192,9 @@ class _Outstanding:
                 self._baton.wait(self._rank, lambda: str(next(iter(self._parcels))))
             finally:
                 self._blocked = False
+        for copied, _ in self._copies:
+            follow(copied)
+        self._copies.clear()
 
 
 class _World:
@@ -162,6 +205,7 @@ class _World:
         self.baton = Baton(size)
         self._boxes: dict[_Route, deque[_Parcel]] = {}
         self._boards: dict[int, dict[int, Tensor]] = {}
+        self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}
 
     def post(self, route: _Route, parcel: _Parcel) -> None:
         """Deliver if the other side is there, else leave the parcel in the route's box."""
@@ -177,9 +221,20 @@ class _World:
                 f"rank {route.src} sends {source.nbytes} bytes ({send.message.label}), but rank "
                 f"{route.dst} expects {target.nbytes} ({receive.message.label})"
             )
-        target.view(-1).copy_(source.view(-1))
-        send.close()
-        receive.close()
+        with on_stream(self._stream(route, target.device)):
+            follow(send.posted)
+            follow(receive.posted)
+            target.view(-1).copy_(source.view(-1), non_blocking=True)
+            copied = current_moment(target.device)
+        send.close(copied)
+        receive.close(copied)
+
+    def _stream(self, route: _Route, device: torch.device) -> Stream | None:
+        """The receiver's, for this lane."""
+        key = route.dst, route.lane, device
+        if key not in self._streams:
+            self._streams[key] = new_stream(device)
+        return self._streams[key]
 
     def gather(self, number: int, rank: int, record: Tensor) -> list[Tensor]:
         board = self._boards.setdefault(number, {})

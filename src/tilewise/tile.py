@@ -53,7 +53,12 @@ def waste(calls: tuple[Call, ...], area: int) -> Waste:
 
 
 def tile_calls(
-    q_positions: np.ndarray, k_positions: np.ndarray, mask: Mask, *, square_causal: bool = True
+    q_positions: np.ndarray,
+    k_positions: np.ndarray,
+    mask: Mask,
+    *,
+    square_causal: bool = True,
+    whole_tile: bool = False,
 ) -> tuple[Call, ...]:
     """The calls that compute every allowed pair of a tile once, and no other pair.
 
@@ -61,6 +66,7 @@ def tile_calls(
         q_positions, k_positions: global positions of the tile's rows, in memory order: its operands
             one after the other. A mask that differs by KV head is given head by head.
         square_causal: causal calls have as many keys as queries; the rest becomes a rectangle.
+        whole_tile: one call of slices at most, for kernels that skip what no slice has.
     """
     q, k = np.asarray(q_positions, np.int64), np.asarray(k_positions, np.int64)
     if not (q.size and k.size):
@@ -69,6 +75,8 @@ def tile_calls(
         return (Call(((0, len(q)),), ((0, len(k)),), Kind.FULL),)
     strips = mask.strips()
     views = [_View.of(q, k, strips)]
+    if whole_tile:
+        return _whole(views[0])
     if len(views[0].region) > max(MANY_SLICES, len(q) // 16):
         # unequal strides make staircases; between two arithmetic progressions there are none
         views = _fewer_slices(views, _by_progressions(q, k, strips))
@@ -124,6 +132,14 @@ def _allows_all(q: np.ndarray, k: np.ndarray, mask: Mask) -> bool:
 def _calls(view: _View, square_causal: bool) -> list[Call]:
     found = (piece for block in view.region.blocks() for piece in cover(block, square_causal))
     return [_call(piece, view.q_rows, view.k_rows) for piece in group(found)]
+
+
+def _whole(view: _View) -> tuple[Call, ...]:
+    """All slices of a view as one call, on its rows in sorted order."""
+    slices = tuple(map(Slice._make, view.region.columns.tolist()))
+    if not slices:
+        return ()
+    return (Call(to_ranges(view.q_rows), to_ranges(view.k_rows), Kind.SLICES, slices),)
 
 
 def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> Call:

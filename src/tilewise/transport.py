@@ -21,6 +21,7 @@ class LocalTransport:
     rank = 0
     world_size = 1
     receives_ahead = 1
+    node_size = None
     bytes_sent = 0
     messages_sent = 0
 

@@ -6,28 +6,24 @@ It stands alone because it holds every workaround for the backends, and nothing 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Private in torch, but where torch itself keeps groups by name, until the world is destroyed.
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
-
-from tilewise.messages import Handle, Message, travelling
+from tilewise.messages import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
+from tilewise.nccl_groups import agreed_node_size, companion, warm_up
+from tilewise.nodes import local_world_size, node_size_of
 from tilewise.program import CollectiveKind
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import GroupName
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000
 _LANE_TAG = _RECORD_TAG + 1
 _DIGEST_BYTES = 16
-# Sends of this many launches of a lane stay unwaited: gloo tells of a finished send only to a
-# wait. By lane, since a slow link's sends last for many launches of a fast one.
-_LAUNCHES_IN_FLIGHT = 2
+# As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
+_UNWAITED = 2
+_BRANCHES = 4
+_DIGEST, _VERDICT = "agreement digest", "agreement verdict"
 # An NCCL group of operations fails above 256; half of them are sends.
 _NCCL_PAIRS = 128
 
@@ -81,11 +77,12 @@ class DistTransport:
 
     Args:
         group: a group that this process is in.
-        num_lanes: NCCL communicators, the same number on every rank; a lane beyond them shares
-            one. gloo needs one group for all lanes.
+        node_size: neighbouring ranks of the group that share a node: messages between nodes get a
+            lane, and on NCCL a communicator, of their own. None: on NCCL as torchrun says, if all
+            nodes hold equally many neighbours; else one lane.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, num_lanes: int = 1) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = group.size()
         self.bytes_sent = 0
@@ -96,12 +93,17 @@ class DistTransport:
         self.receives_ahead = 0 if batched else 1
         self._records = group
         self._lanes = [group]
+        self.node_size = node_size
         if batched and self.world_size > 1:
-            self._lanes += [_companion(group, f"lane{i}", "nccl") for i in range(1, num_lanes)]
             if self._backends.get("cpu") != "gloo":
-                self._records = _companion(group, "records", "gloo")
-            for lane in self._lanes:
-                _warm_up(lane)
+                self._records = companion(group, "records", "gloo")
+            if node_size is None:
+                node_size = node_size_of(dist.get_process_group_ranks(group), local_world_size())
+            warm_up(group)
+            self.node_size = agreed_node_size(group, node_size)
+            if self.node_size:
+                self._lanes.append(companion(group, "lane1", "nccl"))
+                warm_up(self._lanes[1])
         self._receiving: deque[_Posted] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
 
@@ -123,7 +125,7 @@ class DistTransport:
         self._receiving.extend(receives)
         if sends:
             self._sending[lane].append(sending)
-        self._reap(lane, _LAUNCHES_IN_FLIGHT)
+        self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
         return _Exchange(receives)
 
     def collective(
@@ -152,27 +154,32 @@ class DistTransport:
     def _same_everywhere(self, record: Tensor) -> bool:
         """Whether all ranks have the same record; all of them get the same answer.
 
-        Digests go round by dissemination: in round i to rank + 2^i, with whether all heard of so
-        far were the same. After ceil(log2 n) rounds a rank has heard of all, each compared with
-        one already known to be the same. Whole records to everybody would be more bytes than the
-        tensors of a large world, and n^2 messages.
+        Digests go up a tree, with whether all below were the same; the verdict comes down: few
+        messages, 2 (n - 1), since where ranks share cores each one costs all of them.
         """
         digest = blake2b(record.numpy().tobytes(), digest_size=_DIGEST_BYTES).digest()
-        hops = [1 << i for i in range((self.world_size - 1).bit_length())]
-        heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in hops]
-        label = "agreement digest"
-        sources = [(self.rank - hop) % self.world_size for hop in hops]
-        recvs = [Message(room, src, label) for room, src in zip(heard, sources, strict=True)]
-        receives, _ = self._post_each((), recvs, self._records, _RECORD_TAG)
-        same, sending = True, []
-        for hop, room, receive in zip(hops, heard, receives, strict=True):
-            told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
-            message = Message(told, (self.rank + hop) % self.world_size, label)
-            sending += self._post_each((message,), (), self._records, _RECORD_TAG)[1]
+        first = self.rank * _BRANCHES + 1
+        children = range(first, min(first + _BRANCHES, self.world_size))
+        parent = (self.rank - 1) // _BRANCHES
+        heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in children]
+        verdict = torch.zeros(1, dtype=torch.uint8)
+        coming = [Message(x, peer, _DIGEST) for x, peer in zip(heard, children, strict=True)]
+        above = [Message(verdict, parent, _VERDICT)] if self.rank else []
+        receives, _ = self._post_each((), [*coming, *above], self._records, _RECORD_TAG)
+        for receive in receives[: len(coming)]:
             receive.wait()
-            same = same and room.numpy().tobytes() == digest + b"\1"
-        for posted in sending:
-            posted.wait()
+        same = all(x.numpy().tobytes() == digest + b"\1" for x in heard)
+        sending: list[_Posted] = []
+        if self.rank:
+            told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
+            up = [Message(told, parent, _DIGEST)]
+            sending += self._post_each(up, (), self._records, _RECORD_TAG)[1]
+            receives[-1].wait()
+            same = bool(verdict)
+        verdict = torch.tensor([same], dtype=torch.uint8)
+        down = [Message(verdict, child, _VERDICT) for child in children]
+        sending += self._post_each(down, (), self._records, _RECORD_TAG)[1]
+        self._sending[0].append(sending)  # waited for when later messages are
         return same
 
     def finish(self) -> None:
@@ -261,37 +268,6 @@ def nccl_batches(
             seen[message.peer] += 1
             batches.setdefault(number // _NCCL_PAIRS, []).append((is_send, message))
     return [batches[number] for number in sorted(batches)]
-
-
-def _companion(group: dist.ProcessGroup, name: str, backend: str) -> dist.ProcessGroup:
-    """Return a second group of the same ranks, made by all of them together at first use."""
-    alias = _alias(group, name)
-    known = _registered(alias)
-    if known is not None:
-        return known
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=alias)
-    assert isinstance(made, dist.ProcessGroup), "this rank is one of the group's"
-    _register_process_group(alias, made)
-    return made
-
-
-def _warm_up(group: dist.ProcessGroup) -> None:
-    alias = _alias(group, "warm")
-    if _registered(alias) is None:
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        _register_process_group(alias, group)
-
-
-def _alias(group: dist.ProcessGroup, name: str) -> "GroupName":
-    return cast("GroupName", f"tilewise/{name}/{group.group_name}")
-
-
-def _registered(alias: "GroupName") -> dist.ProcessGroup | None:
-    try:
-        return _resolve_process_group(alias)
-    except RuntimeError:
-        return None
 
 
 def _started(work: dist.Work | None) -> dist.Work:

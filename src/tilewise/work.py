@@ -6,54 +6,22 @@ Forward and backward differ in what a tile computes and how partials merge; all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilewise.binding import Binder, BoundCall, Index, Part, gather, pick
-from tilewise.blocks import Arena, Block, Packing, take
+from tilewise.binding import BoundCall, Index, Part, gather, pick
+from tilewise.blocks import Arena, Block, take
+from tilewise.buffers import Fresh, Scratch
+from tilewise.frame import Frame
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel
-from tilewise.layout import Layout
 from tilewise.payload import Payload
 from tilewise.plan import Item, Role, Rows, Side, Tile, Transfer
 from tilewise.rows import count
 from tilewise.script import partial
 
 Tensors = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """What both passes of one attention call share.
-
-    Attributes:
-        layouts: of the query and the KV shards.
-        batch: sequences side by side, all of the same layout and mask.
-        keep: received operands stay for the next pass.
-        packing: how each side's and role's tensors lie in a row of bytes.
-    """
-
-    layouts: tuple[Layout, Layout]
-    binder: Binder
-    kernel: Kernel
-    scale: float
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    keep: bool
-    packing: Mapping[tuple[Side, Role], Packing]
-
-
-def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
-    """How every kind of item is packed in a pass."""
-    return {
-        (side, role): Packing(payload.fields(side, role), payload.heads(side))
-        for side in Side
-        for role in Role
-    }
 
 
 class PassWork(ABC):
@@ -64,7 +32,11 @@ class PassWork(ABC):
     ):
         self.frame, self.payload, self._packing = frame, payload, frame.packing
         self._operand_packing = [frame.packing[side, Role.OPERAND] for side in Side]
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=frame.device)
+        self._lender, self._sent = frame.lender, frame.lender.sent
+        self.launched, self.left = frame.lender.launched, frame.lender.left
+        # What stays for the next pass is no buffer of this one.
+        self._operand_lender = Fresh(frame.device) if frame.keep else frame.lender
+        self._scratch = Scratch(frame.lender)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
@@ -77,15 +49,22 @@ class PassWork(ABC):
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
             return self._operand_wire(item, rows)
-        packing = self._packing[item.side, item.role]
+        lender, packing = self._lender, self._packing[item.side, item.role]
         source = partial(item.side, item.shard, item.heads)
         if item.role is Role.RESULT:
-            if item not in self.results:
-                self.results[item] = packing.pack(self._filled(source))
-            return self.results[item]
+            wire = self.results.get(item)
+            if wire is None:
+                wire = self.results[item] = packing.pack(self._filled(source), lender)
+            self._sent(wire)
+            return wire
         tensors = self._filled(source)
         self.partials.pop(source, None)
-        return packing.pack([take(x, self._whole(item), rows) for x in tensors])
+        cut = [take(x, self._whole(item), rows, lender) for x in tensors]
+        wire = packing.pack(cut, lender)
+        self._sent(wire)
+        for x in (*tensors, *cut, wire):
+            lender.give(x)
+        return wire
 
     def room(self, transfer: Transfer) -> Tensor:
         item, _, _, rows = transfer
@@ -94,7 +73,8 @@ class PassWork(ABC):
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
         shape = self._packing[item.side, item.role].row_shape
-        return self._bytes.new_empty((num_rows, self.frame.batch, *shape))
+        lender = self._operand_lender if item.role is Role.OPERAND else self._lender
+        return lender.take((num_rows, self.frame.batch, *shape), torch.uint8)
 
     def arrive(self, transfer: Transfer, wire: Tensor) -> None:
         item, _, _, rows = transfer
@@ -110,6 +90,7 @@ class PassWork(ABC):
         elif item.role is Role.PARTIAL:
             values = self._packing[item.side, item.role].unpack(wire).values()
             self._merge_arrived(item, rows, tuple(values))
+            self._lender.give(wire)
         else:
             self.results[item] = wire
 
@@ -118,9 +99,17 @@ class PassWork(ABC):
         wire = block.wire
         if wire is None:
             packing = self._packing[item.side, item.role]
-            wire = packing.pack([block.fields[name] for name in packing.names])
+            wire = packing.pack([block.fields[name] for name in packing.names], self._lender)
             self.operands[item] = block._replace(wire=wire)
-        return wire if rows is None else take(wire, block.rows, rows)
+        if rows is None or rows == block.rows:
+            self._sent(wire)
+            return wire
+        lender = self._lender
+        part = take(wire, block.rows, rows, lender)
+        self._sent(part)
+        if part.untyped_storage().data_ptr() != wire.untyped_storage().data_ptr():
+            lender.give(part)  # a copy
+        return part
 
     def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
         if rows is None:
@@ -133,8 +122,11 @@ class PassWork(ABC):
             offset = here.stop
 
     def free(self, item: Item) -> None:
-        if not self.frame.keep:
-            del self.operands[item]
+        if self.frame.keep:
+            return
+        _, _, wire, arena = self.operands.pop(item)
+        if wire is not None and arena is None:
+            self._lender.give(wire)
 
     def run(self, tile: Tile) -> None:
         bound = self.frame.binder.tile(tile)
@@ -143,6 +135,8 @@ class PassWork(ABC):
         held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
         for call in self.frame.binder.calls(bound, held):
             self._call(call, q, kv)
+            if self._scratch.lent:
+                self._scratch.clear()
 
     def final(self, item: Item) -> Tensors:
         """What a partial of this rank came to in the end, in the accumulators' dtype."""
@@ -164,12 +158,27 @@ class PassWork(ABC):
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         """Add values to rows of a partial, in place."""
 
+    def _target(self, parts: Sequence[Part], heads: slice | None) -> Tensors | None:
+        """Where a kernel itself can add a call's results, all rows of one partial in order."""
+        if len(parts) != 1 or heads is not None:
+            return None
+        _, item, in_call, _, local = parts[0]
+        if in_call is not None or isinstance(local, Tensor):
+            return None
+        partials = self.partials.get(item)
+        if partials is None:
+            if local is None and self._lender.adopts:  # the results become the partial
+                return None
+            partials = self.partials[item] = self._empty(item, self._size(item))
+        return partials if local is None else tuple([x[local] for x in partials])
+
     def _add(self, item: Item, index: Index, values: Tensors) -> None:
         """Add values, which nobody else uses, to rows of a partial."""
         partials = self.partials.get(item)
         if partials is None:
             if index is None:
-                self.partials[item] = tuple([x.to(self.frame.dtype) for x in values])
+                lasting, dtype = self._lender.lasting, self.frame.dtype
+                self.partials[item] = tuple([lasting(x, dtype) for x in values])
                 return
             partials = self.partials[item] = self._empty(item, self._size(item))
         self._merge(partials, index, values)
@@ -177,7 +186,7 @@ class PassWork(ABC):
     def _add_part(self, part: Part, values: Tensors, heads: slice | None) -> None:
         """Add a call's results to the partial that one part of its rows belongs to."""
         if part.call is not None:
-            values = tuple([x[part.call] for x in values])
+            values = tuple([pick(x, part.call, self._scratch) for x in values])
         if heads is None:
             self._add(part.item, part.local, values)
             return
@@ -188,9 +197,11 @@ class PassWork(ABC):
     def _filled(self, item: Item) -> Tensors:
         return self.partials.get(item) or self._empty(item, self._size(item))
 
-    def _zeros(self, num_rows: int, side: Side, width: int | None = None) -> Tensor:
+    def _filled_with(
+        self, value: float, num_rows: int, side: Side, width: int | None = None
+    ) -> Tensor:
         shape = [num_rows, self.frame.batch, self.payload.heads(side), *([width] if width else [])]
-        return torch.zeros(shape, dtype=self.frame.dtype, device=self.frame.device)
+        return self._lender.take(shape, self.frame.dtype).fill_(value)
 
     def _size(self, item: Item) -> int:
         return self._sizes[item.side][item.shard]
@@ -210,8 +221,10 @@ class PassWork(ABC):
         if arena.wire is None or not all(name in block.fields for name in packing.names):
             return block._replace(arena=place)
         wire = arena.wire[place[1] : place[1] + self._size(item)]
-        wire.copy_(packing.pack([block.fields[name] for name in packing.names]))
         moved = packing.unpack(wire)
+        if wire.numel():
+            for name, x in moved.items():
+                x.copy_(block.fields[name])
         return Block(block.rows, {**block.fields, **moved}, wire, place)
 
 
@@ -220,23 +233,28 @@ class Forward(PassWork):
 
     def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
-        queries = gather(q, q_parts, "q", q_heads)
-        k, v = gather(kv, k_parts, "k", kv_heads), gather(kv, k_parts, "v", kv_heads)
-        values = self.frame.kernel.forward(queries, k, v, call, self.frame.scale)
-        for part in q_parts:
-            self._add_part(part, values, q_heads)
+        queries = gather(q, q_parts, "q", q_heads, self._scratch)
+        k = gather(kv, k_parts, "k", kv_heads, self._scratch)
+        v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+        target = self._target(q_parts, q_heads)
+        into = None if target is None else (target[0], target[1])
+        values = self.frame.kernel.forward(queries, k, v, call, self.frame.scale, into)
+        if into is None:
+            for part in q_parts:
+                self._add_part(part, values, q_heads)
 
     def _empty(self, item: Item, num_rows: int) -> Tensors:
-        out = self._zeros(num_rows, Side.Q, self.payload.head_dim)
-        return out, self._zeros(num_rows, Side.Q) - torch.inf
+        out = self._filled_with(0.0, num_rows, Side.Q, self.payload.head_dim)
+        return out, self._filled_with(-torch.inf, num_rows, Side.Q)
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         out, lse = partials
         if index is not None:
-            out, lse = out[index], lse[index]
+            out, lse = pick(out, index, self._scratch), pick(lse, index, self._scratch)
         merge_into(out, lse, *values)
         if isinstance(index, Tensor):  # an index made copies
-            partials[0][index], partials[1][index] = out, lse
+            partials[0].index_copy_(0, index, out)
+            partials[1].index_copy_(0, index, lse)
 
 
 class Backward(PassWork):
@@ -245,20 +263,28 @@ class Backward(PassWork):
     def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries, dout, lse, delta = (
-            gather(q, q_parts, name, q_heads) for name in ("q", "dout", "lse", "delta")
+            gather(q, q_parts, name, q_heads, self._scratch)
+            for name in ("q", "dout", "lse", "delta")
         )
-        k, v = gather(kv, k_parts, "k", kv_heads), gather(kv, k_parts, "v", kv_heads)
+        k = gather(kv, k_parts, "k", kv_heads, self._scratch)
+        v = gather(kv, k_parts, "v", kv_heads, self._scratch)
         scale = self.frame.scale
-        dq, dk, dv = self.frame.kernel.backward(queries, k, v, dout, lse, delta, call, scale)
-        for part in q_parts:
-            self._add_part(part, (dq,), q_heads)
-        for part in k_parts:
-            self._add_part(part, (dk, dv), kv_heads)
+        operands = queries, k, v, dout, lse, delta
+        first = self._target(q_parts, q_heads)
+        second = None if first is None else self._target(k_parts, kv_heads)
+        into = None if first is None or second is None else (first[0], second[0], second[1])
+        dq, dk, dv = self.frame.kernel.backward(*operands, call, scale, into)
+        if into is None:
+            for part in q_parts:
+                self._add_part(part, (dq,), q_heads)
+            for part in k_parts:
+                self._add_part(part, (dk, dv), kv_heads)
 
     def _empty(self, item: Item, num_rows: int) -> Tensors:
         tensors = 1 if item.side is Side.Q else 2
         return tuple(
-            self._zeros(num_rows, item.side, self.payload.head_dim) for _ in range(tensors)
+            self._filled_with(0.0, num_rows, item.side, self.payload.head_dim)
+            for _ in range(tensors)
         )
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
@@ -266,4 +292,4 @@ class Backward(PassWork):
             if isinstance(index, Tensor):
                 total.index_add_(0, index, value.to(total.dtype))
             else:
-                pick(total, index).add_(value)
+                pick(total, index, self._scratch).add_(value)

@@ -61,8 +61,7 @@ def run(
     num_queries = layout.num_tokens
     if plan.replicated_queries:
         given = options.get("q_positions")
-        num_queries = 2 if given is None else len(given)
-        num_queries = min(num_queries, num_keys)
+        num_queries = min(2, num_keys) if given is None else len(given)
         last = range(num_keys - num_queries, num_keys)
         positions = torch.tensor(list(last) if given is None else given)
     x = draw(

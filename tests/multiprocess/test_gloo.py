@@ -11,8 +11,9 @@ import torch.distributed as dist
 from multiprocess.launcher import run_processes
 from tilewise.agreement import agree
 from tilewise.messages import Handle, Message
+from tilewise.nccl_groups import companion
 from tilewise.transport import transport_for
-from tilewise.transport_dist import DistTransport, _companion
+from tilewise.transport_dist import DistTransport
 
 
 def filled(num_bytes: int, value: int) -> torch.Tensor:
@@ -129,8 +130,8 @@ def talk_in_a_subgroup(rank: int) -> str | None:
     ).wait()
     transport.finish()
     records = transport.gather_records(filled(4, rank))
-    again = _companion(group, "records", "gloo")
-    assert again is _companion(group, "records", "gloo")
+    again = companion(group, "records", "gloo")
+    assert again is companion(group, "records", "gloo")
     dist.barrier(group=again)
     return f"{int(got[0])} {[int(record[0]) for record in records]}"
 

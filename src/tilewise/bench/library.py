@@ -15,10 +15,11 @@ from torch import Tensor
 from tilewise.attend import attention
 from tilewise.balancing import balanced
 from tilewise.bench.case import Case
+from tilewise.bench.chosen import Planned, from_file, planner_choice
 from tilewise.bench.contender import Facts, Prediction, Traffic
 from tilewise.bench.traffic import WatchedTransport
 from tilewise.call_report import report
-from tilewise.choice import default_layout, fewest_bytes
+from tilewise.choice import default_layout
 from tilewise.expression import read_plan
 from tilewise.layout import Layout, contiguous, striped, zigzag
 from tilewise.machine import Machine
@@ -40,13 +41,6 @@ from tilewise.transport import transport_for
 from tilewise.workload import Workload, volume
 
 __all__ = ["STRATEGIES", "Planned", "Strategy", "strategy"]
-
-
-class Planned(NamedTuple):
-    """What a strategy makes of a case."""
-
-    plan: Plan
-    layout: Layout
 
 
 class _Setting(NamedTuple):
@@ -121,8 +115,7 @@ def _tiled(setting: _Setting) -> Planned:
 
 
 def _auto(setting: _Setting) -> Planned:
-    layout = setting.layout()
-    return Planned(fewest_bytes(setting.work(layout), setting.n), layout)
+    return planner_choice(setting.work(setting.layout()), setting.case)
 
 
 def _tree(setting: _Setting) -> Planned:
@@ -189,7 +182,8 @@ STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy by its name in STRATEGIES, or written as a call: "ulysses(2, inner=ring(2))"."""
+    """A strategy by its name in STRATEGIES, written as a call: "ulysses(2, inner=ring(2))", or the
+    file of a candidate: "plan.json"."""
 
     name: str
 
@@ -210,11 +204,13 @@ class Strategy:
         setting = _Setting(case, mask or case.make_mask())
         if self.name in STRATEGIES:
             planned = STRATEGIES[self.name](setting)
+        elif self.name.endswith(".json"):
+            return from_file(self.name, case)
         else:
             planned = Planned(read_plan(self.name, case.world_size), setting.layout())
         plan = planned.plan.tuned(case.num_heads, case.num_kv_heads)
         head_groups(case.num_heads, case.num_kv_heads, plan.num_head_groups)
-        return Planned(plan, planned.layout)
+        return planned._replace(plan=plan)
 
     def supports(self, case: Case) -> str | None:
         try:
@@ -225,10 +221,10 @@ class Strategy:
 
     def predict(self, case: Case, machine: Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
-        plan, layout, mask = _asked(self, case)
+        (plan, layout, backward), mask = _asked(self, case)
         work = Workload(case.num_tokens, *case.heads, dtype=case.dtype, mask=mask, layout=layout)
-        replayed = simulate(plan, work, machine)
-        sent = volume(plan, work)
+        replayed = simulate(plan, work, machine, backward)
+        sent = volume(plan, work, backward)
         passes = {
             "forward": ((replayed.forward,), (sent.forward,)),
             "backward": ((replayed.backward,), (sent.backward,)),
@@ -245,16 +241,16 @@ class Strategy:
 
     def prepare(self, case: Case, rank: int, group: Any) -> _Prepared:
         mask = case.make_mask()
-        plan, layout = self.planned(case, mask)
-        return _Prepared(case, mask, plan, layout, WatchedTransport(transport_for(group)))
+        plan, layout, backward = self.planned(case, mask)
+        transport = WatchedTransport(transport_for(group))
+        return _Prepared(case, mask, plan, layout, backward, transport)
 
 
 @lru_cache(maxsize=8)
-def _asked(strategy: Strategy, case: Case) -> tuple[Plan, Layout, Mask]:
+def _asked(strategy: Strategy, case: Case) -> tuple[Planned, Mask]:
     """For questions before a run, which come several at a time; ranks plan for themselves."""
     mask = case.make_mask()
-    plan, layout = strategy.planned(case, mask)
-    return plan, layout, mask
+    return strategy.planned(case, mask), mask
 
 
 @dataclass(frozen=True)
@@ -263,11 +259,12 @@ class _Prepared:
     mask: Mask
     plan: Plan
     layout: Layout
+    backward_plan: Plan | None
     transport: WatchedTransport
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan, layout, mask = self.plan, self.layout, self.mask
-        out = attention(q, k, v, plan=plan, layout=layout, mask=mask, group=self.transport)
+        chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
+        out = attention(q, k, v, mask=self.mask, group=self.transport, **chosen)
         assert isinstance(out, Tensor)
         return out
 
@@ -286,11 +283,11 @@ def strategy(text: str) -> Strategy:
     Raises:
         ValueError: in one line, with the names that are known.
     """
-    if text not in STRATEGIES:
+    if text not in STRATEGIES and not text.endswith(".json"):
         if "(" not in text:
             raise ValueError(
-                f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, or write a "
-                "call, as in ulysses(2, inner=ring(2))"
+                f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, write a "
+                "call, as in ulysses(2, inner=ring(2)), or name a candidate's file, plan.json"
             )
         read_plan(text)
     return Strategy(text)

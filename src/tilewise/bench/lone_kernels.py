@@ -22,11 +22,9 @@ from tilewise.bench.case import Case
 from tilewise.bench.contender import Facts, Prediction, Traffic
 from tilewise.bench.whole_mask import PlacedCall, placed, whole_mask
 from tilewise.call_report import report
-from tilewise.calls import Kind
-from tilewise.kernels.cpu import CpuFlash
-from tilewise.kernels.cuda import CudaFlash
+from tilewise.calls import Call, Kind
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.reference import Reference
+from tilewise.kernels.providers import PROVIDERS
 from tilewise.layout import Layout, contiguous
 from tilewise.machine import Machine
 from tilewise.mask import Mask
@@ -36,11 +34,8 @@ from tilewise.tile import tile_calls
 
 __all__ = ["DENSE", "PROVIDERS", "DenseKernel", "ProviderKernel", "kernel"]
 
-PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
-    {"cpu": CpuFlash, "cuda": CudaFlash, "reference": Reference}
-)
-QUADRATIC = {"reference": 5, "naive": 5, "sdpa": 2, "cpu": 0, "cuda": 0}.__getitem__
-"""Tables of scores that a kernel holds at once, over all heads: [heads, queries, keys]."""
+QUADRATIC = MappingProxyType({"reference": 5, "naive": 5, "sdpa": 2})
+"""Tables of scores that a kernel holds at once, over all heads: [heads, queries, keys]; else 0."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +56,25 @@ class ProviderKernel:
         if case.device == "cuda" and not torch.cuda.is_available():
             return "no CUDA device here"
         dtype = getattr(torch, case.dtype)
-        return PROVIDERS[self.name]().supports(case.device, dtype, case.head_dim)
+        provider, backward = PROVIDERS[self.name](), case.which != "forward"
+        return provider.supports(case.device, dtype, case.head_dim, backward)
 
     def predict(self, case: Case, machine: Machine) -> Prediction:
-        rows, size = np.arange(case.num_tokens), _statistic(case)
-        square = PROVIDERS[self.name]().square_causal
-        calls = tile_calls(rows, rows, case.make_mask(), square_causal=square)
+        size = _statistic(case)
+        provider = PROVIDERS[self.name]()
+        calls = _calls(provider, case)
         tables = max((call.num_q * call.num_k for call in calls), default=0)
-        dense = max((c.num_q * c.num_k for c in calls if c.kind is Kind.SLICES), default=0)
+        small = [] if provider.whole_tile else [c for c in calls if c.kind is Kind.SLICES]
+        dense = max((c.num_q * c.num_k for c in small), default=0)
         values = 3 * case.num_tokens * (case.num_heads + case.num_kv_heads) * case.head_dim * size
-        held = values + tables * QUADRATIC(self.name) * case.num_heads * size + dense * (size + 1)
+        scores = tables * QUADRATIC.get(self.name, 0) * case.num_heads * size
+        held = values + scores + dense * (size + 1)
         return Prediction(peak_bytes=held)
 
     def prepare(self, case: Case, rank: int, group: Any) -> _OneRank:
         mask, layout = case.make_mask(), contiguous(case.num_tokens, 1)
-        provider, rows = PROVIDERS[self.name](), np.arange(case.num_tokens)
-        calls = tile_calls(rows, rows, mask, square_causal=provider.square_causal)
+        provider = PROVIDERS[self.name]()
+        calls = _calls(provider, case)
         return _OneRank(case, mask, layout, provider, placed(calls, case.device))
 
 
@@ -121,7 +119,7 @@ class DenseKernel:
 
     def predict(self, case: Case, machine: Machine) -> Prediction:
         size, table = _statistic(case), case.num_tokens**2
-        held = table * (1 + QUADRATIC(self.name) * case.num_heads * size)
+        held = table * (1 + QUADRATIC[self.name] * case.num_heads * size)
         return Prediction(peak_bytes=held)
 
     def prepare(self, case: Case, rank: int, group: Any) -> _Dense:
@@ -178,6 +176,13 @@ def kernel(name: str) -> ProviderKernel | DenseKernel:
         return DenseKernel(name)
     known = ", ".join([*PROVIDERS, *DENSE])
     raise ValueError(f"kernel {name!r} is not known; take one of {known}")
+
+
+def _calls(provider: Kernel, case: Case) -> tuple[Call, ...]:
+    """The calls of a whole mask, cut as a kernel wants them."""
+    rows = np.arange(case.num_tokens)
+    cut = {"square_causal": provider.square_causal, "whole_tile": provider.whole_tile}
+    return tile_calls(rows, rows, case.make_mask(), **cut)
 
 
 def _statistic(case: Case) -> int:

@@ -46,7 +46,7 @@ class WatchedTransport:
     def __init__(self, transport: Transport):
         self._transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.receives_ahead = transport.receives_ahead
+        self.receives_ahead, self.node_size = transport.receives_ahead, transport.node_size
         self.bytes_to: Counter[int] = Counter()
         self.messages_sent, self.waited_seconds = 0, 0.0
 

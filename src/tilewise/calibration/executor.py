@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.attend import attention
 from tilewise.blocks import Packing
+from tilewise.buffers import Fresh
 from tilewise.calibration.clock import Clock
 from tilewise.kernels.merge import merge_into
 from tilewise.layout import contiguous
@@ -48,7 +49,7 @@ class Overheads(NamedTuple):
 class Instant:
     """A transport on which every message has arrived already."""
 
-    rank, bytes_sent, messages_sent = 0, 0, 0
+    rank, node_size, bytes_sent, messages_sent = 0, None, 0, 0
 
     def __init__(self, world_size: int, receives_ahead: int):
         self.world_size, self.receives_ahead = world_size, receives_ahead
@@ -158,4 +159,5 @@ def _packing(clock: Clock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
     packing = Packing([Field(name, 64, "float32") for name in ("k", "v")], 8)
-    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v]), 5, 2)
+    lender = Fresh(k.device)
+    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], lender), 5, 2)

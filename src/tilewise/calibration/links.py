@@ -18,7 +18,7 @@ from tilewise.messages import Message, Transport
 
 SMALL = 1024
 FIRST, LARGEST = 1 << 17, 1 << 22
-LONG = 0.02  # seconds: a message that takes longer is large enough
+LONG = 0.02  # seconds: a message that takes longer is on a slow link
 SLOW = 4  # a slow link's messages are this much longer again: NICs let short bursts pass faster
 TURNS = 40
 
@@ -66,12 +66,13 @@ class Prober:
         Of a slow link what twice the bytes take longer: a shaped NIC sends its first bytes at once.
         """
         latency, size = self._one_way(a, b, SMALL, TURNS), FIRST
-        while size < LARGEST and self._one_way(a, b, size, 2) < LONG:
+        while size < LARGEST:
+            if self._one_way(a, b, size, 3) > LONG:
+                long = SLOW * size
+                more = self._one_way(a, b, 2 * long, 4) - self._one_way(a, b, long, 4)
+                if more > SLOW / 2 * LONG:  # else one message was held up
+                    return Link(long / more, latency)
             size *= 2
-        if size < LARGEST:
-            size *= SLOW
-            more = self._one_way(a, b, 2 * size, 4) - self._one_way(a, b, size, 4)
-            return Link(size / max(more, LONG), latency)
         seconds = self._one_way(a, b, size, 10)
         return Link(size / max(seconds - latency, seconds / 10), latency)
 

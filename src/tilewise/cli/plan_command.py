@@ -116,12 +116,12 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
 
 
 def _table(shown: list[Candidate], links: list[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
-    table.add_column("strategy", no_wrap=True)
-    for column in ("ms", "waits ms", *(f"sent {link}" for link in links), "memory"):
-        table.add_column(column, justify="right")
-    table.add_column("save")
+    table.add_column("strategy", overflow="fold")
+    for column in ("ms", "waits\nms", *(f"sent\n{link}" for link in links), "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("save", no_wrap=True)
     for number, one in enumerate(shown, 1):
         table.add_row(
             str(number),

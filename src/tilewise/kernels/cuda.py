@@ -14,7 +14,14 @@ from torch.nn import functional as F
 
 from tilewise.calls import Call, Kind, Slice
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Accumulators, deliver, no_keys, out_for_delta
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Gradients,
+    deliver,
+    no_gradients,
+    no_keys,
+    out_for_delta,
+)
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -60,15 +67,12 @@ class CudaFlash:
 
     name = "cuda"
     square_causal = False
+    whole_tile = False
 
-    def supports(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-        if device_type != "cuda":
-            return f"it runs on cuda, not on {device_type}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"dtype {dtype} is neither bfloat16 nor float16"
-        if head_dim > 256:
-            return f"head_dim ({head_dim}) is over 256"
-        return None
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        return cuda_half_only(device_type, dtype, head_dim)
 
     def forward(
         self,
@@ -81,12 +85,12 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor]:
         parts = flash_parts(call) if len(q) and len(k) else ()
         if len(parts) == 1 and parts[0].q1 - parts[0].q0 == len(q):
-            return deliver(*_attend(q, k, v, parts[0], scale), into)
-        out, lse = into or no_keys(q, torch.float32)
+            return deliver(*self._attend(q, k, v, parts[0], scale), into)
+        out, lse = result = into or no_keys(q, torch.float32)
         for part in parts:
             rows = slice(part.q0, part.q1)
-            merge_into(out[rows], lse[rows], *_attend(q, k, v, part, scale))
-        return out, lse
+            merge_into(out[rows], lse[rows], *self._attend(q, k, v, part, scale))
+        return result
 
     def backward(
         self,
@@ -98,58 +102,84 @@ class CudaFlash:
         delta: Tensor,
         call: Call,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        into: Gradients | None = None,
+    ) -> Gradients:
+        totals = into or no_gradients(q, k, v)
         parts = flash_parts(call) if len(q) and len(k) else ()
         dout, out = out_for_delta(dout, delta)
         for part in parts:
             rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
             operands = (dout[rows], q[rows], k[keys], v[keys], out[rows])
-            grads = _differentiate(operands, lse[rows], part, scale)
-            for total, rows_of, grad in zip((dq, dk, dv), (rows, keys, keys), grads, strict=True):
+            grads = self._differentiate(operands, lse[rows], part, scale)
+            for total, rows_of, grad in zip(totals, (rows, keys, keys), grads, strict=True):
                 total[rows_of] += grad
-        return dq, dk, dv
+        return totals
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
+        out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scale)
+        return out[..., : q.shape[-1]].transpose(0, 1), lse.permute(2, 0, 1)
+
+    def _differentiate(
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+    ) -> list[Tensor]:
+        """dq, dk, dv of one part; operands are dout, q, k, v, out of its rows and keys."""
+        grads = self.run_backward(operands, lse.permute(1, 2, 0).contiguous(), part, scale)
+        return [g[..., : operands[0].shape[-1]].transpose(0, 1) for g in grads]
+
+    def run_forward(
+        self, operands: tuple[Tensor, ...], part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """out [batch, rows, ...] and lse [batch, heads, rows] of a part's own q, k, v."""
+        sizes = part.q1 - part.q0, part.k1 - part.k0
+        q, k, v = map(batch_first, operands)
+        window, causal = _window(part), is_causal(part)
+        out, lse, *_ = _forward(
+            q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale, **window
+        )
+        return out, lse
+
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv [batch, rows, ...] of a part's own dout, q, k, v, out; lse as forward's."""
+        sizes = part.q1 - part.q0, part.k1 - part.k0
+        unused = torch.empty(2, dtype=torch.int64, device=lse.device)  # the state of dropout
+        return _backward(
+            *map(batch_first, operands),
+            lse,
+            None,
+            None,
+            *sizes,
+            0.0,
+            is_causal(part),
+            unused,
+            unused,
+            scale=scale,
+            **_window(part),
+        )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-    operands = [_bshd(x) for x in (q[rows], k[keys], v[keys])]
-    sizes = part.q1 - part.q0, part.k1 - part.k0
-    out, lse, *_ = _forward(
-        *operands, None, None, *sizes, 0.0, _is_causal(part), False, scale=scale, **_window(part)
-    )
-    return out[..., : q.shape[-1]].transpose(0, 1), lse.permute(2, 0, 1)
+def cuda_half_only(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a kernel for bf16 and fp16 on CUDA, of head_dim up to 256, cannot; None if it can."""
+    if device_type != "cuda":
+        return f"it runs on cuda, not on {device_type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {dtype} is neither bfloat16 nor float16"
+    if head_dim > 256:
+        return f"head_dim ({head_dim}) is over 256"
+    return None
 
 
-def _differentiate(
-    operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
-) -> list[Tensor]:
-    """dq, dk, dv of one part; operands are dout, q, k, v, out of its rows and keys."""
-    head_dim, sizes = operands[0].shape[-1], (part.q1 - part.q0, part.k1 - part.k0)
-    unused = torch.empty(2, dtype=torch.int64, device=lse.device)  # the state of dropout
-    grads = _backward(
-        *(_bshd(x) for x in operands),
-        lse.permute(1, 2, 0).contiguous(),
-        None,
-        None,
-        *sizes,
-        0.0,
-        _is_causal(part),
-        unused,
-        unused,
-        scale=scale,
-        **_window(part),
-    )
-    return [g[..., :head_dim].transpose(0, 1) for g in grads]
-
-
-def _bshd(x: Tensor) -> Tensor:
+def batch_first(x: Tensor) -> Tensor:
     """[rows, batch, ...] as [batch, rows, ...], head_dim filled with 0 to a multiple of 8."""
     spare = -x.shape[-1] % 8
     return (F.pad(x, (0, spare)) if spare else x).transpose(0, 1)
 
 
-def _is_causal(part: Part) -> bool:
+def is_causal(part: Part) -> bool:
     return part.right == 0 and part.left < 0
 
 

@@ -39,9 +39,15 @@ def merge(a: Partial, b: Partial) -> Partial:
 def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> None:
     """`merge` in place: the accumulators, fp32 or wider, take in (out, lse), out in any dtype.
 
-    One pass over out_acc; out is read once (and converted once where it is narrower).
+    One pass over out_acc; out is read once (and converted once where it is narrower, but on CUDA,
+    where one kernel does all and allocates nothing).
     """
     _check_shapes(Partial(out_acc, lse_acc), Partial(out, lse))
+    if out_acc.is_cuda and out_acc.ndim == 4:
+        from tilewise.kernels.triton_merge import merge_rows
+
+        merge_rows(out_acc, lse_acc, out, lse)
+        return
     total, share = _weigh(lse_acc, lse.to(lse_acc.dtype))
     out_acc.lerp_(out.to(out_acc.dtype), share.to(out_acc.dtype)[..., None])
     lse_acc.copy_(total)

@@ -6,6 +6,7 @@ at the boundary, so that merging, gradients and transports need not know kernels
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from tilewise.calls import Call
 from tilewise.kernels.merge import merge_into
 
 Accumulators: TypeAlias = tuple[Tensor, Tensor]
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
@@ -26,13 +28,17 @@ class Kernel(Protocol):
     Attributes:
         name: for messages.
         square_causal: causal calls must have as many queries as keys (`tile_calls` obliges).
+        whole_tile: a tile is best one call, however many slices it has (`tile_calls` obliges).
     """
 
     name: str
     square_causal: bool
+    whole_tile: bool
 
-    def supports(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-        """None if the kernel can, else the reason why not."""
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        """None if the kernel can (with backward: both passes), else the reason why not."""
         ...
 
     def forward(
@@ -64,7 +70,8 @@ class Kernel(Protocol):
         delta: Tensor,
         call: Call,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        into: Gradients | None = None,
+    ) -> Gradients:
         """The call's share of dq, dk, dv.
 
         p = exp(scale q k^T - lse);  ds = p (dout v^T - delta);
@@ -73,6 +80,9 @@ class Kernel(Protocol):
         Args:
             lse, delta: [m, batch, num_heads], of the whole attention, not of this call;
                 delta = rowsum(out * dout) - dlse.
+            into: (dq, dk, dv) so far, fp32 or wider, which the call's share is added to in place.
+        Returns:
+            `into` itself where it is given.
         """
         ...
 
@@ -94,6 +104,27 @@ def deliver(out: Tensor, lse: Tensor, into: Accumulators | None) -> tuple[Tensor
     if into is None:
         return out, lse
     merge_into(*into, out, lse)
+    return into
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[rows, batch, heads, head_dim] seen as [batch, heads, rows, head_dim]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """Zeros, of a call without rows or without keys."""
+    dq, dk, dv = (torch.zeros_like(x, dtype=accumulator_dtype(x.dtype)) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def deliver_gradients(grads: Iterable[Tensor], into: Gradients | None) -> Gradients:
+    """Add a call's gradients to the accumulators, if there are any; what `backward` returns."""
+    dq, dk, dv = grads
+    if into is None:
+        return dq, dk, dv
+    for total, grad in zip(into, (dq, dk, dv), strict=True):
+        total += grad
     return into
 
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from tilewise.calls import Call, Kind
-from tilewise.kernels.protocol import Accumulators, accumulator_dtype, deliver, no_keys
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Gradients,
+    accumulator_dtype,
+    deliver,
+    deliver_gradients,
+    no_gradients,
+    no_keys,
+)
 from tilewise.kernels.slices import call_mask
 
 
@@ -19,8 +27,11 @@ class Reference:
 
     name = "reference"
     square_causal = False
+    whole_tile = False
 
-    def supports(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
         return None if dtype.is_floating_point else f"dtype {dtype} is not a floating-point type"
 
     def forward(
@@ -50,11 +61,11 @@ class Reference:
         delta: Tensor,
         call: Call,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        into: Gradients | None = None,
+    ) -> Gradients:
         dtype = accumulator_dtype(q.dtype)
         if not (len(q) and len(k)):
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-            return dq, dk, dv
+            return into or no_gradients(q, k, v)
         q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
         heads = (k.shape[2], -1)
         lse, delta = (x.to(dtype).unflatten(2, heads).permute(1, 2, 3, 0) for x in (lse, delta))
@@ -64,7 +75,7 @@ class Reference:
         ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None])) * scale
         dq = torch.einsum("bhgmn,nbhd->mbhgd", ds, k).flatten(2, 3)
         dk = torch.einsum("bhgmn,mbhgd->nbhd", ds, q.unflatten(2, heads))
-        return dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)
+        return deliver_gradients((dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)), into)
 
 
 def _scores(q: Tensor, k: Tensor, call: Call, scale: float) -> Tensor:

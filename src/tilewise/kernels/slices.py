@@ -1,4 +1,4 @@
-"""The allowed cells of a call as a dense table: for the oracle and kernels that take a mask."""
+"""The allowed cells of a call as a table: for the oracle and for kernels that take a mask."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call, Kind
+from tilewise.calls import Call, Kind, Slice
+
+
+class Same:
+    """A call by identity: to look up what was made of it without hashing all of its slices."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    def __hash__(self) -> int:
+        return id(self.call)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.call is other.call
 
 
 def call_mask(call: Call, device: torch.device | str = "cpu") -> Tensor:
@@ -19,6 +32,49 @@ def call_mask(call: Call, device: torch.device | str = "cpu") -> Tensor:
             return torch.ones(m, n, dtype=torch.bool, device=device).tril_(n - m)
         case Kind.SLICES:
             return _slices_mask(call, m, n).to(device)
+
+
+def is_square_causal(call: Call) -> bool:
+    """Whether a call is causal, for kernels whose causal mask is aligned at the top left.
+
+    Raises:
+        ValueError: if it is, but not square, where the two alignments differ.
+    """
+    if call.kind is Kind.CAUSAL and call.num_q != call.num_k:
+        raise ValueError(
+            f"a causal call of {call.num_q} queries and {call.num_k} keys is not square; "
+            "make calls for this kernel with tile_calls(..., square_causal=True)"
+        )
+    return call.kind is Kind.CAUSAL
+
+
+def additive_mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The mask [m, n] of a SLICES call, 0 and -inf, and which rows see no key (None: all see)."""
+    if call.kind is not Kind.SLICES:
+        return None, None
+    allowed = call_mask(call)
+    seen = allowed.any(1)
+    mask = torch.where(allowed, *torch.tensor([0.0, -torch.inf], dtype=dtype))
+    return mask, None if bool(seen.all()) else ~seen
+
+
+def row_intervals(call: Call) -> Tensor:
+    """int32 [depth, 2, m]: first and end of the keys of each row's intervals, 0, 0 where fewer."""
+    m, n = call.num_q, call.num_k
+    match call.kind:
+        case Kind.FULL:
+            slices = call._replace(slices=(Slice(0, m, 0, 0, n, 0),))
+        case Kind.CAUSAL:
+            slices = call._replace(slices=(Slice(0, m, 0, 0, n - m + 1, 1),))
+        case Kind.SLICES:
+            slices = call
+    row, lo, hi = _intervals(slices)
+    order = np.argsort(row, kind="stable")
+    row, lo, hi = row[order], lo[order], hi[order]
+    depth = np.arange(len(row)) - np.searchsorted(row, row)
+    table = np.zeros((int(depth.max(initial=0)) + 1, 2, m), np.int32)
+    table[depth, 0, row], table[depth, 1, row] = lo, hi
+    return torch.from_numpy(table)
 
 
 def _slices_mask(call: Call, m: int, n: int) -> Tensor:

@@ -81,6 +81,7 @@ class RateLimited:
     """Messages over gloo, as slow between hosts as their NICs would be."""
 
     receives_ahead = 1
+    node_size: int | None = None
 
     def __init__(self, group: dist.ProcessGroup, speeds: Nics) -> None:
         self._group, self._nics = group, speeds

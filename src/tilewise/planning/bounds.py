@@ -17,6 +17,9 @@ from tilewise.planning.options import Option
 from tilewise.planning.scene import Scene
 from tilewise.workload import Workload
 
+STEPS_KEPT = 16
+"""Ranks of a plan whose steps are kept."""
+
 SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
@@ -74,7 +77,7 @@ def steps_bound(scene: Scene, option: Option, plan: Plan) -> float:
     if scene.alike is None or not option.shape.q:
         return 0.0
     costs, share = scene.costs(plan), scene.share(option)
-    steps = plan.rank_steps(0)
+    steps = first_steps(plan)
     busy = [sum(map(costs.tile_seconds, step.tiles)) for step in steps]
     needed = _slowest(scene, _needed(scene, costs, steps), share)
     leaving = _slowest(scene, _leaving(scene, costs, steps), share)
@@ -98,7 +101,7 @@ def moved_bound(scene: Scene, option: Option, plan: Plan) -> float:
     if scene.alike is None:
         return 0.0
     costs, share = scene.costs(plan), scene.share(option)
-    steps = plan.rank_steps(0)
+    steps = first_steps(plan)
     leaving = _leaving(scene, costs, steps)
     first = last = 0.0
     rest = leaving[0]
@@ -113,6 +116,16 @@ def moved_bound(scene: Scene, option: Option, plan: Plan) -> float:
     if scene.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
         shared = share * _shared(scene, plan, costs)
     return SAFE * max(first + max(kernels + last, between), shared)
+
+
+def first_steps(plan: Plan) -> tuple[RankStep, ...]:
+    """What rank 0 does."""
+    return _steps(plan, 0)
+
+
+def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
+    """A rank's steps, made once for both passes."""
+    return plan.memo("weighed", rank, lambda: plan.rank_steps(rank), keep=STEPS_KEPT)
 
 
 def _lane(scene: Scene, src: int, dst: int) -> str:
@@ -171,7 +184,7 @@ def _shared(scene: Scene, plan: Plan, costs: Costs) -> float:
     stride = min(alike, block)
     sent = 0.0
     for rank in range(0, block, stride):
-        for step in plan.rank_steps(rank):
+        for step in _steps(plan, rank):
             for hop in step.sends:
                 if _lane(scene, hop.src, hop.dst) == BETWEEN:
                     sent += costs.message_bytes(hop) * stride

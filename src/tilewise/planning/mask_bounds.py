@@ -1,18 +1,19 @@
 """What a pass takes at least under a mask that leaves out other pairs for every rank.
 
-Pruning leaves of each cell the rows that it needs, so a rank receives at least the rows of other
-ranks' shards that its cells read, and computes at least their areas.
+Pruning leaves of each cell the rows that it needs. So of every plan that is not made for the mask
+it is known which cells a rank computes in which calls, and what must reach it, and its node, first.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.plan import Item, Plan, Role, Side
+from tilewise.network import BETWEEN, INSIDE
+from tilewise.plan import Item, Plan, RankStep, Role, Side, Transfer
 from tilewise.planning.bounds import SAFE
-from tilewise.planning.options import Option
 from tilewise.planning.scene import Scene
 from tilewise.rows import count
 from tilewise.support import cells
@@ -20,23 +21,55 @@ from tilewise.support import cells
 Array = np.ndarray
 
 
+LOOKED_AT = 16
+"""About so many ranks of a plan are looked at: what holds for some is a bound for all."""
+
+
+class _Tables(NamedTuple):
+    """What cells need under a split by heads; one index counts shards, the other teams of them.
+
+    A team is the shards that are traded for heads: one inner shard.
+
+    Attributes:
+        area: allowed pairs [query shard, KV team].
+        rows: rows needed [query shard, KV team], and [query team, KV shard].
+    """
+
+    area: Array
+    rows: tuple[Array, Array]
+
+
+class _Need(NamedTuple):
+    """What a rank of the inner plan computes and reads.
+
+    Attributes:
+        seconds: of its kernels, and of waiting for what they read before they begin.
+        rows: [side, shard] that its cells read.
+        last: the same of its last call.
+    """
+
+    seconds: float
+    rows: Array
+    last: Array
+
+
 class MaskBounds:
-    """Bounds by who computes which cells; options that share them out alike have one bound."""
+    """Bounds by who computes which cells."""
 
     def __init__(self, scene: Scene):
         self.scene = scene
-        self._known: dict[tuple, float] = {}
+        self._tables = cache(self._make_tables)
 
-    def seconds(self, option: Option, plan: Plan) -> float:
-        """Seconds that the busiest rank computes, or receives, or sends."""
-        shards = "ring" if option.shape.q == 1 else option.kind
-        key = option.degree, shards, option.shape.q, option.shape.kv, option.shape.nodes
-        if key not in self._known:
-            self._known[key] = SAFE * self._seconds(plan)
-        return self._known[key]
+    def seconds(self, plan: Plan) -> float:
+        """Seconds of the slowest rank or node that is looked at."""
+        degree, inner = plan.head_split or (1, plan)
+        some = range(0, inner.world_size, max(1, inner.world_size // LOOKED_AT))
+        ranks = {rank: self._of_rank(degree, rank, inner) for rank in some}
+        nodes = self._of_nodes(degree, {rank: rows for rank, (_, rows) in ranks.items()})
+        return SAFE * max(nodes, *(seconds for seconds, _ in ranks.values()))
 
     @cached_property
-    def _tables(self) -> tuple[Array, Array, Array]:
+    def _cells(self) -> tuple[Array, Array, Array]:
         """Areas, and the rows needed of queries and of keys, [query shard, KV shard]."""
         n, layout = self.scene.world_size, self.scene.layout
         tables = np.zeros((3, n, n))
@@ -44,36 +77,126 @@ class MaskBounds:
             tables[:, i, j] = cell.area, count(cell.q_rows, 0), count(cell.k_rows, 0)
         return tables[0], tables[1], tables[2]
 
-    def _seconds(self, plan: Plan) -> float:
-        scene = self.scene
-        payload = scene.payload(plan.num_head_groups)
-        pairs = 2.0 * (5 if payload.backward else 2) * payload.num_heads * payload.head_dim
-        sizes = [
-            [payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL)]
-            for side in Side
-        ]
-        busiest = received = sent = 0.0
-        total = 0.0
-        for rank in range(plan.world_size):
-            area, rows = self._of_rank(plan, rank)
-            arriving, leaving = (
-                sum(count * size[role] for count, size in zip(rows, sizes, strict=True))
-                for role in (0, 1)
-            )
-            busiest = max(busiest, area)
-            received, sent = max(received, arriving), max(sent, leaving)
-            total += arriving + leaving
-        fastest = max(scene.bandwidths().values())
-        kernels = busiest * pairs / scene.best_speed(2.0**60, 2.0**60)
-        return max(kernels, max(received, sent, total / plan.world_size) / fastest)
+    def _make_tables(self, degree: int) -> _Tables:
+        area, q_rows, k_rows = self._cells
+        n = len(area)
+        wide, high = (n, n // degree, degree), (n // degree, degree, n)
+        rows = q_rows.reshape(wide).max(2), k_rows.reshape(high).max(1)
+        return _Tables(area.reshape(wide).sum(2), rows)
 
-    def _of_rank(self, plan: Plan, rank: int) -> tuple[float, tuple[float, float]]:
-        """A rank's area, and the rows of others' query and KV shards that it needs."""
-        areas, q_rows, k_rows = self._tables
-        mine = np.zeros(areas.shape, bool)
-        for step in plan.rank_steps(rank):
-            for tile in step.tiles:
-                mine[np.ix_(tile.q, tile.kv)] = True
-        q, k = (q_rows * mine).max(1), (k_rows * mine).max(0)
-        q[rank] = k[rank] = 0
-        return float(areas[mine].sum()), (float(q.sum()), float(k.sum()))
+    def _need(self, degree: int, rank: int, steps: tuple[RankStep, ...]) -> _Need:
+        tables, sizes = self._tables(degree), np.array(self.scene.layout.sizes)
+        busy = lead = 0.0
+        rows = last = np.zeros((2, self.scene.world_size))
+        home = {(hop.item.side, hop.src) for step in steps for hop in step.recvs if _direct(hop)}
+        lanes = self._lanes(degree, rank, home)
+        for tile in (tile for step in steps for tile in step.tiles):
+            q, kv = (_members(shards, degree) for shards in tile[:2])
+            areas = tables.area[np.ix_(q, np.array(tile.kv))].sum(1)
+            if areas.any():
+                last = np.zeros_like(rows)
+                last[0, q] = tables.rows[0][np.ix_(q, np.array(tile.kv))].max(1)
+                last[1, kv] = tables.rows[1][np.ix_(np.array(tile.q), kv)].max(0)
+                rows = np.maximum(rows, last)
+                lead = max(lead, self._slowest(degree, rows, Role.OPERAND, lanes) - busy)
+                queries = float(sizes[q][areas > 0].sum())
+                busy += self._call(degree, queries, float(areas.sum()))
+        return _Need(lead + busy, rows, last)
+
+    def _lanes(self, degree: int, rank: int, home: set[tuple[Side, int]]) -> Array:
+        """Seconds per byte, [lane, side, shard]; the lanes are inside the node, and between nodes.
+
+        What comes straight from its owner comes by the link between them; else by any.
+        """
+        scene, shards = self.scene, np.arange(self.scene.world_size)
+        size = scene.machine.node_size
+        widths, any_link = scene.bandwidths(), 1 / self._fastest
+        inside, between = 1 / widths[INSIDE], 1 / widths[BETWEEN]
+        exact = np.zeros((2, len(shards)), bool)
+        team = shards // degree == rank
+        if size % degree == 0 or degree % size == 0:
+            for side, owner in home:
+                exact[side] |= shards // degree == owner
+            exact |= team
+        sender = np.where(team, shards, shards // degree * degree)
+        near = sender // size == rank * degree // size
+        lanes = np.zeros((2, 2, len(shards)))
+        lanes[0] = np.where(exact, near * inside, any_link)
+        lanes[1] = np.where(exact & ~near, between, 0)
+        neighbours = min(degree, size) if exact.any() else degree
+        lanes[:, :, team & near] *= (neighbours - 1) / neighbours
+        return lanes
+
+    def _slowest(self, degree: int, rows: Array, role: Role, lanes: Array) -> float:
+        payload = self.scene.payload(degree)
+        each = np.array([payload.row_bytes(Item(side, role, 0)) for side in Side], float)
+        return float((lanes * rows * each[:, None]).sum((1, 2)).max())
+
+    def _call(self, degree: int, queries: float, area: float) -> float:
+        scene = self.scene
+        launch = scene.machine.launch_seconds + scene.kernel.launch_seconds
+        share = scene.pair_flop / degree
+        return launch + share * area / scene.kernel.speed(queries, area / queries)
+
+    def _bytes(self, degree: int, rows: Array, role: Role) -> float:
+        """Of the rows of a head group of these shards."""
+        payload = self.scene.payload(degree)
+        each = np.array([payload.row_bytes(Item(side, role, 0)) for side in Side], float)
+        return float((rows * each[:, None]).sum())
+
+    def _of_rank(self, degree: int, rank: int, plan: Plan) -> tuple[float, Array]:
+        """Seconds of a rank, and the rows that it reads.
+
+        First come the operands of its first calls, last go the partials of its last one; with a
+        split by heads also those of all it computed for the ranks that it traded heads with. Of
+        these one is taken who owns the mean of what they need.
+        """
+        steps = plan.rank_steps(rank)
+        need = self._need(degree, rank, steps)
+        straight = {(hop.item.side, hop.dst) for step in steps for hop in step.sends if _back(hop)}
+        lanes = self._lanes(degree, rank, straight)
+        team = np.zeros(self.scene.world_size, bool)
+        team[rank * degree : (rank + 1) * degree] = True
+        after = self._slowest(degree, np.where(team, need.rows, need.last), Role.PARTIAL, lanes)
+        others = need.rows * ~team
+        moved = max(self._bytes(degree, others, role) for role in (Role.OPERAND, Role.PARTIAL))
+        return max(need.seconds + after, moved / self._fastest), need.rows
+
+    @cached_property
+    def _fastest(self) -> float:
+        scene = self.scene
+        if scene.world_size <= scene.machine.node_size:
+            return scene.machine.inside.bandwidth
+        return max(scene.bandwidths().values())
+
+    def _of_nodes(self, degree: int, needs: dict[int, Array]) -> float:
+        """What must enter and leave nodes, once, whichever of their ranks need it."""
+        scene = self.scene
+        size = scene.machine.node_size
+        if (size % degree and degree % size) or scene.world_size <= size:
+            return 0.0
+        width = scene.bandwidths()[BETWEEN] * size / scene.nic_sharers / min(size, degree)
+        of_nodes: dict[int, Array] = {}
+        for rank, rows in needs.items():
+            node = rank * degree // size
+            of_nodes[node] = np.maximum(of_nodes.get(node, 0), rows)
+        home = np.arange(scene.world_size) // size
+        return max(
+            self._bytes(degree, rows * (home != node), role) / width
+            for node, rows in of_nodes.items()
+            for role in (Role.OPERAND, Role.PARTIAL)
+        )
+
+
+def _members(teams: tuple[int, ...], degree: int) -> Array:
+    return (np.array(teams)[:, None] * degree + np.arange(degree)).ravel()
+
+
+def _direct(hop: Transfer) -> bool:
+    """Whether an operand comes from its owner."""
+    return hop.item.role is Role.OPERAND and hop.src == hop.item.shard
+
+
+def _back(hop: Transfer) -> bool:
+    """Whether a partial goes to its owner."""
+    return hop.item.role is not Role.OPERAND and hop.dst == hop.item.shard

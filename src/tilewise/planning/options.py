@@ -15,6 +15,7 @@ from tilewise.layout import zigzag
 from tilewise.mask import Causal, Full
 from tilewise.payload import head_groups
 from tilewise.plan import Plan
+from tilewise.scheduling.orders import least_held
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
@@ -105,11 +106,15 @@ class _Inner(NamedTuple):
     backward: bool | None = None
 
 
-def options(work: Workload, world_size: int, node_size: int) -> list[Option]:
+def options(
+    work: Workload, world_size: int, node_size: int, *, usual: bool = False, held: bool = False
+) -> list[Option]:
     """Everything that these heads allow, the simplest first.
 
     Args:
         node_size: ranks of a node, which plans of whole nodes keep together.
+        usual: no plans of whole nodes, and no more than three schedules of a mesh.
+        held: also meshes that hold as few shards at once as they can.
     """
     found: list[tuple[int, _Inner]] = []
     for degree in degrees(work, world_size):
@@ -122,8 +127,10 @@ def options(work: Workload, world_size: int, node_size: int) -> list[Option]:
         group = node_size // degree if node_size % degree == 0 else 1
         ratios = [2 * max(work.num_kv_heads, degree) / work.num_heads]
         found += [(degree, plan) for plan in _inner(inner, group, ratios, world_size)]
+        if held:
+            found += [(degree, plan) for plan in _held(inner, ratios[0])]
     aware = [(1, plan) for plan in _aware(work, world_size)]
-    if aware and world_size > EVERY_RANK:
+    if usual or (aware and world_size > EVERY_RANK):
         found = [(degree, plan) for degree, plan in found if _plain(plan)]
     found += aware
     kinds = ["ring", "ulysses", *dict.fromkeys(plan.kind for _, plan in found)]
@@ -136,7 +143,8 @@ def options(work: Workload, world_size: int, node_size: int) -> list[Option]:
 
     def option(order: int, degree: int, plan: _Inner) -> Option:
         twin = twins[degree, plan.shape] if plan.schedule not in ("", CHEAP) else None
-        variant = plan.schedule not in ("", CHEAP, "greedy") or plan.backward is not None
+        variant = plan.schedule not in ("", CHEAP, "greedy", "held")
+        variant |= plan.schedule == "greedy" and plan.backward is not None
         make = _headed(degree, plan.make)
         rest = twin, plan.backward, variant
         return Option(plan.kind, degree, order, make, plan.shape, *rest)
@@ -178,7 +186,7 @@ def _inner(n: int, group: int, ratios: list[float], world_size: int) -> Iterator
         yield _Inner("double_ring", partial(double_ring, n // size, size), shape)
     yield from _meshes(n, ratios)
     if world_size <= UNLIKE_RANKS:
-        for rows in divisors(n):
+        for rows in divisors(n)[1:-1]:  # the outermost are all_gather, and a mesh that gathers
             shape = Shape(n // rows, rows, (n // rows, rows))
             yield _Inner("attention2d", partial(attention2d, rows, n // rows), shape)
         yield _Inner("balanced_ring", partial(balanced_ring, n), Shape(1, n, (1, 1)))
@@ -205,6 +213,17 @@ def _meshes(n: int, ratios: list[float]) -> Iterator[_Inner]:
                 if ratio != 2:
                     yield _Inner("mesh", tuned, shape, schedule, False)
                 yield _Inner("mesh", partial(tuned, backward=True), shape, schedule, True)
+
+
+def _held(n: int, ratio: float) -> Iterator[_Inner]:
+    """Meshes that free shards early, for each pass."""
+    for q_tile in divisors(n)[1:-1]:
+        tile = q_tile, n // q_tile
+        shape = Shape(*tile, tile, places=(q_tile,))
+        for backward in (False, True):
+            tuned = partial(mesh, n, q_tile, kv_bytes=ratio, backward=backward)
+            made = partial(tuned, held=least_held(*tile))
+            yield _Inner("mesh", made, shape, "held", backward)
 
 
 def _nested(num_groups: int, size: int, ratios: list[float], whole_nodes: bool) -> Iterator[_Inner]:

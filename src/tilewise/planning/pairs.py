@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tilewise.machine import Machine
-from tilewise.planning.options import Option
+from tilewise.planning.options import EVERY_RANK, Option
 from tilewise.planning.scene import Scene
 from tilewise.planning.trials import Plans, Trial, Trials, ticks
 from tilewise.simulator import EXACT_RANKS
@@ -20,8 +20,25 @@ ROWS, FEW_ROWS = 14, 4
 CHEAP_HOPS = 1 << 10
 """Plans of more hops than that are not simulated for the table alone."""
 
+LEANEST, PATIENCE = ("ring", "ring of q", "ulysses"), 12
+"""Kinds of which one needs least memory, and options tried before it is asked whether they fit."""
+
 FAR = 20.0
 """Plans that take more than so many times the best are not worth a line."""
+
+
+class Effort(NamedTuple):
+    """How much is tried.
+
+    Attributes:
+        trials: options simulated in each pass; None: as many as it takes.
+        keeping: whether to keep what was gathered in forward even where that takes memory.
+        table: whether to simulate other families only to tell what they take.
+    """
+
+    trials: int | None = None
+    keeping: bool = True
+    table: bool = True
 
 
 class Pair(NamedTuple):
@@ -58,14 +75,22 @@ class Pairs:
         memory: bytes of a rank.
     """
 
-    def __init__(self, work: Workload, machine: Machine, options: list[Option], memory: int):
+    def __init__(
+        self,
+        work: Workload,
+        machine: Machine,
+        options: list[Option],
+        memory: int,
+        effort: Effort,
+    ):
+        self.effort = effort
         world_size = len(work.layout_for(0).sizes)
         self.save, self.memory, self.options = work.save, memory, options
         plans = Plans(options)
 
         def trials(backward: bool, save: str) -> Trials:
             fixed = replace(work, save=save)
-            return Trials(Scene(fixed, machine, world_size, backward), plans)
+            return Trials(Scene(fixed, machine, world_size, backward), plans, effort.trials)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}
@@ -80,7 +105,8 @@ class Pairs:
         if self.save != "gathered":
             found += self._apart()
         found += self._together(found)
-        found += self._fill(found)
+        if self.effort.table:
+            found += self._fill(found)
         fitting = sorted((p for p in found if p.peak_bytes <= self.memory), key=lambda p: p.order)
         if not fitting:
             raise ValueError(self._too_little(found))
@@ -88,6 +114,12 @@ class Pairs:
         for pair in fitting:
             best.setdefault(pair.strategy, pair)
         return list(best.values())
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a mesh that was tried did not fit."""
+        tried = (*self.forward.tried.values(), *self.backward["replay"].tried.values())
+        return any(t.option.kind == "mesh" and t.peak_bytes > self.memory for t in tried)
 
     def ring_seconds(self) -> tuple[float, bool]:
         """What a ring takes in both passes, and whether that is only known to be the least."""
@@ -101,8 +133,12 @@ class Pairs:
         """Each pass by itself; plans that own shards as all others do."""
         backward = self.backward["replay"]
         common = [option.order for option in self.options if not option.own_shards]
-        first = self.forward.settle(self.memory, common)
-        other = backward.settle(self.memory, common)
+        first = self.forward.settle(self.memory, common, PATIENCE)
+        other = backward.settle(self.memory, common, PATIENCE) if first else None
+        if not (first and other):
+            self._check_that_rings_fit()
+            first = self.forward.settle(self.memory, common)
+            other = backward.settle(self.memory, common)
         pairs = [Pair(first, other, "replay")] if first and other else []
         tried = [t for t in self.forward.tried.values() if t.option.order in common]
         for family in {trial.option.family for trial in tried}:
@@ -114,6 +150,14 @@ class Pairs:
                 pairs.append(Pair(parts[0], parts[1], "replay"))
         return pairs
 
+    def _check_that_rings_fit(self) -> None:
+        """Rings hold fewest shards at once: if none of them fits, nothing does."""
+        rings = [option.order for option in self.options if option.kind in LEANEST]
+        backward = self.backward["replay"]
+        pairs = [Pair(self.forward.trial(x), backward.trial(x), "replay") for x in rings]
+        if min(pair.peak_bytes for pair in pairs) > self.memory:
+            raise ValueError(self._too_little(pairs))
+
     def _rank(self, trial: Trial) -> tuple[bool, float, int]:
         return trial.peak_bytes > self.memory, ticks(trial.seconds), trial.option.order
 
@@ -121,7 +165,8 @@ class Pairs:
         """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
         queue: list[tuple[float, int, str]] = []
         for option in self.options:
-            saves = ("replay", "gathered") if option.own_shards else ("gathered",)
+            saves = ["replay"] * option.own_shards
+            saves += ["gathered"] * (self.effort.keeping or option.kind == "ulysses")
             if option.variant and option.backward is False:
                 continue
             for save in saves:
@@ -132,6 +177,8 @@ class Pairs:
         best, pairs = min(fitting, default=math.inf), []
         while queue and queue[0][0] < best:
             bound, order, save = heapq.heappop(queue)
+            if self._full(order, save):
+                continue
             if any(t.weigh(order) is None for t in (self.forward, self.backward[save])):
                 continue
             sharper = self._bound(order, save)
@@ -143,6 +190,11 @@ class Pairs:
             if pair.peak_bytes <= self.memory:
                 best = min(best, pair.seconds)
         return pairs
+
+    def _full(self, order: int, save: str) -> bool:
+        """Whether an option would have to be simulated, and no more may be."""
+        parts = self.forward, self.backward[save]
+        return any(part.full and order not in part.tried for part in parts)
 
     def _bound(self, order: int, save: str) -> float:
         return self.forward.bounds[order] + self.backward[save].bounds[order]
@@ -159,7 +211,9 @@ class Pairs:
             if not option.own_shards and option.family not in known:
                 first.setdefault(option.family, option)
         pairs = []
-        room = ROWS if self.forward.scene.alike is not None else FEW_ROWS
+        scene = self.forward.scene
+        few = scene.alike is None or (scene.one_by_one and scene.world_size > EVERY_RANK)
+        room = FEW_ROWS if few else ROWS
         for option in first.values():
             ring = option.order == 0
             near = ring or self._bound(option.order, "replay") <= FAR * best

@@ -40,6 +40,11 @@ class Scene:
         """As symmetry.all_alike, for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether every rank is simulated by itself."""
+        return self.alike is None or bool(self.alike and self.world_size <= EXACT_RANKS)
+
     def share(self, option: Option) -> float:
         """The least share of a shard's bytes that is left after pruning, of any that is read.
 
@@ -64,9 +69,13 @@ class Scene:
     @cached_property
     def flop(self) -> float:
         """Of all ranks together."""
-        work, tokens = self.work, (0, self.work.num_tokens)
-        area = int(work.mask.area(tokens, tokens))
-        return 2.0 * MATMULS[self.backward] * area * work.num_heads * work.head_dim
+        tokens = (0, self.work.num_tokens)
+        return self.pair_flop * int(self.work.mask.area(tokens, tokens))
+
+    @property
+    def pair_flop(self) -> float:
+        """Of an allowed pair of tokens, all heads."""
+        return 2.0 * MATMULS[self.backward] * self.work.num_heads * self.work.head_dim
 
     @cached_property
     def kernel(self) -> Kernel:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from tilewise.plan import Plan
-from tilewise.planning.bounds import moved_bound, shape_bound, steps_bound
+from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, steps_bound
 from tilewise.planning.mask_bounds import MaskBounds
-from tilewise.planning.options import Option
+from tilewise.planning.options import EVERY_RANK, Option
 from tilewise.planning.scene import Scene
 from tilewise.replay import Timeline
 from tilewise.simulator import simulate_pass
 from tilewise.symmetry import Symmetry
+
+MOST_UNLIKE, MOST_PRUNED = 384, 1280
+"""So many ranks are simulated one by one in all the trials of a pass, if there are more than
+options.EVERY_RANK of them: one trial of 64 takes half a second. The second number is for a causal
+mask, whose bounds are close."""
+
+TINY = 1e-30
 
 ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 16
 """Up to so many ranks every schedule of a tile is looked at; with more, so many in all, for making
@@ -56,7 +64,7 @@ class Plans:
             option = self.options[order]
             plan = self._made[order] = option.make()
             if option.kind == "mesh":
-                key = option.degree, option.shape, hash(plan.rank_steps(0))
+                key = option.degree, option.shape, hash(first_steps(plan))
                 if self._meshes.setdefault(key, order) != order:
                     self._made[order] = None
         return self._made[order]
@@ -65,12 +73,18 @@ class Plans:
 class Trials:
     """The trials of one pass so far, and the bounds of what was not tried.
 
+    Args:
+        most: so many options are tried, the most promising ones; None: as many as are needed to
+            know the fastest, or as MOST_UNLIKE allows.
     Attributes:
         bounds: by an option's order; the simulated time of what was tried.
     """
 
-    def __init__(self, scene: Scene, plans: Plans):
+    def __init__(self, scene: Scene, plans: Plans, most: int | None = None):
         self.scene, self.plans = scene, plans
+        if most is None and scene.one_by_one and scene.world_size > EVERY_RANK:
+            most = max(2, (MOST_UNLIKE if scene.alike is None else MOST_PRUNED) // scene.world_size)
+        self.most = math.inf if most is None else most
         self.tried: dict[int, Trial] = {}
         self.bounds = [shape_bound(scene, option) for option in plans.options]
         self._weighed: set[int] = set()
@@ -78,10 +92,20 @@ class Trials:
         self.variants = 0
         self._guessed: set[int] = set()
         self._of_twins: dict[int, float] = {}
+        self._times: dict[str, float] = {}
 
-    def settle(self, memory_bytes: int, orders: Iterable[int]) -> Trial | None:
+    @property
+    def full(self) -> bool:
+        """Whether as many options were tried as may be."""
+        return len(self.tried) >= self.most
+
+    def settle(
+        self, memory_bytes: int, orders: Iterable[int], patience: float = math.inf
+    ) -> Trial | None:
         """Try options until none untried can be faster than the fastest that fits.
 
+        Args:
+            patience: options tried in all after which it ends if none fits so far.
         Returns:
             The fastest that fits, the simplest of equally fast ones; None: none fits.
         """
@@ -90,18 +114,28 @@ class Trials:
         queue = [(self.bounds[x.order], x.order) for x in chosen if x.backward in (None, backward)]
         heapq.heapify(queue)
         best: Trial | None = None
-        while queue and (best is None or queue[0][0] < best.seconds):
-            bound, order = heapq.heappop(queue)
-            sharper = self.weigh(order)
-            if sharper is None:
+        while queue and (best is None or (queue[0][0] < best.seconds and not self.full)):
+            if best is None and len(self.tried) >= patience:
+                break
+            expected, order = heapq.heappop(queue)
+            if self.weigh(order) is None:
                 continue
-            if sharper > bound:
+            sharper = self.bounds[order] * self._slower(order)
+            if sharper > expected:
                 heapq.heappush(queue, (sharper, order))
                 continue
             trial = self.trial(order)
             if trial.peak_bytes <= memory_bytes and (best is None or trial.rank < best.rank):
                 best = trial
         return best
+
+    def _slower(self, order: int) -> float:
+        """How many times its bound an option is expected to take, if not all can be tried.
+
+        As many as the best of its kind that was tried; 1 if none was.
+        """
+        kind = self.plans.options[order].kind
+        return self._times.get(kind, 1.0) if self.most < math.inf else 1.0
 
     def weigh(self, order: int) -> float | None:
         """The next sharper bound of an option; None if its plan is that of another one."""
@@ -120,8 +154,8 @@ class Trials:
         if order not in self._weighed:
             self._weighed.add(order)
             sharper = steps_bound(self.scene, option, plan)
-            if self.scene.alike is None and option.shape.q:
-                sharper = self._mask_bounds.seconds(option, plan)
+            if self.scene.alike is None and plan.cuts is None:
+                sharper = self._mask_bounds.seconds(plan)
             self.bounds[order] = max(self.bounds[order], sharper)
         return self.bounds[order]
 
@@ -145,7 +179,10 @@ class Trials:
             assert plan is not None
             timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
             kept = timeline._replace(spans=())
-            self.tried[order] = Trial(self.plans.options[order], plan, kept, symmetry)
+            option = self.plans.options[order]
+            self.tried[order] = Trial(option, plan, kept, symmetry)
+            times = timeline.seconds / max(self.bounds[order], TINY)
+            self._times[option.kind] = min(times, self._times.get(option.kind, math.inf))
             self.bounds[order] = timeline.seconds
         return self.tried[order]
 

@@ -51,7 +51,8 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
                 raise ValueError(
                     f"ulysses needs an inner plan that is not pruned, not {inner.name}"
                 )
-            return (hop.item._replace(shard=s, heads=heads) for s in widen((hop.item.shard,)))
+            side, role, first = hop.item.side, hop.item.role, hop.item.shard * degree
+            return (Item(side, role, first + part, heads) for part in range(degree))
 
         for peer in team:
             for side in Side:

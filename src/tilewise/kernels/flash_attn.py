@@ -1,0 +1,66 @@
+"""The flash-attn package's version 2, where it is installed: for machines whose torch is older.
+
+Version 3 and 4 come through torch: activate_flash_attention_impl reroutes the cuda kernel to them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.cuda import CudaFlash, Part, batch_first, cuda_half_only
+
+
+class FlashAttn2(CudaFlash):
+    """Flash attention of the package flash-attn; causal and windows are bottom-right aligned."""
+
+    name = "flash_attn"
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if find_spec("flash_attn") is None:
+            return "flash-attn is not installed"
+        return cuda_half_only(device_type, dtype, head_dim)
+
+    def run_forward(
+        self, operands: tuple[Tensor, ...], part: Part, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _package()._flash_attn_forward(
+            *map(batch_first, operands),
+            **_options(part, scale),
+            return_softmax=False,
+        )
+        return out, lse
+
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+    ) -> tuple[Tensor, ...]:
+        dout, q, k, v, out = (batch_first(x).contiguous() for x in operands)
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        _package()._flash_attn_backward(
+            *(dout, q, k, v, out, lse, *grads),
+            **_options(part, scale),
+            deterministic=False,
+        )
+        return grads
+
+
+def _options(part: Part, scale: float) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": False,  # right = 0 says the same
+        "window_size_left": part.left,
+        "window_size_right": part.right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+def _package() -> Any:
+    return import_module("flash_attn.flash_attn_interface")

@@ -1,0 +1,84 @@
+"""flashinfer's kernels, where it is installed: forward only, made for decoding."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from tilewise.calls import Call, Kind
+from tilewise.kernels.cuda import cuda_half_only
+from tilewise.kernels.protocol import Accumulators, Gradients, deliver, no_keys
+from tilewise.kernels.slices import call_mask
+
+
+class FlashInfer:
+    """One launch per sequence; full and causal (bottom-right aligned) calls, others by a mask.
+
+    Its lse is in base 2.
+    """
+
+    name = "flashinfer"
+    square_causal = False
+    whole_tile = False
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if find_spec("flashinfer") is None:
+            return "flashinfer is not installed"
+        if backward:
+            return "it has no backward"
+        if head_dim not in (64, 128, 256):
+            return f"head_dim ({head_dim}) is none of 64, 128, 256"
+        return cuda_half_only(device_type, dtype, head_dim)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not (len(q) and len(k)):
+            return deliver(*no_keys(q), into)
+        attend = import_module("flashinfer").single_prefill_with_kv_cache
+        allowed = call_mask(call, q.device) if call.kind is Kind.SLICES else None
+        outs, lses = [], []
+        for rows, keys, values in zip(*(x.unbind(1) for x in (q, k, v)), strict=True):
+            out, lse = attend(
+                rows.contiguous(),
+                keys.contiguous(),
+                values.contiguous(),
+                custom_mask=allowed,
+                causal=call.kind is Kind.CAUSAL,
+                sm_scale=scale,
+                return_lse=True,
+            )
+            outs.append(out)
+            lses.append(lse)
+        out, lse = torch.stack(outs, 1), torch.stack(lses, 1) * math.log(2)
+        if allowed is not None:
+            unseen = ~allowed.any(1)[:, None, None]
+            out = out.masked_fill(unseen[..., None], 0.0)
+            lse = lse.masked_fill(unseen, -torch.inf)
+        return deliver(out, lse, into)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: Call,
+        scale: float,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        raise NotImplementedError("flashinfer has no backward; take another kernel")

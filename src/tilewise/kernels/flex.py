@@ -1,0 +1,151 @@
+"""torch's flex_attention as a kernel: any mask, compiled or not at all.
+
+A call's mask is a table of the keys' intervals of each row, given as a tensor, so that masks of the
+same depth share compiled code. Where Dynamo would give up and leave a function uncompiled, it
+raises here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.calls import Call, Kind
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Gradients,
+    deliver,
+    deliver_gradients,
+    heads_first,
+    no_gradients,
+    no_keys,
+)
+from tilewise.kernels.slices import Same, row_intervals
+
+MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
+MAX_VARIANTS = 256  # compiled ones: of dtype, head_dim, heads, depth and special sizes
+
+
+class Flex:
+    """bf16, fp16 and fp32, on CUDA.
+
+    Its backward wants its own out and lse, not the whole attention's. With w = exp(lse of the call
+    - lse of all), weights are w times those of the call alone; so the gradients are those of the
+    call's own forward, done again, for w dout and a dlse that makes its delta w delta.
+    """
+
+    name = "flex"
+    square_causal = False
+    whole_tile = True
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if device_type == "cpu":
+            return "on cpu it yields no lse, and has no backward"
+        if device_type != "cuda":
+            return f"it runs on cuda, not on {device_type}"
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"dtype {dtype} is none of float32, bfloat16, float16"
+        if head_dim < 16:
+            return f"head_dim ({head_dim}) is under 16"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not (len(q) and len(k)):
+            return deliver(*no_keys(q), into)
+        out, lse = _attend((q, k, v), call, scale)
+        return deliver(out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), into)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: Call,
+        scale: float,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        if not (len(q) and len(k)):
+            return into or no_gradients(q, k, v)
+        operands = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            own_out, own_lse = _attend(operands, call, scale)
+        lse, delta = lse.permute(1, 2, 0), delta.permute(1, 2, 0)
+        weight = torch.exp(own_lse.detach() - lse).masked_fill(own_lse == -torch.inf, 0.0)
+        dout = (weight[..., None] * heads_first(dout)).to(q.dtype)
+        own_delta = (own_out.detach().float() * dout.float()).sum(-1)
+        dlse = own_delta - weight * delta
+        grads = torch.autograd.grad((own_out, own_lse), operands, (dout, dlse))
+        return deliver_gradients(grads, into)
+
+
+def _attend(operands: Iterable[Tensor], call: Call, scale: float) -> tuple[Tensor, Tensor]:
+    """out and natural-log lse, -inf where out is 0, both [batch, heads, rows, ...]."""
+    q, k, v = map(heads_first, operands)
+    mask = None if call.kind is Kind.FULL else _block_mask(Same(call), q.device)
+    limits = {"recompile_limit": MAX_VARIANTS, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        return _compiled()(q, k, v, mask, scale)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_fused, fullgraph=True)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Any]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "flex_attention would run unfused, as compilation is off; "
+            "take off TORCHDYNAMO_DISABLE or set_stance, or take another kernel"
+        )
+    out, aux = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+@lru_cache(maxsize=64)
+def _block_mask(call: Same, device: torch.device) -> Any:
+    """flex_attention's mask of a call; made block by block, so only on the GPU is it compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    table = row_intervals(call.call)
+    if len(table) > MAX_DEPTH:
+        raise ValueError(
+            f"a row of this call sees {len(table)} intervals of keys; flex takes at most "
+            f"{MAX_DEPTH}: take another kernel"
+        )
+    sizes = call.call.num_q, call.call.num_k
+    rule = _rule(table.to(device))
+    return create_block_mask(
+        rule, None, None, *sizes, device=device, _compile=device.type == "cuda"
+    )
+
+
+def _rule(table: Tensor) -> Callable[..., Tensor]:
+    def allows(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        inside = (key >= table[0, 0, row]) & (key < table[0, 1, row])
+        for i in range(1, table.shape[0]):
+            inside = inside | ((key >= table[i, 0, row]) & (key < table[i, 1, row]))
+        return inside
+
+    return allows

@@ -1,0 +1,69 @@
+"""What our Triton kernels share: loading blocks of rows, whole or masked.
+
+Imports triton, so nothing imports this module until the Triton provider runs.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    stride,
+    end,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """[ROWS, WIDTH] of the rows from first on; 0 from end on, which only MASKED blocks reach."""
+    at, inside = _places(base, first, stride, end, ROWS, HEAD_DIM, WIDTH)
+    if MASKED:
+        return tl.load(at, mask=inside, other=0.0)
+    if HEAD_DIM != WIDTH:
+        return tl.load(at, mask=tl.arange(0, WIDTH)[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def add_rows(base, first, stride, end, value, ADD: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write value [rows, width] to the rows from first on, below end, or add it to them."""
+    at, inside = _places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
+    if ADD:
+        value += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit
+def blend_rows(base, first, stride, end, value, share, HEAD_DIM: tl.constexpr):
+    """Move the rows from first on, below end, to value [rows, width] by a share of each row."""
+    at, inside = _places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
+    old = tl.load(at, mask=inside, other=0.0)
+    tl.store(at, old + share[:, None] * (value - old), mask=inside)
+
+
+@triton.jit
+def _places(
+    base, first, stride, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Where a block's numbers are, and which of them exist.
+
+    The block's own offset may pass 2^31, those within it do not: only it is 64 bits wide.
+    """
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = base + tl.cast(first, tl.int64) * stride + (rows * stride + columns)
+    return at, (first + rows < end) & (columns < HEAD_DIM)
+
+
+@triton.jit
+def within(others, low, high):
+    """[own, others] whether each other index lies in its own index's interval."""
+    return (others[None, :] >= low[:, None]) & (others[None, :] < high[:, None])

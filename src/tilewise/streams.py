@@ -1,0 +1,80 @@
+"""Order between streams of a device, by events alone: the host never waits.
+
+It stands alone so that what is said of order can be tested without a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Moment: TypeAlias = torch.cuda.Event
+Stream: TypeAlias = torch.cuda.Stream
+
+
+def current_moment(device: torch.device) -> Moment | None:
+    """All that the current stream has been given so far; None for the CPU, which works at once."""
+    if device.type != "cuda":
+        return None
+    moment = torch.cuda.Event()
+    moment.record(torch.cuda.current_stream(device))
+    return moment
+
+
+def follow(moment: Moment | None, x: Tensor | None = None) -> None:
+    """Let the current stream wait for a moment; it may be another than this memory is of."""
+    if moment is None:
+        return
+    moment.wait()
+    if x is not None:
+        x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream's work goes into a CUDA graph instead of being done."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def new_stream(device: torch.device) -> Stream | None:
+    """None for the CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: Stream | None) -> AbstractContextManager[object]:
+    """Makes a stream the current one, for as long as the block lasts."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextmanager
+def forked() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Gives threads streams of their own, between what is launched before the block and after it.
+
+        with forked() as fork:
+            ...                 # in each thread: with fork(): ...
+
+    Does nothing as long as nobody has used CUDA in this process.
+    """
+    if not torch.cuda.is_initialized():
+        yield nullcontext
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    before, ends = current_moment(device), []
+
+    @contextmanager
+    def fork() -> Iterator[None]:
+        with on_stream(new_stream(device)):
+            follow(before)
+            try:
+                yield
+            finally:
+                ends.append(current_moment(device))
+
+    try:
+        yield fork
+    finally:
+        for end in ends:
+            follow(end)
