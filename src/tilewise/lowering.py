@@ -7,12 +7,11 @@ collectives. Only this rank's part of the plan is built, so that it costs the sa
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import groupby
 
+from tilewise.collector import collector_at_rest
 from tilewise.plan import Item, Plan, RankStep, Role, Side, Tile, Transfer
 from tilewise.program import (
     Collective,
@@ -49,7 +48,7 @@ def lower(
         carries: the sides and roles that have any bytes in the pass that this program is for
             (see payload.py); None: all.
     """
-    with _collector_at_rest():
+    with collector_at_rest():
         steps = plan.rank_steps(rank)
         if carries is not None:
             steps = tuple(_carrying(step, carries) for step in steps)
@@ -61,22 +60,6 @@ def lower(
         if ahead:
             instructions = _post_ahead(instructions, writer.handles, ahead)
         return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """No cyclic garbage collection: a program is many tuples and no cycle.
-
-    The collector would search everything that is imported, several times, and find nothing: that
-    took longer than the rest.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Writer:

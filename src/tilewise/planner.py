@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 
+from tilewise.collector import collector_at_rest
 from tilewise.machine import Machine
 from tilewise.plan import Plan
 from tilewise.planning.bounds import least_seconds
@@ -30,6 +31,7 @@ PROMISING = 4, 2
 more than EVERY_RANK."""
 
 
+@collector_at_rest()
 def search(
     work: Workload,
     machine: Machine,
