@@ -207,17 +207,27 @@ class Plan(Constant):
         return self.memo("tuned", kv_bytes, lambda: tune(kv_bytes))
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
-        """This plan with other steps."""
-        return Plan(
-            name,
-            self.world_size,
-            self.num_head_groups,
-            self.owners,
-            steps,
-            cuts=self.cuts,
-            default_save=self.default_save,
-            replicated_queries=self.replicated_queries,
+        """This plan with other steps, a value of its own: nobody can make it anew or compose it."""
+        return self.changed(
+            name=name, steps=steps, script=None, head_split=None, made_for=None, tune=None
         )
+
+    def changed(self, **fields: Any) -> Plan:
+        """This plan with other values of some of its arguments; its steps are not built for it."""
+        known = {
+            "name": self.name,
+            "world_size": self.world_size,
+            "num_head_groups": self.num_head_groups,
+            "owners": self.owners,
+            "script": self.rank_steps,
+            "cuts": self.cuts,
+            "default_save": self.default_save,
+            "replicated_queries": self.replicated_queries,
+            "head_split": self.head_split,
+            "made_for": self.made_for,
+            "tune": self.tune,
+        }
+        return Plan(**{**known, **fields})
 
     def memo(self, kind: str, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
         """A value derived from this plan, kept for the most recent keys of its kind."""

@@ -19,15 +19,13 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.providers import kernel_named
 from tilewise.mask import Causal, Full, Mask
 
-MASK_KINDS = ("full", "causal", "slices")
-
 
 class Use(NamedTuple):
     """What is measured apart, beside dtype and head_dim.
 
     Attributes:
         device: its name, as "NVIDIA H200".
-        mask: one of MASK_KINDS.
+        mask: "full", "causal" or "slices".
         num_tokens: of one rank.
     """
 

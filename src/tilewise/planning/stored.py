@@ -109,15 +109,4 @@ def with_save(plan: Plan, save: str, made_for: tuple[Mask, Layout] | None = None
     """
     if plan.default_save == save and made_for is None:
         return plan
-    return Plan(
-        plan.name,
-        plan.world_size,
-        plan.num_head_groups,
-        plan.owners,
-        script=plan.rank_steps,
-        cuts=plan.cuts,
-        default_save=save,
-        replicated_queries=plan.replicated_queries,
-        head_split=plan.head_split,
-        made_for=made_for or plan.made_for,
-    )
+    return plan.changed(default_save=save, made_for=made_for or plan.made_for, tune=None)

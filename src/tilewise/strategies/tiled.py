@@ -30,16 +30,7 @@ def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
-    return Plan(
-        plan.name,
-        plan.world_size,
-        plan.num_head_groups,
-        plan.owners,
-        script=plan.rank_steps,
-        cuts=plan.cuts,
-        made_for=plan.made_for,
-        tune=lambda ratio: plan if ratio == MHA else make(mask, layout, ratio),
-    )
+    return plan.changed(tune=lambda ratio: plan if ratio == MHA else make(mask, layout, ratio))
 
 
 def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = BETWEEN) -> Layout:
