@@ -54,8 +54,11 @@ bench: $(STAMP)
 	else echo "no root or no tc: the network lab is left out"; fi
 	$(BIN)/tilewise report $(RESULTS)/*.jsonl -o out/benchmark.html
 
-bench-gpu: $(STAMP)
-	$(BIN)/python -m benchmarks.gpu
+# Where PYTHON has a torch that sees a GPU, that torch is measured; else the environment's.
+bench-gpu:
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	then PYTHONPATH=src $(PYTHON) -m benchmarks.gpu; \
+	else $(MAKE) --no-print-directory $(STAMP) && $(BIN)/python -m benchmarks.gpu; fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

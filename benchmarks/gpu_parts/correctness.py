@@ -1,4 +1,4 @@
-"""Every strategy over loopback on one device, against dense attention in fp64: bf16, both passes.
+"""Every provider, and every strategy over loopback, against dense attention in fp64: both passes.
 
 The error, root of the mean square, may be twice that of torch's own attention in bf16 on the same
 input.
@@ -7,113 +7,140 @@ input.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import tilewise as tw
-from benchmarks.gpu_parts.session import Row, Session, captured, normal
+from benchmarks.gpu_parts.case import Row
+from benchmarks.gpu_parts.session import Session, captured
+from benchmarks.gpu_parts.sizes import CHECKED_PLANS, mask_named
+from tilewise.bench.whole_mask import placed, whole_mask
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.providers import kernel_named
+from tilewise.operators import settled
+from tilewise.problem import Call
+from tilewise.tile import tile_calls
 
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def run(session: Session) -> None:
-    num_tokens, head_dim = (40, 16) if session.tiny else (1000, 128)
-    masks = {
-        "full": tw.Full(),
-        "causal": tw.Causal(),
-        "window": tw.Causal() & tw.Window(num_tokens // 7, 0),
-        "documents": tw.Document([0, num_tokens // 3, num_tokens // 2, num_tokens]) & tw.Causal(),
-    }
-    torch.manual_seed(0)
-    for name, mask in masks.items():
-        for heads in ((8, 8), (8, 2)):
-            q, dout = normal(session, 2, num_tokens, heads[0], head_dim)
-            k, v = normal(session, 2, num_tokens, heads[1], head_dim)
-            exact = dense(q.double(), k.double(), v.double(), dout.double(), mask)
-            plain = dense(q, k, v, dout, mask)
-            bound = [2 * error(x, y) for x, y in zip(plain, exact, strict=True)]
-            for plan in plans(heads[1]):
-                for graph in (False, True):
-                    case = {
-                        "plan": plan.name,
-                        "mask": name,
-                        "heads": f"{heads[0]}:{heads[1]}",
-                        "graph": graph,
-                    }
-                    session.measure(
-                        "correctness",
-                        case,
-                        lambda p=plan, m=mask, t=(q, k, v, dout), g=graph, e=exact, b=bound: (
-                            compared(split(session, p, m, t, g), e, b)
-                        ),
-                    )
+class Question(NamedTuple):
+    """What is to be computed, and how well.
+
+    Attributes:
+        tensors: q, k, v, dout in bf16.
+        exact: out, dq, dk, dv in fp64.
+        allowed: error of each.
+    """
+
+    tensors: list[Tensor]
+    exact: list[Tensor]
+    allowed: list[float]
 
 
-def plans(num_kv_heads: int) -> list[tw.Plan]:
-    made = [
-        tw.ring(4),
-        tw.ring(4, moves="q"),
-        tw.all_gather(4),
-        tw.double_ring(2, 2),
-        tw.balanced_ring(4),
-        tw.attention2d(2, 2),
-        tw.mesh(8, q_tile=4),
-        tw.ulysses(2, inner=tw.mesh(4, q_tile=2)),
-    ]
-    return [plan for plan in made if num_kv_heads % plan.num_head_groups == 0]
+def run(session: Session, options: Row) -> Row:
+    mask = mask_named(options["mask"], options["num_tokens"])
+    shape = options["num_tokens"], options["head_dim"]
+    heads = num_heads(options)
+    question = _question(session, options["mask"], shape, heads)
+    kernel = kernel_named(options["kernel"])
+    if options["plan"] == "none":
+        got = alone(kernel, mask, question.tensors)
+    else:
+        plan = CHECKED_PLANS[options["plan"]]()
+        layout = tw.zigzag(shape[0], plan.world_size)
+        shards = _sharded(layout, question.tensors)
+        call = looped(plan, layout, mask, shards, kernel)
+        call = captured(call, session.device) if options["graph"] else call
+        call()
+        ranks = call()  # buffers are bound by now
+        session.settle()
+        got = [layout.unshard(list(parts)) for parts in zip(*ranks, strict=True)]
+    return compared(got, question)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: tw.Mask) -> list[Tensor]:
+def num_heads(options: Row) -> tuple[int, int]:
+    """Query and KV heads."""
+    first, _, second = options["heads"].partition(":")
+    return int(first), int(second)
+
+
+@lru_cache(maxsize=1)
+def _question(
+    session: Session, mask_name: str, shape: tuple[int, int], heads: tuple[int, int]
+) -> Question:
+    mask, (num_tokens, head_dim) = mask_named(mask_name, shape[0]), shape
+    q, dout = session.normal(2, num_tokens, heads[0], head_dim)
+    k, v = session.normal(2, num_tokens, heads[1], head_dim)
+    tensors = [q, k, v, dout]
+    exact = dense([x.double() for x in tensors], mask)
+    plain = dense(tensors, mask)
+    return Question(tensors, exact, [2 * error(x, y) for x, y in zip(plain, exact, strict=True)])
+
+
+def dense(tensors: list[Tensor], mask: tw.Mask) -> list[Tensor]:
     """out and gradients of torch's own attention with a dense mask."""
-    positions = torch.arange(len(q))
-    allowed = torch.as_tensor(mask.dense(positions, positions)).to(q.device)
-    inputs = [x.transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+    positions = torch.arange(len(tensors[0]))
+    allowed = torch.as_tensor(mask.dense(positions, positions)).to(tensors[0].device)
+    inputs = [x.transpose(0, 1).detach().requires_grad_() for x in tensors[:3]]
     out = F.scaled_dot_product_attention(
         *(x[None] for x in inputs), attn_mask=allowed[None, None], enable_gqa=True
     )[0]
-    grads = torch.autograd.grad(out, inputs, dout.transpose(0, 1))
+    grads = torch.autograd.grad(out, inputs, tensors[3].transpose(0, 1))
     return [x.transpose(0, 1) for x in (out.detach(), *grads)]
 
 
-def split(
-    session: Session, plan: tw.Plan, mask: tw.Mask, tensors: tuple[Tensor, ...], graph: bool
-) -> list[Tensor]:
-    """The same through tw.attention, split over loopback's ranks."""
-    layout = tw.zigzag(len(tensors[0]), plan.world_size)
-    shards = [[layout.shard(x, rank) for x in tensors] for rank in range(plan.world_size)]
-    call = looped(plan, layout, mask, shards)
-    call = captured(call, session.device) if graph else call
-    call()
-    ranks = call()  # buffers are bound by now
-    session.settle()
-    return [layout.unshard(list(parts)) for parts in zip(*ranks, strict=True)]
+def alone(kernel: Kernel, mask: tw.Mask, tensors: list[Tensor]) -> list[Tensor]:
+    """One kernel over the whole mask, no plan and no executor."""
+    dout, rows = tensors[3], np.arange(len(tensors[0]))
+    cut = {"square_causal": kernel.square_causal, "whole_tile": kernel.whole_tile}
+    calls = placed(tile_calls(rows, rows, mask, **cut), str(dout.device))
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out = whole_mask(q, k, v, kernel, calls)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _sharded(layout: tw.Layout, tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [[layout.shard(x, rank) for x in tensors] for rank in range(layout.world_size)]
 
 
 def looped(
-    plan: tw.Plan, layout: tw.Layout, mask: tw.Mask, shards: list[list[Tensor]]
+    plan: tw.Plan,
+    layout: tw.Layout,
+    mask: tw.Mask,
+    shards: list[list[Tensor]],
+    kernel: Kernel | None = None,
 ) -> Callable[[], list[tuple[Tensor, ...]]]:
-    """A run of both passes on all ranks: out, dq, dk, dv of each."""
+    """A run of both passes on all ranks: out, dq, dk, dv of each.
 
-    def on_rank(rank: int, group: object) -> tuple[Tensor, ...]:
+    Args:
+        kernel: default the one that attention takes.
+    """
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_() for x in shards[rank][:3])
-        out = tw.attention(
-            q, k, v, plan=plan, layout=layout, mask=mask, group=group, validate="never"
-        )
-        assert isinstance(out, Tensor)
+        call = Call(plan, layout, mask, group=group, validate="never", needs_grad=True)
+        problem, _ = settled(q, k, v, call)
+        call = replace(call, problem=problem._replace(kernel=kernel or problem.kernel))
+        out, _, _ = torch.ops.tilewise.attention(q, k, v, call)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), shards[rank][3])
 
     return lambda: tw.loopback(plan.world_size, on_rank)
 
 
-def compared(got: list[Tensor], exact: list[Tensor], bound: list[float]) -> Row:
-    errors = [error(x, y) for x, y in zip(got, exact, strict=True)]
-    right = all(e <= b for e, b in zip(errors, bound, strict=True))
+def compared(got: list[Tensor], question: Question) -> Row:
+    errors = [error(x, y) for x, y in zip(got, question.exact, strict=True)]
+    right = all(e <= b for e, b in zip(errors, question.allowed, strict=True))
     return {
         "right": right,
         "errors": dict(zip(NAMES, (float(f"{e:.3g}") for e in errors), strict=True)),
-        "allowed": dict(zip(NAMES, (float(f"{b:.3g}") for b in bound), strict=True)),
+        "allowed": dict(zip(NAMES, (float(f"{b:.3g}") for b in question.allowed), strict=True)),
     }
 
 

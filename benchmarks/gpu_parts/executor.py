@@ -7,34 +7,42 @@ tiles, merges, copies into messages, launches. Peak memory stands beside the pla
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-
 import tilewise as tw
+from benchmarks.gpu_parts.case import Row
+from benchmarks.gpu_parts.correctness import num_heads
 from benchmarks.gpu_parts.instant import Instant
-from benchmarks.gpu_parts.session import Row, Session, captured, normal
+from benchmarks.gpu_parts.session import Run, Session, captured
+from benchmarks.gpu_parts.sizes import mask_named
 from tilewise.calls import Call as KernelCall
 from tilewise.calls import Kind
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import PROVIDERS, kernel_named
+from tilewise.kernels.providers import kernel_named
 from tilewise.problem import Call, Problem, make_problem
 from tilewise.simulator import simulate_pass
 from tilewise.two_passes import backward_pass, forward_pass
 
-HEAD_DIM = 128
+TIMES = 5  # passes in a row, where one takes little
 
 
 class Shape(NamedTuple):
-    """A world, its mesh and its sequence."""
+    """A world, its mesh, its sequence and mask."""
 
     world_size: int
     q_tile: int
     num_tokens: int
     heads: tuple[int, int]
-    head_dim: int = HEAD_DIM
+    head_dim: int
+    mask: tw.Mask
+
+    @classmethod
+    def of(cls, options: Row) -> Shape:
+        world, q_tile, tokens = (options[x] for x in ("world_size", "q_tile", "num_tokens"))
+        mask = mask_named(options["mask"], tokens)
+        return cls(world, q_tile, tokens, num_heads(options), options["head_dim"], mask)
 
 
 class Watched:
@@ -58,55 +66,15 @@ class Watched:
         self.area += call.area
 
 
-def run(session: Session) -> None:
-    full = Shape(256, 16, 1 << 20, (32, 32))
-    shapes = [full, full._replace(heads=(64, 8))]
-    if session.tiny:
-        shapes = [Shape(16, 4, 16 * 24, (4, 2), 16)]
-    for shape in shapes:
-        for mask in (tw.Causal(), tw.Full()):
-            for name in able(session, shape.head_dim):
-                case = {"kernel": name, "mask": str(mask), **described(shape)}
-                body = partial(against_one_call, session, shape, mask, name)
-                session.measure("executor", case, body)
-
-
-def graphs(session: Session) -> None:
-    """What a captured graph saves, where launches take longer than kernels."""
-    for tokens in (16,) if session.tiny else (64, 512, 4096):
-        for world_size, q_tile in ((16, 4),) if session.tiny else ((256, 16), (64, 8)):
-            width = 16 if session.tiny else HEAD_DIM
-            shape = Shape(world_size, q_tile, tokens * world_size, (8, 8), width)
-            for name in able(session, width):
-                case = {"kernel": name, **described(shape)}
-                body = partial(graph_gain, session, shape, name)
-                session.measure("graphs", case, body)
-
-
-def able(session: Session, head_dim: int) -> list[str]:
-    """Providers of both passes without quadratic memory."""
-    return [
-        name
-        for name in PROVIDERS
-        if name not in ("reference", "efficient", "flex")
-        and kernel_named(name).supports(session.device.type, torch.bfloat16, head_dim) is None
-    ]
-
-
-def described(shape: Shape) -> Row:
-    row = shape._asdict()
-    return {**row, "heads": f"{shape.heads[0]}:{shape.heads[1]}"}
-
-
 class Rank:
     """One rank's tensors, transport and passes."""
 
-    def __init__(self, session: Session, shape: Shape, mask: tw.Mask, kernel: Any):
-        world, a, num_tokens, heads, width = shape
+    def __init__(self, session: Session, shape: Shape, kernel: Any):
+        world, a, num_tokens, heads, width, mask = shape
         layout = tw.zigzag(num_tokens, world)
         self.rank, rows = world // 3, layout.size(world // 3)
-        self.q, self.dout = normal(session, 2, rows, heads[0], width)
-        self.k, self.v = normal(session, 2, rows, heads[1], width)
+        self.q, self.dout = session.normal(2, rows, heads[0], width)
+        self.k, self.v = session.normal(2, rows, heads[1], width)
         forward, backward = (
             tw.mesh(world, q_tile=a, kv_bytes=2 * heads[1] / heads[0], backward=b)
             for b in (False, True)
@@ -128,33 +96,33 @@ class Rank:
         return backward_pass(self.problem, self.transport, saved, self.kept, (self.dout, None))
 
 
-def against_one_call(session: Session, shape: Shape, mask: tw.Mask, name: str) -> Row:
-    torch.manual_seed(0)
-    before, kernel = session.allocated(), kernel_named(name)
-    watched = Watched(kernel)
-    rank = Rank(session, shape, mask, watched)
+def run(session: Session, options: Row) -> Row:
+    shape, kernel = Shape.of(options), kernel_named(options["kernel"])
+    before, watched = session.allocated(), Watched(kernel)
+    rank = Rank(session, shape, watched)
     row: Row = {"forward_calls": watched.calls, "forward_area": watched.area}
-    row |= memory(session, (shape, mask), rank, before, backward=False)
+    row |= memory(session, shape, rank, before, backward=False)
     area, watched.calls, watched.area = row["forward_area"], 0, 0
     rank.backward()
     row |= {"backward_calls": watched.calls, "backward_area": watched.area}
-    row |= memory(session, (shape, mask), rank, before, backward=True)
-    one = one_call(session, shape, mask, kernel, area)
-    passes = (("forward", rank.forward, one[0]), ("backward", rank.backward, one[1]))
-    for what, run, single in passes:
-        seconds, alone = session.seconds(run), session.seconds(single)
-        row[f"{what}_ms"] = round(seconds * 1e3, 3)
-        row[f"{what}_host_ms"] = round(session.host_seconds(run) * 1e3, 3)
-        row[f"{what}_one_call_ms"] = round(alone * 1e3, 3)
-        row[f"{what}_share"] = round(alone / seconds, 4)
+    row |= memory(session, shape, rank, before, backward=True)
+    flops = 4 * area * shape.heads[0] * shape.head_dim
+    ones = one_call(session, shape, kernel, area)
+    passes = (("forward", rank.forward, flops), ("backward", rank.backward, 2.5 * flops))
+    for (what, run, work), single in zip(passes, ones, strict=True):
+        times = session.compare({"rank": run, "one call": single})
+        row |= times["rank"].row(what) | times["one call"].row(f"{what}_one_call")
+        row |= times["rank"].share(what, times["one call"])
+        row[f"{what}_tflops"] = times["rank"].tflops(work)
+        row[f"{what}_one_call_tflops"] = times["one call"].tflops(work)
+        row[f"{what}_host_ms"] = round(statistics.median(times["rank"].host) * 1e3, 3)
+        row |= session.steadiness(what, run)
     return row
 
 
-def one_call(
-    session: Session, shape: Shape, mask: tw.Mask, kernel: Kernel, area: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def one_call(session: Session, shape: Shape, kernel: Kernel, area: int) -> tuple[Run, Run]:
     """Both passes of one rectangle, or one triangle, of so many cells."""
-    if isinstance(mask, tw.Causal):
+    if isinstance(shape.mask, tw.Causal):
         rows = keys = math.isqrt(2 * area)
         kind = Kind.CAUSAL
     else:
@@ -162,8 +130,8 @@ def one_call(
         keys = area // rows
     call = KernelCall(((0, rows),), ((0, keys),), kind)
     heads, width = shape.heads, shape.head_dim
-    q, dout = normal(session, 2, rows, 1, heads[0], width)
-    k, v = normal(session, 2, keys, 1, heads[1], width)
+    q, dout = session.normal(2, rows, 1, heads[0], width)
+    k, v = session.normal(2, keys, 1, heads[1], width)
     scale = width**-0.5
     out, lse = kernel.forward(q, k, v, call, scale)
     delta = (out.float() * dout.float()).sum(-1)
@@ -173,20 +141,17 @@ def one_call(
     )
 
 
-def memory(
-    session: Session, given: tuple[Shape, tw.Mask], rank: Rank, before: int, *, backward: bool
-) -> Row:
+def memory(session: Session, shape: Shape, rank: Rank, before: int, *, backward: bool) -> Row:
     """A bound pass's peak bytes and the planner's figure.
 
-    The first includes the pass's new results and kernels' own workspaces, the second does not.
+    The first includes kernels' own workspaces, the second does not.
     """
-    shape, mask = given
     work = tw.Workload(
         num_tokens=shape.num_tokens,
         num_heads=shape.heads[0],
         num_kv_heads=shape.heads[1],
         head_dim=shape.head_dim,
-        mask=mask,
+        mask=shape.mask,
     )
     what = "backward" if backward else "forward"
     later = () if backward else (rank.out, rank.lse, rank.dout)
@@ -198,13 +163,16 @@ def memory(
     return {f"{what}_peak_bytes": max(peak - apart, 0), f"{what}_planned_bytes": planned}
 
 
-def graph_gain(session: Session, shape: Shape, name: str) -> Row:
-    rank = Rank(session, shape, tw.Causal(), kernel_named(name))
+def graphs(session: Session, options: Row) -> Row:
+    """What a captured graph saves, where launches take longer than kernels."""
+    rank = Rank(session, Shape.of(options), kernel_named(options["kernel"]))
     row: Row = {}
     for what, run in (("forward", rank.forward), ("backward", rank.backward)):
-        eager, replayed = session.seconds(run), session.seconds(captured(run, session.device))
-        row[f"{what}_eager_ms"], row[f"{what}_graph_ms"] = (
-            round(x * 1e3, 4) for x in (eager, replayed)
-        )
-        row[f"{what}_gain"] = round(eager / replayed, 3)
+        runs: dict[str, Callable[[], object]] = {
+            "eager": run,
+            "graph": captured(run, session.device),
+        }
+        times = session.compare(runs, times=TIMES, cold=False)
+        row |= times["eager"].row(f"{what}_eager") | times["graph"].row(f"{what}_graph")
+        row[f"{what}_gain"] = round(times["eager"].median / times["graph"].median, 3)
     return row

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tilewise.messages import Message
-from tilewise.program import CollectiveKind
 from tilewise.streams import Moment, current_moment, follow, new_stream, on_stream
 
 
@@ -42,15 +41,6 @@ class Instant:
                 room = message.tensor.view(-1)
                 room.copy_(self._bytes[: len(room)], non_blocking=True)
             return _Arrived(current_moment(self._bytes.device), [m.tensor for m in recvs])
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> _Arrived:
-        return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return [record] * self.world_size

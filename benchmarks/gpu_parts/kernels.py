@@ -1,158 +1,226 @@
 """Every provider on one rank: dense and masks, 8K to 128K tokens, MHA and GQA, both passes.
 
-Providers run through the executor, as attention runs them; beside them torch's own attention,
-called directly, where it knows the mask.
+Providers run through the executor, as attention runs them. On dense masks the same kernel is also
+called without it, and so is its library, in turns and in the layouts that it likes; on documents
+and windows flex_attention is, with a mask function as its users write one.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from benchmarks.gpu_parts.session import Row, Session, normal
-from tilewise.kernels.providers import PROVIDERS, kernel_named
+from benchmarks.gpu_parts.case import Row
+from benchmarks.gpu_parts.cases import FLEX
+from benchmarks.gpu_parts.correctness import num_heads
+from benchmarks.gpu_parts.session import Run, Session, Times
+from benchmarks.gpu_parts.sizes import documents, mask_named, window_of
+from tilewise.calls import Call as KernelCall
+from tilewise.calls import Kind
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.providers import kernel_named
 from tilewise.problem import Call, make_problem
+from tilewise.tile import tile_calls
 from tilewise.transport import LocalTransport
 from tilewise.two_passes import backward_pass, forward_pass
 
-DIRECT = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
-# First what most is asked of: if time runs out, the rest is missing.
-CASES = (
-    ("causal", 65536, (32, 32)),
-    ("causal_document", 65536, (32, 32)),
-    ("sliding_window_causal", 65536, (32, 32)),
-    ("full", 16384, (32, 32)),
-    ("causal", 8192, (32, 32)),
-    ("causal", 131072, (32, 32)),
-    ("causal", 65536, (64, 8)),
-    ("causal_document", 65536, (64, 8)),
-    ("sliding_window_causal", 131072, (64, 8)),
-    ("causal_document", 131072, (32, 32)),
-    ("causal_document", 8192, (32, 32)),
-    ("sliding_window_causal", 8192, (32, 32)),
-    ("full", 65536, (64, 8)),
-    ("full", 131072, (32, 32)),
-    ("share_question", 32768, (32, 32)),
-    ("global_sliding_window", 32768, (32, 32)),
-)
+BACKENDS = {"cuda": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def run(session: Session) -> None:
-    cases = [(m, 256, (4, 2)) for m in ("causal", "causal_document")] if session.tiny else [*CASES]
-    for name, num_tokens, heads in cases:
-        mask = mask_named(name, num_tokens)
-        for contender in contenders(session, name):
-            case = {
-                "contender": contender,
-                "mask": name,
-                "num_tokens": num_tokens,
-                "heads": f"{heads[0]}:{heads[1]}",
-                "head_dim": 128,
-            }
-            body = partial(figures, session, contender, mask, num_tokens, heads)
-            session.measure("kernels", case, body)
+class Passes(NamedTuple):
+    """A contender's forward and backward."""
+
+    forward: Run
+    backward: Run
 
 
-def mask_named(name: str, num_tokens: int) -> tw.Mask:
-    """Documents are of uneven lengths, 13 of them; windows a sixteenth of the sequence."""
-    edges = [round(num_tokens * (i / 13) ** 1.5) for i in range(14)]
-    match name:
-        case "full":
-            return tw.Full()
-        case "causal":
-            return tw.Causal()
-        case "causal_document":
-            return tw.masks.causal_document(edges)
-        case "share_question":
-            return tw.masks.share_question(edges)
-        case "sliding_window_causal":
-            return tw.masks.sliding_window_causal(num_tokens, num_tokens // 16)
-    return tw.masks.global_sliding_window(num_tokens, num_tokens // 16)
+class Inputs(NamedTuple):
+    """q and dout [tokens, heads, head_dim], k and v of KV heads; name of the mask, and itself."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    name: str
+    mask: tw.Mask
 
 
-def contenders(session: Session, mask: str) -> Iterator[str]:
-    """By name: all that run here; the reference and others quadratic in memory stay out."""
-    for name in PROVIDERS:
-        kernel = kernel_named(name)
-        able = kernel.supports(session.device.type, torch.bfloat16, 128, backward=False) is None
-        if able and name not in ("reference", "efficient"):
-            yield name
-    if mask in ("full", "causal") and session.device.type == "cuda":
-        yield from DIRECT
-
-
-def figures(
-    session: Session, contender: str, mask: tw.Mask, num_tokens: int, heads: tuple[int, int]
-) -> Row:
+def run(session: Session, options: Row) -> Row:
     """Seconds and TFLOP/s of both passes, and their peak memory, inputs included."""
-    torch.manual_seed(0)
-    q, dout = normal(session, 2, num_tokens, heads[0], 128)
-    k, v = normal(session, 2, num_tokens, heads[1], 128)
-    make = direct if contender in DIRECT else provided
-    forward, backward = make(contender, mask, (q, k, v, dout))
-    flops = 4 * mask.area((0, num_tokens), (0, num_tokens)) * heads[0] * 128
+    before = session.allocated()
+    given = _inputs(session, options)
+    passes = {"it": _contender(options["contender"], given)}
     row: Row = {}
-    for name, run, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
-        if run is None:
-            row[f"{name}_missing"] = "this provider has no such pass"
-            continue
-        seconds = session.seconds(run)
-        row[f"{name}_ms"] = round(seconds * 1e3, 4)
-        row[f"{name}_tflops"] = round(work / seconds / 1e12, 2)
-        row[f"{name}_peak_bytes"] = session.peak_bytes(run)
+    for what in Passes._fields:  # before others allocate
+        peak = session.peak_bytes(getattr(passes["it"], what))
+        row[f"{what}_peak_bytes"] = max(peak - before, 0)
+    for other in options["beside"]:
+        try:
+            passes[other] = _beside(other, options["contender"], given)
+        except RuntimeError as error:  # the provider's own figures are worth having
+            row[f"{other}_missing"] = str(error).partition("\n")[0][:200]
+    area = given.mask.area((0, len(given.q)), (0, len(given.q)))
+    flops = 4 * area * given.q.shape[1] * given.q.shape[2]
+    for what, work in (("forward", flops), ("backward", 2.5 * flops)):
+        times = session.compare({name: getattr(x, what) for name, x in passes.items()})
+        row |= _figures(what, work, times)
     return row
 
 
-Run = Callable[[], object]
+def _figures(what: str, flops: float, times: dict[str, Times]) -> Row:
+    it = times["it"]
+    row = it.row(what) | {f"{what}_tflops": it.tflops(flops)}
+    for name in times.keys() - {"it"}:
+        row |= times[name].row(f"{what}_{name}")
+    direct = [times[name] for name in times if name.startswith("direct")]
+    if direct:
+        best = min(direct, key=lambda x: x.median)
+        row |= {f"{what}_direct_tflops": best.tflops(flops)} | it.share(what, best)
+        row |= times["kernel"].share(f"{what}_kernel", best) if "kernel" in times else {}
+    return row
 
 
-def provided(name: str, mask: tw.Mask, tensors: tuple[Tensor, ...]) -> tuple[Run, Run | None]:
-    """Both passes of a world of one rank."""
-    q, k, v, dout = tensors
-    transport, kernel = LocalTransport(), kernel_named(name)
+def ahead(session: Session, options: Row) -> Row:
+    """Compile one variant of a provider's kernel, on few rows of the measured strides."""
+    kernel, (heads, kv_heads) = kernel_named(options["kernel"]), num_heads(options)
+    rows, width = 512, options["head_dim"]
+    q, dout = session.normal(2, rows, 1, heads, width)
+    k, v = session.normal(2, rows, 1, kv_heads, width)
+    call = KernelCall(((0, rows),), ((0, rows),), Kind.CAUSAL)
+    lse = torch.zeros(q.shape[:-1], device=q.device)
+    if options["which"] == "forward":
+        totals = torch.zeros(q.shape, device=q.device), lse
+        kernel.forward(q, k, v, call, width**-0.5, totals if options["into"] else None)
+    else:
+        dq, dk, dv = (torch.zeros(x.shape, device=q.device) for x in (q, k, v))
+        into = (dq, dk, dv) if options["into"] else None
+        kernel.backward(q, k, v, dout, lse, lse * 0, call, width**-0.5, into)
+    session.settle()
+    return {}
+
+
+def ahead_flex(session: Session, options: Row) -> Row:
+    """Both passes once: compiled code is found by shapes, so these are the measured ones."""
+    found = _contender(options["contender"], _inputs(session, options))
+    found.forward()
+    found.backward()
+    session.settle()
+    return {}
+
+
+def _inputs(session: Session, options: Row) -> Inputs:
+    num_tokens, (heads, kv_heads) = options["num_tokens"], num_heads(options)
+    q, dout = session.normal(2, num_tokens, heads, options["head_dim"])
+    k, v = session.normal(2, num_tokens, kv_heads, options["head_dim"])
+    return Inputs(q, k, v, dout, options["mask"], mask_named(options["mask"], num_tokens))
+
+
+def _contender(name: str, given: Inputs) -> Passes:
+    if name in (FLEX, "flex"):
+        from torch._inductor import config
+
+        config.compile_threads = 1  # no processes of its own, which would outlive this one
+    return _flex(given) if name == FLEX else _executed(kernel_named(name), given)
+
+
+def _beside(what: str, name: str, given: Inputs) -> Passes:
+    """A provider's kernel without the executor, or its library in one of two layouts."""
+    if what == "kernel":
+        return _called(kernel_named(name), given)
+    return _direct(name, given, packed=what == "direct_packed")
+
+
+def _executed(kernel: Kernel, given: Inputs) -> Passes:
+    """A world of one rank."""
+    q, k, v, dout, _, mask = given
+    transport = LocalTransport()
     call = Call(tw.ring(1), tw.contiguous(len(q), 1), mask)
     problem = make_problem(q, k, v, call, 0, 1)._replace(kernel=kernel)
     forward = partial(forward_pass, problem, transport, q, k, v, keep=True)
-    if kernel.supports(q.device.type, q.dtype, q.shape[-1], backward=True) is not None:
-        return forward, None
     out, lse, kept = forward()
     saved = q, k, v, out, lse
-    return forward, partial(backward_pass, problem, transport, saved, kept, (dout, None))
+    return Passes(forward, partial(backward_pass, problem, transport, saved, kept, (dout, None)))
 
 
-def direct(name: str, mask: tw.Mask, tensors: tuple[Tensor, ...]) -> tuple[Run, Run]:
-    q, k, v = (x.transpose(0, 1)[None].requires_grad_() for x in tensors[:3])
-    dout = tensors[3].transpose(0, 1)[None]
-
-    def forward() -> Tensor:
-        with sdpa_kernel(DIRECT[name]):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=isinstance(mask, tw.Causal), enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    out = forward()
-
-    def backward() -> object:
-        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-    return forward, backward
+def _called(kernel: Kernel, given: Inputs) -> Passes:
+    """The kernel on its one call."""
+    q, k, v, dout = (x[:, None] for x in given[:4])
+    rows, scale = np.arange(len(q)), q.shape[-1] ** -0.5
+    cut = {"square_causal": kernel.square_causal, "whole_tile": kernel.whole_tile}
+    (call,) = tile_calls(rows, rows, given.mask, **cut)
+    out, lse = kernel.forward(q, k, v, call, scale)
+    delta = (out.float() * dout.float()).sum(-1)
+    return Passes(
+        lambda: kernel.forward(q, k, v, call, scale),
+        lambda: kernel.backward(q, k, v, dout, lse, delta, call, scale),
+    )
 
 
-def summary(rows: list[Row]) -> list[str]:
-    """A line per case: the providers' TFLOP/s, forward / backward."""
-    lines: dict[tuple, list[str]] = {}
-    for row in rows:
-        if row.get("part") != "kernels" or "contender" not in row:
-            continue
-        key = row["mask"], row["num_tokens"], row["heads"]
-        speeds = (row.get(f"{name}_tflops", math.nan) for name in ("forward", "backward"))
-        text = "-" if "forward_tflops" not in row else "/".join(f"{x:.0f}" for x in speeds)
-        lines.setdefault(key, []).append(f"{row['contender']} {text}")
-    return [f"  {m} {n} {h}: " + ", ".join(found) for (m, n, h), found in lines.items()]
+def _direct(name: str, given: Inputs, packed: bool) -> Passes:
+    """torch's own attention, told which library to call; packed: heads first in memory too."""
+    inputs = [x.transpose(0, 1)[None] for x in given[:4]]
+    q, k, v, dout = (x.contiguous() for x in inputs) if packed else inputs
+    operands = [x.detach().requires_grad_() for x in (q, k, v)]
+    causal, grouped = isinstance(given.mask, tw.Causal), q.shape[1] != k.shape[1]
+
+    def attend() -> Tensor:
+        with sdpa_kernel(BACKENDS[name]):
+            q, k, v = operands
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return _differentiated(attend, operands, dout)
+
+
+def _flex(given: Inputs) -> Passes:
+    """flex_attention, compiled, with a block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inputs = [x.transpose(0, 1)[None] for x in given[:4]]
+    operands = [x.detach().requires_grad_() for x in inputs[:3]]
+    num_tokens = len(given.q)
+    rule = _rule(given.name, num_tokens, given.q.device)
+    # not compiled: a byte for each pair of tokens, several times over, but only for a moment
+    device = str(given.q.device)
+    mask = create_block_mask(rule, None, None, num_tokens, num_tokens, device=device)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    grouped = operands[0].shape[1] != operands[1].shape[1]
+
+    def attend() -> Tensor:
+        q, k, v = operands
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
+
+    return _differentiated(attend, operands, inputs[3])
+
+
+def _rule(name: str, num_tokens: int, device: torch.device) -> Callable[..., Tensor]:
+    """Whether a query may see a key, as users of flex_attention write it."""
+    if name == "sliding_window_causal":
+        window = window_of(num_tokens)
+
+        def near(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (q - k <= window)
+
+        return near
+    assert name == "causal_document", name
+    edges = np.asarray(documents(num_tokens))
+    numbers = torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges))).to(device)
+
+    def same(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (numbers[q] == numbers[k])
+
+    return same
+
+
+def _differentiated(attend: Callable[[], Tensor], operands: list[Tensor], dout: Tensor) -> Passes:
+    out = attend()
+    return Passes(attend, lambda: torch.autograd.grad(out, operands, dout, retain_graph=True))

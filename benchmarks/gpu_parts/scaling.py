@@ -6,51 +6,27 @@ is more is what splitting costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-
 import tilewise as tw
-from benchmarks.gpu_parts.correctness import looped
-from benchmarks.gpu_parts.session import Row, Session, captured, normal
+from benchmarks.gpu_parts.case import Row
+from benchmarks.gpu_parts.correctness import looped, num_heads
+from benchmarks.gpu_parts.session import Session, captured
+from benchmarks.gpu_parts.sizes import SCALED_PLANS
 
 
-def run(session: Session) -> None:
-    num_tokens, width = (64, 16) if session.tiny else (32768, 128)
-    torch.manual_seed(0)
-    for plan in plans(session.tiny):
-        for graph in (False, True):
-            case = {"plan": plan.name, "ranks": plan.world_size, "num_tokens": num_tokens}
-            session.measure(
-                "scaling",
-                {**case, "heads": "16:16", "graph": graph},
-                lambda p=plan, g=graph: figures(session, p, (num_tokens, 16, width), g),
-            )
-
-
-def plans(tiny: bool) -> Iterator[tw.Plan]:
-    for n in (1, 2) if tiny else (1, 2, 4, 8):
-        yield tw.ring(n)
-    if tiny:
-        return
-    yield tw.mesh(4, q_tile=2)
-    yield tw.mesh(8, q_tile=4)
-    yield tw.ulysses(8)
-    yield tw.double_ring(2, 4)
-
-
-def figures(session: Session, plan: tw.Plan, shape: tuple[int, int, int], graph: bool) -> Row:
-    before = session.allocated()
-    layout = tw.zigzag(shape[0], plan.world_size)
+def run(session: Session, options: Row) -> Row:
+    before, plan = session.allocated(), SCALED_PLANS[options["plan"]]()
+    layout = tw.zigzag(options["num_tokens"], plan.world_size)
+    q_heads, kv_heads = num_heads(options)
     shards = [
-        [normal(session, layout.size(rank), *shape[1:]) for _ in range(4)]
+        [
+            session.normal(layout.size(rank), heads, options["head_dim"])
+            for heads in (q_heads, kv_heads, kv_heads, q_heads)
+        ]
         for rank in range(plan.world_size)
     ]
     call = looped(plan, layout, tw.Causal(), shards)
     call()
-    run = captured(call, session.device) if graph else call
-    seconds = session.seconds(run)
-    return {
-        "both_passes_ms": round(seconds * 1e3, 3),
-        "peak_bytes": max(session.peak_bytes(run) - before, 0),
-    }
+    run = captured(call, session.device) if options["graph"] else call
+    times = session.seconds(run)
+    peak = session.peak_bytes(run) - before
+    return {**times.row("both_passes"), "peak_bytes": max(peak, 0)}

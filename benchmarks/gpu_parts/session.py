@@ -1,117 +1,160 @@
-"""What the parts share: rows written as they come, time that is left, clocks and memory."""
+"""What the parts share: fair timing, memory, graphs, and where it was measured."""
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu_parts.case import Row
 from tilewise.bench.environment import environment
 
-Row = dict[str, Any]
-_SMI = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+Run = Callable[[], object]
+_SMI = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+FLUSH_BYTES = 256 << 20  # over any L2 cache
+BUDGET = 0.35  # seconds of measuring for each of what is compared
+FEWEST, MOST = 3, 15  # rounds
+LONG = 0.2  # seconds of a run that one warm-up is enough for
+
+
+class Times(NamedTuple):
+    """Seconds of each round, and what the host took to launch it."""
+
+    seconds: tuple[float, ...]
+    host: tuple[float, ...] = ()
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def row(self, name: str) -> Row:
+        low, middle, high = (round(1e3 * x, 4) for x in self._spread)
+        return {f"{name}_ms": middle, f"{name}_ms_range": [low, high]}
+
+    def tflops(self, flops: float) -> float:
+        return round(flops / self.median / 1e12, 2)
+
+    def share(self, name: str, ideal: Times) -> Row:
+        """How much of an ideal's speed this is, by rounds: 1 is as fast."""
+        found = Times(tuple(y / x for x, y in zip(self.seconds, ideal.seconds, strict=True)))
+        low, middle, high = (round(x, 4) for x in found._spread)
+        return {f"{name}_share": middle, f"{name}_share_range": [low, high]}
+
+    @property
+    def _spread(self) -> tuple[float, float, float]:
+        return min(self.seconds), self.median, max(self.seconds)
 
 
 class Session:
-    """One run of the benchmark.
+    """One process of the benchmark.
 
     Attributes:
         tiny: sizes that a CPU can do, to try the code out.
+        warm_up_seconds: spent on runs before the timed ones.
     """
 
-    def __init__(self, device: torch.device, path: Path, seconds: float, tiny: bool):
-        self.device, self.path, self.tiny = device, path, tiny
-        self.rows: list[Row] = []
-        self._began, self._seconds = time.monotonic(), seconds
-        self._until = 0.0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
+    def __init__(self, device: torch.device, tiny: bool):
+        self.device, self.tiny = device, tiny
+        self.warm_up_seconds = 0.0
+        # made at once: memory figures are differences to what was there before
+        self._flush = torch.zeros(FLUSH_BYTES if self.on_cuda else 0, dtype=torch.int8).to(device)
 
-    def begin(self, part: str, share: float) -> None:
-        """Start a part, which may take this share of all the time that is left."""
-        now = time.monotonic()
-        self._until = now + share * (self._began + self._seconds - now)
-        self.write({"part": part, "kind": "environment", **about(self.device)})
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
-    def measure(self, part: str, case: Row, body: Callable[[], Row]) -> Row | None:
-        """Write a case's row: figures, or what went wrong; None where there are no figures."""
-        if time.monotonic() > self._until:
-            self.write({"part": part, **case, "skipped": "no time left in this part"})
-            return None
-        gc.collect()  # what earlier cases held
+    def compare(
+        self, runs: Mapping[str, Run], *, times: int = 1, cold: bool = True
+    ) -> dict[str, Times]:
+        """Times of runs that take turns, each warmed up before.
+
+        Args:
+            times: so many of a run in a row count as one, its mean.
+            cold: empty the L2 cache before each.
+        """
         start = time.monotonic()
-        try:
-            row = {"part": part, **case, **body()}
-        except Exception as error:  # one case's failure leaves the others
-            text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-            self.write({"part": part, **case, "error": text})
-            return None
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return self.write({**row, "took_seconds": round(time.monotonic() - start, 2)})
+        slowest = times * max(map(self._warmed, runs.values()))
+        self.warm_up_seconds += time.monotonic() - start
+        rounds = FEWEST if self.tiny else max(FEWEST, min(MOST, int(BUDGET / slowest)))
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        for i in range(rounds):
+            for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
+                taken[name].append(self._timed(runs[name], times, cold))
+        return {name: Times(*zip(*both, strict=True)) for name, both in taken.items()}
 
-    def write(self, row: Row) -> Row:
-        self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        return row
+    def seconds(self, run: Run, *, times: int = 1, cold: bool = True) -> Times:
+        return self.compare({"it": run}, times=times, cold=cold)["it"]
 
-    def seconds(self, run: Callable[[], object], budget: float = 0.4) -> float:
-        """Median of as many runs as fit the budget, 1 to 20, after a warm-up of two."""
-        run()
-        first = self._timed(run)
-        repeats = max(1, min(20, int(budget / max(first, 1e-6)), 2 if self.tiny else 20))
-        return statistics.median(self._timed(run) for _ in range(repeats))
+    def _warmed(self, run: Run) -> float:
+        """Seconds of the last of two runs; of one, where that is long."""
+        first, _ = self._timed(run, 1, True)
+        last, _ = (first, first) if first > LONG else self._timed(run, 1, True)
+        return max(last, 1e-6)
 
-    def _timed(self, run: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
+    def _timed(self, run: Run, times: int, cold: bool) -> tuple[float, float]:
+        """Seconds of a run, and what the host took to launch it."""
+        self.settle()
+        if not self.on_cuda:
+            seconds = _launched(run, times)
+            return seconds, seconds
+        if cold:
+            self._flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        run()
+        host = _launched(run, times)
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def host_seconds(self, run: Callable[[], object]) -> float:
-        """What the host takes to launch it all."""
-        run()
-        taken = []
-        for _ in range(5):
-            self.settle()
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-        self.settle()
-        return statistics.median(taken)
+        return begin.elapsed_time(end) / 1e3 / times, host
 
     def settle(self) -> None:
-        if self.device.type == "cuda":
+        if self.on_cuda:
             torch.cuda.synchronize()
 
     def allocated(self) -> int:
         """Bytes of tensors on the device; on the CPU, where nobody counts them, 0."""
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        return torch.cuda.memory_allocated() if self.on_cuda else 0
 
-    def peak_bytes(self, run: Callable[[], object]) -> int:
+    def peak_bytes(self, run: Run) -> int:
         """The most that was allocated at once during a run, what was there before included."""
-        if self.device.type == "cuda":
-            self.settle()
+        self.settle()
+        if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         run()
         self.settle()
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return torch.cuda.max_memory_allocated() if self.on_cuda else 0
+
+    def steadiness(self, name: str, run: Run) -> Row:
+        """Allocations of a run, and where it makes the host wait, if it does; {} on the CPU."""
+        if not self.on_cuda:
+            return {}
+        count, waits = "allocation.all.allocated", None
+        before = torch.cuda.memory_stats()[count]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        except RuntimeError as error:
+            waits = str(error).partition("\n")[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        made = torch.cuda.memory_stats()[count] - before
+        self.settle()
+        return {f"{name}_allocations": made, f"{name}_host_waits": waits}
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Standard normal numbers in bf16: a GPU that multiplies zeros runs faster."""
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+
+
+def _launched(run: Run, times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - start) / times
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -141,20 +184,25 @@ def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
 
 
 def about(device: torch.device) -> Row:
-    """Versions, commit, clocks."""
+    """Versions, commit, and the GPU's state just now."""
     row = environment(device.type)
     row["triton_version"] = _version("triton")
     row["cuda_version"] = torch.version.cuda
-    row["cudnn_version"] = torch.backends.cudnn.version() if device.type == "cuda" else None
-    if device.type == "cuda":
-        command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader,nounits"]
-        try:
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-            answers = asked.stdout.strip().partition("\n")[0].split(", ")
-        except (OSError, subprocess.TimeoutExpired):
-            answers = []
-        row |= dict(zip(_SMI.split(","), answers, strict=False))
-    return row
+    row["device_name"] = "cpu"
+    if device.type != "cuda":
+        return row
+    found = torch.cuda.get_device_properties(device)
+    uuid = f"GPU-{found.uuid}"
+    row |= {"device_name": found.name, "uuid": uuid, "memory_bytes": found.total_memory}
+    row["cudnn_version"] = torch.backends.cudnn.version()
+    command = ["nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader,nounits", f"--id={uuid}"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {**row, "nvidia_smi": f"{type(error).__name__}: {error}"}
+    if asked.returncode:
+        return {**row, "nvidia_smi": asked.stdout.strip() or asked.stderr.strip()}
+    return row | dict(zip(_SMI.split(","), asked.stdout.strip().split(", "), strict=False))
 
 
 def _version(package: str) -> str | None:
@@ -162,8 +210,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def normal(session: Session, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Standard normal numbers, bf16 unless a dtype is named."""
-    return torch.randn(shape, device=session.device).to(dtype or torch.bfloat16)

@@ -1,11 +1,13 @@
-"""Measuring kernels against each other, as rows of the table that kernels/select.py
-chooses by."""
+"""The table that kernels/select.py chooses by: rows measured here, or taken from a benchmark's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +38,10 @@ class Row(NamedTuple):
     head_dim: int
     seconds: dict[str, float]
 
+    @property
+    def key(self) -> tuple[Use, str, int]:
+        return self.use, str(self.dtype).removeprefix("torch."), self.head_dim
+
 
 def measure(
     mask: Mask,
@@ -55,19 +61,69 @@ def measure(
     return Row(use, dtype, size.head_dim, seconds)
 
 
+def from_benchmark(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Rows of the table from those of `python -m benchmarks.gpu`, in bf16.
+
+    Masks of one kind, and numbers of heads, are added up: those that all kernels of a size have
+    figures of. A kernel that failed at one of them, or that has figures of less than half of what
+    another has, is left out.
+
+    Args:
+        rows: with `device_name` once, and one for each contender, mask, num_tokens and heads.
+    """
+    rows = list(rows)
+    device = next(row["device_name"] for row in rows if "device_name" in row)
+    found: dict[tuple[Use, int], dict[str, dict[tuple[str, str], float]]] = {}
+    for row in rows:
+        if row.get("part") != "kernels" or row["contender"] not in PROVIDERS or "skipped" in row:
+            continue
+        kind = row["mask"] if row["mask"] in ("full", "causal") else "slices"
+        key = Use(device, kind, row["num_tokens"]), row["head_dim"]
+        both = [row.get(f"{which}_ms", math.nan) for which in ("forward", "backward")]
+        seconds = sum(both) / 1e3
+        of_kernel = found.setdefault(key, {}).setdefault(row["contender"], {})
+        of_kernel[row["mask"], row["heads"]] = seconds
+    made = []
+    for (use, head_dim), times in found.items():
+        whole = {n: x for n, x in times.items() if not any(map(math.isnan, x.values()))}
+        seconds = _summed(whole)
+        made += [Row(use, torch.bfloat16, head_dim, seconds)] if seconds else []
+    return made
+
+
+def _summed(times: Mapping[str, Mapping[tuple[str, str], float]]) -> dict[str, float]:
+    """Each kernel's time over the cases that all have; fastest first."""
+    most = max(map(len, times.values()), default=0)
+    times = {name: cases for name, cases in times.items() if 2 * len(cases) > most}
+    common = set.intersection(*map(set, times.values())) if times else set()
+    sums = {name: sum(cases[c] for c in common) for name, cases in times.items() if common}
+    return dict(sorted(sums.items(), key=lambda item: item[1]))
+
+
 def write(rows: Iterable[Row], path: Path) -> None:
-    """Append rows to a table."""
-    text = "".join(f"\n{_toml(row)}" for row in rows)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    """Put rows into a table, in the place of those of the same use, dtype and head_dim.
+
+    What stands before the first row, comments too, stays as it is.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    head = re.split(r"^\[\[row\]\]", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
+    kept = {row.key: row for row in map(_read, tomllib.loads(text).get("row", ()))}
+    kept |= {row.key: row for row in rows}
+    made = "".join(f"\n{_toml(row)}\n" for row in kept.values())
+    path.write_text((f"{head}\n" if head else "") + made, encoding="utf-8")
+
+
+def _read(row: Mapping[str, Any]) -> Row:
+    use = Use(row["device"], row["mask"], row["num_tokens"])
+    return Row(use, getattr(torch, row["dtype"]), row["head_dim"], dict(row["seconds"]))
 
 
 def _toml(row: Row) -> str:
     times = ", ".join(f"{name} = {value:.3e}" for name, value in row.seconds.items())
-    dtype = str(row.dtype).removeprefix("torch.")
+    use, dtype, head_dim = row.key
     return (
-        f'[[row]]\ndevice = "{row.use.device}"\ndtype = "{dtype}"\nhead_dim = {row.head_dim}\n'
-        f'mask = "{row.use.mask}"\nnum_tokens = {row.use.num_tokens}\nseconds = {{ {times} }}\n'
+        f'[[row]]\ndevice = "{use.device}"\ndtype = "{dtype}"\nhead_dim = {head_dim}\n'
+        f'mask = "{use.mask}"\nnum_tokens = {use.num_tokens}\nseconds = {{ {times} }}'
     )
 
 
