@@ -1,10 +1,12 @@
 """Which kernel is taken: the table of measurements, its order, its default, and its reasons."""
 
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tilewise import doctor
 from tilewise.bench.kernel_table import Size, measure, write
 from tilewise.doctor import examine
 from tilewise.kernels.cpu import CpuFlash
@@ -50,7 +52,8 @@ def test_the_nearest_row_of_the_device_decides_else_the_default(use, wanted):
 
 
 def test_the_first_of_the_order_that_can_is_taken_and_none_outside_it(monkeypatch):
-    monkeypatch.setattr("tilewise.kernels.flash_attn.find_spec", lambda name: None)
+    monkeypatch.setattr("tilewise.kernels.flash_attn._version", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     table, far = tomllib.loads(ROWS), Use("GPU A", "causal", 65536)
     assert choose(table, "cuda", HALF, far).name == "triton"
     assert choose(table, "cuda", HALF, None).name == "cuda"
@@ -112,7 +115,12 @@ def test_doctor_says_what_each_kernel_can_do_here_or_why_it_cannot(monkeypatch):
     assert list(found) == list(PROVIDERS)
     assert found["cpu"].is_here and found["reference"].is_here
     assert "forward and backward; float64, float32, bfloat16, float16" in found["cpu"].detail
-    assert found["cuda"].detail == found["efficient"].detail == "no CUDA device here"
+    for name, dtypes in (
+        ("cuda", "bfloat16, float16"),
+        ("efficient", "float32, bfloat16, float16"),
+    ):
+        able = f"all masks, forward and backward; {dtypes}; head_dim 64, 128, 256"
+        assert found[name].detail.startswith(f"no CUDA device here; on one: {able}")
     assert found["flashinfer"].detail == "flashinfer is not installed"
     assert abilities("flex", "cpu") == (False, "on cpu it yields no lse, and has no backward")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,3 +131,23 @@ def test_doctor_says_what_each_kernel_can_do_here_or_why_it_cannot(monkeypatch):
     )
     here, detail = abilities("cuda", "cuda")
     assert here and detail.startswith("all masks, forward and backward; bfloat16, float16;")
+
+
+def test_doctor_says_what_torch_is_built_with_and_which_gpus_there_are(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor.nccl, "version", lambda: (2, 28, 9))
+    assert doctor._build() == ", CUDA 13.0, cuDNN 9.19.0, NCCL 2.28.9"
+    gpu = SimpleNamespace(name="GPU A", major=9, minor=0, total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
+    assert doctor._devices()[1] == ("device", "cuda:0", True, doctor._gpu(gpu))
+    assert doctor._gpu(gpu) == "GPU A, compute capability 9.0, 141 GiB"
+    monkeypatch.setattr(doctor, "PACKAGES", (("no-such-package", "not installed"),))
+    assert doctor._versions()[1] == ("version", "no-such-package", False, "not installed")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert doctor._build() == ", without CUDA"

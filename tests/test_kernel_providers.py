@@ -6,16 +6,19 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import CALLS, HEADS, SCALE, call_of, dense, draw, error, run
 from test_cuda_kernel import emulated_backward, emulated_forward
+from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.calls import Kind, Slice
-from tilewise.kernels import flex, sdpa
+from tilewise.kernels import flash_attn, flex, sdpa
 from tilewise.kernels.flash_attn import FlashAttn2
 from tilewise.kernels.flashinfer import FlashInfer
 from tilewise.kernels.flex import Flex
 from tilewise.kernels.sdpa import CudnnSdpa, EfficientSdpa
-from tilewise.kernels.slices import call_mask, row_intervals
+from tilewise.kernels.slices import Same, call_mask, row_intervals
 
 ONE_KEY = {"one key": call_of(5, 1), "one cell": call_of(1, 1, Kind.CAUSAL)}
 Tensors = tuple[torch.Tensor, ...]
@@ -52,7 +55,13 @@ def cudnn(q, k, v, mask, with_lse, dropout, causal, debug, *, scale):
     return (p @ v.double()).to(q.dtype), lse.float()[..., None], None, None, 0, 0, None, None, None
 
 
+def lies_batch_first(*tensors: torch.Tensor) -> bool:
+    """[batch, heads, rows, head_dim] whose memory is [batch, rows, heads, head_dim]."""
+    return all(x.transpose(1, 2).is_contiguous() for x in tensors)
+
+
 def cudnn_backward(dout, q, k, v, out, lse, seed, offset, mask, *arguments, scale):
+    assert lies_batch_first(dout, out) and lse.is_contiguous()  # what was compiled expects it
     cum_q, cum_k, m, n, dropout, causal = arguments
     assert cum_q is cum_k is None and (m, n) == (q.shape[2], k.shape[2]) and dropout == 0.0
     group = q.shape[1] // k.shape[1]
@@ -72,6 +81,7 @@ def efficient(q, k, v, mask, with_lse, dropout, causal, *, scale):
 def efficient_backward(
     dout, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal, *, scale
 ):
+    assert lies_batch_first(out)  # read so, without asking for its strides
     assert lse.shape[2] % 32 == 0 and (lse[..., q.shape[2] :] == math.inf).all()
     assert wanted == [True, True, True, False] and dropout == 0.0
     bias = bias_of(q, k, mask, causal)
@@ -157,6 +167,31 @@ def test_row_intervals_hold_a_calls_cells(call):
     assert int(inside.sum(0).max()) == 1 and torch.equal(inside.any(0), call_mask(call))
 
 
+@settings(max_examples=15)
+@given(st.integers(0, 300), st.integers(1, 400), st.integers(0, 200), st.booleans())
+def test_flex_gets_the_blocks_that_torch_would_find(first, keys, width, sloped):
+    """Rows from `first` on see `width` keys more each (sloped) or the same ones."""
+    num_k = 2 * keys + 200
+    slices = (Slice(0, first, 0, 0, keys, 0),) if first else ()
+    low = keys // 2
+    slices += (Slice(first, first + 150, low, 0, low + width + 1 - first * sloped, int(sloped)),)
+    call = call_of(first + 150, num_k, Kind.SLICES, slices)
+    made = flex._block_mask(Same(call), torch.device("cpu"))
+    wanted = create_block_mask(made.mask_mod, 1, 1, call.num_q, num_k, device="cpu")
+    allowed = torch.nn.functional.pad(call_mask(call), (0, -num_k % 128, 0, -call.num_q % 128))
+    cells = allowed.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).sum((1, 3))
+    assert torch.equal(
+        torch.from_numpy(flex.block_cells(row_intervals(call).numpy(), num_k)), cells
+    )
+    assert made.seq_lengths == wanted.seq_lengths and made.BLOCK_SIZE == wanted.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        count = getattr(made, f"{name}_num_blocks")
+        assert torch.equal(count, getattr(wanted, f"{name}_num_blocks"))
+        ours, theirs = (getattr(mask, f"{name}_indices") for mask in (made, wanted))
+        used = torch.arange(ours.shape[-1]) < count[..., None]
+        assert ours.dtype == theirs.dtype and torch.equal(ours[used], theirs[used])
+
+
 def package(monkeypatch: pytest.MonkeyPatch, name: str, **functions: object) -> None:
     module = ModuleType(name)
     vars(module).update(functions)
@@ -186,8 +221,8 @@ def test_flash_attn_is_called_as_its_contract_says(call, monkeypatch):
         rest, window = sizes(q, k, options)
         scale = options.pop("softmax_scale")
         grads = emulated_backward(dout, q, k, v, out, lse, *rest, scale=scale, **window)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
+        for place, grad in zip((dq, dk, dv), grads, strict=True):
+            place.copy_(grad)
         assert not options
 
     functions = {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
@@ -219,9 +254,9 @@ def test_flashinfers_lse_in_base_2_becomes_natural(call, monkeypatch):
 
 def test_kernels_say_what_they_cannot_do(monkeypatch):
     half = torch.bfloat16
+    monkeypatch.setattr(flash_attn, "_version", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    for name in ("flash_attn", "flashinfer"):
-        monkeypatch.setattr(f"tilewise.kernels.{name}.find_spec", lambda module: None)
+    monkeypatch.setattr("tilewise.kernels.flashinfer.find_spec", lambda module: None)
     for kernel, arguments, reason in (
         (CudnnSdpa(), ("cuda", half, 192), "head_dim (192) is no multiple of 8 up to 128"),
         (CudnnSdpa(), ("cuda", torch.float32, 64), "neither bfloat16 nor float16"),
@@ -233,6 +268,10 @@ def test_kernels_say_what_they_cannot_do(monkeypatch):
         (FlashInfer(), ("cuda", half, 64), "flashinfer is not installed"),
     ):
         assert reason in str(kernel.supports(*arguments))
+    monkeypatch.setattr(flash_attn, "_version", lambda: "2.6.3")
+    assert FlashAttn2().supports("cuda", half, 64) == "flash-attn (2.6.3) must be 2.7 or later"
+    monkeypatch.setattr(flash_attn, "_version", lambda: "2.10.0.post1")
+    assert FlashAttn2().supports("cuda", half, 64) is None
     monkeypatch.setattr("tilewise.kernels.flashinfer.find_spec", lambda name: name)
     assert FlashInfer().supports("cuda", half, 64, backward=False) is None
     assert FlashInfer().supports("cuda", half, 64) == "it has no backward"

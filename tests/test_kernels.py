@@ -11,7 +11,8 @@ from kernel_cases import CALLS, HEADS, SCALE, call_of, dense, draw, error, run
 from tilewise.calls import Kind, Slice
 from tilewise.kernels import kernel_for
 from tilewise.kernels.cpu import CpuFlash
-from tilewise.kernels.protocol import accumulator_dtype, out_for_delta
+from tilewise.kernels.delta import out_for_delta
+from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.reference import Reference
 from tilewise.kernels.slices import call_mask
 
@@ -141,6 +142,12 @@ def test_out_for_delta_keeps_delta(seed, dtype):
     assert ((changed - dout).abs().amax(-1).to(wide) <= least).all()
 
 
+def test_out_for_delta_lies_in_memory_batch_first():
+    dout = torch.randn(5, 3, 2, 8).transpose(1, 2).contiguous().transpose(1, 2)
+    for x in out_for_delta(dout, torch.randn(5, 3, 2)):
+        assert x.shape == dout.shape and x.transpose(0, 1).is_contiguous()
+
+
 def test_call_mask_reads_slices_row_by_row():
     slices = (Slice(1, 3, 0, 0, 1, 1), Slice(1, 3, 4, 0, 6, 0), Slice(3, 4, 0, 1, 5, 0))
     expected = ["......", "xx..xx", "xxx.xx", "...xx."]
@@ -165,12 +172,17 @@ def test_into_adds_gradients_in_place(kernel):
     assert kernel.backward(*case[:4], lse, lse, empty, SCALE, into) is into and into[1].all()
 
 
-def test_a_kernel_is_chosen_or_refused_never_replaced():
+def test_a_kernel_is_chosen_or_refused_never_replaced(monkeypatch):
+    monkeypatch.setattr("tilewise.kernels.triton_slices.find_spec", lambda name: name)
     assert kernel_for("cpu", torch.bfloat16, 64).name == "cpu"
     assert kernel_for("cuda", torch.bfloat16, 128).name == "cuda"
+    assert kernel_for("cuda", torch.bfloat16, 512).name == "efficient"
+    assert kernel_for("cuda", torch.float32, 128).name == "efficient"
+    assert kernel_for("cuda", torch.float32, 7).name == "triton"
+    assert kernel_for("cuda", torch.float32, 258).name == "reference"
     assert kernel_for("cuda", torch.float64, 128).name == "reference"
     for arguments, reason in (
-        (("cuda", torch.bfloat16, 512), r"head_dim \(512\) is over 256"),
+        (("cuda", torch.bfloat16, 516), r"\(516\) is over 256; .* \(516\) is no multiple of 8"),
         (("cpu", torch.int64, 64), "int64 is none of"),
         (("tpu", torch.float32, 64), "no kernel runs on tpu"),
     ):

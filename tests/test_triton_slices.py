@@ -15,7 +15,8 @@ from kernel_cases import CALLS, call_of
 from tilewise.calls import Call, Kind
 from tilewise.kernels.slices import call_mask
 from tilewise.kernels.triton_slices import TritonSlices
-from tilewise.kernels.work_list import work_list
+from tilewise.kernels.triton_tuning import tuning_for
+from tilewise.kernels.work_list import UNIT, work_list
 from tilewise.mask import Causal, Document, Full, Mask, Window
 from tilewise.tile import tile_calls
 
@@ -23,11 +24,11 @@ TESTS = Path(__file__).resolve().parent
 BOUNDS = {"fp32": 2e-6, "fp16": 1e-3}
 
 
-def run_alone(script: str, timeout: int, **environment: str) -> str:
-    """What a test's script prints in a process with this environment."""
-    path = f"{TESTS}:{TESTS.parent / 'src'}"
+def run_alone(*command: str, timeout: int, **environment: str) -> str:
+    """What Python prints, run with this command in a process with this environment."""
+    path = f"{TESTS}:{TESTS.parent / 'src'}:{TESTS.parent}"
     run = subprocess.run(
-        [sys.executable, str(TESTS / script)],
+        [sys.executable, *command],
         env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
@@ -38,9 +39,16 @@ def run_alone(script: str, timeout: int, **environment: str) -> str:
     return run.stdout
 
 
+def skip_where_the_interpreter_fails() -> None:
+    triton = pytest.importorskip("triton")
+    if triton.__version__.startswith("3.6") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4")
+
+
 def test_the_kernel_equals_dense_attention_in_the_interpreter():
-    pytest.importorskip("triton")
-    printed = run_alone("triton_checks.py", 280, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    skip_where_the_interpreter_fails()
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    printed = run_alone(str(TESTS / "triton_checks.py"), timeout=280, **environment)
     found = json.loads(printed)
     assert found.pop("same bits") and found.pop("nothing")
     assert len(found) > 20
@@ -48,14 +56,64 @@ def test_the_kernel_equals_dense_attention_in_the_interpreter():
     assert not wrong
 
 
+def test_other_blocks_are_timed_beside_those_of_the_table():
+    skip_where_the_interpreter_fails()
+    command = ("-m", "benchmarks.triton_blocks", "--dry-run", "--json", "--head-dim", "128")
+    rows = run_alone(*command, timeout=280, TRITON_INTERPRET="1", OMP_NUM_THREADS="1").splitlines()
+    found = [json.loads(row) for row in rows]
+    assert not [row for row in found if "error" in row or row["ms"] <= 0]
+    tuning = tuning_for(128, torch.bfloat16)
+    for name in ("forward", "dq", "at_once"):
+        first, *others = [row["blocks"] for row in found if row["entry"] == name]
+        assert first == " ".join(str(x) for x in getattr(tuning, name) if x) and others
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_kernels_compile_without_a_gpu_and_fit_its_shared_memory(arch: int):
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiled_kernels_fit_shared_memory_and_keep_loads_ahead(arch: int):
     pytest.importorskip("triton")
-    found = json.loads(run_alone("triton_compiled.py", 280, ARCH=str(arch)))
-    assert len(found) == 9
-    most = {80: 163, 90: 227}[arch] * 1024
-    assert not {name: x for name, x in found.items() if x["shared"] > most or not x["products"]}
+    command = ("-m", "benchmarks.triton_code", "--json", "--arch", str(arch))
+    codes = json.loads(run_alone(*command, timeout=280))
+    assert len(codes) == {80: 10, 90: 12, 100: 10}[arch]
+    most = {80: 99, 90: 227, 100: 227}[arch] * 1024
+    for code in codes:
+        assert code["shared"] <= most and code["fit"] >= 1, code
+        assert [loop["masked"] for loop in code["loops"]] == [False, True]
+        for loop in code["loops"]:
+            assert loop["copies"] or code["blocks"].split()[3] == "1", code
+            assert 12 * loop["spilled"] <= loop["instructions"], code
+
+
+@pytest.mark.slow
+def test_on_hopper_matrix_products_are_not_waited_for_one_by_one():
+    pytest.importorskip("triton")
+    command = ("-m", "benchmarks.triton_code", "--json", "--group", "1", "--into")
+    for code in json.loads(run_alone(*command, timeout=280)):
+        for loop in code["loops"]:
+            assert loop["tensor_cycles"] > 0 and 1 <= loop["waits"] <= 3, code
+            assert loop["matrix"] > 2 * loop["waits"], code
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize(("head_dim", "offered"), [(64, True), (128, True), (256, False)])
+def test_dq_is_made_by_atomics_unless_determinism_is_asked_for(
+    monkeypatch, head_dim, offered, asked
+):
+    fake_cuda = pytest.importorskip("fake_cuda", reason="triton is not installed")
+    cuda, call = fake_cuda.FakeCuda(monkeypatch), CALLS["causal"]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked)
+    passes = ["keys_backward"] if head_dim < 256 else ["keys_backward"] * 2
+    with cuda():
+        q, k = (cuda.empty(41, 1, heads, head_dim, dtype=torch.bfloat16) for heads in (4, 2))
+        lse = cuda.empty(41, 1, 4, dtype=torch.float32)
+        for deterministic in (None, False, True):
+            cuda.launches.clear()
+            kernel = TritonSlices(deterministic=deterministic)
+            grads = kernel.backward(q, k, k, q, lse, lse, call, 0.1)
+            assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+            at_once = offered and not (asked if deterministic is None else deterministic)
+            by_rows = [] if at_once else ["rows_backward"]
+            assert cuda.launches == ["row_statistics", *by_rows, *passes]
 
 
 def listed(call: Call, own: int, others: int, of_keys: bool) -> np.ndarray:
@@ -68,10 +126,12 @@ def listed(call: Call, own: int, others: int, of_keys: bool) -> np.ndarray:
         rows = np.arange(block * own, (block + 1) * own)
         for start, stop in work.full[f0:f1].tolist():
             assert (stop - start) % others == 0 and 0 <= start < stop <= sizes[1]
+            assert not of_keys or start % UNIT == 0
             counts[rows, start:stop] += 1
         for (start, stop), (low, high) in zip(
             work.masked[g0:g1].tolist(), work.intervals[g0:g1], strict=True
         ):
+            assert not of_keys or start % UNIT == 0
             for row, a, b in zip(rows, low, high, strict=True):
                 assert a == b == 0 or start <= a < b <= stop
                 counts[row, a:b] += 1

@@ -19,7 +19,9 @@ from kernel_cases import CALLS, SCALE, call_of, dense, draw, error, run
 import tilewise as tw
 from tilewise import masks
 from tilewise.calls import Call, Kind
-from tilewise.kernels.triton_slices import Blocks, TritonSlices, Tuning
+from tilewise.kernels.slices import call_mask
+from tilewise.kernels.triton_slices import TritonSlices
+from tilewise.kernels.triton_tuning import Blocks, Tuning
 from tilewise.mask import Mask
 from tilewise.tile import tile_calls
 
@@ -45,9 +47,15 @@ MASKS: dict[str, Mask] = {
 }
 
 
-def kernel(rows: int = 32, keys: int = 16) -> TritonSlices:
-    blocks = Blocks(rows, keys)
-    return TritonSlices(Tuning(blocks, blocks, blocks))
+AT_ONCE = ("causal_document", "global_sliding_window", "prefix_lm_document")
+# dq, dk and dv in passes of their own; dk with dv; all at once with atomics
+PASSES = {"three": (2, False), "two": (1, False), "one": (1, True)}
+
+
+def kernel(rows: int = 32, keys: int = 16, passes: str = "two") -> TritonSlices:
+    blocks, (by_keys, at_once) = Blocks(rows, keys), PASSES[passes]
+    tuning = Tuning(blocks, blocks, (blocks,) * by_keys, blocks if at_once else None)
+    return TritonSlices(tuning, deterministic=not at_once)
 
 
 def of_mask(mask: Mask) -> Call:
@@ -55,19 +63,22 @@ def of_mask(mask: Mask) -> Call:
     return call
 
 
-def errors_of(call: Call, heads: tuple[int, int], dtype: torch.dtype, **shape: int) -> float:
+def errors_of(
+    call: Call, heads: tuple[int, int], dtype: torch.dtype, passes: str = "two", **shape: int
+) -> float:
     """Of out, lse, dq, dk, dv, given the whole attention's lse and delta."""
     case = draw(call, heads, dtype, **shape)
     answer = dense(case, call)
-    got = run(kernel(), case, answer, call)
+    got = run(kernel(passes=passes), case, answer, call)
     wanted = (answer.out, answer.lse, *answer.grads)
     assert all(x.dtype == torch.float32 for x in got)
     assert [x.shape for x in got] == [y.shape for y in wanted]
     return max(error(x, y) for x, y in zip(got, wanted, strict=True))
 
 
-def error_of_parts() -> float:
+def error_of_parts(passes: str) -> float:
     """A tile in two calls: merged in place, and gradients by the lse and delta of both."""
+    part_kernel = kernel(passes=passes)
     whole, left, right = call_of(20, 40), call_of(20, 17), call_of(20, 23)
     case = draw(whole, (4, 2), torch.float32, batch=1)
     answer = dense(case, whole)
@@ -75,10 +86,10 @@ def error_of_parts() -> float:
     totals = tuple(map(torch.zeros_like, case[:3]))
     for part, keys in ((left, slice(0, 17)), (right, slice(17, 40))):
         k, v = case.k[keys], case.v[keys]
-        assert kernel().forward(case.q, k, v, part, SCALE, (out, lse))[0] is out
+        assert part_kernel.forward(case.q, k, v, part, SCALE, (out, lse))[0] is out
         into = totals[0], totals[1][keys], totals[2][keys]
         given = answer.lse.float(), answer.delta.float()
-        grads = kernel().backward(case.q, k, v, case.dout, *given, part, SCALE, into)
+        grads = part_kernel.backward(case.q, k, v, case.dout, *given, part, SCALE, into)
         assert grads is into
     wanted = (answer.out, answer.lse, *answer.grads)
     return max(error(x, y) for x, y in zip((out, lse, *totals), wanted, strict=True))
@@ -93,6 +104,17 @@ def error_of_views() -> float:
     kernel().forward(-thin.q, thin.k, thin.v, call, -SCALE, (out, lse))
     answer = dense(thin, call)
     return max(error(out, answer.out), error(lse, answer.lse))
+
+
+def error_without_scale() -> float:
+    """Scale 0: every allowed key has the same weight."""
+    call = CALLS["holes"]
+    case = draw(call, (2, 1), torch.float32, batch=1)
+    out, lse = kernel().forward(*case[:3], call, 0.0)
+    allowed = call_mask(call).float()
+    count = allowed.sum(1)
+    mean = allowed @ case.v[:, 0, 0] / count.clamp(min=1)[:, None]
+    return max(error(out[:, 0, 1], mean), error(lse[:, 0, 1], count.log()))
 
 
 def error_of_executor() -> float:
@@ -144,14 +166,21 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, float | bool] = {}
     for name, mask in MASKS.items():
-        found[f"{name}, fp32"] = errors_of(of_mask(mask), (2, 1), torch.float32, batch=1)
-    found["MHA, fp16"] = errors_of(CALLS["holes"], (2, 2), torch.float16, batch=2, head_dim=64)
+        passes = "one" if name in AT_ONCE else "two"
+        found[f"{name}, fp32"] = errors_of(of_mask(mask), (2, 1), torch.float32, passes, batch=1)
+    for passes in PASSES:
+        shape = {"batch": 2, "head_dim": 64}
+        largest = errors_of(CALLS["holes"], (2, 2), torch.float16, passes, **shape)
+        found[f"{passes}, MHA, fp16"] = largest
     found["GQA, fp16"] = errors_of(CALLS["causal"], (4, 2), torch.float16, batch=1, head_dim=128)
-    found["MQA, fp32"] = errors_of(CALLS["full"], (4, 1), torch.float32, batch=2)
-    found["head_dim 256, fp32"] = errors_of(CALLS["bands"], (2, 1), torch.float32, head_dim=256)
+    found["MQA, fp32"] = errors_of(CALLS["full"], (4, 1), torch.float32, "one", batch=2)
+    found["head_dim 256, fp32"] = errors_of(
+        CALLS["bands"], (2, 1), torch.float32, "three", head_dim=256
+    )
     lower = call_of(7, 40, Kind.CAUSAL)
     found["bottom right, fp32"] = errors_of(lower, (2, 2), torch.float32, batch=1)
-    found["parts, fp32"], found["views, fp32"] = error_of_parts(), error_of_views()
+    found |= {f"parts {x}, fp32": error_of_parts(x) for x in PASSES}
+    found["views, fp32"], found["no scale, fp32"] = error_of_views(), error_without_scale()
     found["executor, fp32"] = error_of_executor()
     found["same bits"], found["nothing"] = same_bits(), nothing()
     json.dump(found, sys.stdout)

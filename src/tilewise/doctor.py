@@ -6,10 +6,11 @@ import platform
 import sys
 from importlib import metadata
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.nn import attention
 
 from tilewise.kernels.providers import PROVIDERS, abilities
@@ -23,7 +24,16 @@ EXTRAS = (
     ("hf", "transformers", "Hugging Face models"),
 )
 
-
+# Packages whose versions matter, and what is said of one that is missing.
+REINSTALL = "not installed as a package: pip install -e ."
+PACKAGES = (
+    ("tilewise", REINSTALL),
+    ("torch", REINSTALL),
+    ("triton", "not installed; merging and the triton kernel need it on CUDA: pip install triton"),
+    ("numpy", REINSTALL),
+    ("rich", REINSTALL),
+    ("typer", REINSTALL),
+)
 ON_CPU = ("cpu", "reference")  # kernels that are asked about the cpu, all others about cuda
 
 
@@ -47,25 +57,43 @@ def examine() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     found = [Finding("version", "python", True, f"{platform.python_version()}, {sys.platform}")]
-    for name in ("tilewise", "torch", "numpy", "rich", "typer"):
+    for name, missing in PACKAGES:
         try:
-            found.append(Finding("version", name, True, metadata.version(name)))
+            detail, is_here = metadata.version(name), True
         except metadata.PackageNotFoundError:
-            reason = "not installed as a package: pip install -e ."
-            found.append(Finding("version", name, False, reason))
+            detail, is_here = missing, False
+        found.append(Finding("version", name, is_here, detail + _build() * (name == "torch")))
     return found
+
+
+def _build() -> str:
+    """What this torch was built with."""
+    if not torch.backends.cuda.is_built():
+        return ", without CUDA"
+    parts = [f"CUDA {torch.version.cuda}"]
+    if torch.backends.cudnn.is_available():
+        major, rest = divmod(torch.backends.cudnn.version() or 0, 10000)
+        parts.append(f"cuDNN {major}.{rest // 100}.{rest % 100}")
+    if dist.is_available() and dist.is_nccl_available():
+        parts.append(f"NCCL {'.'.join(map(str, nccl.version()))}")
+    return "".join(f", {part}" for part in parts)
 
 
 def _devices() -> list[Finding]:
     found = [Finding("device", "cpu", True, f"{torch.get_num_threads()} threads")]
     if torch.cuda.is_available():
         return found + [
-            Finding("device", f"cuda:{i}", True, torch.cuda.get_device_name(i))
+            Finding("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))
             for i in range(torch.cuda.device_count())
         ]
     built = torch.backends.cuda.is_built()
     reason = "torch sees no CUDA device" if built else "this torch is built without CUDA"
     return [*found, Finding("device", "cuda", False, reason)]
+
+
+def _gpu(found: Any) -> str:
+    memory = f"{found.total_memory / 2**30:.0f} GiB"
+    return f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
 
 
 def _kernels() -> list[Finding]:

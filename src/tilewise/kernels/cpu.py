@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.calls import Call
+from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.protocol import (
     Accumulators,
     Gradients,
@@ -18,7 +19,6 @@ from tilewise.kernels.protocol import (
     heads_first,
     no_gradients,
     no_keys,
-    out_for_delta,
 )
 from tilewise.kernels.slices import additive_mask, is_square_causal
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewise.calls import Call, Kind, Slice
+from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import (
     Accumulators,
@@ -20,11 +21,10 @@ from tilewise.kernels.protocol import (
     deliver,
     no_gradients,
     no_keys,
-    out_for_delta,
 )
 
-_forward = torch.ops.aten._flash_attention_forward
-_backward = torch.ops.aten._flash_attention_backward
+_forward = torch.ops.aten._flash_attention_forward.default
+_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class Part(NamedTuple):

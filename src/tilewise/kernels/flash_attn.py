@@ -5,14 +5,16 @@ Version 3 and 4 come through torch: activate_flash_attention_impl reroutes the c
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
+from functools import lru_cache
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.cuda import CudaFlash, Part, batch_first, cuda_half_only
+
+OLDEST = (2, 7)  # whose functions take a window's two sides one by one
 
 
 class FlashAttn2(CudaFlash):
@@ -23,8 +25,11 @@ class FlashAttn2(CudaFlash):
     def supports(
         self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
     ) -> str | None:
-        if find_spec("flash_attn") is None:
+        version = _version()
+        if version is None:
             return "flash-attn is not installed"
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            return f"flash-attn ({version}) must be {'.'.join(map(str, OLDEST))} or later"
         return cuda_half_only(device_type, dtype, head_dim)
 
     def run_forward(
@@ -60,6 +65,15 @@ def _options(part: Part, scale: float) -> dict[str, Any]:
         "softcap": 0.0,
         "alibi_slopes": None,
     }
+
+
+@lru_cache(maxsize=1)
+def _version() -> str | None:
+    """None if it is not installed. By name: version 4 brings a module of the same name."""
+    try:
+        return metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _package() -> Any:

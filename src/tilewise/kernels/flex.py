@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from tilewise.kernels.protocol import (
 from tilewise.kernels.slices import Same, row_intervals
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
+BLOCK = 128  # rows and keys of a block of its mask
 MAX_VARIANTS = 256  # compiled ones: of dtype, head_dim, heads, depth and special sizes
 
 
@@ -125,8 +127,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Te
 
 @lru_cache(maxsize=64)
 def _block_mask(call: Same, device: torch.device) -> Any:
-    """flex_attention's mask of a call; made block by block, so only on the GPU is it compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """flex_attention's mask of a call; its blocks are counted here, from the table alone."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     table = row_intervals(call.call)
     if len(table) > MAX_DEPTH:
@@ -135,10 +137,44 @@ def _block_mask(call: Same, device: torch.device) -> Any:
             f"{MAX_DEPTH}: take another kernel"
         )
     sizes = call.call.num_q, call.call.num_k
-    rule = _rule(table.to(device))
-    return create_block_mask(
-        rule, None, None, *sizes, device=device, _compile=device.type == "cuda"
+    cells = block_cells(table.numpy(), sizes[1])
+    full = cells == BLOCK * BLOCK
+    lists = (
+        torch.from_numpy(x)[None, None]
+        for blocks in ((cells > 0) & ~full, full)
+        for x in _listed(blocks)
     )
+    mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=BLOCK, mask_mod=_rule(table.to(device)), seq_lengths=sizes
+    )
+    # Made on the host and copied as a whole: other streams may find it here right after.
+    return mask.to(device)
+
+
+def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:
+    """How many cells are allowed in every block of BLOCK rows and BLOCK keys.
+
+    Args:
+        table: `row_intervals` of a call.
+    """
+    rows, columns = -(-table.shape[2] // BLOCK), -(-num_keys // BLOCK)
+    # an interval adds BLOCK to every block from its first to before its last, less what lies in
+    # the first before it, and to its last what lies in it
+    step = np.zeros((rows, columns + 2), np.int64)
+    rest = np.zeros((rows, columns + 1), np.int64)
+    row = np.arange(table.shape[2]) // BLOCK
+    for low, high in table.astype(np.int64):
+        np.add.at(step, (row, low // BLOCK), BLOCK)
+        np.add.at(step, (row, high // BLOCK), -BLOCK)
+        np.add.at(rest, (row, low // BLOCK), -(low % BLOCK))
+        np.add.at(rest, (row, high // BLOCK), high % BLOCK)
+    return (step.cumsum(1)[:, :-1] + rest)[:, :columns]
+
+
+def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each row's blocks are chosen, and their columns first among all columns."""
+    order = np.argsort(~blocks, axis=1, kind="stable")
+    return blocks.sum(1, dtype=np.int32), order.astype(np.int32)
 
 
 def _rule(table: Tensor) -> Callable[..., Tensor]:

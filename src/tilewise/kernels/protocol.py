@@ -126,32 +126,3 @@ def deliver_gradients(grads: Iterable[Tensor], into: Gradients | None) -> Gradie
     for total, grad in zip(into, (dq, dk, dv), strict=True):
         total += grad
     return into
-
-
-def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout', out) with rowsum(out * dout') = delta, for kernels that want out to derive delta.
-
-    out is zero but in its first column: out_0 = delta / dout_0. In half precision what rounding
-    leaves of delta goes to two more columns, so that about 24 bits arrive. Where |dout_c| is below
-    2**-s |delta| (a loss of lse alone has dout = 0) dout' takes that value: far under the rounding
-    of any gradient it enters, in fp16 (s = 15, for its range) a sixteenth of it. Cheaper than a
-    padded column, and head_dim stays what it is.
-
-    Args:
-        dout: [m, batch, num_heads, head_dim]; not changed.
-        delta: [m, batch, num_heads], fp32 or wider.
-    """
-    dout, out = dout.clone(), torch.zeros_like(dout)
-    shift = {torch.float64: 200, torch.float16: 15}.get(dout.dtype, 80)
-    tiny = torch.finfo(dout.dtype).tiny
-    num_columns = min(3 if dout.dtype.itemsize == 2 else 1, dout.shape[-1])
-    rest = delta.to(accumulator_dtype(dout.dtype))
-    for c in range(num_columns):
-        least = (rest.abs() * 2.0**-shift).clamp_min(tiny)
-        divisor = dout[..., c].to(rest.dtype)
-        divisor = torch.where((divisor.abs() < least) & (rest != 0), least, divisor)
-        dout[..., c] = divisor
-        divisor = dout[..., c].to(rest.dtype)
-        out[..., c] = torch.where(rest == 0, 0.0, rest / divisor)
-        rest = rest - out[..., c].to(rest.dtype) * divisor
-    return dout, out

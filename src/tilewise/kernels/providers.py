@@ -15,13 +15,14 @@ from tilewise.kernels.flex import Flex
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.reference import Reference
 from tilewise.kernels.sdpa import CudnnSdpa, EfficientSdpa
-from tilewise.kernels.triton_slices import TritonSlices
+from tilewise.kernels.triton_slices import DeterministicTritonSlices, TritonSlices
 
 PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {
         "cpu": CpuFlash,
         "cuda": CudaFlash,
         "triton": TritonSlices,
+        "triton_deterministic": DeterministicTritonSlices,
         "cudnn": CudnnSdpa,
         "efficient": EfficientSdpa,
         "flex": Flex,
@@ -31,7 +32,7 @@ PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     }
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 
 
 def kernel_named(name: str) -> Kernel:
@@ -52,12 +53,13 @@ def abilities(name: str, device_type: str) -> tuple[bool, str]:
     both = [x for x in forward if _why_not(kernel, device_type, x, True) is None]
     if not forward:
         return False, str(_why_not(kernel, device_type, torch.bfloat16, False))
-    if device_type == "cuda" and not torch.cuda.is_available():
-        return False, "no CUDA device here"
     dtypes = ", ".join(str(x).removeprefix("torch.") for x in forward)
     sizes = [d for d in HEAD_DIMS if kernel.supports(device_type, forward[0], d, False) is None]
     passes = "forward and backward" if both == forward else "forward only"
-    return True, f"all masks, {passes}; {dtypes}; head_dim {', '.join(map(str, sizes))}"
+    ability = f"all masks, {passes}; {dtypes}; head_dim {', '.join(map(str, sizes))}"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return False, f"no CUDA device here; on one: {ability}"
+    return True, ability
 
 
 def _why_not(kernel: Kernel, device_type: str, dtype: torch.dtype, backward: bool) -> str | None:

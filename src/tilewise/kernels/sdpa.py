@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tilewise.calls import Call
 from tilewise.kernels.cuda import cuda_half_only
+from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.protocol import (
     Accumulators,
     Gradients,
@@ -23,14 +24,13 @@ from tilewise.kernels.protocol import (
     heads_first,
     no_gradients,
     no_keys,
-    out_for_delta,
 )
 from tilewise.kernels.slices import Same, additive_mask, is_square_causal
 
-_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 ALIGNMENT = 16  # of the mask's rows in numbers, as the memory-efficient kernel loads it
 LSE_ALIGNMENT = 32  # of its lse

@@ -57,8 +57,9 @@ def kernel_for(
     """The kernel of a device: the first in the table's order that can do both passes.
 
     Where the use was measured on this device, that is by time; else the default: on cpu the cpu
-    kernel, on cuda flash attention for bf16 and fp16, and the reference (quadratic in memory) for
-    fp32 and fp64.
+    kernel; on cuda flash attention for bf16 and fp16 (over head_dim 256 the memory-efficient
+    kernel), for fp32 the memory-efficient kernel, then triton, then the reference (quadratic in
+    memory), and for fp64 the reference.
 
     Raises:
         ValueError: if none of the order can, with each one's reason.

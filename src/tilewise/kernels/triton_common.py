@@ -1,5 +1,6 @@
-"""What our Triton kernels share: loading blocks of rows, whole or masked.
+"""What our Triton kernels share: where a head's rows and a block's runs are, loading and adding.
 
+Tensors come as `View`, the lists of work as `Lists`: named tuples, of which Triton makes arguments.
 Imports triton, so nothing imports this module until the Triton provider runs.
 """
 
@@ -14,6 +15,25 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def at_head(view, batch, head):
+    """Where the rows of a head begin; offsets are 64 bits wide."""
+    return view.base + tl.cast(batch, tl.int64) * view.batch + tl.cast(head, tl.int64) * view.head
+
+
+@triton.jit
+def run_of(runs, i, UNIT: tl.constexpr):
+    """First and end of a run of others; the first is a multiple of UNIT."""
+    return tl.multiple_of(tl.load(runs + 2 * i), UNIT), tl.load(runs + 2 * i + 1)
+
+
+@triton.jit
+def interval_of(intervals, i, OWN: tl.constexpr):
+    """First and end of the others that each own index of a masked run meets."""
+    ends = intervals + 2 * OWN * i + tl.arange(0, OWN)
+    return tl.load(ends), tl.load(ends + OWN)
+
+
+@triton.jit
 def load_rows(
     base,
     first,
@@ -25,7 +45,7 @@ def load_rows(
     WIDTH: tl.constexpr,
 ):
     """[ROWS, WIDTH] of the rows from first on; 0 from end on, which only MASKED blocks reach."""
-    at, inside = _places(base, first, stride, end, ROWS, HEAD_DIM, WIDTH)
+    at, inside = places(base, first, stride, end, ROWS, HEAD_DIM, WIDTH)
     if MASKED:
         return tl.load(at, mask=inside, other=0.0)
     if HEAD_DIM != WIDTH:
@@ -34,24 +54,29 @@ def load_rows(
 
 
 @triton.jit
-def add_rows(base, first, stride, end, value, ADD: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Write value [rows, width] to the rows from first on, below end, or add it to them."""
-    at, inside = _places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
+def put_rows(base, first, stride, end, value, ADD: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write value [rows, width] to the rows from first on, below end, or add it to them.
+
+    One program adds to a number once: atomics give the same bits each time, and leave the old
+    numbers out of registers.
+    """
+    at, inside = places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
     if ADD:
-        value += tl.load(at, mask=inside, other=0.0)
-    tl.store(at, value, mask=inside)
+        tl.atomic_add(at, value, mask=inside, sem="relaxed")
+    else:
+        tl.store(at, value, mask=inside)
 
 
 @triton.jit
 def blend_rows(base, first, stride, end, value, share, HEAD_DIM: tl.constexpr):
     """Move the rows from first on, below end, to value [rows, width] by a share of each row."""
-    at, inside = _places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
+    at, inside = places(base, first, stride, end, value.shape[0], HEAD_DIM, value.shape[1])
     old = tl.load(at, mask=inside, other=0.0)
     tl.store(at, old + share[:, None] * (value - old), mask=inside)
 
 
 @triton.jit
-def _places(
+def places(
     base, first, stride, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Where a block's numbers are, and which of them exist.

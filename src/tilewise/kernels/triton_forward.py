@@ -9,7 +9,16 @@ Imports triton, so nothing imports this module until the Triton provider runs.
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton_common import LN2, add_rows, blend_rows, load_rows, within
+from tilewise.kernels.triton_common import (
+    LN2,
+    at_head,
+    blend_rows,
+    interval_of,
+    load_rows,
+    put_rows,
+    run_of,
+    within,
+)
 
 
 @triton.jit
@@ -31,21 +40,19 @@ def _run(
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Online softmax, in base 2, over the keys [start, stop)."""
+    """Online softmax, in base 2, over the keys [start, stop); scale is positive."""
     for first in range(start, stop, KEYS):
         k_block = load_rows(k, first, k_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
         scores = tl.dot(q, tl.trans(k_block), input_precision="tf32x3")
         if MASKED:
             keys = first + tl.arange(0, KEYS)
-            scores = tl.where(within(keys, low, high), scores * scale, float("-inf"))
-            highest = tl.maximum(peak, tl.max(scores, 1))
+            scores = tl.where(within(keys, low, high), scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * scale)
+        origin = highest
+        if MASKED:
             # -inf - -inf is nan: rows without keys so far are measured from 0
             origin = tl.where(highest == float("-inf"), 0.0, highest)
-            p = tl.exp2(scores - origin[:, None])
-        else:
-            highest = tl.maximum(peak, tl.max(scores, 1) * scale)
-            origin = highest
-            p = tl.exp2(scores * scale - origin[:, None])
+        p = tl.exp2(scores * scale - origin[:, None])
         shrink = tl.exp2(peak - origin)
         v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
         acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="tf32x3")
@@ -85,7 +92,7 @@ def _finish(
         found = tl.where(reached, origin + tl.log(both), float("-inf"))
         blend_rows(out, first, out_row, end, result, came / both, HEAD_DIM)
     else:
-        add_rows(out, first, out_row, end, result, False, HEAD_DIM)
+        put_rows(out, first, out_row, end, result, False, HEAD_DIM)
     tl.store(at, found, mask=rows < end)
 
 
@@ -96,25 +103,7 @@ def forward(
     v,
     out,
     lse,
-    items,
-    full,
-    masked,
-    intervals,
-    q_row,
-    q_batch,
-    q_head,
-    k_row,
-    k_batch,
-    k_head,
-    v_row,
-    v_batch,
-    v_head,
-    out_row,
-    out_batch,
-    out_head,
-    lse_row,
-    lse_batch,
-    lse_head,
+    lists,
     num_rows,
     num_heads,
     group,
@@ -125,32 +114,29 @@ def forward(
     KEYS: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), not negative."""
-    item = items + tl.program_id(0) * 5
-    batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = (tl.program_id(1) % num_heads).to(tl.int64)
-    kv_head = head // group
+    """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), positive."""
+    item = lists.items + tl.program_id(0) * 5
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     first = tl.load(item) * ROWS
-    k += batch * k_batch + kv_head * k_head
-    v += batch * v_batch + kv_head * v_head
-    q += batch * q_batch + head * q_head
-    q_block = load_rows(q, first, q_row, num_rows, True, ROWS, HEAD_DIM, WIDTH)
+    k_base, v_base = at_head(k, batch, head // group), at_head(v, batch, head // group)
+    q_block = load_rows(
+        at_head(q, batch, head), first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH
+    )
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     for i in range(tl.load(item + 1), tl.load(item + 2)):
-        start, stop = tl.load(full + 2 * i), tl.load(full + 2 * i + 1)
+        start, stop = run_of(lists.full, i, 1)
         acc, total, peak = _run(
-            acc, total, peak, q_block, k, v, k_row, v_row, start, stop, 0, 0, scale,
+            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, 0, 0, scale,
             False, KEYS, HEAD_DIM,
         )  # fmt: skip
     for i in range(tl.load(item + 3), tl.load(item + 4)):
-        start, stop = tl.load(masked + 2 * i), tl.load(masked + 2 * i + 1)
-        ends = intervals + 2 * ROWS * i + tl.arange(0, ROWS)
+        start, stop = run_of(lists.masked, i, 1)
+        low, high = interval_of(lists.intervals, i, ROWS)
         acc, total, peak = _run(
-            acc, total, peak, q_block, k, v, k_row, v_row, start, stop,
-            tl.load(ends), tl.load(ends + ROWS), scale, True, KEYS, HEAD_DIM,
+            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, low, high, scale,
+            True, KEYS, HEAD_DIM,
         )  # fmt: skip
-    out += batch * out_batch + head * out_head
-    lse += batch * lse_batch + head * lse_head
-    _finish(acc, total, peak, out, lse, out_row, lse_row, first, num_rows, ADD, HEAD_DIM)
+    out_base, lse_base = at_head(out, batch, head), at_head(lse, batch, head)
+    _finish(acc, total, peak, out_base, lse_base, out.row, lse.row, first, num_rows, ADD, HEAD_DIM)

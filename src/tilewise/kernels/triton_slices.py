@@ -1,6 +1,6 @@
 """Our own kernel: all slices of a call in one launch, forward and backward, written in Triton.
 
-Here is the host's part: work lists, blocks and launches. The kernels are in triton_forward.py and
+Here is the host's part: work lists and launches. The kernels are in triton_forward.py and
 triton_backward.py; triton is imported when the first of them runs.
 """
 
@@ -18,33 +18,26 @@ from torch import Tensor
 from tilewise.calls import Call
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
 from tilewise.kernels.slices import Same
-from tilewise.kernels.work_list import work_list
+from tilewise.kernels.triton_tuning import Blocks, Tuning, tuning_for
+from tilewise.kernels.work_list import UNIT, work_list
 
 MAX_PROGRAMS = 65535  # in the second dimension of a CUDA grid
+_STEP = 128  # rows that one program of row_statistics does
 
 
-class Blocks(NamedTuple):
-    """Rows and keys of a block, and how Triton is to run it."""
+class View(NamedTuple):
+    """A tensor [rows, batch, heads] or [.., head_dim] as a kernel's argument; head_dim is dense."""
 
-    rows: int
-    keys: int
-    warps: int = 4
-    stages: int = 1
-
-
-class Tuning(NamedTuple):
-    """Blocks of the three kernels."""
-
-    forward: Blocks
-    rows_backward: Blocks
-    keys_backward: Blocks
+    base: Tensor
+    row: int
+    batch: int
+    head: int
 
 
-class Placed(NamedTuple):
-    """A work list on a device; see `WorkList`."""
+class Lists(NamedTuple):
+    """A work list on a device, as a kernel's argument; see `WorkList`."""
 
     items: Tensor
-    num_busy: int
     full: Tensor
     masked: Tensor
     intervals: Tensor
@@ -52,13 +45,16 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class TritonSlices:
-    """bf16, fp16 and fp32, head_dim up to 256; yields fp32, the same bits every time.
+    """bf16, fp16 and fp32, head_dim up to 256; yields fp32.
 
     Attributes:
         tuning: blocks to use, whatever the device and head_dim (default: `tuning_for`).
+        deterministic: True: the same bits each time. False: dq by atomic additions, where the
+            tuning has that. None: what torch.use_deterministic_algorithms says at the call.
     """
 
     tuning: Tuning | None = None
+    deterministic: bool | None = None
     name = "triton"
     square_causal = False
     whole_tile = True
@@ -93,11 +89,11 @@ class TritonSlices:
         if not (len(q) and len(k)):
             return into or no_keys(q, torch.float32)
         out, lse = result = into or (_empty(q), _empty(q[..., 0]))
-        # the kernel takes the largest score before it scales, so scale must not be negative
-        q, scale = (q, scale) if scale >= 0 else (-q, -scale)
-        numbers = *_strides(q, k, v, out), *lse.stride(), len(q)
+        # the kernel takes the largest score before it scales: scale must be positive
+        q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
         launch = _Launch(self._tuning(q).forward, call, into is not None)
-        launch(_kernels()[0], (q, k, v, out, lse), numbers, scale * math.log2(math.e))
+        views = [_view(x) for x in (q, k, v, out, lse)]
+        launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e))
         return result
 
     def backward(
@@ -114,34 +110,40 @@ class TritonSlices:
     ) -> Gradients:
         if not (len(q) and len(k)):
             return into or no_gradients(q, k, v)
-        dq, dk, dv = grads = into or (_empty(q), _empty(k), _empty(v))
-        _, by_rows, by_keys = _kernels()
-        # base 2, by head; p = exp2(.. - inf) is 0 on the rows that no key reaches
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf).float() * math.log2(math.e)
-        operands = q, k, v, dout, *(x.float().permute(1, 2, 0).contiguous() for x in (lse, delta))
-        strides, tuning = _strides(q, k, v, dout), self._tuning(q)
-        numbers = *strides, *_strides(dq), len(q)
-        launch = _Launch(tuning.rows_backward, call, into is not None)
-        launch(by_rows, (*operands, dq), numbers, scale)
-        numbers = *strides, *_strides(dk, dv), len(q), len(k)
-        launch = _Launch(tuning.keys_backward, call, into is not None, of_keys=True)
-        launch(by_keys, (*operands, dk, dv), numbers, scale)
+        tuning, add = self._tuning(q), into is not None
+        at_once = None if self._is_deterministic() else tuning.at_once
+        grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
+        _, by_rows, by_keys, _ = _kernels()
+        statistics = _row_statistics(lse, delta)
+        *operands, dq, dk, dv = (_view(x) for x in (q, k, v, dout, *grads))
+        padded = statistics.shape[-1]
+        if not at_once:
+            launch = _Launch(tuning.dq, call, add)
+            launch(by_rows, (*operands, dq, statistics), (len(q), padded), scale)
+        passes = (at_once,) if at_once else tuning.keys
+        for i, blocks in enumerate(passes):
+            made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
+            launch = _Launch(blocks, call, add, of_keys=True)
+            views = *operands, dq, dk, dv, statistics
+            launch(by_keys, views, (len(k), padded), scale, **made)
         return grads
 
     def _tuning(self, q: Tensor) -> Tuning:
-        return self.tuning or tuning_for(q.shape[-1], q.dtype)
+        major = _major(q.device) if q.is_cuda else 9
+        return self.tuning or tuning_for(q.shape[-1], q.dtype, major)
+
+    def _is_deterministic(self) -> bool:
+        if self.deterministic is None:
+            return torch.are_deterministic_algorithms_enabled()
+        return self.deterministic
 
 
-def tuning_for(head_dim: int, dtype: torch.dtype) -> Tuning:
-    """Blocks for Hopper and Ampere, sized by what shared memory and registers hold."""
-    if dtype == torch.float32:
-        small = Blocks(32, 32, 4, 1) if head_dim > 64 else Blocks(64, 32, 4, 2)
-        return Tuning(small, small, small)
-    if head_dim > 128:
-        return Tuning(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 1))
-    if head_dim > 64:
-        return Tuning(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2))
-    return Tuning(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3))
+@dataclass(frozen=True)
+class DeterministicTritonSlices(TritonSlices):
+    """The same bits each time, by a name of its own: to be chosen, and measured, as a kernel."""
+
+    deterministic: bool | None = True
+    name = "triton_deterministic"
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,13 @@ class _Launch:
     of_keys: bool = False
 
     def __call__(
-        self, kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], scale: float
+        self, kernel: Any, views: Any, sizes: tuple[int, ...], scale: float, **options: Any
     ) -> None:
-        q, k = tensors[:2]
-        rows, keys, warps, stages = self.blocks
+        (q, *_), (k, *_) = views[:2]
+        rows, keys, warps, stages, registers = self.blocks
         own, others = (keys, rows) if self.of_keys else (rows, keys)
-        work = _placed(Same(self.call), own, others, self.of_keys, q.device)
-        num_items = work.num_busy if self.add else len(work.items)
+        lists, num_busy = _placed(Same(self.call), own, others, self.of_keys, q.device)
+        num_items = num_busy if self.add else len(lists.items)
         heads = (k if self.of_keys else q).shape[2]
         programs = q.shape[1] * heads
         if programs > MAX_PROGRAMS:
@@ -170,11 +172,11 @@ class _Launch:
             )
         if not num_items * programs:
             return
+        if registers:
+            options["maxnreg"] = registers
         with torch.cuda.device_of(q):
             kernel[(num_items, programs)](
-                *tensors,
-                *(work.items, work.full, work.masked, work.intervals),
-                *(*numbers, heads, q.shape[2] // k.shape[2], scale),
+                *(*views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale),
                 HEAD_DIM=q.shape[3],
                 WIDTH=max(16, 1 << (q.shape[3] - 1).bit_length()),
                 ROWS=rows,
@@ -183,24 +185,49 @@ class _Launch:
                 num_warps=warps,
                 num_stages=stages,
                 enable_fp_fusion=True,
+                **options,
             )
 
 
+def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
+    """[batch, heads, 2, padded] lse in base 2 and delta; blocks of rows may end past the last."""
+    num_rows, batch, heads = lse.shape
+    num_steps = -(-num_rows // _STEP) + 1
+    shape = batch, heads, 2, num_steps * _STEP
+    statistics = torch.empty(shape, dtype=torch.float32, device=lse.device)
+    several = min(16, 1 << (heads - 1).bit_length())
+    with torch.cuda.device_of(lse):
+        _kernels()[3][(num_steps, -(-heads // several), batch)](
+            *(_view(lse), _view(delta), statistics, num_rows, shape[-1], heads),
+            ROWS=_STEP,
+            HEADS=several,
+        )
+    return statistics
+
+
 @lru_cache(maxsize=4096)
-def _placed(call: Same, own: int, others: int, of_keys: bool, device: torch.device) -> Placed:
+def _placed(
+    call: Same, own: int, others: int, of_keys: bool, device: torch.device
+) -> tuple[Lists, int]:
+    """A call's lists, and how many of their items have work."""
     work = work_list(call.call, own, others, of_keys)
-    items, full, masked, intervals = (
-        torch.from_numpy(x).to(device) for x in (work.items, *work[2:])
-    )
-    return Placed(items, work.num_busy, full, masked, intervals)
+    lists = (torch.from_numpy(x).to(device) for x in (work.items, *work[2:]))
+    return Lists(*lists), work.num_busy
 
 
-def _kernels() -> tuple[Any, Any, Any]:
-    """Forward, dq, and dk with dv."""
-    from tilewise.kernels.triton_backward import keys_backward, rows_backward
+@lru_cache(maxsize=64)
+def _major(device: torch.device) -> int:
+    """Of its compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Any, Any, Any, Any]:
+    """Forward; dq; dk and dv; row statistics."""
+    from tilewise.kernels import triton_backward as backward
     from tilewise.kernels.triton_forward import forward
 
-    return forward, rows_backward, keys_backward
+    return forward, backward.rows_backward, backward.keys_backward, backward.row_statistics
 
 
 def _interprets() -> bool:
@@ -210,9 +237,8 @@ def _interprets() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of rows, batch and heads; head_dim has stride 1."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+def _view(x: Tensor) -> View:
+    return View(x, *x.stride()[:3])
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 from tilewise.calls import Call, Kind, Slice
 
 FAR = 1 << 30  # farther than any index: an end that does not bind
+UNIT = 2  # rows at which runs of blocks of keys begin: their statistics are loaded in pairs
 
 
 class WorkList(NamedTuple):
@@ -26,7 +27,8 @@ class WorkList(NamedTuple):
             most work first, so that the last to start are the shortest.
         num_busy: items that have work; they come first.
         full: [num_full, 2] first and end of others, a multiple of `others` long, without any mask.
-        masked: [num_masked, 2] first and end of others.
+        masked: [num_masked, 2] first and end of others. Of blocks of keys, runs of both kinds begin
+            at multiples of UNIT.
         intervals: [num_masked, 2, own] first and end of the others that each own index meets,
             within its run; 0, 0 where it meets none.
     """
@@ -79,6 +81,7 @@ def work_list(call: Call, own: int, others: int, of_keys: bool = False) -> WorkL
     )
     left, full_end = bands.at(bands.start)
     full_start, right = bands.at(bands.stop - 1)
+    left -= left % (UNIT if of_keys else 1)
     full_start = left + -(-(full_start - left) // others) * others
     full_end = full_start + np.maximum(full_end - full_start, 0) // others * others
     whole = covers & (full_end > full_start)

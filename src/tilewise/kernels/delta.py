@@ -1,0 +1,62 @@
+"""An out made from delta, for kernels that derive delta from out themselves.
+
+It stands alone because those kernels keep none of it: what a call needs is made anew, in one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.protocol import accumulator_dtype
+
+
+def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout', out) with rowsum(out * dout') = delta, for kernels that want out to derive delta.
+
+    out is zero but in its first column: out_0 = delta / dout_0. In half precision what rounding
+    leaves of delta goes to two more columns, so that about 24 bits arrive. Where |dout_c| is below
+    2**-s |delta| (a loss of lse alone has dout = 0) dout' takes that value: far under the rounding
+    of any gradient it enters, in fp16 (s = 15, for its range) a sixteenth of it. Cheaper than a
+    padded column, and head_dim stays what it is.
+
+    Both lie in memory as [batch, m, num_heads, head_dim], whatever dout's strides: flash attention
+    would copy them so, the memory-efficient kernel reads out so without asking, and cuDNN keeps
+    what it compiled by the shapes and strides of q, k and v alone.
+
+    Args:
+        dout: [m, batch, num_heads, head_dim]; not changed.
+        delta: [m, batch, num_heads], fp32 or wider.
+    """
+    batch_first = dout.transpose(0, 1)
+    changed, out = (
+        torch.empty_like(batch_first, memory_format=torch.contiguous_format).transpose(0, 1)
+        for _ in range(2)
+    )
+    num_columns = min(3 if dout.dtype.itemsize == 2 else 1, dout.shape[-1])
+    shift = {torch.float64: 200, torch.float16: 15}.get(dout.dtype, 80)
+    if dout.is_cuda:
+        from tilewise.kernels.triton_delta import put_out_for_delta
+
+        put_out_for_delta(dout, delta, changed, out, num_columns, shift)
+    else:
+        _put_out_for_delta(dout, delta, changed, out, num_columns, shift)
+    return changed, out
+
+
+def _put_out_for_delta(
+    dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int, shift: int
+) -> None:
+    """Write dout' and out; what triton_delta.py does in one kernel."""
+    changed.copy_(dout)
+    out.zero_()
+    tiny = torch.finfo(dout.dtype).tiny
+    rest = delta.to(accumulator_dtype(dout.dtype))
+    for c in range(columns):
+        least = (rest.abs() * 2.0**-shift).clamp_min(tiny)
+        divisor = dout[..., c].to(rest.dtype)
+        divisor = torch.where((divisor.abs() < least) & (rest != 0), least, divisor)
+        changed[..., c] = divisor
+        divisor = changed[..., c].to(rest.dtype)
+        out[..., c] = torch.where(rest == 0, 0.0, rest / divisor)
+        rest = rest - out[..., c].to(rest.dtype) * divisor
