@@ -1,149 +1,137 @@
-"""Loopback on a device, without one: streams and events are played, and every copy's order checked.
+"""Order between streams: loopback's copies, and what its users may count on, on a played device.
 
-A played event knows all that its stream had been given before it. So each test can ask of a copy
-whether it surely comes after what wrote its source, and before what reads its target.
+Of each launch the played device knows all that surely comes before it; see played_cuda.py.
 """
 
-import threading
-from contextlib import nullcontext
+from __future__ import annotations
+
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from played_cuda import Clock, PlayedDevice, play
+from watched import Watch
 
-from tilewise import streams, threads
+from tilewise import streams
 from tilewise.messages import LAUNCHES_IN_FLIGHT, Message
 from tilewise.threads import LoopbackGroup, loopback
 
 
-class PlayedStream:
-    def __init__(self) -> None:
-        self.done: set[str] = set()
+class Named:
+    """Named work on the streams of a played device, and whether it comes before what is next."""
 
-
-class Played:
-    """The functions of streams.py; work is named, and known to every stream that comes after it."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        self.copies: list[tuple[PlayedStream, set[str]]] = []
-
-    @property
-    def current(self) -> PlayedStream:
-        if not hasattr(self._local, "stream"):
-            self._local.stream = PlayedStream()
-        return self._local.stream
+    def __init__(self, device: PlayedDevice) -> None:
+        self._device = device
+        self._done: dict[str, tuple[int, int]] = {}
 
     def work(self, name: str) -> None:
-        self.current.done.add(name)
+        stream = self._device.current
+        self._device.launch(name, [], [])
+        self._done[name] = stream.number, stream.clock[stream.number]
 
-    def current_moment(self, device: torch.device) -> set[str]:
-        return set(self.current.done)
-
-    def follow(self, moment: set[str] | None, x: object = None) -> None:
-        if moment is not None:
-            self.current.done |= moment
-
-    def new_stream(self, device: torch.device) -> PlayedStream:
-        return PlayedStream()
-
-    def on_stream(self, stream: PlayedStream) -> Any:
-        played = self
-
-        class Entered:
-            def __enter__(self) -> None:
-                self.before = played.current
-                played._local.stream = stream
-
-            def __exit__(self, *error: object) -> None:
-                # the block held one copy, after all that the stream knows by now
-                played.copies.append((stream, set(stream.done)))
-                played._local.stream = self.before
-
-        return Entered()
+    def is_before(self, name: str, clock: Clock | None = None) -> bool:
+        clock = self._device.current.clock if clock is None else clock
+        number, time = self._done[name]
+        return clock.get(number, 0) >= time
 
 
 @pytest.fixture
-def played(monkeypatch) -> Played:
-    played = Played()
-    for name in ("current_moment", "follow", "new_stream", "on_stream"):
-        monkeypatch.setattr(threads, name, getattr(played, name))
-    return played
+def device(monkeypatch) -> PlayedDevice:
+    return play(monkeypatch)
+
+
+@pytest.fixture
+def copies(device, monkeypatch) -> dict[int, list[Clock]]:
+    """By stream, what comes before each copy."""
+    seen: defaultdict[int, list[Clock]] = defaultdict(list)
+    launch = device.launch
+
+    def watched(name: str, *args: Any) -> None:
+        launch(name, *args)
+        if name == "aten::copy_":
+            seen[device.current.number].append(dict(device.current.clock))
+
+    monkeypatch.setattr(device, "launch", watched)
+    return seen
 
 
 def tensor() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.uint8)
 
 
-def test_a_copy_comes_after_both_ends_and_before_its_reader(played):
+def test_a_copy_comes_after_both_ends_and_before_its_reader(device, copies):
+    named = Named(device)
+
     def body(rank: int, group: LoopbackGroup) -> None:
-        played.work(f"wrote {rank}")
-        handle = group.exchange(
-            [Message(tensor(), 1 - rank, "sent")], [Message(tensor(), 1 - rank, "received")]
-        )
-        played.work(f"later {rank}")
-        handle.wait()
-        assert {"wrote 0", "wrote 1"} <= played.current.done
-        group.finish()
+        with Watch(device):
+            named.work(f"wrote {rank}")
+            handle = group.exchange(
+                [Message(tensor(), 1 - rank, "sent")], [Message(tensor(), 1 - rank, "received")]
+            )
+            named.work(f"later {rank}")
+            handle.wait()
+            assert named.is_before("wrote 0") and named.is_before("wrote 1")
+            group.finish()
 
     loopback(2, body)
-    assert len(played.copies) == 2
-    for _, before in played.copies:
-        assert {"wrote 0", "wrote 1"} <= before
+    clocks = [clock for of_stream in copies.values() for clock in of_stream]
+    assert len(clocks) == 2
+    for clock in clocks:
+        assert named.is_before("wrote 0", clock) and named.is_before("wrote 1", clock)
         # it does not wait for what its sender launched after it
-        assert len({"later 0", "later 1"} & before) <= 1
+        assert not (named.is_before("later 0", clock) and named.is_before("later 1", clock))
 
 
-def test_a_sender_waits_for_its_copies_before_it_goes_on(played):
+def test_lanes_and_receivers_copy_on_streams_of_their_own(device, copies):
+    def body(rank: int, group: LoopbackGroup) -> None:
+        peer = 1 - rank
+        with Watch(device):
+            for lane in (0, 1, 0):
+                group.exchange(
+                    [Message(tensor(), peer, "sent")], [Message(tensor(), peer, "got")], lane
+                ).wait()
+            group.finish()
+
+    loopback(2, body)
+    assert sorted(len(of_stream) for of_stream in copies.values()) == [1, 1, 2, 2]
+
+
+def test_a_sender_waits_for_its_copies_before_it_goes_on(device):
+    named = Named(device)
+
     def body(rank: int, group: LoopbackGroup) -> None:
         peer = 1 - rank
         if rank == 0:
             group.exchange([Message(tensor(), peer, "sent")], [])
-            assert "reader" not in played.current.done
             group.finish()
-            assert "reader" in played.current.done
+            assert named.is_before("reader")
         else:
-            played.work("reader")
+            named.work("reader")
             group.exchange([], [Message(tensor(), peer, "sent")]).wait()
 
     loopback(2, body)
 
 
-def test_lanes_and_receivers_copy_on_streams_of_their_own(played):
-    def body(rank: int, group: LoopbackGroup) -> None:
-        peer = 1 - rank
-        for lane in (0, 1, 0):
-            group.exchange(
-                [Message(tensor(), peer, "sent")], [Message(tensor(), peer, "got")], lane
-            ).wait()
-        group.finish()
-
-    loopback(2, body)
-    assert len(played.copies) == 6 and len({id(stream) for stream, _ in played.copies}) == 4
-
-
-def test_the_first_sends_have_left_when_later_launches_return(played):
+def test_the_first_sends_have_left_when_later_launches_return(device):
     """So that their buffers may be used again: LAUNCHES_IN_FLIGHT."""
+    named = Named(device)
 
     def body(rank: int, group: LoopbackGroup) -> None:
         peer = 1 - rank
-        if rank == 0:
-            for step in range(3):
+        for step in range(3):
+            if rank == 0:
                 group.exchange([Message(tensor(), peer, f"step {step}")], [])
                 for past in range(step - LAUNCHES_IN_FLIGHT + 1):
-                    assert f"reader {past}" in played.current.done
-        else:
-            for step in range(3):
-                played.work(f"reader {step}")
+                    assert named.is_before(f"reader {past}")
+            else:
+                named.work(f"reader {step}")
                 group.exchange([], [Message(tensor(), peer, f"step {step}")]).wait()
 
     loopback(2, body)
 
 
-def test_an_exchange_is_one_batch_where_cuda_is_in_use(monkeypatch):
-    monkeypatch.setattr(threads.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(threads, "forked", lambda: nullcontext(nullcontext))
-
+def test_an_exchange_is_one_batch_where_cuda_is_in_use(device):
     def body(rank: int, group: LoopbackGroup) -> int:
         assert group.receives_ahead == 0
         source, target = tensor().fill_(rank + 1), tensor()

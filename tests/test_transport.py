@@ -6,8 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from played_nccl import PlayedGroup
+from race_cases import over_nccl, watched_device
 
+from tilewise import transport_dist
 from tilewise.messages import Message, Transport
+from tilewise.threads import LoopbackGroup, loopback
 from tilewise.transport import LocalTransport, transport_for
 from tilewise.transport_dist import nccl_batches
 
@@ -18,7 +22,6 @@ def test_without_a_world_the_default_group_is_one_rank():
     assert isinstance(transport, Transport)
     assert (transport.rank, transport.world_size) == (0, 1)
     transport.exchange([], []).wait()
-    transport.collective("all_gather", [], []).wait()
     transport.finish()
     record = torch.ones(3, dtype=torch.uint8)
     assert [one.tolist() for one in transport.gather_records(record)] == [[1, 1, 1]]
@@ -79,3 +82,40 @@ def test_a_full_exchange_of_many_ranks_splits_into_batches_that_nccl_takes():
     batches = nccl_batches(peers, peers, 0, n)
     assert sum(map(len, batches)) == 4 * (n - 1)
     assert all(len(batch) <= 256 for batch in batches)
+
+
+def test_batches_arrive_in_order_over_a_played_nccl(monkeypatch):
+    """Two messages a pair, more than a batch holds."""
+    device = watched_device(monkeypatch)
+    monkeypatch.setattr(transport_dist, "_NCCL_PAIRS", 3)
+    transport = over_nccl(monkeypatch, device, None, blocking=False)
+
+    def on_rank(rank: int, group: LoopbackGroup) -> list[int]:
+        end = transport(rank, group)
+        others = [peer for peer in range(5) if peer != rank] * 2
+        sent = [torch.tensor([10 * rank + i], dtype=torch.uint8) for i in range(8)]
+        sends = [Message(x, peer, "step 0") for x, peer in zip(sent, others, strict=True)]
+        recvs = [Message(torch.zeros_like(sent[0]), peer, "step 0") for peer in others]
+        end.exchange(sends, recvs).wait()
+        end.finish()
+        return [int(message.tensor) for message in recvs]
+
+    ranks = range(5)
+    place = {src: [dst for dst in ranks if dst != src] for src in ranks}
+    assert loopback(5, on_rank) == [
+        [10 * src + place[src].index(dst) + 4 * i for i in range(2) for src in ranks if src != dst]
+        for dst in ranks
+    ]
+
+
+def test_a_backend_that_cannot_start_a_batch_is_refused(monkeypatch):
+    device = watched_device(monkeypatch)
+    transport = over_nccl(monkeypatch, device, None, blocking=False)
+    monkeypatch.setattr(PlayedGroup, "supports_coalescing", False)
+
+    def on_rank(rank: int, group: LoopbackGroup) -> None:
+        message = Message(torch.ones(1, dtype=torch.uint8), 1 - rank, "step 0")
+        transport(rank, group).exchange([message], [])
+
+    with pytest.raises(ValueError, match="leave out TORCH_DISTRIBUTED_DEBUG=DETAIL"):
+        loopback(2, on_rank)

@@ -9,11 +9,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tilewise.program import CollectiveKind
+from tilewise.program import LAUNCHES_IN_FLIGHT
 
-# Launches of a lane whose sends are left to themselves. By lane, since a slow link's sends last for
-# many launches of a fast one.
-LAUNCHES_IN_FLIGHT = 1
+__all__ = ["LAUNCHES_IN_FLIGHT", "Handle", "Message", "Transport", "travelling"]
 
 
 class Message(NamedTuple):
@@ -77,19 +75,6 @@ class Transport(Protocol):
         """Launch sends and receives and return at once.
 
         Lanes are independent: a message on one never waits for another lane's.
-        """
-        ...
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        """Launch a complete transfer set: one send to and one receive from every other rank.
-
-        Every rank of the group calls it, in the same order.
         """
         ...
 

@@ -1,48 +1,73 @@
-"""Groups that an NCCL group needs beside itself, made once and found again under its name."""
+"""Groups that an NCCL group needs beside itself, made once and found again under its name.
+
+They come from the group's own store, not from new_group. That names a group after how many others
+a process knows, which need not be equal on its ranks; and where init_process_group was given a
+device_id it splits the world's communicator, for which every rank of the world would have to come.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 
 # Private in torch, but where torch itself keeps groups by name, until the world is destroyed.
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    Store,
+    _register_process_group,
+    _resolve_process_group,
+)
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
     from torch.distributed.distributed_c10d import GroupName
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+Kinds = dist.ProcessGroup.BackendType
 
-def companion(group: dist.ProcessGroup, name: str, backend: str) -> dist.ProcessGroup:
-    """Return a second group of the same ranks, made by all of them together at first use."""
-    alias = _alias(group, name)
-    known = _registered(alias)
+
+def records_group(group: dist.ProcessGroup, *, device: torch.device = CUDA) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, made by all of them together at first use.
+
+    Args:
+        device: one that the group has a backend for, whose timeout is the new group's.
+    """
+    known = _remembered(group, "records")
     if known is not None:
         return known
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=alias)
-    assert isinstance(made, dist.ProcessGroup), "this rank is one of the group's"
-    _register_process_group(alias, made)
+    timeout = group._get_backend(device).options._timeout
+    store = _store(group, "records")
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    return _companion(group, "records", CPU, Kinds.GLOO, gloo)
+
+
+def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """An NCCL group of the same ranks with a communicator and a stream of its own, warmed up.
+
+    The stream has high priority: its few blocks are not to wait for those of attention.
+    """
+    known = _remembered(group, "lane1")
+    if known is not None:
+        return known
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = group._get_backend(CUDA).options._timeout
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    options.group_name = _alias(group, "lane1")
+    store = _store(group, "lane1")
+    nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    made = _companion(group, "lane1", CUDA, Kinds.NCCL, nccl)
+    warm_up(made)
     return made
 
 
 def warm_up(group: dist.ProcessGroup) -> None:
-    alias = _alias(group, "warm")
-    if _registered(alias) is None:
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        _register_process_group(alias, group)
-
-
-def _alias(group: dist.ProcessGroup, name: str) -> GroupName:
-    return cast("GroupName", f"tilewise/{name}/{group.group_name}")
-
-
-def _registered(alias: GroupName) -> dist.ProcessGroup | None:
-    try:
-        return _resolve_process_group(alias)
-    except RuntimeError:
-        return None
+    """Connect all ranks, at first use: the first batch of sends may involve only some of them."""
+    if _remembered(group, "warm") is None:
+        group.allreduce([torch.zeros(1, device=CUDA)]).wait()
+        _register_process_group(_alias(group, "warm"), group)
 
 
 def agreed_node_size(group: dist.ProcessGroup, node_size: int | None) -> int | None:
@@ -52,12 +77,44 @@ def agreed_node_size(group: dist.ProcessGroup, node_size: int | None) -> int | N
     """
     named = node_size or 0
     for answer, agreed in (("agreed", node_size), ("refused", None)):
-        if _registered(_alias(group, f"node_size{named}/{answer}")) is not None:
+        if _remembered(group, f"node_size{named}/{answer}") is not None:
             return agreed
-    both = torch.tensor([named, -named], device="cuda")
+    both = torch.tensor([named, -named], device=CUDA)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     highest, lowest = both.tolist()
     same = highest == -lowest
     answer = "agreed" if same else "refused"
     _register_process_group(_alias(group, f"node_size{named}/{answer}"), group)
     return node_size if same else None
+
+
+def _companion(
+    group: dist.ProcessGroup,
+    name: str,
+    device: torch.device,
+    kind: dist.ProcessGroup.BackendType,
+    backend: Backend,
+) -> dist.ProcessGroup:
+    """A group of one backend, which ends with the group that it accompanies."""
+    made = dist.ProcessGroup(_store(group, name), group.rank(), group.size())
+    made._set_default_backend(kind)
+    made._register_backend(device, kind, backend)
+    made._set_group_name(_alias(group, name))
+    _register_process_group(_alias(group, name), made)
+    finalize(group, made.shutdown).atexit = False
+    return made
+
+
+def _store(group: dist.ProcessGroup, name: str) -> Store:
+    return PrefixStore(f"tilewise/{name}", group.get_group_store())
+
+
+def _alias(group: dist.ProcessGroup, name: str) -> GroupName:
+    return cast("GroupName", f"tilewise/{name}/{group.group_name}")
+
+
+def _remembered(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup | None:
+    try:
+        return _resolve_process_group(_alias(group, name))
+    except RuntimeError:
+        return None

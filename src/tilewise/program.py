@@ -11,6 +11,12 @@ from tilewise.plan import Item, Role, Rows, Tile, Transfer
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_to_all"]
 
+LAUNCHES_IN_FLIGHT = 1
+"""Launches of a lane whose sends are left to themselves.
+
+By lane, since a slow link's sends last for many launches of a fast one.
+"""
+
 
 class Launch(NamedTuple):
     """Start sends and receives, in this order on both ends of every pair.

@@ -15,10 +15,13 @@ from torch import Tensor
 Moment: TypeAlias = torch.cuda.Event
 Stream: TypeAlias = torch.cuda.Stream
 
+# Devices that do what they are given later, stream by stream; the others do it at once.
+STREAMED = ("cuda",)
+
 
 def current_moment(device: torch.device) -> Moment | None:
     """All that the current stream has been given so far; None for the CPU, which works at once."""
-    if device.type != "cuda":
+    if device.type not in STREAMED:
         return None
     moment = torch.cuda.Event()
     moment.record(torch.cuda.current_stream(device))
@@ -36,12 +39,12 @@ def follow(moment: Moment | None, x: Tensor | None = None) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream's work goes into a CUDA graph instead of being done."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type in STREAMED and torch.cuda.is_current_stream_capturing()
 
 
 def new_stream(device: torch.device) -> Stream | None:
     """None for the CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    return torch.cuda.Stream(device) if device.type in STREAMED else None
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[object]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tilewise.baton import Baton
 from tilewise.messages import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
-from tilewise.program import CollectiveKind
 from tilewise.streams import (
     Moment,
     Stream,
@@ -110,15 +109,6 @@ class LoopbackGroup:
         launched.append(sending)
         while len(launched) > LAUNCHES_IN_FLIGHT:
             launched.popleft().wait()
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         self._num_gathers += 1

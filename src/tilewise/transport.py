@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.messages import Handle, Message, Transport, travelling
-from tilewise.program import CollectiveKind
 from tilewise.transport_dist import DistTransport
 
 __all__ = ["Handle", "LocalTransport", "Message", "Transport", "transport_for"]
@@ -28,15 +27,6 @@ class LocalTransport:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         travelling([*sends, *recvs], self.rank, self.world_size)
         return _Done()
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return [record]

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.messages import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
-from tilewise.nccl_groups import agreed_node_size, companion, warm_up
+from tilewise.nccl_groups import agreed_node_size, lane_group, records_group, warm_up
 from tilewise.nodes import local_world_size, node_size_of
-from tilewise.program import CollectiveKind
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000
@@ -83,8 +82,7 @@ class DistTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = group.size()
+        self.rank, self.world_size = group.rank(), group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
         config = str(dist.get_backend_config(group))
@@ -96,14 +94,13 @@ class DistTransport:
         self.node_size = node_size
         if batched and self.world_size > 1:
             if self._backends.get("cpu") != "gloo":
-                self._records = companion(group, "records", "gloo")
+                self._records = records_group(group)
             if node_size is None:
                 node_size = node_size_of(dist.get_process_group_ranks(group), local_world_size())
             warm_up(group)
             self.node_size = agreed_node_size(group, node_size)
             if self.node_size:
-                self._lanes.append(companion(group, "lane1", "nccl"))
-                warm_up(self._lanes[1])
+                self._lanes.append(lane_group(group))
         self._receiving: deque[_Posted] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
 
@@ -127,15 +124,6 @@ class DistTransport:
             self._sending[lane].append(sending)
         self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
         return _Exchange(receives)
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self._same_everywhere(record):
@@ -222,20 +210,8 @@ class DistTransport:
         group = self._lanes[lane % len(self._lanes)]
         posted = []
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
-            operations = [
-                dist.P2POp(
-                    dist.isend if is_send else dist.irecv,
-                    message.tensor,
-                    group=group,
-                    group_peer=message.peer,
-                )
-                for is_send, message in batch
-            ]
             messages = [message for _, message in batch]
-            posted += [
-                _Posted(_started(work), messages, "exchanging with")
-                for work in dist.batch_isend_irecv(operations)
-            ]
+            posted.append(_Posted(_post_batch(group, batch), messages, "exchanging with"))
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:
@@ -245,6 +221,24 @@ class DistTransport:
         while len(sending) > keep:
             for posted in sending.popleft():
                 posted.wait()
+
+
+def _post_batch(group: dist.ProcessGroup, batch: Sequence[tuple[bool, Message]]) -> dist.Work:
+    """Start a batch's sends and receives as one operation.
+
+    As dist.batch_isend_irecv does, which knows no groups but those of new_group.
+    """
+    device = batch[0][1].tensor.device
+    if not group._get_backend(device).supports_coalescing:
+        raise ValueError(
+            f"the group's backend for {device.type} tensors cannot start sends and receives "
+            "together; leave out TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps it"
+        )
+    group._start_coalescing(device)
+    for is_send, (tensor, peer, _) in batch:
+        post = group.send if is_send else group.recv
+        post([tensor], peer, 0)
+    return group._end_coalescing(device)
 
 
 def nccl_batches(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from multiprocess.launcher import run_processes
 from tilewise.agreement import agree
 from tilewise.messages import Handle, Message
-from tilewise.nccl_groups import companion
+from tilewise.nccl_groups import CPU, records_group
 from tilewise.transport import transport_for
 from tilewise.transport_dist import DistTransport
 
@@ -70,7 +70,7 @@ def exchange_unevenly(rank: int) -> int:
     # From 0 to 2 bytes x 1000, empty ones among them.
     sends = [Message(filled(1000 * (rank * peer % 3), rank), peer, "step 0") for peer in others]
     recvs = [Message(filled(1000 * (rank * peer % 3), 99), peer, "step 0") for peer in others]
-    transport.collective("all_to_all", sends, recvs).wait()
+    transport.exchange(sends, recvs).wait()
     transport.finish()
     assert all((message.tensor == message.peer).all() for message in recvs)
     return transport.bytes_sent
@@ -97,25 +97,6 @@ def test_lanes_match_apart():
     assert run_processes(2, overtake_on_another_lane) == [0, 12]
 
 
-def exchange_in_batches(rank: int) -> list[int]:
-    transport = DistTransport(dist.group.WORLD)
-    others = [peer for peer in range(3) if peer != rank] * 2
-    sends = [Message(filled(9, 10 * rank + i), peer, "step 0") for i, peer in enumerate(others)]
-    recvs = [Message(filled(9, 99), peer, "step 0") for peer in others]
-    for posted in transport._post_batches(sends, recvs, lane=1):
-        posted.wait()
-    return [int(message.tensor[-1]) for message in recvs]
-
-
-def test_the_batches_meant_for_nccl_arrive_in_order():
-    # What torch runs one by one on gloo; ranks of the group, two messages per pair.
-    assert run_processes(3, exchange_in_batches) == [
-        [10, 20, 12, 22],
-        [0, 21, 2, 23],
-        [1, 11, 3, 13],
-    ]
-
-
 def talk_in_a_subgroup(rank: int) -> str | None:
     group = dist.new_group([2, 0])
     if rank == 1:
@@ -123,6 +104,7 @@ def talk_in_a_subgroup(rank: int) -> str | None:
             transport_for(group)
         return None
     transport = transport_for(group)
+    assert isinstance(group, dist.ProcessGroup) and isinstance(transport, DistTransport)
     got = filled(1, 0)
     peer = 1 - transport.rank
     transport.exchange(
@@ -130,9 +112,10 @@ def talk_in_a_subgroup(rank: int) -> str | None:
     ).wait()
     transport.finish()
     records = transport.gather_records(filled(4, rank))
-    again = companion(group, "records", "gloo")
-    assert again is companion(group, "records", "gloo")
-    dist.barrier(group=again)
+    beside = records_group(group, device=CPU)
+    assert beside is records_group(group, device=CPU) and beside is not group
+    transport._records = beside
+    assert [int(x[0]) for x in transport.gather_records(filled(4, rank + 3))] == [3, 5]
     return f"{int(got[0])} {[int(record[0]) for record in records]}"
 
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.messages import Handle, Message, travelling
-from tilewise.program import CollectiveKind
 from tilewise.transport_dist import DistTransport
 
 __all__ = ["RATE_LIMITED", "Nics", "RateLimited"]
@@ -112,15 +111,6 @@ class RateLimited:
         if sends:
             self._pumping.append(self._thread.submit(self._pump))
         return self._arrivals[-1]
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        return self.exchange(sends, recvs, lane)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._records.gather_records(record)
