@@ -206,15 +206,15 @@ def test_a_plan_in_which_ranks_wait_for_ever_is_an_error():
 
 
 def test_memory_of_a_ring_and_of_a_gather():
-    """Forward: own q, k, v; k, v packed to send; received shards; out and lse."""
+    """Forward: own q, k, v; out and lse so far, and as results; all k, v, or two shards at once."""
     n, out = 8, U + L
 
     def peak(plan: Plan) -> int:
         found = simulate(plan, workload(n), machine())
         return max(use.peak_bytes for use in found.forward.ranks)
 
-    assert peak(tw.all_gather(n)) == 3 * U + 2 * U + (n - 1) * 2 * U + out
-    assert peak(tw.ring(n)) == 3 * U + 2 * U + 2 * 2 * U + out
+    assert peak(tw.all_gather(n)) == 3 * U + 2 * out + n * 2 * U
+    assert peak(tw.ring(n)) == 3 * U + 2 * out + 2 * 2 * U
 
 
 def test_gathered_operands_stay_in_memory_and_do_not_travel_again():

@@ -41,7 +41,8 @@ def search(
 ) -> list[Candidate]:
     """Rank the ways to run a workload, the fastest first; equally fast ones by simplicity.
 
-    The first is the fastest of all options in both passes, simulated; the others are the best of
+    The first is the fastest of all options in both passes, simulated; of many causal ranks, the
+    fastest of those that are roughly the fastest, see docs/planner.md. The others are the best of
     the other strategies, as far as they were needed to know that.
 
     Args:
@@ -90,7 +91,7 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     """
     even = evened(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
-    effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False)
+    effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False, exact=False)
     best = Pairs(even, machine, tried, sys.maxsize, effort).ranked()[0]
     return _plans(best)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,8 @@ class RankUse(NamedTuple):
             posting and merging them, and what a call takes around its program.
         idle_seconds: nothing left to do while others went on.
         bytes_by_link: sent, by the class of the link.
-        peak_bytes: own and received operands, partials, buffers of messages, at their most.
+        peak_bytes: what the caller holds, results among it, and all buffers of the pass, at their
+            most; see footprint.py.
     """
 
     rank: int
@@ -69,8 +71,7 @@ class Replay:
         num = len(score.tracks)
         self.track_of = {track.rank: index for index, track in enumerate(score.tracks)}
         self.place, self.missing, self.ended = [0] * num, [0] * num, [np.nan] * num
-        self.busy, self.held = [0.0] * num, [track.held for track in score.tracks]
-        self.peak = list(self.held)
+        self.busy = [0.0] * num
         self.done = bytearray(len(score.flows) + 1)  # the last one: LOST
         self.waiting: dict[int, list[int]] = defaultdict(list)
         self.following: dict[int, list[int]] = defaultdict(list)
@@ -118,8 +119,6 @@ class Replay:
         while self.place[index] < len(track.ops):
             op = track.ops[self.place[index]]
             self.place[index] += 1
-            self.held[index] += op.grown
-            self.peak[index] = max(self.peak[index], self.held[index])
             match op:
                 case Compute(seconds, route, tile):
                     if seconds:
@@ -175,7 +174,6 @@ class Replay:
         """All of a flow's messages are there; the tracks that can go on."""
         self.done[flow] = 1
         sent = self.score.flows[flow]
-        self.held[self.track_of[sent.rank]] -= sent.released
         start = self.started.pop(flow)
         self.spans.append(Span(sent.rank, sent.link, sent.name, start, self.now - start))
         for later in self.following.pop(flow, ()):
@@ -215,16 +213,24 @@ class Replay:
             f"{ended} of {len(self.ended)} ranks have ended"
         )
 
-    def timeline(self, members: int) -> Timeline:
-        """What was recorded; each track stands for so many ranks."""
+    def timeline(self, members: int, peak_bytes: Callable[[int], int]) -> Timeline:
+        """What was recorded; each track stands for so many ranks.
+
+        Args:
+            peak_bytes: of a rank.
+        """
         total = max(self.ended, default=0.0)
         sent: list[dict[str, int]] = [defaultdict(int) for _ in self.score.tracks]
         for flow in self.score.flows:
             sent[self.track_of[flow.rank]][flow.link] += flow.num_bytes * flow.messages
         ranks = (
-            RankUse(track.rank, members, busy, end - busy, total - end, dict(links), peak)
-            for track, busy, end, links, peak in zip(
-                self.score.tracks, self.busy, self.ended, sent, self.peak, strict=True
+            RankUse(rank, members, busy, end - busy, total - end, dict(links), peak_bytes(rank))
+            for rank, busy, end, links in zip(
+                (track.rank for track in self.score.tracks),
+                self.busy,
+                self.ended,
+                sent,
+                strict=True,
             )
         )
         return Timeline(total, tuple(ranks), tuple(self.spans))

@@ -16,21 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.costs import Costs
+from tilewise.footprint import setting_of, written_peaks
+from tilewise.halves import Halves
 from tilewise.lowering import lower
 from tilewise.machine import Machine
 from tilewise.network import LINKS, Network, blocks
 from tilewise.plan import Plan
-from tilewise.program import Program, arrivals
 from tilewise.pruning import prune_shards
+from tilewise.relabelled import compile_relabelled
 from tilewise.replay import RankUse, Replay, Timeline
-from tilewise.rows import count
 from tilewise.symmetry import Symmetry, all_alike, find_symmetry
 from tilewise.table import check_made_for, shard_layouts, table_cells
 from tilewise.tracks import compile_tracks
 from tilewise.workload import Workload, check_gathered, saving
 
 EXACT_RANKS = 64
-"""Up to so many ranks a causal mask is simulated pruned, rank by rank."""
+"""Up to so many ranks every one is simulated as pruned under a causal mask."""
+
+MOST_MESSAGES = 1 << 17
+"""Up to so many messages of a pass that is done with more ranks too, where programs are those of
+few ranks relabelled: ten thousand messages take about a second."""
 
 MOST_APART = 1024
 """Up to so many ranks that are not alike are replayed unasked: more take many minutes."""
@@ -179,10 +184,11 @@ def simulate(
 
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
-        exact: replay every rank by itself, pruned. None: unless ranks are alike. Under a causal
-            mask on equal zigzag shards they compute alike, but some send fewer rows than others:
-            above 64 ranks, where that takes long, all are taken to send the most; False: at any
-            number.
+        exact: lower and replay every rank by itself, pruned. None: unless ranks are alike. Under
+            a causal mask on equal zigzag shards they compute alike, but some send fewer rows than
+            others: all ranks are replayed, with few ranks' programs relabelled; where that would
+            be more than 131072 messages in a pass, all are taken to send the most. False: so at
+            any number.
     Raises:
         RuntimeError: if all ranks wait for messages that nobody sends.
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
@@ -218,27 +224,51 @@ def simulate_pass(
         machine.kernel(work.dtype, backward, work.head_dim),
     )
     alike = all_alike(plan, work.mask, layouts)
-    symmetry = _symmetry(plan, machine, alike, exact)
+    symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
     costs = Costs(work, machine, payload, layouts, kernel, None, bool(alike))
-    if symmetry.members == 1:
+    if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, work.mask, *layouts)
         plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
-    kept = _kept(plan, work, symmetry, costs) if payload.saved else {}
     network = Network(machine, symmetry)
-    score = compile_tracks(plan, programs, costs, network, kept)
+    peaks = written_peaks(setting_of(plan, work, layouts, backward), programs, halves)
+    if halves is None:
+        score = compile_tracks(plan, programs, costs, network)
+    else:
+        score = compile_relabelled(plan, programs, costs, network, halves)
     replay = Replay(score, network.routes, network.num_resources)
     replay.run()
-    return replay.timeline(symmetry.members), symmetry
+    return replay.timeline(symmetry.members, lambda r: peaks[symmetry.written(r)]), symmetry
 
 
-def _symmetry(plan: Plan, machine: Machine, alike: bool | None, exact: bool | None) -> Symmetry:
-    alone = Symmetry(plan.world_size)
-    if alike is None or exact or (alike and exact is None and plan.world_size <= EXACT_RANKS):
-        return alone
-    return find_symmetry(plan, blocks(machine, plan.world_size))
+def _replayed(
+    plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
+) -> tuple[Symmetry, Halves | None]:
+    """Which ranks are replayed; and if their programs are relabelled, the rows that they send.
+
+    Args:
+        size: rows of a shard.
+    """
+    n, alone = plan.world_size, Symmetry(plan.world_size)
+    if alike is None or exact:
+        return alone, None
+    found = find_symmetry(plan, blocks(machine, n))
+    if not alike or (found.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)):
+        return found, None
+    shifts = found.plan_shifts or find_symmetry(plan).plan_shifts
+    if shifts:
+        halves: Halves = plan.memo("halves", (shifts, size), lambda: Halves(plan, shifts, size), 2)
+        if halves.complete:
+            return halves.symmetry, halves
+    return alone if n <= EXACT_RANKS else found, None
+
+
+def num_messages(plan: Plan) -> int:
+    """Messages of a pass, if all ranks send as many as the first."""
+    first = sum(len({(hop.dst, *hop.item[:2]) for hop in s.sends}) for s in plan.rank_steps(0))
+    return plan.world_size * first
 
 
 def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
@@ -249,22 +279,3 @@ def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
             "unasked: take another shape, a full or causal mask on equal zigzag shards and whole "
             "nodes, or pass exact=True and wait"
         )
-
-
-def _kept(plan: Plan, work: Workload, symmetry: Symmetry, costs: Costs) -> dict[int, int]:
-    """Bytes of the operands that each rank kept from forward."""
-    payload = work.payload(plan, False)
-
-    def gathered(program: Program) -> int:
-        return sum(
-            count(rows, costs.layouts[item.side].size(item.shard)) * payload.row_bytes(item)
-            for item, rows in arrivals(program).items()
-        )
-
-    sizes: dict[int, int] = {}
-    for rank in symmetry.firsts():
-        written = symmetry.written(rank)
-        if written not in sizes:
-            sizes[written] = gathered(lower(plan, written, carries=payload.carries))
-        sizes[rank] = sizes[written]
-    return sizes

@@ -171,20 +171,33 @@ def _power(shift: Shift, blocks: Iterable[int]) -> Shift:
 
 
 def _holds(plan: Plan, shift: Shift) -> bool:
-    """Whether the ranks looked at do what the first of their class does, relabelled."""
+    """Whether the ranks looked at do what the first of their class does, relabelled.
 
+    Those who trade shards for heads are alike in that, and do else what the inner plan's ranks do.
+    """
+    degree, inner = plan.head_split or (1, plan)
+    if shift.span <= degree:
+        return degree % shift.span == 0
+    if any(place % degree for place in shift.places):
+        return False
+    places = [place // degree for place in shift.places]
+    shift = Shift(places[0], shift.radix, tuple(places[1:]))
+    return _seen_to_hold(inner, shift, plan.world_size <= FEW)
+
+
+def _seen_to_hold(plan: Plan, shift: Shift, everywhere: bool) -> bool:
     def steps(rank: int) -> Array | None:
         return plan.memo("written", rank, lambda: _written(plan, rank), keep=FEW)
 
     def first(rank: int) -> int:
         return relative(rank, rank, (shift,))
 
-    probes = [rank for rank in _probes(plan.world_size, shift) if first(rank) != rank]
+    probes = [rank for rank in _probes(plan.world_size, shift, everywhere) if first(rank) != rank]
     return all(_same(steps(rank), rank, steps(first(rank)), (shift,)) for rank in probes)
 
 
-def _probes(n: int, shift: Shift) -> list[int]:
-    if n <= FEW:
+def _probes(n: int, shift: Shift, everywhere: bool) -> list[int]:
+    if everywhere:
         return [*range(n)]
     digits = [(place, place * shift.radix) for place in shift.places]
     edges = [rank for place, end in digits for rank in (place, end - place)]

@@ -1,6 +1,6 @@
-"""Programs with prices: what the replay runs. Messages become flows, tiles seconds, buffers bytes.
+"""Programs with prices: what the replay runs. Messages become flows, tiles seconds.
 
-Compiling knows plans and payloads; the replay after it only flows, seconds and bytes.
+Compiling knows plans and payloads; the replay after it only flows and seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Flow(NamedTuple):
         seconds: that each takes alone.
         num_bytes: of each.
         after: the flow before it to the same peers, which is through first; LOST: none.
-        released: bytes of the sender's memory that are free once all have left.
     """
 
     rank: int
@@ -38,17 +37,15 @@ class Flow(NamedTuple):
     messages: int
     latency: float
     after: int
-    released: int
     name: str
 
 
 class Compute(NamedTuple):
-    """Run a kernel; route is that of shared cores, if any. grown: bytes of memory before it."""
+    """Run a kernel; route is that of shared cores, if any."""
 
     seconds: float
     route: int | None
     tile: Tile
-    grown: int
 
 
 class Busy(NamedTuple):
@@ -57,22 +54,19 @@ class Busy(NamedTuple):
     seconds: float
     route: int | None
     name: str
-    grown: int
 
 
 class Depart(NamedTuple):
     """Let flows leave."""
 
     flows: tuple[int, ...]
-    grown: int
 
 
 class Await(NamedTuple):
-    """Wait for flows; hops name what is awaited, shrunk is what memory is free after."""
+    """Wait for flows; hops name what is awaited."""
 
     flows: tuple[int, ...]
     hops: tuple[tuple[int, Transfer], ...]
-    grown: int
 
 
 Op = Compute | Busy | Depart | Await
@@ -83,7 +77,6 @@ class Track(NamedTuple):
 
     rank: int
     ops: tuple[Op, ...]
-    held: int
 
 
 class Score(NamedTuple):
@@ -94,14 +87,13 @@ class Score(NamedTuple):
 
 
 def compile_tracks(
-    plan: Plan, programs: dict[int, Program], costs: Costs, network: Network, kept: dict[int, int]
+    plan: Plan, programs: dict[int, Program], costs: Costs, network: Network
 ) -> Score:
     """Price the programs of one rank per class.
 
     Args:
         plan: whose programs they are.
         programs: by rank; of those that others' are relabelled from.
-        kept: per rank, bytes of operands that stay from an earlier pass.
     """
     symmetry, flows, known = network.symmetry, [], {}
     writers = [
@@ -109,12 +101,9 @@ def compile_tracks(
         for rank in symmetry.firsts()
     ]
     for writer in writers:
-        writer.held = costs.own_bytes(plan, writer.rank) + kept.get(writer.rank, 0)
         writer.busy("call", costs.call_seconds(plan, writer.rank))
         writer.write(flows, known)
-    tracks = (
-        Track(writer.rank, tuple(_resolved(writer, known)), writer.held) for writer in writers
-    )
+    tracks = (Track(writer.rank, tuple(_resolved(writer, known))) for writer in writers)
     return Score(tuple(tracks), tuple(flows))
 
 
@@ -133,11 +122,9 @@ class _Writer:
         self.rank, self.program = rank, program
         self.costs, self.network, self.symmetry = costs, network, network.symmetry
         self.ops: list[Op] = []
-        self.held = 0
-        self._grown = 0  # bytes since the last op
         self._copied = 0  # bytes packed for the next launch
-        self._partials: dict[Item, int] = {}
-        self._received: dict[Item, int] = {}
+        self._partials: set[Item] = set()
+        self._received: set[Item] = set()
         self._packed: set[Item] = set()
         self._sent: list[int] = []
         self._last: dict[int, int] = {}  # the last flow to each peer
@@ -151,7 +138,7 @@ class _Writer:
     def busy(self, name: str, seconds: float) -> None:
         if seconds:
             route = self.network.compute(self.rank)
-            self.ops.append(Busy(seconds, route, name, self._take()))
+            self.ops.append(Busy(seconds, route, name))
 
     def write(self, flows: list[Flow], known: dict[Hashable, int]) -> None:
         launched: dict[int, tuple[int, tuple[Transfer, ...]]] = {}
@@ -168,8 +155,8 @@ class _Writer:
                     self._await(step, [recvs[index] for index in arrivals])
                 case Free(item):
                     if not self.costs.payload.saved:
-                        self._grown -= self._received.pop(self._item(item), 0)
-        self.ops.append(Await(tuple(self._sent), (), self._take()))
+                        self._received.discard(self._item(item))
+        self.ops.append(Await(tuple(self._sent), ()))
 
     def _hops(self, hops: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         if self.rank == self.program.rank:
@@ -202,16 +189,14 @@ class _Writer:
         )
         merging = sum(map(self._accumulate, parts))
         seconds, route = self.costs.tile_seconds(tile), self.network.compute(self.rank)
-        self.ops.append(Compute(seconds, route, tile, self._take()))
+        self.ops.append(Compute(seconds, route, tile))
         self.busy("merge", merging if seconds else 0.0)
 
     def _accumulate(self, item: Item, rows: Rows | None = None) -> float:
         """Add to a partial; the seconds that this takes, none for the first."""
-        size = self.costs.partial_bytes(item)
         if item in self._partials:
-            return self.costs.merge_seconds(item, rows) if size else 0.0
-        self._partials[item] = size
-        self._grown += size
+            return self.costs.merge_seconds(item, rows) if self.costs.partial_bytes(item) else 0.0
+        self._partials.add(item)
         return 0.0
 
     def _depart(
@@ -221,27 +206,25 @@ class _Writer:
         recvs: tuple[Transfer, ...],
         store: tuple[list[Flow], dict[Hashable, int]],
     ) -> None:
-        for hop in recvs:
-            size = self.costs.message_bytes(hop)
-            self._grown += size
-            if hop.item.role is Role.OPERAND:
-                self._received[hop.item] = self._received.get(hop.item, 0) + size
+        self._received |= {hop.item for hop in recvs if hop.item.role is Role.OPERAND}
         first = len(store[0])
         for (route, size, after), hops in self._grouped(sends, first).items():
             link = self.network.link(self.rank, hops[0].dst)
             seconds, latency = size / self.network.bandwidth(link), self.network.latency(link)
             seconds += self.costs.machine.carry_seconds
-            released = sum(self._buffer(hop.item, self.costs.message_bytes(hop)) for hop in hops)
+            for hop in hops:
+                self._pack(hop.item, self.costs.message_bytes(hop))
             store[1].update((self.key(step, hop), len(store[0])) for hop in hops)
             messages = len({(hop.dst, *hop.item[:2]) for hop in hops})
             name = f"{hops[0].item} to {hops[0].dst}"
             name += f" and {len(hops) - 1} more" * (len(hops) > 1)
-            flow = Flow(self.rank, route, link, seconds, size, messages, latency, after, 0, name)
-            store[0].append(flow._replace(released=released))
+            store[0].append(
+                Flow(self.rank, route, link, seconds, size, messages, latency, after, name)
+            )
         numbers = tuple(range(first, len(store[0])))
         self._sent += numbers
         self.busy("pack", self.costs.pack_seconds(self._copied))
-        self.ops.append(Depart(numbers, self._take()))
+        self.ops.append(Depart(numbers))
         self.busy("post", self.costs.machine.message_seconds * (len(sends) + len(recvs)))
         self._copied = 0
 
@@ -262,18 +245,15 @@ class _Writer:
                 self._last[dst] = numbers.setdefault(group, first + len(numbers))
         return groups
 
-    def _buffer(self, item: Item, size: int) -> int:
-        """Bytes of a send's own buffer that are free after it; operands go from where they lie."""
+    def _pack(self, item: Item, size: int) -> None:
+        """Count what is copied to send it: partials, and once what consists of several tensors."""
         if item.role is Role.PARTIAL:
-            self._grown += size - self._partials.pop(item, 0)
+            self._partials.discard(item)
             self._copied += size
-            return size
         own = item.role is Role.OPERAND and item not in self._received
         if own and item.side in self.costs.packed and item not in self._packed:
-            self._packed.add(item)  # packed once, and kept
-            self._grown += size
+            self._packed.add(item)
             self._copied += size
-        return 0
 
     def _await(self, step: int, hops: list[Transfer]) -> None:
         merging = sum(
@@ -283,12 +263,5 @@ class _Writer:
         )
         full = tuple((step, hop) for hop in hops if self.costs.message_bytes(hop))
         if full:
-            self.ops.append(Await((), full, self._take()))
+            self.ops.append(Await((), full))
             self.busy("merge", merging)
-        self._grown -= sum(
-            self.costs.message_bytes(hop) for hop in hops if hop.item.role is not Role.OPERAND
-        )
-
-    def _take(self) -> int:
-        grown, self._grown = self._grown, 0
-        return grown

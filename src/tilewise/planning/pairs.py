@@ -23,6 +23,9 @@ CHEAP_HOPS = 1 << 10
 LEANEST, PATIENCE = ("ring", "ring of q", "ulysses"), 12
 """Kinds of which one needs least memory, and options tried before it is asked whether they fit."""
 
+KEPT = 2
+"""Pairs that must run one plan in both passes, of those that are replayed at the end."""
+
 FAR = 20.0
 """Plans that take more than so many times the best are not worth a line."""
 
@@ -34,11 +37,13 @@ class Effort(NamedTuple):
         trials: options simulated in each pass; None: as many as it takes.
         keeping: whether to keep what was gathered in forward even where that takes memory.
         table: whether to simulate other families only to tell what they take.
+        exact: whether to simulate what is fastest exactly.
     """
 
     trials: int | None = None
     keeping: bool = True
     table: bool = True
+    exact: bool = True
 
 
 class Pair(NamedTuple):
@@ -55,6 +60,11 @@ class Pair(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         return max(self.forward.peak_bytes, self.backward.peak_bytes)
+
+    @property
+    def kept(self) -> bool:
+        """Whether both passes must run one plan."""
+        return self.save == "gathered" or self.forward.option.own_shards
 
     @property
     def strategy(self) -> str:
@@ -107,6 +117,8 @@ class Pairs:
         found += self._together(found)
         if self.effort.table:
             found += self._fill(found)
+        if self.effort.exact and self.forward.scene.rough:
+            found = self._exactly(found)
         fitting = sorted((p for p in found if p.peak_bytes <= self.memory), key=lambda p: p.order)
         if not fitting:
             raise ValueError(self._too_little(found))
@@ -190,6 +202,23 @@ class Pairs:
             if pair.peak_bytes <= self.memory:
                 best = min(best, pair.seconds)
         return pairs
+
+    def _exactly(self, found: list[Pair]) -> list[Pair]:
+        """The fastest pair with exact times; of the others those that cannot be taken for it."""
+        exact: list[Pair] = []
+        if self.save != "gathered":
+            first = self.forward.settle_exactly(self.memory)
+            other = self.backward["replay"].settle_exactly(self.memory)
+            if first and other:
+                exact.append(Pair(first, other, "replay"))
+        best = min((pair.seconds for pair in exact), default=math.inf)
+        fitting = (pair for pair in found if pair.kept and pair.peak_bytes <= self.memory)
+        for pair in sorted(fitting, key=lambda pair: pair.order)[:KEPT]:
+            if pair.seconds < best:
+                parts = self.forward.exact(pair.forward), pair.backward
+                exact.append(Pair(parts[0], self.backward[pair.save].exact(parts[1]), pair.save))
+                best = min(best, exact[-1].seconds)
+        return exact + [pair for pair in found if pair.seconds >= best or not exact]
 
     def _full(self, order: int, save: str) -> bool:
         """Whether an option would have to be simulated, and no more may be."""

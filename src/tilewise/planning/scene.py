@@ -43,7 +43,17 @@ class Scene:
     @property
     def one_by_one(self) -> bool:
         """Whether every rank is simulated by itself."""
-        return self.alike is None or bool(self.alike and self.world_size <= EXACT_RANKS)
+        return self.alike is None or (self.alike and not self.rough)
+
+    @property
+    def rough(self) -> bool:
+        """Whether ranks are first taken to send equally much, which some do not.
+
+        They compute alike: that takes milliseconds, and replaying them all a second. Where nodes
+        are not all full, it is too far off to choose by.
+        """
+        whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
+        return bool(self.alike) and whole and self.world_size > EXACT_RANKS
 
     def share(self, option: Option) -> float:
         """The least share of a shard's bytes that is left after pruning, of any that is read.

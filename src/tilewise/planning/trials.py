@@ -13,7 +13,7 @@ from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option
 from tilewise.planning.scene import Scene
 from tilewise.replay import Timeline
-from tilewise.simulator import simulate_pass
+from tilewise.simulator import num_messages, simulate_pass
 from tilewise.symmetry import Symmetry
 
 MOST_UNLIKE, MOST_PRUNED = 384, 1280
@@ -21,20 +21,28 @@ MOST_UNLIKE, MOST_PRUNED = 384, 1280
 options.EVERY_RANK of them: one trial of 64 takes half a second. The second number is for a causal
 mask, whose bounds are close."""
 
+FINAL_MESSAGES = 24_000
+"""So many messages of plans that are roughly the fastest are replayed in all, beside one plan's."""
+
 TINY = 1e-30
 
-ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 16
+ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 32
 """Up to so many ranks every schedule of a tile is looked at; with more, so many in all, for making
 one takes a tenth of a second."""
 
 
 class Trial(NamedTuple):
-    """An option's plan, simulated in one pass."""
+    """An option's plan, simulated in one pass.
+
+    Attributes:
+        rough: whether ranks that send less than others were taken to send as much.
+    """
 
     option: Option
     plan: Plan
     timeline: Timeline
     symmetry: Symmetry
+    rough: bool = False
 
     @property
     def seconds(self) -> float:
@@ -173,18 +181,47 @@ class Trials:
         return self.bounds[option.order] > known
 
     def trial(self, order: int) -> Trial:
-        """Simulate an option, once."""
+        """Simulate an option, once; roughly where that takes much less time."""
         if order not in self.tried:
-            plan, scene = self.plans.plan(order), self.scene
-            assert plan is not None
-            timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
-            kept = timeline._replace(spans=())
-            option = self.plans.options[order]
-            self.tried[order] = Trial(option, plan, kept, symmetry)
-            times = timeline.seconds / max(self.bounds[order], TINY)
-            self._times[option.kind] = min(times, self._times.get(option.kind, math.inf))
-            self.bounds[order] = timeline.seconds
+            trial = self.tried[order] = self._simulated(order, self.scene.rough)
+            times = trial.seconds / max(self.bounds[order], TINY)
+            kind = trial.option.kind
+            self._times[kind] = min(times, self._times.get(kind, math.inf))
+            self.bounds[order] = trial.seconds
         return self.tried[order]
+
+    def exact(self, trial: Trial) -> Trial:
+        """The trial, simulated as tw.simulate does it."""
+        order = trial.option.order
+        if self.tried[order].rough:
+            self.tried[order] = self._simulated(order, False)
+            self.bounds[order] = self.tried[order].seconds
+        return self.tried[order]
+
+    def settle_exactly(self, memory_bytes: int) -> Trial | None:
+        """The fastest that fits of the few trials that are roughly the fastest."""
+        left, best, ratio = FINAL_MESSAGES, None, 1.0  # ratio: the least of exact to rough times
+        for trial in sorted(self.tried.values(), key=lambda trial: trial.rank):
+            cost = num_messages(trial.plan)
+            if best and (ratio * trial.seconds >= best.seconds or left < cost):
+                break
+            if trial.option.own_shards or trial.peak_bytes > memory_bytes:
+                continue
+            left -= cost
+            exact = self.exact(trial)
+            ratio = min(ratio, exact.seconds / trial.seconds)
+            if exact.peak_bytes <= memory_bytes and (best is None or exact.rank < best.rank):
+                best = exact
+        return best
+
+    def _simulated(self, order: int, rough: bool) -> Trial:
+        plan, scene = self.plans.plan(order), self.scene
+        assert plan is not None
+        timeline, symmetry = simulate_pass(
+            plan, scene.work, scene.machine, scene.backward, False if rough else None
+        )
+        kept = timeline._replace(spans=())
+        return Trial(self.plans.options[order], plan, kept, symmetry, rough)
 
 
 def ticks(seconds: float) -> float:
