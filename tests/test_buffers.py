@@ -1,7 +1,6 @@
 """Passes bound to buffers: same bits, no allocation once bound, no buffer in two hands at once."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise import buffers, work
 from tilewise.kernels.merge import merge_into
-from tilewise.simulator import simulate_pass
 from tilewise.tape import Request, Tape, places
-from tilewise.two_passes import forward_pass
 
 MASKS = {
     "causal": tw.Causal(),
@@ -88,41 +85,6 @@ def test_counting_sees_what_it_is_to_see():
     assert counting.asked == {"_local_scalar_dense": 1}
 
 
-@pytest.mark.parametrize(
-    "plan", [tw.ring(8), tw.ring(8, moves="q"), tw.double_ring(2, 4)], ids=repr
-)
-def test_peak_memory_is_the_planners_figure(plan, bound, monkeypatch):
-    """As on a GPU, where receives are not posted ahead."""
-    heads, rows = (8, 4, 64), 64
-    layout = tw.contiguous(plan.world_size * rows, plan.world_size)
-    work = tw.Workload(layout.num_tokens, *heads, layout=layout, save="replay")
-
-    def recorded(run: Callable[[Case], object]) -> int:
-        """The largest tape that ranks record when they run this."""
-        tapes: list[Tape] = []
-
-        def kept(requests: list[Request]) -> Tape:
-            tapes.append(Tape(requests))
-            return tapes[-1]
-
-        def body(case: Case) -> None:
-            monkeypatch.setattr(case.transport, "receives_ahead", 0)
-            run(case)
-
-        monkeypatch.setattr(buffers, "Tape", kept)
-        on_ranks(plan, layout, tw.Full(), body, heads=heads, dtype=torch.bfloat16)
-        assert len(tapes) == plan.world_size
-        return max(tape.num_bytes for tape in tapes)
-
-    forward = recorded(lambda c: forward_pass(c.problem, c.transport, c.q, c.k, c.v, keep=True))
-    backward = recorded(Case.both_passes)  # forward is recorded already
-    inputs = 2 * rows * (heads[0] + 2 * heads[1]) * 64
-    saved = rows * heads[0] * (2 * 2 * 64 + 4)  # out, dout and lse; delta is a buffer of the pass
-    for which, peak in ((False, forward + inputs), (True, backward + inputs + saved)):
-        timeline, _ = simulate_pass(plan, work, tw.Machine.preset("h100x8"), which)
-        assert peak == pytest.approx(max(use.peak_bytes for use in timeline.ranks), rel=0.05)
-
-
 def test_results_are_the_callers_own(bound):
     def twice(case: Case) -> bool:
         first = case.both_passes()
@@ -184,22 +146,58 @@ def test_what_was_sent_rests_until_it_has_left():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 20), st.integers(0, 20)), max_size=25)
+    st.lists(
+        st.tuples(
+            st.integers(0, 20),
+            st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 20)), min_size=1, max_size=4),
+        ),
+        max_size=20,
+    )
 )
-def test_buffers_of_one_time_lie_apart(drawn):
-    requests = [Request((size,), torch.uint8, begin, begin + more) for size, begin, more in drawn]
+def test_rows_of_one_time_lie_apart(drawn):
+    requests = [
+        Request(
+            (sum(rows for rows, _ in parts),),
+            torch.uint8,
+            begin,
+            tuple((rows, begin + more) for rows, more in parts),
+        )
+        for begin, parts in drawn
+    ]
     offsets, total = places(requests)
-    spans = [(r, at, at + r.num_bytes) for r, at in zip(requests, offsets, strict=True)]
-    for i, (r, start, stop) in enumerate(spans):
-        assert start % 256 == 0 and stop <= total
-        for other, first, last in spans[:i]:
-            together = r.begin < other.end and other.begin < r.end
-            assert not together or stop <= first or last <= start or r.num_bytes == 0
+    spans = []
+    for number, (request, at) in enumerate(zip(requests, offsets, strict=True)):
+        assert at % 256 == 0 and at + request.num_bytes <= total
+        for rows, end in request.parts:
+            spans.append((number, at, at + rows, request.begin, end))
+            at += rows
+    for i, (number, start, stop, begin, end) in enumerate(spans):
+        for other, first, last, from_, until in spans[:i]:
+            together = begin < until and from_ < end and number != other
+            assert not together or stop <= first or last <= start or start == stop
     assert total <= sum(-(-r.num_bytes // 256) * 256 for r in requests)
 
 
+def test_parts_of_a_buffer_are_given_back_each_by_itself():
+    shelf, binding = buffers.Shelf(), buffers.Binding()
+    recorder = binding.lender(shelf, torch.device("cpu"))
+    arena = recorder.take_parts((12, 256), torch.uint8, (4, 0, 8))
+    recorder.give(arena[:4])
+    first = recorder.take((4, 256), torch.uint8)
+    recorder.sent(arena[6:8])
+    recorder.launched(0, 0)
+    recorder.give(arena[4:])
+    second = recorder.take((8, 256), torch.uint8)
+    recorder.left(0)
+    third = recorder.take((8, 256), torch.uint8)
+    recorder.end()
+    assert binding.tape is not None and len({x.data_ptr() for x in (first, second, third)}) == 3
+    whole, reused, fresh, last = binding.tape.offsets
+    assert reused == whole and last == whole + 4 * 256 and fresh >= whole + 12 * 256
+
+
 def test_buffers_that_follow_each_other_share_their_place():
-    tape = Tape([Request((1024,), torch.float32, i, i + 2) for i in range(50)])
+    tape = Tape([Request((1024,), torch.float32, i, ((1024, i + 2),)) for i in range(50)])
     assert tape.num_bytes == 2 * 4096
     views = tape.views(torch.empty(tape.num_bytes, dtype=torch.uint8))
     assert views[0].data_ptr() == views[2].data_ptr() and views[0].shape == (1024,)

@@ -184,14 +184,15 @@ def test_a_bounded_mesh_has_no_hop_that_can_be_dropped():
 
 @pytest.mark.parametrize("backward", (False, True))
 def test_few_held_shards_take_less_memory_than_all(backward: bool):
-    work, fast = workload(64), machine(1e6, 1e9)
+    work = tw.Workload(64 * 1024, 8, 8, 64, layout="contiguous")
+    fast = machine(1e6, 1e9)
 
     def peak(plan: Plan) -> int:
         timeline, _ = simulate_pass(plan, work, fast, backward)
         return max(use.peak_bytes for use in timeline.ranks)
 
     bounded = peak(tw.mesh(64, 4, held=7, backward=backward))
-    assert bounded < 0.5 * peak(tw.mesh(64, 4, "kv_first"))
+    assert bounded < 0.55 * peak(tw.mesh(64, 4, "kv_first"))
     assert bounded < 0.96 * peak(tw.mesh(64, 4, "eager"))
 
 

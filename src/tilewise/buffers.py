@@ -8,15 +8,16 @@ only takes and gives: whether that is bound or fresh is decided by who lends.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from tilewise.messages import LAUNCHES_IN_FLIGHT
+from tilewise.ledger import CALLERS, Ledger
 from tilewise.streams import Moment, current_moment, follow
 from tilewise.tape import Request, Tape
 
@@ -39,12 +40,16 @@ class Lender(Source, Protocol):
 
     adopts: bool
 
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        """A buffer whose rows, so many at a time, are given back each by themselves."""
+        ...
+
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A value that nobody else uses, for the rest of the pass, in this dtype."""
         ...
 
     def give(self, x: Tensor) -> None:
-        """Take a buffer back; where it was sent, once it is sure to have left."""
+        """Take a buffer or a part of one back; where it was sent, once it is sure to have left."""
         ...
 
     def sent(self, x: Tensor) -> None:
@@ -92,11 +97,24 @@ class Fresh(_Forgetful):
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._like.new_empty(shape, dtype=dtype)
 
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        return self.take(shape, dtype)
+
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
     def end(self) -> None:
         return
+
+
+class Captured(Fresh):
+    """Fresh memory for a graph, used as a bound pass uses its own.
+
+    So kernels are called in the ways that they were called in before: what they compile for a way
+    is not for a capture.
+    """
+
+    adopts = False
 
 
 class Scratch:
@@ -178,6 +196,16 @@ class Binding:
         return Player(self.tape, shelf, device)
 
 
+class _Asked(NamedTuple):
+    """A buffer that was asked for, and the numbers of its parts in the ledger."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    first: int
+    starts: tuple[int, ...]  # bytes
+
+
 class Recorder(Fresh):
     """Lends new memory and writes down what is asked for, and when it is no longer needed."""
 
@@ -186,72 +214,60 @@ class Recorder(Fresh):
     def __init__(self, binding: Binding, shelf: Shelf, device: torch.device):
         super().__init__(device)
         self._binding, self._shelf = binding, shelf
-        self._asked: list[tuple[tuple[int, ...], torch.dtype, int]] = []
-        self._ended: dict[int, int] = {}
-        self._number: dict[int, int] = {}  # of the request, by the address of its memory
-        self._leaving: list[int] = []
-        self._busy: defaultdict[int, set[int]] = defaultdict(set)  # launches that send a request
-        self._resting: set[int] = set()
-        self._under_way: defaultdict[int, deque[int]] = defaultdict(deque)  # launches, by lane
+        self._ledger = Ledger()
+        self._asked: list[_Asked] = []
+        self._known: dict[int, _Asked] = {}  # the last request by the address of its memory
+        self.launched, self.left = self._ledger.launched, self._ledger.left
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.take_parts(shape, dtype, (shape[0],))
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
         x = super().take(shape, dtype)
+        row_bytes = x.nbytes // max(1, len(x))
+        starts = tuple(accumulate((count * row_bytes for count in rows[:-1]), initial=0))
+        asked = _Asked(tuple(shape), dtype, tuple(rows), self._ledger.take(len(rows)), starts)
+        self._asked.append(asked)
         if x.numel():
-            self._number[_address(x)] = len(self._asked)
-        self._asked.append((tuple(shape), dtype, self._now()))
+            self._known[_address(x)] = asked
         return x
 
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.take(x.shape, dtype).copy_(x)
 
     def give(self, x: Tensor) -> None:
-        number = self._number.get(_address(x)) if x.numel() else None
-        if number is None:  # a caller's tensor
-            return
-        if number in self._busy or number in self._leaving:
-            self._resting.add(number)
-        else:
-            self._ended.setdefault(number, self._now())
+        number = self._number(x)
+        if number is not None:
+            self._ledger.give(number)
 
     def sent(self, x: Tensor) -> None:
         if x.numel():
-            self._leaving.append(self._number.get(_address(x), -1))
+            number = self._number(x)
+            self._ledger.sent(CALLERS if number is None else number)
 
-    def launched(self, handle: int, lane: int) -> None:
-        if not self._leaving:
-            return
-        under_way = self._under_way[lane]
-        under_way.append(handle)
-        for number in self._leaving:
-            self._busy[number].add(handle)
-        self._leaving.clear()
-        if len(under_way) > LAUNCHES_IN_FLIGHT:
-            self.left(under_way.popleft())
-
-    def left(self, handle: int) -> None:
-        for number, handles in tuple(self._busy.items()):
-            handles.discard(handle)
-            if handles:
-                continue
-            del self._busy[number]
-            if number in self._resting:
-                self._resting.remove(number)
-                self._ended.setdefault(number, self._now())
+    def _number(self, x: Tensor) -> int | None:
+        """None: it is empty, or a caller's."""
+        known = self._known.get(_address(x)) if x.numel() else None
+        if known is None:
+            return None
+        return known.first + bisect_right(known.starts, x.data_ptr() - _address(x)) - 1
 
     def end(self) -> None:
-        never = self._now() + 1
+        ends = self._ledger.ends()
         requests = [
-            Request(shape, dtype, begin, self._ended.get(i, never))
-            for i, (shape, dtype, begin) in enumerate(self._asked)
+            Request(
+                asked.shape,
+                asked.dtype,
+                asked.first,
+                tuple(zip(asked.rows, ends[asked.first :], strict=False)),
+            )
+            for asked in self._asked
         ]
         self._binding.tape = tape = Tape(requests)
         slab = self._shelf.take()
         slab.enter(tape, self.device)
         slab.leave()
         self._shelf.slabs.append(slab)
-
-    def _now(self) -> int:
-        return len(self._asked)
 
 
 class Player(_Forgetful):
@@ -267,6 +283,9 @@ class Player(_Forgetful):
         x = next(self._views)
         assert x.shape == tuple(shape) and x.dtype == dtype, "a pass asks as its first one did"
         return x
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        return self.take(shape, dtype)
 
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.take(x.shape, dtype).copy_(x)

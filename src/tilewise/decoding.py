@@ -18,10 +18,13 @@ from torch import Tensor
 from tilewise.calls import Call, Kind, Ranges, count_rows
 from tilewise.chunk import num_held
 from tilewise.execute import execute
+from tilewise.frame import Frame
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
+from tilewise.lifetimes import Lifetimes
 from tilewise.mask import Mask
 from tilewise.messages import Transport
+from tilewise.parts import Cut
 from tilewise.passes import Run
 from tilewise.payload import Payload
 from tilewise.plan import Side, Tile
@@ -29,7 +32,9 @@ from tilewise.problem import Problem
 from tilewise.script import partial
 from tilewise.strips import Strips
 from tilewise.tile import tile_calls
-from tilewise.work import Forward, Frame, Tensors
+from tilewise.totals import Tensors
+from tilewise.two_passes import with_unit_stride
+from tilewise.work import Forward
 
 
 class Place(NamedTuple):
@@ -64,7 +69,7 @@ class Rank(NamedTuple):
 
 
 def reads(
-    mask: Mask, places: Sequence[Place], here: Rank, heads: tuple[int, int], square_causal: bool
+    mask: Mask, places: Sequence[Place], here: Rank, heads: tuple[int, int], cut: Cut
 ) -> Iterator[Read]:
     """The calls that compute, of all that these queries may see, what is cached here.
 
@@ -73,22 +78,20 @@ def reads(
     Args:
         mask: of positions within a sequence.
         heads: num_heads and num_kv_heads.
-        square_causal: what the kernel wants of causal calls.
+        cut: how the kernel wants several queries' cells cut.
     """
     by_head: Sequence[Mask] | None = getattr(mask, "heads", None)
     if by_head is None:
-        yield from _of_heads(mask, places, here, square_causal)
+        yield from _of_heads(mask, places, here, cut)
         return
     shared = heads[0] // heads[1]
     for i, one in enumerate(by_head):
-        for read in _of_heads(one, places, here, square_causal):
+        for read in _of_heads(one, places, here, cut):
             q_heads = slice(i * shared, (i + 1) * shared)
             yield read._replace(q_heads=q_heads, kv_heads=slice(i, i + 1))
 
 
-def _of_heads(
-    mask: Mask, places: Sequence[Place], here: Rank, square_causal: bool
-) -> Iterator[Read]:
+def _of_heads(mask: Mask, places: Sequence[Place], here: Rank, cut: Cut) -> Iterator[Read]:
     if all(place.stop - place.start <= 1 for place in places):
         found = _of_single_queries(mask.strips(), places, here)
     else:
@@ -97,7 +100,7 @@ def _of_heads(
                 np.arange(place.start, place.stop),
                 here.positions(place.stop),
                 mask,
-                square_causal=square_causal,
+                **cut._asdict(),
             )
             for place in dict.fromkeys(places)
         }
@@ -153,8 +156,11 @@ class DecodingPass:
     ) -> Tensor:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
         heads = self._payload.num_heads, self._payload.num_kv_heads
-        calls = [*reads(mask, places, self._here, heads, self._frame.kernel.square_causal)]
-        work = Decode(self._frame, self._payload, (q.transpose(0, 1), *cached), calls)
+        kernel = self._frame.kernel
+        cut = Cut(kernel.square_causal, kernel.whole_tile)
+        calls = [*reads(mask, places, self._here, heads, cut)]
+        rows = with_unit_stride(q).transpose(0, 1)
+        work = Decode(self._frame, self._payload, (rows, *cached), calls)
         execute(self._program, work, self._transport)
         out, _ = work.final(partial(Side.Q, 0))
         return out.to(q.dtype).transpose(0, 1).contiguous()
@@ -176,7 +182,7 @@ class Decode(Forward):
         tensors: tuple[Tensor, Tensor, Tensor],
         calls: Sequence[Read],
     ):
-        super().__init__(frame, payload, {}, [])
+        super().__init__(frame, payload, {}, [], Lifetimes({}, {}))
         self._queries, *self._cached = tensors
         self._reads = calls
 
@@ -187,7 +193,7 @@ class Decode(Forward):
         if self._is_all(self._reads):
             self._add(item, None, self._attend(self._reads[0], kernel))
             return
-        partials = self.partials[item] = self._empty(item, len(self._queries))
+        partials = self.partials[item] = self._empty(item)
         for read in self._reads:
             self._take_in(read, partials, self._attend(read, kernel))
 

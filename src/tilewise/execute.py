@@ -112,10 +112,7 @@ def _launch_together(
         for room, hop in zip(rooms, launch.recvs, strict=True)
     ]
     outgoing = _outgoing(work, launch.step, launch.sends)
-    if isinstance(launch, Collective):
-        started = transport.collective(launch.kind, outgoing, incoming, launch.lane)
-    else:
-        started = transport.exchange(outgoing, incoming, launch.lane)
+    started = transport.exchange(outgoing, incoming, launch.lane)
     work.launched(launch.handle, launch.lane)
     return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
 

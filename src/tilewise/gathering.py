@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.agreement import agree
+from tilewise.given import must_be
 from tilewise.layout import Layout
 from tilewise.messages import Message, Transport
 
@@ -22,24 +23,27 @@ def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> 
         ValueError: the same on every rank, if one rank's rows do not fit the layout or ranks
             disagree on shape or dtype.
     """
-    error, wanted = None, layout.size(transport.rank)
-    if not -x.ndim <= dim < x.ndim:
-        error = f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}"
-    elif x.shape[dim] != wanted:
-        error = (
-            f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
-        )
-    others = list(x.shape)
-    if error is None:
-        others[dim] = -1
-    fields = {
-        "layout": layout.fingerprint,
-        "shape": str(others),
-        "dim": str(dim),
-        "dtype": str(x.dtype),
-    }
+    try:
+        fields, error = _fields(x, layout, transport.rank, dim), None
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
+        fields, error = None, str(raised)
     agree(transport, fields, error)
     return _Gather.apply(x, layout, transport, dim)  # pyright: ignore[reportReturnType]
+
+
+def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
+    """What the ranks must have in common, of a tensor that is right by itself."""
+    must_be(Tensor, "x", x, "what cp.attention returned")
+    wanted, others = layout.size(rank), list(x.shape)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}")
+    if x.shape[dim] != wanted:
+        raise ValueError(
+            f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
+        )
+    others[dim] = -1
+    texts = layout.fingerprint, str(others), str(dim), str(x.dtype)
+    return dict(zip(("layout", "shape", "dim", "dtype"), texts, strict=True))
 
 
 class _Gather(torch.autograd.Function):

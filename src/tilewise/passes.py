@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from tilewise import buffers
 from tilewise.binding import Binder
 from tilewise.blocks import Arena, Block
-from tilewise.buffers import Binding, Fresh, Lender, Shelf
+from tilewise.buffers import Binding, Captured, Fresh, Lender, Shelf
 from tilewise.frame import Frame, packings
 from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.lifetimes import Lifetimes, lifetimes
 from tilewise.lowering import lower
 from tilewise.messages import Transport
+from tilewise.parts import Cut, Table
+from tilewise.pass_work import PassWork
 from tilewise.payload import HeadGroups, Payload
 from tilewise.plan import Item, Rows, Side
 from tilewise.problem import Problem
@@ -24,7 +27,6 @@ from tilewise.pruning import prune_shards
 from tilewise.rows import count
 from tilewise.script import operand, partial
 from tilewise.streams import is_capturing
-from tilewise.work import PassWork
 
 
 class Run:
@@ -73,8 +75,10 @@ class Run:
             tensors: that the pass starts with, rows first; None: it starts without.
         """
         problem, device = self.problem, self.device
-        if device.type not in buffers.BOUND_DEVICES or is_capturing(device):
+        if device.type not in buffers.BOUND_DEVICES:
             return Fresh(device)
+        if is_capturing(device):
+            return Captured(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
         calls = problem.layouts, problem.mask, problem.kernel.name
         key = self._key, calls, self.batch, device, keep, strides
@@ -91,8 +95,8 @@ class Run:
             lender: None: of new memory.
         """
         problem = self.problem
-        square, whole = problem.kernel.square_causal, problem.kernel.whole_tile
-        key = problem.layouts, problem.mask, square, self.groups, self.device, whole
+        cut = Cut(problem.kernel.square_causal, problem.kernel.whole_tile)
+        key = Table(problem.layouts, problem.mask, self.groups, cut), self.device
         binder = self.plan.memo("binder", key, lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(
@@ -113,8 +117,9 @@ class Run:
         named: Sequence[dict[str, Tensor]],
         gathered: dict[Item, Block] | None = None,
         lender: Lender | None = None,
-    ) -> tuple[dict[Item, Block], list[Arena]]:
-        """The operands that this rank holds from the start, and the arenas that they move into."""
+    ) -> tuple[dict[Item, Block], list[Arena], Lifetimes]:
+        """The operands that this rank holds from the start, the arenas that they move into, and
+        how long they are needed."""
         gathered = gathered or {}
         operands = dict(gathered)
         for side, tensors in zip(Side, named, strict=True):
@@ -124,38 +129,39 @@ class Run:
                     fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
                     operands[item] = Block(((0, rows.stop - rows.start),), fields)
         lender = lender or Fresh(self.device)
-        arenas = (self._arena(items, gathered, lender) for items in self.program.arenas)
-        return operands, [arena for arena in arenas if arena]
+        arenas = [self._arena(items, gathered, lender) for items in self.program.arenas]
+        kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
+        placed = {*chain.from_iterable(self.program.arenas)}
+        arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
+        ends: Lifetimes = self.plan.memo(
+            "lifetimes", self._key, lambda: lifetimes(self.program), keep=4 * self.plan.world_size
+        )
+        return operands, [arena for arena in arenas if arena], ends
 
-    def collect(
-        self, work: PassWork, wanted: Sequence[tuple[Side, Sequence[int | None]]]
-    ) -> list[tuple[Tensor, ...]]:
-        """This rank's finished partials, put together over shards and head groups.
+    def collect(self, work: PassWork, side: Side, results: Sequence[Tensor]) -> None:
+        """Write this rank's finished partials of a side, over its shards and head groups.
 
         Args:
-            wanted: per side the widths of its partial's tensors, None for a statistic.
+            results: one for each of a partial's tensors, of all of this rank's rows and heads.
         """
-        collected = []
-        for side, widths in wanted:
-            heads = self.groups.num_heads if side is Side.Q else self.groups.num_kv_heads
-            held = self._held(side)
-            if len(held) == self.groups.groups == 1:
-                collected.append(work.final(partial(side, held[0][0])))
-                continue
-            num_rows = sum(rows.stop - rows.start for _, rows in held)
-            shape, frame = (num_rows, self.batch, heads), work.frame
-            wholes = [
-                frame.lender.take(shape if w is None else (*shape, w), frame.dtype).zero_()
-                for w in widths
-            ]
-            for shard, rows in held:
-                for group in range(self.groups.groups):
-                    parts = work.final(partial(side, shard, group))
-                    for whole, part in zip(wholes, parts, strict=True):
-                        # Added: groups may share a KV head, whose gradients sum.
-                        whole[rows][:, :, self.groups.slice(side, group)] += part
-            collected.append(tuple(wholes))
-        return collected
+        held = self._held(side)
+        if len(held) == self.groups.groups == 1:
+            for result, value in zip(results, work.final(partial(side, held[0][0])), strict=True):
+                result.copy_(value)
+            return
+        for shard, rows in held:
+            sums: dict[int, tuple[Tensor, ...]] = {}  # by first head
+            for group in range(self.groups.groups):
+                values = work.final(partial(side, shard, group))
+                heads = self.groups.slice(side, group)
+                # Groups may share a KV head, whose gradients sum.
+                for total, value in zip(sums.setdefault(heads.start, values), values, strict=True):
+                    if total is not value:
+                        total.add_(value)
+            width = self.groups.slice(side, 0).stop
+            for first, values in sums.items():
+                for result, value in zip(results, values, strict=True):
+                    result[rows][:, :, first : first + width].copy_(value)
 
     def buffers(self) -> Iterator[tuple[Item, ...]]:
         """The items that lie in each of the buffers that hold what arrives.
@@ -233,6 +239,6 @@ class Run:
         starts = dict(zip(items, self._starts(items), strict=True))
         if not packing.names:
             return Arena(starts, None, dict(before))
-        shape = sum(map(self._num_rows, items)), self.batch, *packing.row_shape
-        wire = lender.take(shape, torch.uint8)
+        rows = [self._num_rows(item) for item in items]
+        wire = lender.take_parts((sum(rows), self.batch, *packing.row_shape), torch.uint8, rows)
         return Arena(starts, wire, {**before, **packing.unpack(wire)})

@@ -81,6 +81,12 @@ class Payload(NamedTuple):
         fields = self.fields(item.side, item.role)
         return self.heads(item.side) * sum(f.width * ITEM_BYTES(f.dtype) for f in fields)
 
+    def in_place(self, item: Item) -> bool:
+        """Whether packed fields of an item are aligned, so that they can be used where they lie."""
+        fields, heads = self.fields(item.side, item.role), self.heads(item.side)
+        widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
+        return all(heads * f.width * ITEM_BYTES(f.dtype) % widest == 0 for f in fields)
+
 
 def accumulator(dtype: str) -> str:
     """The dtype in which partials are kept and merged, lse always."""

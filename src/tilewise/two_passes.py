@@ -25,7 +25,7 @@ def forward_pass(
         keep: a backward pass follows; save="gathered" then keeps what was received.
     """
     batched = q.ndim == 4
-    rows = [_rows_first(x, batched) for x in (q, k, v)]
+    rows = [_rows_first(with_unit_stride(x), batched) for x in (q, k, v)]
     run = Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     lender = run.lender(rows, keep)
@@ -34,11 +34,11 @@ def forward_pass(
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
     work = Forward(run.frame(keep, lender), run.payload, *run.start(named, lender=lasting))
     execute(run.program, work, transport)
-    ((out, lse),) = run.collect(work, [(Side.Q, (q.shape[-1], None))])
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=work.frame.dtype)
+    run.collect(work, Side.Q, [_rows_first(x, batched) for x in (out, lse)])
     kept = run.kept(work.operands) if keep else []
-    result = _as_given(out, batched, q.dtype), _as_given(lse, batched, lse.dtype), kept
     lender.end()
-    return result
+    return out, lse, kept
 
 
 def backward_pass(
@@ -56,8 +56,8 @@ def backward_pass(
         grads: dout and dlse; None: zero.
     """
     batched = saved[0].ndim == 4
-    q, k, v, out, lse = (_rows_first(x, batched) for x in saved)
-    dout, dlse = (None if x is None else _rows_first(x, batched) for x in grads)
+    q, k, v, out, lse = (_rows_first(with_unit_stride(x), batched) for x in saved)
+    dout, dlse = (None if x is None else _rows_first(with_unit_stride(x), batched) for x in grads)
     batch, device = q.shape[1], q.device
     gathered = {}
     if problem.gathered:
@@ -71,9 +71,9 @@ def backward_pass(
     named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
     work = Backward(run.frame(False, lender), run.payload, *run.start(named, gathered, lender))
     execute(run.program, work, transport)
-    width = q.shape[-1]
-    (dq,), (dk, dv) = run.collect(work, [(Side.Q, (width,)), (Side.KV, (width, width))])
-    dq, dk, dv = (_as_given(x, batched, q.dtype) for x in (dq, dk, dv))
+    dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
+    run.collect(work, Side.Q, [_rows_first(dq, batched)])
+    run.collect(work, Side.KV, [_rows_first(x, batched) for x in (dk, dv)])
     lender.end()
     return dq, dk, dv
 
@@ -88,14 +88,11 @@ def _delta(
     return delta if dlse is None else delta.sub_(dlse)
 
 
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x with the unit last stride that kernels ask for (of a single column, too)."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def _rows_first(x: Tensor, batched: bool) -> Tensor:
     """[(batch,) tokens, heads, ...] as [tokens, batch, heads, ...]."""
     return x.transpose(0, 1) if batched else x.unsqueeze(1)
-
-
-def _as_given(x: Tensor, batched: bool, dtype: torch.dtype) -> Tensor:
-    """The inverse of _rows_first, as a new tensor: buffers stay in the pass."""
-    rows, batch, *rest = x.shape
-    given = x.new_empty((batch, rows, *rest) if batched else (rows, *rest), dtype=dtype)
-    _rows_first(given, batched).copy_(x)
-    return given

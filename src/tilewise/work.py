@@ -1,231 +1,18 @@
-"""One rank's values during a pass: operands held, partials so far, and how tiles add to them.
-
-Forward and backward differ in what a tile computes and how partials merge; all else is common.
-"""
+"""The two passes' work: what a tile computes, and how partials merge."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilewise.binding import BoundCall, Index, Part, gather, pick
-from tilewise.blocks import Arena, Block, take
-from tilewise.buffers import Fresh, Scratch
-from tilewise.frame import Frame
+from tilewise.binding import BoundCall, Index, gather, pick
+from tilewise.blocks import Block
 from tilewise.kernels.merge import merge_into
-from tilewise.payload import Payload
-from tilewise.plan import Item, Role, Rows, Side, Tile, Transfer
-from tilewise.rows import count
-from tilewise.script import partial
-
-Tensors = tuple[Tensor, ...]
-
-
-class PassWork(ABC):
-    """The executor's work; see execute.Work."""
-
-    def __init__(
-        self, frame: Frame, payload: Payload, own: dict[Item, Block], arenas: Sequence[Arena]
-    ):
-        self.frame, self.payload, self._packing = frame, payload, frame.packing
-        self._operand_packing = [frame.packing[side, Role.OPERAND] for side in Side]
-        self._lender, self._sent = frame.lender, frame.lender.sent
-        self.launched, self.left = frame.lender.launched, frame.lender.left
-        # What stays for the next pass is no buffer of this one.
-        self._operand_lender = Fresh(frame.device) if frame.keep else frame.lender
-        self._scratch = Scratch(frame.lender)
-        self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
-        self.operands = own
-        self.partials: dict[Item, Tensors] = {}
-        self.results: dict[Item, Tensor] = {}
-        self._arena_of = {item: arena for arena in arenas for item in arena.starts}
-        for item in own.keys() & self._arena_of.keys():
-            self.operands[item] = self._moved_in(item, own[item])
-
-    def departure(self, transfer: Transfer) -> Tensor:
-        item, _, _, rows = transfer
-        if item.role is Role.OPERAND:
-            return self._operand_wire(item, rows)
-        lender, packing = self._lender, self._packing[item.side, item.role]
-        source = partial(item.side, item.shard, item.heads)
-        if item.role is Role.RESULT:
-            wire = self.results.get(item)
-            if wire is None:
-                wire = self.results[item] = packing.pack(self._filled(source), lender)
-            self._sent(wire)
-            return wire
-        tensors = self._filled(source)
-        self.partials.pop(source, None)
-        cut = [take(x, self._whole(item), rows, lender) for x in tensors]
-        wire = packing.pack(cut, lender)
-        self._sent(wire)
-        for x in (*tensors, *cut, wire):
-            lender.give(x)
-        return wire
-
-    def room(self, transfer: Transfer) -> Tensor:
-        item, _, _, rows = transfer
-        num_rows = self._sizes[item.side][item.shard] if rows is None else count(rows, 0)
-        arena = self._arena_of.get(item) if self._arena_of else None
-        if arena is not None and arena.wire is not None:
-            return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
-        shape = self._packing[item.side, item.role].row_shape
-        lender = self._operand_lender if item.role is Role.OPERAND else self._lender
-        return lender.take((num_rows, self.frame.batch, *shape), torch.uint8)
-
-    def arrive(self, transfer: Transfer, wire: Tensor) -> None:
-        item, _, _, rows = transfer
-        if item.role is Role.OPERAND:
-            fields = self._operand_packing[item.side].unpack(wire)
-            before = self.operands.get(item)  # gathered in forward
-            if before is not None:
-                fields = {**before.fields, **fields}
-            if rows is None:
-                rows = ((0, self._sizes[item.side][item.shard]),)
-            place = self._place(item) if self._arena_of else None
-            self.operands[item] = Block(rows, fields, wire, place)
-        elif item.role is Role.PARTIAL:
-            values = self._packing[item.side, item.role].unpack(wire).values()
-            self._merge_arrived(item, rows, tuple(values))
-            self._lender.give(wire)
-        else:
-            self.results[item] = wire
-
-    def _operand_wire(self, item: Item, rows: Rows | None) -> Tensor:
-        block = self.operands[item]
-        wire = block.wire
-        if wire is None:
-            packing = self._packing[item.side, item.role]
-            wire = packing.pack([block.fields[name] for name in packing.names], self._lender)
-            self.operands[item] = block._replace(wire=wire)
-        if rows is None or rows == block.rows:
-            self._sent(wire)
-            return wire
-        lender = self._lender
-        part = take(wire, block.rows, rows, lender)
-        self._sent(part)
-        if part.untyped_storage().data_ptr() != wire.untyped_storage().data_ptr():
-            lender.give(part)  # a copy
-        return part
-
-    def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
-        if rows is None:
-            self._add(item, None, values)
-            return
-        offset = 0
-        for start, stop in rows:
-            here = slice(offset, offset + stop - start)
-            self._add(item, slice(start, stop), tuple(x[here] for x in values))
-            offset = here.stop
-
-    def free(self, item: Item) -> None:
-        if self.frame.keep:
-            return
-        _, _, wire, arena = self.operands.pop(item)
-        if wire is not None and arena is None:
-            self._lender.give(wire)
-
-    def run(self, tile: Tile) -> None:
-        bound = self.frame.binder.tile(tile)
-        q = [self.operands[item] for item in bound.q]
-        kv = [self.operands[item] for item in bound.kv]
-        held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
-        for call in self.frame.binder.calls(bound, held):
-            self._call(call, q, kv)
-            if self._scratch.lent:
-                self._scratch.clear()
-
-    def final(self, item: Item) -> Tensors:
-        """What a partial of this rank came to in the end, in the accumulators' dtype."""
-        result = self.results.get(item._replace(role=Role.RESULT))
-        if result is None:
-            return self._filled(item)
-        tensors = self._packing[item.side, Role.RESULT].unpack(result).values()
-        return tuple(x.to(self.frame.dtype) for x in tensors)
-
-    @abstractmethod
-    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
-        """Compute one kernel call and add its results to the partials."""
-
-    @abstractmethod
-    def _empty(self, item: Item, num_rows: int) -> Tensors:
-        """A partial of so many rows that nothing was added to."""
-
-    @abstractmethod
-    def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
-        """Add values to rows of a partial, in place."""
-
-    def _target(self, parts: Sequence[Part], heads: slice | None) -> Tensors | None:
-        """Where a kernel itself can add a call's results, all rows of one partial in order."""
-        if len(parts) != 1 or heads is not None:
-            return None
-        _, item, in_call, _, local = parts[0]
-        if in_call is not None or isinstance(local, Tensor):
-            return None
-        partials = self.partials.get(item)
-        if partials is None:
-            if local is None and self._lender.adopts:  # the results become the partial
-                return None
-            partials = self.partials[item] = self._empty(item, self._size(item))
-        return partials if local is None else tuple([x[local] for x in partials])
-
-    def _add(self, item: Item, index: Index, values: Tensors) -> None:
-        """Add values, which nobody else uses, to rows of a partial."""
-        partials = self.partials.get(item)
-        if partials is None:
-            if index is None:
-                lasting, dtype = self._lender.lasting, self.frame.dtype
-                self.partials[item] = tuple([lasting(x, dtype) for x in values])
-                return
-            partials = self.partials[item] = self._empty(item, self._size(item))
-        self._merge(partials, index, values)
-
-    def _add_part(self, part: Part, values: Tensors, heads: slice | None) -> None:
-        """Add a call's results to the partial that one part of its rows belongs to."""
-        if part.call is not None:
-            values = tuple([pick(x, part.call, self._scratch) for x in values])
-        if heads is None:
-            self._add(part.item, part.local, values)
-            return
-        if part.item not in self.partials:
-            self.partials[part.item] = self._empty(part.item, self._size(part.item))
-        self._merge(tuple([x[:, :, heads] for x in self.partials[part.item]]), part.local, values)
-
-    def _filled(self, item: Item) -> Tensors:
-        return self.partials.get(item) or self._empty(item, self._size(item))
-
-    def _filled_with(
-        self, value: float, num_rows: int, side: Side, width: int | None = None
-    ) -> Tensor:
-        shape = [num_rows, self.frame.batch, self.payload.heads(side), *([width] if width else [])]
-        return self._lender.take(shape, self.frame.dtype).fill_(value)
-
-    def _size(self, item: Item) -> int:
-        return self._sizes[item.side][item.shard]
-
-    def _whole(self, item: Item) -> Rows:
-        return ((0, self._size(item)),)
-
-    def _place(self, item: Item) -> tuple[Arena, int] | None:
-        arena = self._arena_of.get(item)
-        return None if arena is None else (arena, arena.starts[item])
-
-    def _moved_in(self, item: Item, block: Block) -> Block:
-        """An operand that is here from the start, its rows copied to their place in the arena."""
-        arena = self._arena_of[item]
-        place = arena, arena.starts[item]
-        packing = self._packing[item.side, item.role]
-        if arena.wire is None or not all(name in block.fields for name in packing.names):
-            return block._replace(arena=place)
-        wire = arena.wire[place[1] : place[1] + self._size(item)]
-        moved = packing.unpack(wire)
-        if wire.numel():
-            for name, x in moved.items():
-                x.copy_(block.fields[name])
-        return Block(block.rows, {**block.fields, **moved}, wire, place)
+from tilewise.pass_work import PassWork
+from tilewise.plan import Side
+from tilewise.totals import Tensors
 
 
 class Forward(PassWork):
@@ -243,9 +30,8 @@ class Forward(PassWork):
             for part in q_parts:
                 self._add_part(part, values, q_heads)
 
-    def _empty(self, item: Item, num_rows: int) -> Tensors:
-        out = self._filled_with(0.0, num_rows, Side.Q, self.payload.head_dim)
-        return out, self._filled_with(-torch.inf, num_rows, Side.Q)
+    def _blanks(self, side: Side) -> Sequence[tuple[float, *tuple[int, ...]]]:
+        return (0.0, self.payload.head_dim), (-torch.inf,)
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         out, lse = partials
@@ -270,22 +56,26 @@ class Backward(PassWork):
         v = gather(kv, k_parts, "v", kv_heads, self._scratch)
         scale = self.frame.scale
         operands = queries, k, v, dout, lse, delta
-        first = self._target(q_parts, q_heads)
-        second = None if first is None else self._target(k_parts, kv_heads)
-        into = None if first is None or second is None else (first[0], second[0], second[1])
+        first, second = self._target(q_parts, q_heads), self._target(k_parts, kv_heads)
+        into = None
+        if (first and second) or not self._lender.adopts:
+            (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
+            into = dq, dk, dv
         dq, dk, dv = self.frame.kernel.backward(*operands, call, scale, into)
-        if into is None:
+        if into is None or first is None:
             for part in q_parts:
                 self._add_part(part, (dq,), q_heads)
+        if into is None or second is None:
             for part in k_parts:
                 self._add_part(part, (dk, dv), kv_heads)
 
-    def _empty(self, item: Item, num_rows: int) -> Tensors:
-        tensors = 1 if item.side is Side.Q else 2
-        return tuple(
-            self._filled_with(0.0, num_rows, item.side, self.payload.head_dim)
-            for _ in range(tensors)
-        )
+    def _zeros(self, *like: Tensor) -> Tensors:
+        """Where a kernel adds results that do not belong side by side."""
+        take, dtype = self._scratch.take, self.frame.dtype
+        return tuple([take(x.shape, dtype).zero_() for x in like])
+
+    def _blanks(self, side: Side) -> Sequence[tuple[float, *tuple[int, ...]]]:
+        return ((0.0, self.payload.head_dim),) * (1 if side is Side.Q else 2)
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         for total, value in zip(partials, values, strict=True):
