@@ -37,8 +37,6 @@ class Instant:
     def exchange(self, sends: Any, recvs: Any, lane: int = 0) -> Instant:
         return self
 
-    collective = exchange
-
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return [record] * WORLD
 

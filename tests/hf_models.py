@@ -157,15 +157,20 @@ def summed(ranks: list[Result]) -> Result:
     return Result(ranks[0].logits, sum(r.loss for r in ranks), grads)
 
 
-def errors(got: Result, want: Result) -> dict[str, float]:
-    """max|x - y| / max(1, max|y|) of the logits, the loss and every parameter's gradient."""
+def errors(got: Result, want: Result, *, mean: bool = False) -> dict[str, float]:
+    """max|x - y| / max(1, max|y|) of the logits, the loss and every parameter's gradient.
+
+    Args:
+        mean: the root mean square of x - y instead, which chance moves less than its largest.
+    """
     assert got.grads.keys() == want.grads.keys()
     pairs = {"logits": (got.logits, want.logits), "loss": (got.loss, want.loss)}
     pairs |= {name: (got.grads[name], want.grads[name]) for name in want.grads}
-    return {
-        name: float((x - y).abs().max() / y.abs().max().clamp(min=1))
-        for name, (x, y) in pairs.items()
-    }
+
+    def size(x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean().sqrt() if mean else x.abs().max()
+
+    return {name: float(size(x - y) / y.abs().max().clamp(min=1)) for name, (x, y) in pairs.items()}
 
 
 def split_in_threads(

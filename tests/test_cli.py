@@ -1,14 +1,19 @@
 """The command line, as its users type it."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from inspect import isfunction, signature
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import tilewise as tw
@@ -55,6 +60,37 @@ def test_a_name_alone_takes_the_world_size(name: str):
 def test_show_writes_json():
     shown = tilewise("show", "mesh(6, q_tile=2)", "--json")
     assert tw.from_json(shown.stdout) == tw.mesh(6, q_tile=2)
+
+
+def test_a_planners_file_is_shown_and_simulated(tmp_path: Path):
+    path, size = str(tmp_path / "plan.json"), ("--num-tokens", "4K")
+    assert tilewise("plan", "--world-size", "4", *size, "-o", path).exit_code == 0
+    best = tw.load_candidate(path)
+    assert tw.parse(tilewise("show", path).stdout) == best.plan
+    found = tilewise("simulate", path, *size, "--save", best.save, "--json")
+    assert json.loads(found.stdout)["seconds"] == pytest.approx(best.seconds)
+    for words, part in (
+        (("show", path, "--world-size", "3"), "is for 4 ranks, but --world-size is 3"),
+        (("show", str(tmp_path / "no.json")), "cannot be read: No such file"),
+    ):
+        ended = tilewise(*words)
+        assert ended.exit_code == 2 and part in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_the_version_is_told():
+    assert tilewise("--version").stdout == f"{version('tilewise')}\n"
+
+
+def test_no_help_text_is_taken_for_markup():
+    """[default: ...] in a help text would vanish from the page."""
+
+    def texts(command: Any) -> Iterator[str]:
+        for option in command.params:
+            yield getattr(option, "help", None) or ""
+        for inner in getattr(command, "commands", {}).values():
+            yield from texts(inner)
+
+    assert not [text for text in texts(get_command(app)) if re.search(r"\[[a-z]", text)]
 
 
 def test_show_prunes():

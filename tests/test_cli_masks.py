@@ -86,8 +86,10 @@ def test_a_terminal_gets_colours(cells: int):
 @pytest.mark.parametrize(
     "words, part",
     [
-        (["mask", "nothing"], "mask 'nothing' is not known"),
-        (["mask", "causal", "--num-tokens", "0"], "num_tokens (0) must be at least 1"),
+        (["mask", "nothing"], "take one of full, causal, window, document, full_document"),
+        (["mask", "causal", "--num-tokens", "0"], "--num-tokens ('0') must be a number"),
+        (["mask", "causal &"], "cannot be read; write it as in causal & window(1023, 0)"),
+        (["mask", "causal", "--png", "x.txt"], "--png ('x.txt') must be a name that ends in .png"),
         (["mask", "causal", "--world-size", "0"], "world_size (0) must be from 1 to 1024"),
         (["mask", "causal", "--corpus", "x"], "corpus 'x' is not known; take one of"),
         (["mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),

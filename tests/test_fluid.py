@@ -127,3 +127,40 @@ def test_one_flow_that_stands_for_many_takes_as_long():
     fluid = Fluid([((0, 1.0),)], 1)
     fluid.add([0, 1], np.array([0, 0]), np.array([9, 1]), np.array([0.1, 0.2]))
     assert run(fluid) == pytest.approx({0: 1.0, 1: 1.1})
+
+
+def ends(routes: list[Route], num: int, flows: list[tuple[float, int, float]]) -> list[float]:
+    """When each of some flows (start, route, amount) ends."""
+    fluid, found, later = Fluid(routes, num), [0.0] * len(flows), sorted(range(len(flows)))
+    later.sort(key=lambda flow: flows[flow][0])
+    while later or fluid.next_end < np.inf:
+        start = flows[later[0]][0] if later else np.inf
+        now = min(start, fluid.next_end)
+        for flow in fluid.advance(now):
+            found[flow] = now
+        while later and flows[later[0]][0] <= now:
+            _, route, amount = flows[later[0]]
+            fluid.add([later.pop(0)], np.array([route]), np.array([1]), np.array([amount]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flows_end_alike_whether_islands_are_few_or_many_or_joined(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    random = Random(2000 + seed)
+    routes: list[Route] = []
+    num = 0
+    for _ in range(random.randint(1, 4)):
+        some, resources, _ = draw(random)
+        routes += [tuple((num + r, w) for r, w in route) for route in some]
+        num += resources
+    flows = [
+        (random.choice((0.0, 0.5, random.random())), random.randrange(len(routes)), random.random())
+        for _ in range(60)
+    ]
+    found = ends(routes, num, flows)
+    monkeypatch.setattr("tilewise.fluid.FEW", 0)
+    assert ends(routes, num, flows) == pytest.approx(found, rel=1e-9)
+    joined = [(*route, (num, 0.0)) for route in routes]  # by a resource that nobody fills
+    assert ends(joined, num + 1, flows) == pytest.approx(found, rel=1e-9)

@@ -46,6 +46,7 @@ TORCH_SIDE = {
         "two_passes",
         "gathering",
         "operators",
+        "pass_work",
         "passes",
         "problem",
         "work",
@@ -55,6 +56,7 @@ TORCH_SIDE = {
         "cache_checks",
         "decoding",
         "storage",
+        "totals",
     ),
 }
 

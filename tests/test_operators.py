@@ -1,5 +1,6 @@
 """The registered operator: compiled whole, checkpointed selectively, checked by torch's opcheck."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import (
 
 import tilewise as tw
 from tilewise.expression import read_plan
+from tilewise.operators import MASKS
 from tilewise.problem import Call
 from tilewise.processes import run_ranks
 
@@ -33,6 +35,29 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [
         torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes
     ]
+
+
+def test_every_mask_is_registered():
+    """torch 2.11 looks up the very class."""
+
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    ours = {kind for kind in below(tw.Mask) if kind.__module__.startswith("tilewise.")}
+    assert ours == set(MASKS)
+
+
+def test_frozen_values_are_their_own_copies():
+    made = call(tw.ring(2))
+    for value in (made, made.plan, made.layout, made.mask):
+        assert copy.deepcopy(value) is value
+
+
+def test_no_two_names_in_written_code_are_the_same():
+    made = call(tw.ring(2))
+    names = [made.__fx_repr__() for _ in range(3)]
+    assert len({name for name, _ in names}) == 3
+    assert all(name.isidentifier() and where == {name: made} for name, where in names)
 
 
 def test_torchs_checks_of_an_operator_pass():

@@ -128,7 +128,8 @@ def test_peers_are_contenders_that_a_run_can_name():
     assert [one.name for one in found] == [one.name for one in contenders()]
     for one in found:
         assert isinstance(one, Contender) and pickle.loads(pickle.dumps(one)) == one
-    assert TORCH[0].version == torch.__version__
+    # packages from an index are named without the "+cu130" of the build
+    assert torch.__version__.startswith(TORCH[0].version)
 
 
 @installed

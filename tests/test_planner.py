@@ -163,6 +163,21 @@ def test_a_token_more_on_some_ranks_is_planned_for_as_if_all_had_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ("nodes", "one NIC"))
+def test_the_first_of_many_causal_ranks_has_its_exact_time(name: str):
+    n = 96
+    work = workload(n, num_kv_heads=2, mask=tw.Causal(), save=None)
+    found = tw.search(work, CLUSTERS[name], world_size=n)
+    best = found[0]
+    every = tw.simulate(
+        best.plan, work, CLUSTERS[name], backward_plan=best.backward_plan, exact=True
+    )
+    assert best.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert best.bytes_by_link == every.bytes_by_link
+    assert best.seconds == min(one.seconds for one in found)
+
+
+@pytest.mark.slow
 def test_the_best_hybrid_of_256_ranks_sends_a_twentieth_of_the_ring():
     work = workload(256, num_heads=32, num_kv_heads=32, head_dim=128, dtype="bfloat16")
     best = tw.search(work, machine(1e6, node_size=1), world_size=256)[0]

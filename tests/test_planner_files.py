@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise.cli import app
 from tilewise.planning.quantities import read_bytes, read_count, read_heads
+
+
+def test_a_narrow_terminal_gets_whole_numbers():
+    words = ["plan", "--world-size", "16", "--num-tokens", "64K"]
+    wide, narrow = (
+        CliRunner().invoke(app, words, env={"COLUMNS": columns}).stdout for columns in ("80", "40")
+    )
+    assert "gathered" in wide and "waits" in wide
+    assert "\u2026" not in wide + narrow
+    assert re.search(r"ulysses\(8\) x ring +[\d.]+ +[\d.]+ MB", narrow)
 
 
 def test_a_candidate_runs_after_it_was_read(tmp_path: Path):

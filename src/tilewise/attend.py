@@ -49,7 +49,7 @@ def attention(
         layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
         mask: acts on global positions.
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
-        softmax_scale: default 1 / sqrt(head_dim).
+        softmax_scale: above 0; default 1 / sqrt(head_dim).
         return_lse: also return lse.
         wire_dtype: of travelling out, dq, dk, dv; default q's dtype. Merging is fp32 or wider.
         save: "replay" operands' transfers in backward, or keep them "gathered"; default: replay,

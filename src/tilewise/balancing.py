@@ -23,6 +23,7 @@ Owned = tuple[int, int, int]  # start, stop, rank
 LEVEL = 1.02  # largest over mean area up to which a sequence is just cut in n parts
 EVEN = 0.004  # of the mean area, what an even run of rows may deviate by
 ROUGH = 2  # so many times that, where runs are short anyway
+CHUNK = 128  # rows
 SAMPLES = 8  # points at which evenness is looked at
 
 
@@ -52,7 +53,7 @@ def balanced(
     mask: Mask | Iterable[Mask],
     num_tokens: int,
     n: int,
-    chunk: int = 128,
+    chunk: int | None = None,
     slack: float = 0.0,
 ) -> Layout:
     """Tokens on n ranks so that all have the same number of them and of allowed pairs.
@@ -64,7 +65,8 @@ def balanced(
     Args:
         mask: one or several (the layers' of a model), whose areas are summed.
         num_tokens: length of the sequence.
-        chunk: heavy rows stay together in multiples of this many, where that keeps areas level.
+        chunk: heavy rows stay together in multiples of this many, where that keeps areas level;
+            None: 128, or all tokens of a shorter sequence.
         slack: max / mean tokens - 1 that a rank may have beyond its share; spent on leaving
             light documents whole. 0: numbers of tokens differ by at most one.
     Raises:
@@ -77,6 +79,7 @@ def balanced(
         one.check_tokens(num_tokens)
     if n < 1:
         raise ValueError(f"n ({n}) must be at least 1")
+    chunk = min(CHUNK, num_tokens) if chunk is None else chunk
     if not 1 <= chunk <= num_tokens:
         raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
     if not slack >= 0:

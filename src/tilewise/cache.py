@@ -57,7 +57,7 @@ class KVCache:
         batch: number of sequences.
         dtype, device: of q, k and v, too.
         group: what attention takes as group.
-        softmax_scale: default 1 / sqrt(head_dim).
+        softmax_scale: above 0; default 1 / sqrt(head_dim).
         wire_dtype: of partial results on their way; default dtype.
         validate: "always", or "never" to leave out the agreement between ranks.
     Raises:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.attend import attention
 from tilewise.choice import default_layout
 from tilewise.gathering import gather_shards
+from tilewise.given import must_be
 from tilewise.layout import Layout
 from tilewise.machine import Machine
 from tilewise.mask import Full, Mask
@@ -61,20 +62,34 @@ class ContextParallel:
         self.group = mesh_or_group
         transport = transport_for(mesh_or_group)
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.mask = Full() if mask is None else mask
+        self.mask = Full() if mask is None else must_be(Mask, "mask", mask, "tw.Causal()")
         self.mask.check_tokens(num_tokens)
         if layout is None:
             layout = default_layout(self.mask, num_tokens, self.world_size)
+        must_be(Layout, "layout", layout, "tw.zigzag(num_tokens, world_size)")
         if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
             raise ValueError(
                 f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
                 f"{num_tokens} on {self.world_size}; make it for these"
             )
         self.layout = layout
+        if machine is not None:
+            must_be(Machine, "machine", machine, 'tw.Machine.preset("h100x8")')
         self.machine = machine
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
+
+    def __repr__(self) -> str:
+        plan = "auto" if self._plan is None else self._plan.name
+        return (
+            f"ContextParallel(rank {self.rank} of {self.world_size}, {self.layout!r}, "
+            f"{self.mask!r}, {plan})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """A copy of a model that holds it shares it: a process group cannot be copied."""
+        return self
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -100,11 +115,13 @@ class ContextParallel:
         plan = self.plan(q, k)
         chosen = {"layout": self.layout, "group": self.group}
         if "plan" not in options:
-            chosen |= {"plan": plan, "backward_plan": self._backward_plan}
+            backward = self._backward_plan
             if mask is not None and mask != self.mask and self._for_one_mask:
                 _refuse_compiling()
                 plan, backward = self._decided(self._workload(q, k, mask), q)
-                chosen |= {"plan": plan, "backward_plan": backward}
+            if options.get("save") == "gathered":
+                backward = None  # what forward gathered serves its own plan alone
+            chosen |= {"plan": plan, "backward_plan": backward}
         return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
 
     def plan(self, q: Tensor, k: Tensor) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,7 +51,7 @@ def read_plan(text: str, world_size: int | None = None) -> Plan:
     Raises:
         ValueError: in one line, saying what can be written.
     """
-    node = _parsed(text)
+    node = _parsed(text, "ring(4)")
     if isinstance(node, ast.Name):
         node = ast.Call(node, [ast.Constant(_ranks_for(node.id, world_size))], [])
     plan = _value(node, text, STRATEGIES, "strategy")
@@ -62,13 +62,18 @@ def read_plan(text: str, world_size: int | None = None) -> Plan:
     return plan
 
 
-def read_mask(text: str) -> Mask:
+def read_mask(text: str, also: Iterable[str] = ()) -> Mask:
     """The mask of an expression such as "causal & document([0, 5, 9]) | window(2, 2)".
 
+    Args:
+        also: names that the caller knows besides, when they stand alone; for the error's text.
     Raises:
         ValueError: in one line, saying what can be written.
     """
-    return _mask(_parsed(text), text)
+    node = _parsed(text, "causal & window(1023, 0)")
+    if isinstance(node, ast.Name):
+        _known(node.id, MASKS, "mask", also)
+    return _mask(node, text)
 
 
 def _ranks_for(name: str, world_size: int | None) -> int:
@@ -96,18 +101,21 @@ def _mask(node: ast.expr, text: str) -> Mask:
     return mask
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str, example: str) -> ast.expr:
     if len(text) > 10_000:
         raise ValueError(f"an expression of {len(text)} characters is over 10000")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{text!r} cannot be read; write a call, as in ring(4)") from None
+        raise ValueError(f"{text!r} cannot be read; write it as in {example}") from None
 
 
-def _known(name: str, known: Mapping[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
+def _known(
+    name: str, known: Mapping[str, Callable[..., Any]], what: str, also: Iterable[str] = ()
+) -> Callable[..., Any]:
     if name not in known:
-        raise ValueError(f"{what} {name!r} is not known; take one of {', '.join(known)}")
+        names = ", ".join(dict.fromkeys([*known, *also]))
+        raise ValueError(f"{what} {name!r} is not known; take one of {names}")
     return known[name]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class Layout(Constant):
 
     def __init__(self, num_tokens: int, runs: Iterable[Iterable[Run]], name: str = "layout"):
         self.num_tokens = _at_least_one("num_tokens", num_tokens)
-        self.runs = tuple(tuple(Run(*r) for r in shard if r[1]) for shard in runs)
+        self.runs = tuple(tuple(Run(*map(index, r)) for r in shard if r[1]) for shard in runs)
         self.name = name
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
         _at_least_one("world_size", len(self.runs))
@@ -50,6 +51,7 @@ class Layout(Constant):
 
     def rows(self, shard: int) -> np.ndarray:
         """Global positions of a shard's rows, int64."""
+        self._check_rank(shard)
         parts = [r.start + r.stride * np.arange(r.count, dtype=np.int64) for r in self.runs[shard]]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -69,13 +71,16 @@ class Layout(Constant):
 
     def shard(self, x: Any, rank: int, dim: int = 0) -> Any:
         """The rows of the whole tensor x that a rank owns, along dim."""
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; "
+                "name the one of its tokens"
+            )
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"x has {x.shape[dim]} tokens along dim {dim}, but the layout is for "
                 f"{self.num_tokens}; pass the whole sequence, or make the layout for this length"
             )
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
@@ -111,6 +116,10 @@ class Layout(Constant):
                 )
         runs = [_clip(self.runs[home], piece) for home, piece in zip(homes, cuts, strict=True)]
         return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -185,6 +194,6 @@ def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:
 
 
 def _at_least_one(what: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{what} ({value}) must be at least 1")
-    return int(value)
+    if not hasattr(value, "__index__") or index(value) < 1:
+        raise ValueError(f"{what} ({value!r}) must be a whole number, at least 1")
+    return index(value)

@@ -89,16 +89,12 @@ def drawn(name: str, num_tokens: int, seed: int, corpus: str = "prolong512k") ->
     )
 
 
-def _balanced(mask: Mask, num_tokens: int, n: int) -> Layout:
-    return balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
-
-
 LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(
     {
         "contiguous": lambda _, num_tokens, n: contiguous(num_tokens, n),
         "zigzag": lambda _, num_tokens, n: zigzag(num_tokens, n),
         "striped": lambda _, num_tokens, n: striped(num_tokens, n),
-        "balanced": _balanced,
+        "balanced": balanced,
     }
 )
 
@@ -116,7 +112,7 @@ def planned(mask: Mask, case: Case, name: str) -> tuple[Plan, Layout]:
     n, num_tokens = case.world_size, case.num_tokens
     match name:
         case "needed":
-            layout = _balanced(mask, num_tokens, n)
+            layout = balanced(mask, num_tokens, n)
             return needed(mask, layout), layout
         case "tiled":
             layout = tiled_layout(mask, num_tokens, n, kv_bytes=case.kv_bytes)

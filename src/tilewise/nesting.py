@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
+from tilewise.given import must_be
 from tilewise.plan import Item, Plan, RankStep, Role, Side, Tile, Transfer, own_shards
 from tilewise.script import Script
 
@@ -23,6 +24,7 @@ Beat = tuple[bool, frozenset[tuple[Side, Role]]]
 def check_nests(outer: Plan, inner: Plan) -> None:
     """Raise ValueError for plans that have no place in another."""
     for what, plan in (("outer", outer), ("inner", inner)):
+        must_be(Plan, what, plan, "tw.ring(4)")
         if plan.num_head_groups > 1:
             raise ValueError(
                 f"hierarchical splits no heads, but its {what} plan is {plan.name}; "

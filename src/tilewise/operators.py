@@ -10,18 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library import opaque_object
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBaseMeta
 from torch.autograd.function import once_differentiable
 
 from tilewise.agreement import agree
+from tilewise.chunk import Growing
+from tilewise.constant import ConstantType
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layout import Layout
-from tilewise.mask import Mask
+from tilewise.mask import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.messages import Transport
 from tilewise.plan import Plan
 from tilewise.problem import Call, Problem, agreement_fields, make_problem
+from tilewise.slices import Blocks, PerHead, Slices
 from tilewise.transport import transport_for
 from tilewise.two_passes import backward_pass, forward_pass
+
+# torch 2.11 looks up the very class, later ones a base class too.
+MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
 
 def settled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Problem, Transport]:
@@ -113,8 +120,10 @@ def _fake_backward(
 
 def _registered() -> torch.library.Library:
     """Define the operators; they live as long as the library returned."""
-    for value in (Call, Plan, Layout, Mask):
-        opaque_object.register_opaque_type(value, typ="value", hoist=True)
+    # torch 2.11 registers only classes of its own metaclass, which the core must not import
+    ConstantType.__bases__ = (OpaqueBaseMeta, *ConstantType.__bases__)
+    for value in (Call, Plan, Layout, *MASKS):
+        register_opaque_type(value, typ="value", members={"__eq__": MemberType.USE_REAL})
     library = torch.library.Library("tilewise", "DEF")
     call = f"{Call.__module__}.{Call.__qualname__} call"
     library.define(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -256,6 +257,12 @@ class Plan(Constant):
 
     def __hash__(self) -> int:
         return self.memo("hash", (), lambda: hash(self._key()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the steps, but not what remakes or composes the plan."""
+        names = "cuts", "default_save", "replicated_queries", "made_for"
+        make = partial(Plan, **{name: getattr(self, name) for name in names})
+        return make, (self.name, self.world_size, self.num_head_groups, self.owners, self.steps)
 
     def __repr__(self) -> str:
         return f"Plan({self.name!r}, world_size={self.world_size})"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise.checker import check_shards
 from tilewise.constant import Constant
+from tilewise.given import must_be
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.select import kernel_for, use_of
 from tilewise.layout import Layout
@@ -77,6 +78,7 @@ def make_problem(
         ValueError: with both numbers and the fix.
     """
     _check_tensors(q, k, v)
+    _check_kinds(call)
     # int: a compiler's symbolic sizes become plain numbers.
     mask, heads, head_dim = call.mask, (int(q.shape[-2]), int(k.shape[-2])), int(q.shape[-1])
     plan = call.plan.tuned(*heads)
@@ -111,21 +113,21 @@ def make_problem(
 
 
 def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -> dict[str, str]:
-    """What all ranks must have in common, most telling first."""
+    """What all ranks must have in common, most telling first: "auto" plans for the shapes."""
     q_layout, kv_layout = problem.layouts
     fields: dict[str, Any] = {
         "num_tokens": kv_layout.num_tokens,
-        "plan": problem.plans[0].fingerprint,
-        "backward_plan": problem.plans[1].fingerprint,
-        "mask": problem.mask,
-        "layout": q_layout.fingerprint,
-        "kv_layout": kv_layout.fingerprint,
         "dtype": problem.dtype,
         "num_dimensions": q.ndim,
         "batch": q.shape[0] if q.ndim == 4 else 1,
         "num_heads": q.shape[-2],
         "num_kv_heads": k.shape[-2],
         "head_dim": problem.head_dim,
+        "plan": problem.plans[0].fingerprint,
+        "backward_plan": problem.plans[1].fingerprint,
+        "mask": problem.mask,
+        "layout": q_layout.fingerprint,
+        "kv_layout": kv_layout.fingerprint,
         "softmax_scale": problem.scale,
         "wire_dtype": problem.wire_dtype,
         "save": "gathered" if problem.gathered else "replay",
@@ -134,6 +136,17 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -
         "device": q.device.type,
     }
     return {name: str(value) for name, value in fields.items()}
+
+
+def _check_kinds(call: Call) -> None:
+    plan, layout = "tw.ring(world_size)", "tw.zigzag(num_tokens, world_size)"
+    must_be(Plan, "plan", call.plan, plan)
+    must_be(Layout, "layout", call.layout, layout)
+    must_be(Mask, "mask", call.mask, "tw.Causal()")
+    if call.backward_plan is not None:
+        must_be(Plan, "backward_plan", call.backward_plan, plan)
+    if call.kv_layout is not None:
+        must_be(Layout, "kv_layout", call.kv_layout, layout)
 
 
 def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> None:
@@ -155,6 +168,7 @@ def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> Non
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        must_be(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
             raise ValueError(
                 f"{name} is a DTensor; call attention through local_map of "
@@ -240,6 +254,8 @@ def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
     scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale ({scale}) must be finite")
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"softmax_scale ({scale}) must be finite and above 0; scale or negate q instead"
+        )
     return scale

@@ -7,7 +7,7 @@ columns that are its remainders go together.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -91,8 +91,17 @@ def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
     return rank
 
 
-def absolute(rank: Number, seen_by: int, shifts: tuple[Shift, ...]) -> Number:
-    """The inverse of relative."""
+def absolutes(rank: int, seen_by: Array, shifts: tuple[Shift, ...]) -> Array:
+    """What several ranks call by one number."""
+    return absolute(np.full(seen_by.shape, rank), seen_by, shifts)
+
+
+def absolute(rank: Number, seen_by: Any, shifts: tuple[Shift, ...]) -> Number:
+    """The inverse of relative.
+
+    Args:
+        seen_by: a rank; or several, if rank is several.
+    """
     for place, radix, others in shifts:
         by = seen_by // place % radix
         for p in (place, *others):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.given import must_be
 from tilewise.layout import Layout, contiguous, striped, zigzag
 from tilewise.mask import Full, Mask
 from tilewise.payload import ITEM_BYTES, Payload, head_groups
@@ -26,7 +27,7 @@ class Workload:
     Args:
         num_tokens: length of the whole sequence.
         num_heads, num_kv_heads, head_dim: of the whole model layer.
-        dtype: of q, k, v.
+        dtype: of q, k, v; a name, or torch's own.
         wire_dtype: of travelling out, dq, dk, dv; None: dtype.
         mask: which pairs attend.
         layout: "contiguous", "zigzag", "striped" or a Layout.
@@ -45,11 +46,17 @@ class Workload:
     save: str | None = None
 
     def __post_init__(self) -> None:
+        for what in ("dtype", "wire_dtype"):
+            if getattr(self, what) is not None:
+                object.__setattr__(self, what, str(getattr(self, what)).removeprefix("torch."))
         for what, name in (("dtype", self.dtype), ("wire_dtype", self.wire_dtype or self.dtype)):
             check_dtype(what, name)
-        self.mask.check_tokens(self.num_tokens)
+        if not self.head_dim >= 1:
+            raise ValueError(f"head_dim ({self.head_dim}) must be at least 1")
+        check_save(self.save)
+        must_be(Mask, "mask", self.mask, "tw.Causal()").check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
-        if isinstance(self.layout, str) and self.layout not in dict(LAYOUTS):
+        if not isinstance(self.layout, Layout) and self.layout not in dict(LAYOUTS):
             raise ValueError(
                 f"layout ({self.layout!r}) must be one of {', '.join(dict(LAYOUTS))}, or a Layout"
             )
@@ -94,9 +101,13 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
 
 def saving(plan: Plan, save: str | None) -> str:
     """What backward does about operands: "replay" their transfers, or use those "gathered"."""
+    check_save(save)
+    return save or plan.default_save
+
+
+def check_save(save: str | None) -> None:
     if save not in (None, "replay", "gathered"):
         raise ValueError(f"save ({save!r}) must be 'replay' or 'gathered'")
-    return save or plan.default_save
 
 
 def check_gathered(plan: Plan, backward_plan: Plan) -> None:

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.bench.contender import Traffic
 from tilewise.messages import Handle, Message, Transport
-from tilewise.program import CollectiveKind
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -61,16 +60,6 @@ class WatchedTransport:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         self._count(sends)
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
-    ) -> Handle:
-        self._count(sends)
-        return _WatchedHandle(self._transport.collective(kind, sends, recvs, lane), self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)

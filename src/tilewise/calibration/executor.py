@@ -21,7 +21,6 @@ from tilewise.mask import Full
 from tilewise.messages import Message
 from tilewise.payload import Field
 from tilewise.plan import Plan
-from tilewise.program import CollectiveKind
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.ring import ring
 from tilewise.transport import LocalTransport
@@ -56,15 +55,6 @@ class Instant:
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0
-    ) -> Instant:
-        return self
-
-    def collective(
-        self,
-        kind: CollectiveKind,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        lane: int = 0,
     ) -> Instant:
         return self
 

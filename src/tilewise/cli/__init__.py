@@ -1,5 +1,8 @@
 """The command line: one file per command, all printing done here."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from tilewise.cli.bench_command import bench_app
@@ -14,11 +17,25 @@ from tilewise.cli.report_command import report
 from tilewise.cli.show_command import show
 from tilewise.cli.simulate_command import simulate_command
 
-app = typer.Typer(
-    help="Exact attention over sequences split across many devices.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("tilewise"))
+        raise typer.Exit
+
+
+@app.callback()
+def tilewise(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print it.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Exact attention over sequences split across many devices."""
+
+
 for command in (
     demo,
     show,

@@ -55,7 +55,7 @@ class BenchOptions(NamedTuple):
     timeout_seconds: Annotated[float | None, typer.Option(help="Of one step of one case.")] = None
     machine: Annotated[
         str | None,
-        typer.Option(help="Preset or TOML file: what predictions are for. [default: assumed]"),
+        typer.Option(help="Preset or TOML file: what predictions are for; unless given, assumed."),
     ] = None
     also: Annotated[
         Many, typer.Option(help="A module whose contenders() take part, such as benchmarks.peers.")

@@ -18,10 +18,10 @@ FAILED = 1
 
 def calibrate(
     world_size: Annotated[
-        int | None, typer.Option(help="Processes. [default: twice the cores, 8 at most]")
+        int | None, typer.Option(help="Processes; unless given twice the cores, 8 at most.")
     ] = None,
     node_size: Annotated[
-        int | None, typer.Option(help="Ranks per host. [default: all are on one]")
+        int | None, typer.Option(help="Ranks per host; unless given, all are on one.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the machine here, not to stdout.")

@@ -10,6 +10,7 @@ from tilewise import masks
 from tilewise.cli.mask_text import as_blocks, as_signs
 from tilewise.cli.options import command_of
 from tilewise.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.cli.workload_options import NumTokens
 from tilewise.expression import read_mask
 from tilewise.layout import Layout
 from tilewise.lengths import corpora
@@ -18,10 +19,12 @@ from tilewise.mask_figures import LAYOUTS, Case, Load, drawn, imbalance, load, p
 from tilewise.mask_picture import draw
 from tilewise.mask_view import View, view
 from tilewise.plan import Plan
+from tilewise.planning.quantities import read_count
 from tilewise.strategies.needed import needed
 from tilewise.tiling.components import row_areas
 
 CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
+PNG = ".png"
 MOST_BYTES = 120_000  # of a picture; a speckled one is drawn with larger cells
 HEADS, HEAD_DIM = 32, 128
 
@@ -36,7 +39,7 @@ class MaskOptions(NamedTuple):
             "window(1023, 0)'."
         ),
     ]
-    num_tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 65536
+    num_tokens: NumTokens = "64K"
     world_size: Annotated[int, typer.Option(help="Ranks, up to 1024.")] = 8
     layout: Annotated[
         Literal["balanced", "zigzag", "contiguous", "striped", "tiled"],
@@ -66,6 +69,8 @@ def mask(options: MaskOptions) -> None:
     with refusing_bad_input():
         if options.png and not options.png.parent.is_dir():
             raise ValueError(f"{options.png.parent} is no folder; make it, or write elsewhere")
+        if options.png and options.png.suffix.lower() != PNG:
+            raise ValueError(f"--png ({str(options.png)!r}) must be a name that ends in {PNG}")
         found = _drawn(options)
     plan = found.plan if options.layout == "tiled" else None
     title = _title(options, found)
@@ -84,17 +89,15 @@ def mask(options: MaskOptions) -> None:
 
 
 def _drawn(options: MaskOptions) -> Drawn:
-    n, num_tokens = options.world_size, options.num_tokens
+    n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
     if not 1 <= n <= 1024:
         raise ValueError(f"world_size ({n}) must be from 1 to 1024")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens ({num_tokens}) must be at least 1")
     if options.corpus not in corpora():
         raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
     if options.name in masks.NAMES:
         found = drawn(options.name, num_tokens, options.seed, options.corpus)
     else:
-        found = read_mask(options.name)
+        found = read_mask(options.name, also=masks.NAMES)
         found.check_tokens(num_tokens)
     case = Case(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
@@ -108,23 +111,25 @@ def _drawn(options: MaskOptions) -> Drawn:
 
 
 def _title(options: MaskOptions, found: Drawn) -> tuple[str, ...]:
-    area = found.mask.area(*[(0, options.num_tokens)] * 2) / options.num_tokens**2
+    num_tokens = found.case.num_tokens
+    area = found.mask.area(*[(0, num_tokens)] * 2) / num_tokens**2
     mean, busiest = (as_bytes(share * found.case.ring_bytes) for share in found.load)
     who = "tiled" if options.layout == "tiled" else "needed"
     return (
         options.name,
-        f"{options.num_tokens:,} tokens on {options.world_size} ranks, {options.layout}",
+        f"{num_tokens:,} tokens on {options.world_size} ranks, {options.layout}",
         f"area {100 * area:.3g} % of all pairs, imbalance {found.imbalance:.2f}",
         f"{who} sends {mean} a rank, busiest {busiest}, a ring {as_bytes(found.case.ring_bytes)}",
     )
 
 
 def _figures(options: MaskOptions, found: Drawn) -> dict[str, Any]:
-    n, num_tokens = options.world_size, options.num_tokens
+    n, num_tokens = options.world_size, found.case.num_tokens
     areas = row_areas(found.mask, num_tokens)
     given = options._asdict() | {"png": options.png and str(options.png)}
     del given["as_json"]
     return given | {
+        "num_tokens": num_tokens,
         "area": found.mask.area((0, num_tokens), (0, num_tokens)),
         "imbalance": found.imbalance,
         "plan": "tiled" if options.layout == "tiled" else "needed",

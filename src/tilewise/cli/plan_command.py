@@ -28,6 +28,8 @@ from tilewise.planner import search
 from tilewise.planning.candidate import Candidate
 from tilewise.planning.quantities import read_bytes
 
+NARROW = 72  # columns of a terminal under which the table would be cut
+
 
 class PlanOptions(NamedTuple):
     """What the command is told."""
@@ -104,7 +106,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
         highlight=False,
     )
     links = [x for x in LINKS if any(x in one.bytes_by_link for one in shown)]
-    console.print(_table(shown, links))
+    console.print(_table(shown, links if console.width >= NARROW else None))
     console.print(best.reason, highlight=False)
     console.print(_distance(best), highlight=False)
     console.print(f"forward   {best.plan.name}", highlight=False, markup=False, soft_wrap=True)
@@ -115,24 +117,25 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
         console.print(f"written to {output}: tw.load_candidate reads it", highlight=False)
 
 
-def _table(shown: list[Candidate], links: list[str]) -> Table:
+def _table(shown: list[Candidate], links: list[str] | None) -> Table:
+    """links: None: too narrow for more than time and memory."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    for column in ("ms", "waits\nms", *(f"sent\n{link}" for link in links), "memory"):
+    more = () if links is None else ("waits\nms", *(f"sent\n{link}" for link in links))
+    for column in ("ms", *more, "memory"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("save", no_wrap=True)
+    if links is not None:
+        table.add_column("save", no_wrap=True)
     for number, one in enumerate(shown, 1):
-        table.add_row(
-            str(number),
-            one.strategy,
-            f"{one.seconds * 1e3:.4g}",
-            f"{one.exposed_seconds * 1e3:.3g}",
-            *(as_bytes(one.bytes_by_link.get(link, 0)) for link in links),
-            as_bytes(one.peak_bytes),
-            one.save,
-            style="green" if number == 1 else None,
-        )
+        cells = [str(number), one.strategy, f"{one.seconds * 1e3:.4g}"]
+        memory = as_bytes(one.peak_bytes)
+        if links is None:
+            cells.append(memory)
+        else:
+            sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
+            cells += [f"{one.exposed_seconds * 1e3:.3g}", *sent, memory, one.save]
+        table.add_row(*cells, style="green" if number == 1 else None)
     return table
 
 
@@ -140,7 +143,8 @@ def _distance(best: Candidate) -> str:
     distances = best.distances
     sent = sum(best.bytes_by_link.values())
     text = (
-        f"Kernels alone, at their best and equally shared, take {distances.compute_seconds:.3g} s: "
+        f"Kernels alone, at their best and equally shared, take "
+        f"{distances.compute_seconds * 1e3:.4g} ms: "
         f"it is {best.seconds / distances.compute_seconds:.3g} times that."
     )
     over = _over(sent, distances.least_bytes)

@@ -24,7 +24,7 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page. [default: the first file's name, .html]"),
+        typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="A folder for the charts as pictures too.")

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from tilewise.cli.drawing import draw
 from tilewise.cli.output import AsJson, print_plain, refusing_bad_input
-from tilewise.expression import MASKS, STRATEGIES, read_mask, read_plan
+from tilewise.cli.workload_options import PlanText, read_plans
+from tilewise.expression import MASKS, read_mask
 from tilewise.plan import Plan
 from tilewise.plan_json import to_json
 from tilewise.pruning import prune
@@ -17,9 +18,7 @@ MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 
 def show(
-    strategy: Annotated[
-        str, typer.Argument(help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}.')
-    ],
+    strategy: PlanText,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks, where only a name is given.")
     ] = None,
@@ -42,7 +41,7 @@ def show(
     with refusing_bad_input():
         if mask is None and (num_tokens is not None or layout != "zigzag"):
             raise ValueError("--layout and --num-tokens are of a plan pruned by --mask; add it")
-        plan = read_plan(strategy, world_size)
+        plan, _ = read_plans(strategy, world_size)
         if plan.world_size > MOST_RANKS:
             raise ValueError(f"{plan.world_size} ranks cannot be shown, at most {MOST_RANKS} can")
         if mask is not None:

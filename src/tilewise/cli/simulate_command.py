@@ -18,21 +18,20 @@ from tilewise.cli.workload_options import (
     MachineName,
     MaskText,
     NumTokens,
+    PlanText,
     Save,
     WireDtype,
     asked,
     read_machine_option,
+    read_plans,
 )
-from tilewise.expression import STRATEGIES, read_plan
 from tilewise.simulator import Simulation, simulate
 
 
 class SimulateOptions(NamedTuple):
     """What the command is told."""
 
-    plan: Annotated[
-        str, typer.Argument(help=f'As in "mesh(64, q_tile=8)". Known: {", ".join(STRATEGIES)}.')
-    ]
+    plan: PlanText
     num_tokens: NumTokens
     backward_plan: Annotated[
         str | None, typer.Option(help="Of the backward pass, if it is another.")
@@ -58,10 +57,11 @@ def _simulate(options: SimulateOptions) -> None:
     """Replay a plan on a machine: time, waiting, bytes by link and memory."""
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
-        plan = read_plan(options.plan, options.world_size)
-        other = options.backward_plan and read_plan(options.backward_plan, plan.world_size)
+        plan, other = read_plans(options.plan, options.world_size)
+        if options.backward_plan:
+            other, _ = read_plans(options.backward_plan, plan.world_size)
         work = asked(options).workload(plan.world_size)
-        found = simulate(plan, work, machine, backward_plan=other or None)
+        found = simulate(plan, work, machine, backward_plan=other)
         if options.trace is not None:
             try:
                 found.trace(options.trace)

@@ -6,11 +6,21 @@ from typing import Annotated, Any, NamedTuple, cast
 import typer
 
 from tilewise.choice import default_layout
-from tilewise.expression import MASKS, read_mask
+from tilewise.expression import MASKS, STRATEGIES, read_mask, read_plan
 from tilewise.machine import Machine
+from tilewise.plan import Plan
+from tilewise.planning.candidate_file import load_candidate
 from tilewise.planning.quantities import read_count, read_heads
 from tilewise.workload import LAYOUTS, Workload
 
+PLAN_FILE = ".json"
+PlanText = Annotated[
+    str,
+    typer.Argument(
+        help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; or a file that tilewise '
+        "plan wrote."
+    ),
+]
 NumTokens = Annotated[
     str, typer.Option(help="Of the whole sequence: 4096, 128K or 1M (in powers of 1024).")
 ]
@@ -78,6 +88,25 @@ class Asked(NamedTuple):
 def asked(options: Any) -> Asked:
     """The workload's part of a command's options."""
     return Asked(*(cast(Any, getattr(options, name)) for name in Asked._fields))
+
+
+def read_plans(text: str, world_size: int | None) -> tuple[Plan, Plan | None]:
+    """A strategy's plan; or both passes' plans of a file that tilewise plan wrote.
+
+    Raises:
+        ValueError: if it is neither, or for other ranks.
+    """
+    if Path(text).suffix != PLAN_FILE:
+        return read_plan(text, world_size), None
+    try:
+        found = load_candidate(text)
+    except OSError as error:
+        raise ValueError(f"{text} cannot be read: {error.strerror}") from None
+    if world_size not in (None, found.plan.world_size):
+        raise ValueError(
+            f"{text} is for {found.plan.world_size} ranks, but --world-size is {world_size}"
+        )
+    return found.plan, found.backward_plan
 
 
 def read_machine_option(name: str) -> Machine:

@@ -58,6 +58,10 @@ def mesh(
     if a < 1 or n < 1 or n % a:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
+    if not 0 < kv_bytes < inf:
+        raise ValueError(
+            f"kv_bytes ({kv_bytes}) must be a number above 0, 2 num_kv_heads / num_heads"
+        )
     costs = Costs(2, kv_bytes, 1, kv_bytes) if backward else Costs(1, kv_bytes, 1, 0)
     if held is not None:
         _check_held(held, (a, n // a), schedule)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from tilewise.given import must_be
 from tilewise.plan import Item, Plan, RankStep, Side, Transfer, own_shards
 from tilewise.script import Script, operand, partial
 from tilewise.strategies.ring import ring
@@ -26,7 +27,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         inner: a plan over whole shards, each owned by one rank; its world size times degree is
             this plan's. Outer shard s belongs to inner shard s div degree.
     """
-    inner = ring(1) if inner is None else inner
+    inner = ring(1) if inner is None else must_be(Plan, "inner", inner, "tw.ring(4)")
     if degree < 1:
         raise ValueError(f"degree ({degree}) must be at least 1")
     if inner.head_split is not None:  # two exchanges in a row would send everything twice

@@ -60,7 +60,8 @@ def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: floa
     lighter = areas.sum() - areas[order].cumsum()
     lighter /= np.maximum(1, lengths.sum() - lengths[order].cumsum())
     full = areas[order] + np.maximum(0, rooms[-1] - lengths[order]) * lighter > (1 + slack) * mean
-    long = order[full | (lengths[order] > rooms[-1])].tolist()
+    # a component without any pair has no area to share out, however long it is
+    long = order[(full | (lengths[order] > rooms[-1])) & (areas[order] > 0)].tolist()
     bins = Bins(np.array(rooms), np.full(len(rooms), mean))
     kept = np.zeros(len(rooms), np.int64)
     bases: dict[int, dict[int, int]] = {d: {} for d in long}
@@ -134,7 +135,7 @@ def _long(areas: dict[int, float], bases, gap: np.ndarray, slack: float) -> list
         for r in bases[d]:
             take(d, r, max(0.0, min(float(gap[r]), need[d])))
     for d in sorted(areas, key=lambda d: (-need[d], d)):
-        while need[d] > slack:
+        while need[d] > slack or not any(taken[d].values()):
             near = np.abs(gap - need[d]) <= slack
             if near.any():
                 r = int(np.argmin(np.where(near, np.abs(gap - need[d]), np.inf)))

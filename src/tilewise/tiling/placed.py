@@ -82,7 +82,7 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layou
     placement = place(mask, num_tokens, n, kv_bytes)
     if placement is not None and documents(mask, num_tokens) is not None:
         return PlacedLayout(num_tokens, placement, mask, kv_bytes)
-    dealt = balanced(mask, num_tokens, n, chunk=min(128, num_tokens))
+    dealt = balanced(mask, num_tokens, n)
     if placement is None:
         return dealt
     tiled = PlacedLayout(num_tokens, placement, mask, kv_bytes)
