@@ -8,6 +8,7 @@ import pytest
 from bench_contenders import Bad
 
 from tilewise import masks
+from tilewise.bench import environment
 from tilewise.bench.case import KINDS, Case, Network, Timing, key_of
 from tilewise.bench.entrants import entered
 from tilewise.bench.grid import preset, read_cases
@@ -43,6 +44,17 @@ def test_presets_can_be_read_and_entered(kind: str, name: str):
 def test_case_files_can_be_read_and_entered(path: Path):
     kind = path.stem.partition("_")[0]
     assert entered(read_cases(path, kind))
+
+
+@pytest.mark.parametrize("kind", ["kernels", "strategies"])
+def test_sources_that_are_only_on_the_path_have_no_version(kind: str, monkeypatch):
+    def missing(name: str) -> str:
+        raise environment.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.metadata, "version", missing)
+    contenders = {one for _, several in entered(preset(kind, "quick")) for one in several}
+    ours = [one for one in contenders if one.library == "tilewise"]
+    assert ours and {one.version for one in ours} == {"not installed"}
 
 
 def test_a_filter_takes_the_place_of_a_list():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise import buffers, work
 from tilewise.kernels.merge import merge_into
+from tilewise.slabs import Shelf
 from tilewise.tape import Request, Tape, places
 
 MASKS = {
@@ -97,8 +98,18 @@ def test_results_are_the_callers_own(bound):
     assert on_ranks(tw.ring(2), tw.zigzag(32, 2), tw.Causal(), twice) == [False] * 2
 
 
+def test_passes_bound_in_inference_mode_serve_outside_of_it(bound):
+    def in_and_out(case: Case) -> bool:
+        with torch.inference_mode():
+            first = case.both_passes()
+        second = case.both_passes()
+        return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+    assert on_ranks(tw.ring(2), tw.zigzag(32, 2), tw.Causal(), in_and_out) == [True] * 2
+
+
 def test_passes_at_once_never_share_buffers(bound):
-    shelf, binding = buffers.Shelf(), buffers.Binding()
+    shelf, binding = Shelf(), buffers.Binding()
     cpu = torch.device("cpu")
     first = binding.lender(shelf, cpu)
     first.take((64,), torch.float32)
@@ -117,7 +128,7 @@ def test_passes_at_once_never_share_buffers(bound):
 
 
 def test_what_was_sent_rests_until_it_has_left():
-    shelf, binding = buffers.Shelf(), buffers.Binding()
+    shelf, binding = Shelf(), buffers.Binding()
     recorder = binding.lender(shelf, torch.device("cpu"))
 
     def take() -> torch.Tensor:
@@ -179,7 +190,7 @@ def test_rows_of_one_time_lie_apart(drawn):
 
 
 def test_parts_of_a_buffer_are_given_back_each_by_itself():
-    shelf, binding = buffers.Shelf(), buffers.Binding()
+    shelf, binding = Shelf(), buffers.Binding()
     recorder = binding.lender(shelf, torch.device("cpu"))
     arena = recorder.take_parts((12, 256), torch.uint8, (4, 0, 8))
     recorder.give(arena[:4])

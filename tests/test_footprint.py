@@ -14,10 +14,12 @@ import torch
 from bound_passes import Case, on_ranks
 
 import tilewise as tw
-from tilewise import buffers, footprint
+from tilewise import buffers
 from tilewise.copies import alike
+from tilewise.footprint import written_peaks
 from tilewise.parts import Cut, Table
 from tilewise.payload import HeadGroups
+from tilewise.setting import setting_of
 from tilewise.simulator import simulate_pass
 from tilewise.tape import Request, Tape
 from tilewise.two_passes import backward_pass, forward_pass
@@ -134,12 +136,12 @@ def test_all_kernels_copy_the_same(n):
         peaks = set()
         for cut in (Cut(), Cut(square_causal=True), Cut(whole_tile=True)):
             pruned = tw.prune(plan, tw.Causal(), layout)
-            setting = footprint.setting_of(pruned, work, (layout, layout), backward=True)
+            setting = setting_of(pruned, work, (layout, layout), backward=True)
             setting = setting._replace(table=setting.table._replace(cut=cut))
             programs = {
                 rank: tw.lower(pruned, rank, carries=setting.payload.carries) for rank in range(n)
             }
-            peaks.add(max(footprint.written_peaks(setting, programs).values()))
+            peaks.add(max(written_peaks(setting, programs).values()))
         assert len(peaks) == 1, plan
 
 

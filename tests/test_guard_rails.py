@@ -57,6 +57,7 @@ TORCH_SIDE = {
         "decoding",
         "storage",
         "totals",
+        "slabs",
     ),
 }
 

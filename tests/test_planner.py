@@ -11,10 +11,13 @@ import tilewise as tw
 from tilewise.choice import default_layout
 from tilewise.machine import Link
 from tilewise.planning.bounds import moved_bound, shape_bound, steps_bound
+from tilewise.planning.candidate import Row
 from tilewise.planning.least_bytes import least_bytes
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
+from tilewise.planning.reasons import reason
 from tilewise.planning.scene import Scene
+from tilewise.planning.trials import Plans, Trials
 from tilewise.simulator import simulate_pass
 
 CLUSTERS = {
@@ -175,6 +178,32 @@ def test_the_first_of_many_causal_ranks_has_its_exact_time(name: str):
     assert best.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert best.bytes_by_link == every.bytes_by_link
     assert best.seconds == min(one.seconds for one in found)
+
+
+def test_a_node_partly_full_does_not_end_the_search_early():
+    n, preset = 80, tw.Machine.preset("nvl72")
+    work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
+    work = replace(work, layout=work.layout_for(n))
+    tried = options(work, n, preset.node_size)
+    best = Trials(Scene(work, preset, n, False), Plans(tried)).settle(1 << 60, range(len(tried)))
+    hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
+    assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    (
+        (1.0, "Just as long as ring: it "),
+        (1.00329, "0.329% longer than ring: it "),
+        (1.9999, "100% longer than ring: it "),
+        (2.5, "2.5 times as long as ring: it "),
+        (1234.5, "1,234 times as long as ring: it "),
+    ),
+)
+def test_a_reason_says_how_much_longer(times: float, said: str):
+    best = Row("ring", "", "", "replay", 1.0, 0.5, 0.5, 0.25, {"inside": 8}, 1)
+    row = best._replace(strategy="mesh", seconds=times)
+    assert reason(row, (best, row), (1.0, False)).startswith(said)
 
 
 @pytest.mark.slow

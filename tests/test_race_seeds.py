@@ -11,7 +11,7 @@ from played_cuda import PlayedDevice
 from race_cases import ONE_WAY, Case, bind, over_nccl, run, watched_device
 
 import tilewise as tw
-from tilewise import buffers, execute, streams, threads, transport_dist, two_passes
+from tilewise import execute, slabs, streams, threads, transport_dist, two_passes
 from tilewise.ledger import Ledger
 from tilewise.transport_dist import DistTransport
 
@@ -39,8 +39,8 @@ LOOPBACK_SEEDS = {
     "nobody waits for a copy": (threads._Outstanding, "wait", "follow(copied)"),
     "ranks do not wait for the caller": (streams, "forked", "follow(before)"),
     "the caller does not wait for ranks": (streams, "forked", "follow(end)"),
-    "a slab is not waited for": (buffers.Slab, "enter", "follow(self._left, self._buffer)"),
-    "a slab is left before its pass": (buffers.Slab, "leave", "self._left = ", "moment = "),
+    "a slab is not waited for": (slabs.Slab, "enter", "follow(self._left, self._buffer)"),
+    "a slab is left before its pass": (slabs.Slab, "leave", "self._left = ", "moment = "),
     "a slab's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
     "an arrival is not waited for": (execute, "execute", "started.wait()"),
 }
@@ -68,7 +68,7 @@ def plant(monkeypatch: Any, seed: tuple[Any, ...]) -> None:
     bind(monkeypatch, True)
     seeded(monkeypatch, *seed)
     monkeypatch.setattr(threads, "forked", streams.forked)
-    for module in (threads, buffers):
+    for module in (threads, slabs):
         monkeypatch.setattr(module, "follow", streams.follow)
     monkeypatch.setattr(two_passes, "execute", execute.execute)
 

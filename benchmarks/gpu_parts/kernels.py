@@ -60,6 +60,7 @@ def run(session: Session, options: Row) -> Row:
     passes = {"it": _contender(options["contender"], given)}
     row: Row = {}
     for what in Passes._fields:  # before others allocate
+        getattr(passes["it"], what)()  # the first records buffers, and may compile
         peak = session.peak_bytes(getattr(passes["it"], what))
         row[f"{what}_peak_bytes"] = max(peak - before, 0)
     for other in options["beside"]:

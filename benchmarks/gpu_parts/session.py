@@ -6,13 +6,12 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu_parts.case import Row
-from tilewise.bench.environment import environment
+from tilewise.bench.environment import environment, installed
 
 Run = Callable[[], object]
 _SMI = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
@@ -186,7 +185,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
 def about(device: torch.device) -> Row:
     """Versions, commit, and the GPU's state just now."""
     row = environment(device.type)
-    row["triton_version"] = _version("triton")
+    row["triton_version"] = installed("triton")
     row["cuda_version"] = torch.version.cuda
     row["device_name"] = "cpu"
     if device.type != "cuda":
@@ -203,10 +202,3 @@ def about(device: torch.device) -> Row:
     if asked.returncode:
         return {**row, "nvidia_smi": asked.stdout.strip() or asked.stderr.strip()}
     return row | dict(zip(_SMI.split(","), asked.stdout.strip().split(", "), strict=False))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.blocks import Block, join
 from tilewise.buffers import Source
-from tilewise.parts import CallParts, Held, Part, Table, is_range, span
+from tilewise.parts import CallParts, Held, Part, Table, is_range, num_rows, span
 from tilewise.plan import Item, Side, Tile
 from tilewise.script import operand
 
@@ -107,8 +107,8 @@ def _joined(
     sources = [blocks[part.shard].fields[name] for part in parts]
     if all(is_range(part.call) and not isinstance(part.block, Tensor) for part in parts):
         return join([pick(x, p.block, lender) for x, p in zip(sources, parts, strict=True)], lender)
-    num_rows = sum(_num_rows(part, x) for part, x in zip(parts, sources, strict=True))
-    gathered = lender.take((num_rows, *sources[0].shape[1:]), sources[0].dtype)
+    total = sum(num_rows(part.block, len(x)) for part, x in zip(parts, sources, strict=True))
+    gathered = lender.take((total, *sources[0].shape[1:]), sources[0].dtype)
     for part, x in zip(parts, sources, strict=True):
         if isinstance(part.call, Tensor):
             gathered.index_copy_(0, part.call, pick(x, part.block, lender))
@@ -117,12 +117,6 @@ def _joined(
         else:
             gathered[part.call].copy_(pick(x, part.block, lender))
     return gathered
-
-
-def _num_rows(part: TensorPart, x: Tensor) -> int:
-    if isinstance(part.block, slice):
-        return len(range(*part.block.indices(len(x))))
-    return len(x if part.block is None else part.block)
 
 
 def _side_by_side(blocks: Sequence[Block], parts: Sequence[TensorPart], name: str) -> Tensor | None:

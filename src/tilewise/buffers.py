@@ -12,13 +12,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from tilewise.ledger import CALLERS, Ledger
-from tilewise.streams import Moment, current_moment, follow
+from tilewise.slabs import Shelf
 from tilewise.tape import Request, Tape
 
 # On the CPU views bound ahead save nothing worth the memory that they keep.
@@ -134,55 +133,6 @@ class Scratch:
             self._lender.give(self.lent.pop())
 
 
-class Slab:
-    """Memory that one pass at a time uses, and what tapes see of it."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-        self._views: WeakKeyDictionary[Tape, list[Tensor]] = WeakKeyDictionary()
-        self._left: Moment | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.numel()
-
-    def enter(self, tape: Tape, device: torch.device) -> list[Tensor]:
-        """The buffers of a tape, for a pass that begins now on the current stream."""
-        if self._buffer is not None:
-            follow(self._left, self._buffer)
-        if self.num_bytes < tape.num_bytes:
-            self._views.clear()
-            self._buffer = None  # before the larger one is made
-            self._buffer = torch.empty(tape.num_bytes, dtype=torch.uint8, device=device)
-        views = self._views.get(tape)
-        if views is None:
-            whole = torch.empty(0, device=device) if self._buffer is None else self._buffer
-            views = self._views[tape] = tape.views(whole.view(torch.uint8))
-        return views
-
-    def leave(self) -> None:
-        """The pass has launched all that it does with the buffers."""
-        if self._buffer is not None:
-            self._left = current_moment(self._buffer.device)
-
-
-class Shelf:
-    """The slabs of one rank and device, as many as there were passes at once.
-
-    A pass takes one from the shelf and puts it back when it ends, so no two ever share one, of
-    whatever threads or layers they are. A pass that fails does not put its slab back.
-    """
-
-    def __init__(self) -> None:
-        self.slabs: list[Slab] = []
-
-    def take(self) -> Slab:
-        try:
-            return self.slabs.pop()
-        except IndexError:
-            return Slab()
-
-
 class Binding:
     """The tape of one program and its shapes, once a pass has recorded it."""
 
@@ -229,15 +179,14 @@ class Recorder(Fresh):
         asked = _Asked(tuple(shape), dtype, tuple(rows), self._ledger.take(len(rows)), starts)
         self._asked.append(asked)
         if x.numel():
-            self._known[_address(x)] = asked
+            self._known[address(x)] = asked
         return x
 
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self.take(x.shape, dtype).copy_(x)
 
     def give(self, x: Tensor) -> None:
-        number = self._number(x)
-        if number is not None:
+        if (number := self._number(x)) is not None:
             self._ledger.give(number)
 
     def sent(self, x: Tensor) -> None:
@@ -247,10 +196,10 @@ class Recorder(Fresh):
 
     def _number(self, x: Tensor) -> int | None:
         """None: it is empty, or a caller's."""
-        known = self._known.get(_address(x)) if x.numel() else None
+        known = self._known.get(address(x)) if x.numel() else None
         if known is None:
             return None
-        return known.first + bisect_right(known.starts, x.data_ptr() - _address(x)) - 1
+        return known.first + bisect_right(known.starts, x.data_ptr() - address(x)) - 1
 
     def end(self) -> None:
         ends = self._ledger.ends()
@@ -295,5 +244,6 @@ class Player(_Forgetful):
         self._shelf.slabs.append(self._slab)
 
 
-def _address(x: Tensor) -> int:
+def address(x: Tensor) -> int:
+    """Of a tensor's memory, the same for all its views."""
     return x.untyped_storage().data_ptr()

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from tilewise.layout import contiguous, zigzag
 from tilewise.mask import Causal
-from tilewise.parts import CallParts, Cut, Part, Table, is_range, span
+from tilewise.parts import CallParts, Cut, Part, Table, is_range, num_rows, span
 from tilewise.payload import HeadGroups
 from tilewise.plan import Rows, Side, Tile
 from tilewise.rows import count
 from tilewise.script import partial
 
+Places: TypeAlias = tuple[Sequence["Place"], Sequence["Place"]]
+InHalves: TypeAlias = tuple[int, int, int, int | None, int | None]
 SMALL = 320
 """Rows of a small shard's half: as few as a tile is cut like one of large shards."""
 
@@ -44,8 +46,8 @@ class _Pattern(NamedTuple):
     """
 
     zigzagged: bool
-    q: tuple[tuple[int, int, int, int | None, int | None], ...]
-    kv: tuple[tuple[int, int, int, int | None, int | None], ...]
+    q: tuple[InHalves, ...]
+    kv: tuple[InHalves, ...]
     cut: Cut
 
 
@@ -88,7 +90,7 @@ def alike(table: Table) -> bool | None:
 def copies(
     table: Table,
     tile: Tile,
-    places: tuple[Sequence[Place], Sequence[Place]],
+    places: Places,
     zigzagged: bool | None,
 ) -> Sequence[Copies]:
     """What each call of a tile copies.
@@ -103,13 +105,13 @@ def copies(
     return _counted(table, tile, places)
 
 
-def whole(table: Table, tile: Tile, places: tuple[Sequence[Place], Sequence[Place]]) -> Copies:
+def whole(table: Table, tile: Tile, places: Places) -> Copies:
     """What the call of a tile copies whose rows all see all keys."""
     found = []
     for side, layout, shards in zip(places, table.layouts, tile[:2], strict=True):
         ends = accumulate((count(place.rows, 0) for place in side), initial=0)
         parts: list[Part[np.ndarray]] = [
-            Part(i, partial(Side.Q, shard), slice(*ends_of), None, None)
+            Part(i, partial(Side.Q, shard), slice(*ends_of), None, None)  # no item is looked at
             for i, (shard, ends_of) in enumerate(zip(shards, pairwise(ends), strict=True))
         ]
         if len(parts) == 1:
@@ -119,9 +121,7 @@ def whole(table: Table, tile: Tile, places: tuple[Sequence[Place], Sequence[Plac
     return Copies(copied, aside, merged)
 
 
-def _counted(
-    table: Table, tile: Tile, places: tuple[Sequence[Place], Sequence[Place]]
-) -> list[Copies]:
+def _counted(table: Table, tile: Tile, places: Places) -> list[Copies]:
     held = tuple(tuple(place.rows for place in side) for side in places)
     sizes = [
         [layout.size(shard) for shard in shards]
@@ -148,14 +148,14 @@ def _of_side(
 ) -> tuple[int, int, int]:
     """Copied rows, rows of results from aside, and rows copied to merge those."""
     held = [count(place.rows, 0) for place in places]
-    num_rows = [_num_rows(part.block, held[part.shard]) for part in parts]
+    rows = [num_rows(part.block, held[part.shard]) for part in parts]
     copied = 0
     if len(parts) == 1:
-        copied = num_rows[0] * isinstance(parts[0].block, np.ndarray)
+        copied = rows[0] * isinstance(parts[0].block, np.ndarray)
     elif span(parts, held, [place.start for place in places]) is None:
-        copied = sum(num_rows)
+        copied = sum(rows)
         direct = (is_range(part.call) for part in parts)
-        picked = zip(parts, num_rows, direct, strict=True)
+        picked = zip(parts, rows, direct, strict=True)
         copied += sum(n for p, n, d in picked if isinstance(p.block, np.ndarray) and not d)
     whole = [part._replace(block=part.local) for part in parts]
     if len(parts) == 1:
@@ -167,15 +167,9 @@ def _of_side(
         return copied, 0, 0
     merged = sum(
         n * (isinstance(part.call, np.ndarray) + isinstance(part.local, np.ndarray))
-        for part, n in zip(parts, num_rows, strict=True)
+        for part, n in zip(parts, rows, strict=True)
     )
-    return copied, sum(num_rows), merged
-
-
-def _num_rows(index: slice | np.ndarray | None, size: int) -> int:
-    if isinstance(index, slice):
-        return len(range(*index.indices(size)))
-    return size if index is None else len(index)
+    return copied, sum(rows), merged
 
 
 def _share(call: CallParts, groups: HeadGroups) -> float:
@@ -187,7 +181,7 @@ def _small(
     zigzagged: bool,
     table: Table,
     tile: Tile,
-    places: tuple[Sequence[Place], Sequence[Place]],
+    places: Places,
 ) -> tuple[_Pattern, float] | None:
     """A tile alike of few and small shards, and how much smaller these are."""
     size = table.layouts[0].size(0)
@@ -228,7 +222,7 @@ def _in_small(pattern: _Pattern) -> tuple[Copies, ...]:
             Place(((first * SMALL, last * SMALL),), rows(start), rows(total))
             for _, first, last, start, total in side
         ]
-        for side in pattern[1:3]
+        for side in (pattern.q, pattern.kv)
     )
     tile = Tile(tuple(row[0] for row in pattern.q), tuple(row[0] for row in pattern.kv))
     return tuple(_counted(table, tile, (q, kv)))

@@ -58,7 +58,8 @@ Arrival = tuple[Handle, Transfer, Tensor]
 def execute(program: Program, work: Work, transport: Transport) -> None:
     """Run a program to its end; returns when all that was sent has left.
 
-    Merges happen in program order, so every run gives the same bits.
+    Merges happen in program order, so every run gives the same bits where the kernels do: see
+    docs/numerics.md.
     """
     under_way: dict[int, list[Arrival]] = {}
     together = not transport.receives_ahead

@@ -19,6 +19,7 @@ Route = tuple[tuple[int, float], ...]
 
 SAME = 1e-9  # relative: flows of an island that end this close together end together
 CLOSE = 1e-13  # relative: ends this close together are one moment
+ROUNDING = 1e-12  # relative: shares this close together are equal
 FEW = 16  # routes
 MEMO = 4096  # sets of routes whose rates are remembered
 
@@ -254,8 +255,9 @@ def fair_rates(use: Array, weight: Array, counts: Array, num_resources: int) -> 
         own = of_flow.min(1)
         least = np.full(num_resources, np.inf)
         np.minimum.at(least, used, own[:, None])
-        scarce = least >= share * (1 - 1e-12)
-        filled = (scarce[used] & (of_flow <= own[:, None] * (1 + 1e-11))).any(1)
+        scarce = least >= share * (1 - ROUNDING)
+        # Looser, so that whatever made a resource scarce is filled with it.
+        filled = (scarce[used] & (of_flow <= own[:, None] * (1 + 10 * ROUNDING))).any(1)
         now = open_[filled]
         rate[now] = own[filled]
         spent = (demand[filled] * own[filled, None]).ravel()

@@ -4,8 +4,8 @@
     q, k, v, (out, dout, lse)  arenas, messages, partials,       operands that forward received
     and the results           copies of rows that lie apart
 
-It replays a program as work.py does, with sizes for tensors and by the same ledger. What kernels
-allocate inside is left out.
+It stands alone because it makes one number of what walk.py finds (buffers, and when they are
+needed) and copies.py (rows that calls copy). What kernels allocate inside is left out.
 """
 
 from __future__ import annotations
@@ -15,37 +15,16 @@ from itertools import accumulate
 
 from tilewise.copies import Copies, copies, whole
 from tilewise.halves import Halves
-from tilewise.layout import Layout
 from tilewise.lowering import lower
 from tilewise.members import Members
-from tilewise.parts import Cut, Table
-from tilewise.payload import ITEM_BYTES, accumulator, head_groups
-from tilewise.plan import Plan, Side
+from tilewise.payload import ITEM_BYTES, accumulator
+from tilewise.plan import Side
 from tilewise.program import Program
-from tilewise.table import everything_needed
-from tilewise.walk import Look, Setting, Walk
-from tilewise.workload import Workload, saving
-
-__all__ = ["Setting", "peak_bytes", "setting_of", "written_peaks"]
+from tilewise.setting import Setting
+from tilewise.walk import Look, Walk
 
 LOOKS = 8
 """Tiles that are looked at for what they copy: those that may take most."""
-
-
-def setting_of(
-    plan: Plan, work: Workload, layouts: tuple[Layout, Layout], backward: bool
-) -> Setting:
-    """What the ranks of a pass have in common; the plan is as it is lowered."""
-    groups = head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
-    gathered = saving(plan, work.save) == "gathered"
-    return Setting(
-        plan,
-        Table(layouts, work.mask, groups, Cut()),
-        work.payload(plan, backward),
-        work.payload(plan, False) if backward and gathered else None,
-        gathered and not backward,
-        everything_needed(work.mask, *layouts),
-    )
 
 
 def peak_bytes(setting: Setting, program: Program, before: Program | None = None) -> int:
@@ -94,12 +73,12 @@ def _callers(setting: Setting, own: Sequence[Sequence[int]]) -> int:
     Args:
         own: the rank's shards, by side.
     """
-    (groups, payload), layouts = (setting.table.groups, setting.payload), setting.table.layouts
+    (layouts, _, groups, _), payload = setting.table, setting.payload
     q, kv = (sum(map(layout.size, shards)) for layout, shards in zip(layouts, own, strict=True))
-    value = payload.head_dim * ITEM_BYTES(payload.dtype)
-    q_tensors, kv_tensors = (4, 4) if payload.backward else (2, 2)
-    q_bytes = groups.num_heads * (q_tensors * value + ITEM_BYTES(accumulator(payload.dtype)))
-    return q * q_bytes + kv * kv_tensors * groups.num_kv_heads * value
+    tensors = 4 if payload.backward else 2  # q, out, dout, dq; k, v, dk, dv
+    row_bytes = tensors * payload.head_dim * ITEM_BYTES(payload.dtype)
+    lse_bytes = ITEM_BYTES(accumulator(payload.dtype))
+    return q * groups.num_heads * (row_bytes + lse_bytes) + kv * groups.num_kv_heads * row_bytes
 
 
 def _most(walk: Walk) -> int:

@@ -7,6 +7,8 @@ shards that it meets on its way is not behind it.
 
     whole(q_i) = some j <= i among the KV shards that it meets
     whole(kv_j) = some i <= j among the query shards that it meets
+
+It stands alone because pruning finds the same by looking at every rank's steps.
 """
 
 from __future__ import annotations

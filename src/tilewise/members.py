@@ -1,6 +1,7 @@
 """Programs of ranks that are relabelled from one, with the rows that they move.
 
-They differ in which halves of their shards travel; see halves.py.
+They differ in which halves of their shards travel; see halves.py. It stands alone because the
+footprint follows whole programs, of a few such ranks; relabelled.py prices all of them at once.
 """
 
 from __future__ import annotations

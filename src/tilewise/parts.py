@@ -5,7 +5,7 @@ It stands alone, without tensors, because the executor gathers by it and the sim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -109,6 +109,13 @@ class Table(NamedTuple):
 def is_range(index: object) -> TypeGuard[slice | None]:
     """Whether an index selects neighbouring rows."""
     return index is None or (isinstance(index, slice) and index.step in (None, 1))
+
+
+def num_rows(index: slice | Sized | None, size: int) -> int:
+    """How many of so many rows an index selects."""
+    if isinstance(index, slice):
+        return len(range(*index.indices(size)))
+    return size if index is None else len(index)
 
 
 def span(

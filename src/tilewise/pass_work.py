@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.binding import BoundCall, Index, TensorPart, pick
 from tilewise.blocks import Arena, Block, take
-from tilewise.buffers import Fresh, Scratch
+from tilewise.buffers import Fresh, Scratch, address
 from tilewise.frame import Frame
 from tilewise.lifetimes import Lifetimes
 from tilewise.payload import Payload
@@ -114,7 +114,7 @@ class PassWork(ABC):
         if rows is not None and rows != block.rows:
             part = take(wire, block.rows, rows, lender)
         self._sent(part)
-        if part is not wire and _address(part) != _address(wire):
+        if part is not wire and address(part) != address(wire):
             lender.give(part)  # a copy
         if sends and item in sends:
             sends[item] -= 1
@@ -267,7 +267,3 @@ class PassWork(ABC):
             for name, x in moved.items():
                 x.copy_(block.fields[name])
         return Block(block.rows, {**block.fields, **moved}, wire, place)
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

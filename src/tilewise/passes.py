@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import buffers
 from tilewise.binding import Binder
 from tilewise.blocks import Arena, Block
-from tilewise.buffers import Binding, Captured, Fresh, Lender, Shelf
+from tilewise.buffers import Binding, Captured, Fresh, Lender
 from tilewise.frame import Frame, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.lifetimes import Lifetimes, lifetimes
@@ -26,6 +26,7 @@ from tilewise.program import Program, arrivals
 from tilewise.pruning import prune_shards
 from tilewise.rows import count
 from tilewise.script import operand, partial
+from tilewise.slabs import Shelf
 from tilewise.streams import is_capturing
 
 

@@ -128,6 +128,6 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         found.backward_seconds,
         found.exposed_seconds,
         found.bytes_by_link,
-        found.peak_bytes,
+        pair.peak_bytes,
         distances,
     )

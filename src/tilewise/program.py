@@ -68,8 +68,8 @@ Instruction = Launch | Wait | Run | Free | Collective
 class Program(NamedTuple):
     """One rank's instructions.
 
-    arenas: received and own operands that one tile reads together and that live to the end, so
-    that their rows can lie side by side in one buffer, in this order.
+    arenas: received and own operands that tiles read together, all of which arrive before the first
+    is freed, so that their rows can lie side by side in one buffer, in this order.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """Tracks of ranks whose programs are one program relabelled, but whose messages differ in size.
 
-As tracks.compile_tracks, a class of ranks at once: what differs between the
-ranks of a class are arrays.
+It stands beside tracks.py because it prices a class of ranks at once: what differs between them are
+arrays.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.fluid import Fluid, Route
+from tilewise.fluid import CLOSE, Fluid, Route
 from tilewise.plan import Tile
 from tilewise.tracks import LOST, Await, Busy, Compute, Depart, Score
 
@@ -104,7 +104,7 @@ class Replay:
                     ready.append(self._wake(-1 - flow))
                 else:
                     ready += self._arrived(flow)
-            while self.events and self.events[0][0] <= self.now * (1 + 1e-13):
+            while self.events and self.events[0][0] <= self.now * (1 + CLOSE):
                 _, number = heapq.heappop(self.events)
                 if number < 0:
                     ready.append(self._wake(-1 - number))

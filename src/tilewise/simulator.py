@@ -2,31 +2,32 @@
 
     tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
 
-Ranks that are alike are simulated once. What is left out: merging and packing take no time, and
-transfers do not slow kernels down unless the machine says that they share cores.
+Ranks that are alike are simulated once. Merging and packing take time, and transfers slow kernels
+down, only where the machine says so.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tilewise.costs import Costs
-from tilewise.footprint import setting_of, written_peaks
+from tilewise.footprint import written_peaks
 from tilewise.halves import Halves
 from tilewise.lowering import lower
 from tilewise.machine import Machine
 from tilewise.network import LINKS, Network, blocks
 from tilewise.plan import Plan
+from tilewise.program import Program
 from tilewise.pruning import prune_shards
 from tilewise.relabelled import compile_relabelled
 from tilewise.replay import RankUse, Replay, Timeline
+from tilewise.setting import setting_of
 from tilewise.symmetry import Symmetry, all_alike, find_symmetry
 from tilewise.table import check_made_for, shard_layouts, table_cells
+from tilewise.trace import trace_text
 from tilewise.tracks import compile_tracks
 from tilewise.workload import Workload, check_gathered, saving
 
@@ -125,9 +126,7 @@ class Simulation:
 
         One process per rank, or per rank that stands for others; backward follows forward.
         """
-        events = [*self._names(), *self._events()]
-        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(trace_text(self._passes), encoding="utf-8")
 
     @property
     def _passes(self) -> tuple[Timeline, Timeline]:
@@ -143,33 +142,6 @@ class Simulation:
         return {
             x: sum(part.get(x, 0) for part in links) for x in LINKS if any(x in p for p in links)
         }
-
-    def _names(self) -> Iterator[dict[str, Any]]:
-        members: dict[int, int] = {}
-        for timeline in self._passes:
-            members |= {use.rank: use.members for use in timeline.ranks}
-        for rank, number in sorted(members.items()):
-            name = f"rank {rank}" + f" and {number - 1} like it" * (number > 1)
-            yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-            for lane, what in enumerate(("compute", "wait", *LINKS)):
-                args = {"name": what}
-                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": args}
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        lanes = {name: lane for lane, name in enumerate(("compute", "wait", *LINKS))}
-        begin = 0.0
-        for what, timeline in zip(("forward", "backward"), self._passes, strict=True):
-            for rank, lane, name, start, seconds in timeline.spans:
-                yield {
-                    "ph": "X",
-                    "name": name or lane,
-                    "cat": what,
-                    "pid": rank,
-                    "tid": lanes[lane],
-                    "ts": round((begin + start) * 1e6, 6),
-                    "dur": round(seconds * 1e6, 6),
-                }
-            begin += timeline.seconds
 
 
 def simulate(
@@ -209,12 +181,57 @@ def simulate(
 
 
 def simulate_pass(
-    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None = None
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    backward: bool,
+    exact: bool | None = None,
+    memory: bool = True,
 ) -> tuple[Timeline, Symmetry]:
     """One pass alone, as simulate does it, and which rank of it stands for which.
 
     A planner chooses the plans of forward and backward apart.
+
+    Args:
+        memory: whether to count it, which takes a quarter of the time; False: peak_bytes are 0.
     """
+    made = _made(plan, work, machine, backward, exact)
+    symmetry, halves = made.symmetry, made.halves
+    peaks = made.peaks(work, backward) if memory else {}
+    network = Network(machine, symmetry)
+    if halves is None:
+        score = compile_tracks(made.plan, made.programs, made.costs, network)
+    else:
+        score = compile_relabelled(made.plan, made.programs, made.costs, network, halves)
+    replay = Replay(score, network.routes, network.num_resources)
+    replay.run()
+    return replay.timeline(symmetry.members, lambda r: peaks.get(symmetry.written(r), 0)), symmetry
+
+
+def peak_of_pass(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None = None
+) -> int:
+    """Memory of the rank that needs most, as simulate_pass counts it, without a replay."""
+    return max(_made(plan, work, machine, backward, exact).peaks(work, backward).values())
+
+
+class _Made(NamedTuple):
+    """A pass before it is replayed: programs of the ranks that others are relabelled from."""
+
+    plan: Plan
+    costs: Costs
+    symmetry: Symmetry
+    halves: Halves | None
+    programs: dict[int, Program]
+
+    def peaks(self, work: Workload, backward: bool) -> dict[int, int]:
+        setting = setting_of(self.plan, work, self.costs.layouts, backward)
+        return written_peaks(setting, self.programs, self.halves)
+
+
+def _made(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
+) -> _Made:
     plan = plan.tuned(work.num_heads, work.num_kv_heads)
     layout = work.layout_for(plan.world_size)
     check_made_for(plan, work.mask, layout)
@@ -232,15 +249,7 @@ def simulate_pass(
         plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
-    network = Network(machine, symmetry)
-    peaks = written_peaks(setting_of(plan, work, layouts, backward), programs, halves)
-    if halves is None:
-        score = compile_tracks(plan, programs, costs, network)
-    else:
-        score = compile_relabelled(plan, programs, costs, network, halves)
-    replay = Replay(score, network.routes, network.num_resources)
-    replay.run()
-    return replay.timeline(symmetry.members, lambda r: peaks[symmetry.written(r)]), symmetry
+    return _Made(plan, costs, symmetry, halves, programs)
 
 
 def _replayed(

@@ -7,79 +7,57 @@ It stands alone because what is added, and how, is the pass's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import TypeAlias
 
 from torch import Tensor
 
 from tilewise.binding import TensorPart, total_rows
 from tilewise.blocks import Arena
-from tilewise.items import Item, Role, Side
+from tilewise.items import Item, Side
+from tilewise.side_by_side import Group, SideBySide
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-Group: TypeAlias = tuple[Item, ...]
 
 
-class Totals:
-    """The partials of every arena's operands, each with the rows of its whole shard.
-
-    A partial has its place once: from when it is first added to until it leaves.
+class Totals(SideBySide):
+    """The partials of every arena's operands.
 
     Args:
         blank: side, rows of each partial -> partials, one after the other, nothing added yet.
-        sizes: of the shards, by side.
+        sizes: rows of the shards, by side.
     """
 
     def __init__(
         self,
         blank: Callable[[Side, Sequence[int]], Tensors],
-        sizes: tuple[Sequence[int], Sequence[int]],
+        sizes: Sequence[Sequence[int]],
         arenas: Sequence[Arena],
     ):
-        self._blank, self._sizes = blank, sizes
-        self._group: dict[Item, Group] = {}
-        self._starts: dict[Item, int] = {}
+        super().__init__(sizes)
+        self._blank = blank
         self._whole: dict[Group, Tensors] = {}
-        self._unused: set[Item] = set()
         for arena in arenas:
-            group = tuple(item._replace(role=Role.PARTIAL) for item in arena.starts)
-            sizes_of = self._sizes_of(group)
-            starts = accumulate(sizes_of[:-1], initial=0)
-            self._starts.update(zip(group, starts, strict=True))
-            self._group.update(dict.fromkeys(group, group))
-            self._unused.update(group)
-
-    def __contains__(self, item: Item) -> bool:
-        """Whether a partial that is not there yet is to lie in its place among others."""
-        return bool(self._unused) and item in self._unused
+            self.lie_as(arena.starts)
 
     def take(self, item: Item) -> Tensors:
         """A partial that nothing was added to."""
-        self._unused.remove(item)
-        group = self._group[item]
+        group = self._enter(item)
         if group not in self._whole:
-            self._whole[group] = self._blank(item.side, self._sizes_of(group))
-        start = self._starts[item]
-        return self._rows(group, start, start + self._sizes[item.side][item.shard])
-
-    def leave(self, item: Item) -> None:
-        """A partial is no longer in its place."""
-        if self._starts:
-            self._starts.pop(item, None)
+            self._whole[group] = self._blank(item.side, [self._size(one) for one in group])
+        start = self.starts[item]
+        return self._rows(group, start, start + self._size(item))
 
     def beside(self, parts: Sequence[TensorPart]) -> tuple[Group, int, int] | None:
         """Where the results of a call's parts belong, if that is side by side and in order."""
         group = self._group.get(parts[0].item)
         if group is None or any(self._group.get(part.item) is not group for part in parts):
             return None
-        rows = total_rows(parts, self._sizes[parts[0].item.side], self._starts)
+        rows = total_rows(parts, self._sizes[parts[0].item.side], self.starts)
         return None if rows is None else (group, *rows)
 
     def between(self, place: tuple[Group, int, int]) -> Tensors:
+        """The partials' rows there, all of which have been taken."""
         return self._rows(*place)
 
     def _rows(self, group: Group, start: int, stop: int) -> Tensors:
         return tuple([x[start:stop] for x in self._whole[group]])
-
-    def _sizes_of(self, group: Group) -> list[int]:
-        return [self._sizes[item.side][item.shard] for item in group]

@@ -12,7 +12,7 @@ from tilewise.costs import Costs
 from tilewise.network import Network
 from tilewise.plan import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.program import Collective, Free, Launch, Program, Run, Wait
-from tilewise.symmetry import absolute, relative
+from tilewise.shifts import absolute, relative
 
 LOST = -1
 """The flow of a message that nobody sends."""

@@ -20,6 +20,7 @@ _RECORD_TAG = 7_416_000
 _LANE_TAG = _RECORD_TAG + 1
 _DIGEST_BYTES = 16
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
+# More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
 _BRANCHES = 4
 _DIGEST, _VERDICT = "agreement digest", "agreement verdict"

@@ -1,6 +1,7 @@
 """One rank's program followed with sizes for tensors: which buffers the executor will take, when.
 
-As work.PassWork does it and by the same ledger, so that what is counted is what is taken.
+As pass_work.PassWork does it and by the same ledger, so that what is counted is what is taken. It
+stands alone because it has to change with PassWork, and what is made of the numbers has not.
 """
 
 from __future__ import annotations
@@ -12,30 +13,13 @@ from tilewise.copies import Place, alike
 from tilewise.ledger import CALLERS, Ledger, aligned
 from tilewise.lifetimes import lifetimes
 from tilewise.mask import Causal
-from tilewise.parts import Table
-from tilewise.payload import ITEM_BYTES, Payload, accumulator
-from tilewise.plan import Item, Plan, Role, Rows, Side, Tile, Transfer
+from tilewise.payload import ITEM_BYTES, accumulator
+from tilewise.plan import Item, Role, Rows, Side, Tile, Transfer
 from tilewise.program import Collective, Free, Launch, Program, Run, Wait, arrivals
 from tilewise.rows import count, pieces
 from tilewise.script import operand, partial
-from tilewise.walked_totals import Totals
-
-
-class Setting(NamedTuple):
-    """What the passes of a plan's ranks have in common.
-
-    Attributes:
-        forward: the payload of the forward pass, if backward finds operands that it kept.
-        keeps: whether a forward pass keeps operands.
-        everything: the mask allows all pairs.
-    """
-
-    plan: Plan
-    table: Table
-    payload: Payload
-    forward: Payload | None
-    keeps: bool
-    everything: bool
+from tilewise.setting import Setting
+from tilewise.walked_totals import WalkedTotals
 
 
 class Block(NamedTuple):
@@ -59,7 +43,16 @@ class Look(NamedTuple):
 
 
 class Walk:
-    """A program followed from end to end; see work.PassWork, which does the same with tensors."""
+    """A program followed from end to end; see PassWork, which does the same with tensors.
+
+    Attributes:
+        bytes: of each buffer, by its number in the ledger.
+        kept: bytes of operands that stay from forward to backward.
+        looks: tiles that may copy rows.
+        own: the rank's shards, by side.
+        plain: no tile of one shard a side copies rows.
+        zigzagged: see copies.alike.
+    """
 
     def __init__(self, setting: Setting, program: Program):
         self.setting, self.program, self.payload = setting, program, setting.payload
@@ -70,7 +63,7 @@ class Walk:
         self.operands: dict[Item, Block] = {}
         self.results: dict[Item, int] = {}
         self.arena_of: dict[Item, tuple[int, int]] = {}  # which, and first row in it
-        self.totals = Totals(self.take, self.widths, self._sizes)
+        self.totals = WalkedTotals(self.take, self.widths, self._sizes)
         ends = lifetimes(program)
         self.sends, self.with_free = dict(ends.sends), ends.with_free
         self.looks: list[Look] = []
@@ -106,31 +99,33 @@ class Walk:
         assert payload is not None
         came = {item: rows or self._whole(item) for item, rows in arrivals(before).items()}
         self.operands = {item: Block(rows, CALLERS) for item, rows in came.items()}
-        for number, items in enumerate(before.arenas):
+        for number, items in enumerate(before.arenas):  # numbered below 0: not this pass's
             if payload.in_place(items[0]) and any(item in came for item in items):
                 self.kept += self._placed(-1 - number, items, came) * payload.row_bytes(items[0])
         alone = came.keys() - self.arena_of.keys()
         self.kept += sum(count(came[item], 0) * payload.row_bytes(item) for item in alone)
 
     def start(self) -> None:
+        """What a pass takes before its first instruction."""
         if self.payload.backward:
             heads = self.setting.table.groups.num_heads * self.value
             rows = sum(self._sizes[Side.Q][shard] for shard in self.own[Side.Q])
             product = self.take(rows * heads * self.payload.head_dim)
             self.take(rows * heads)  # delta
             self.ledger.give(product)
-        for side in Side:
-            for shard in self.own[side]:
-                for group in range(self.setting.table.groups.groups):
-                    item = operand(side, shard, group)
-                    wire = CALLERS if item in self.arena_of else None
-                    self.operands[item] = Block(self._whole(item), wire)
+        for item in self._own(Role.OPERAND):
+            wire = CALLERS if item in self.arena_of else None
+            self.operands[item] = Block(self._whole(item), wire)
         came = {item: rows or self._whole(item) for item, rows in arrivals(self.program).items()}
         for number, items in enumerate(self.program.arenas):
             if self.payload.in_place(items[0]):
                 self._placed(number, items, came)
                 self._arena(items, came)
-        self.totals.lie_as(self.arena_of)
+        arenas: dict[int, list[Item]] = {}
+        for item, (number, _) in self.arena_of.items():
+            arenas.setdefault(number, []).append(item)
+        for items in arenas.values():
+            self.totals.lie_as(items)
 
     def _arena(self, items: Sequence[Item], came: Mapping[Item, Rows]) -> None:
         row_bytes = self.row_bytes[items[0].side, items[0].role]
@@ -160,6 +155,7 @@ class Walk:
         return ((0, self.size(item)),)
 
     def follow(self) -> None:
+        """The instructions, and what is taken at the end."""
         launched: dict[int, tuple[tuple[Transfer, ...], list[int]]] = {}
         for instruction in self.program.instructions:
             match instruction:
@@ -182,12 +178,16 @@ class Walk:
                         self._give(self.operands.pop(item).wire)
                         for own in self.with_free.get(item, ()):
                             self._give(self.operands[own].wire)
+        for item in self._own(Role.PARTIAL):
+            if item._replace(role=Role.RESULT) not in self.results:
+                self.totals.of(item)
+
+    def _own(self, role: Role) -> Iterator[Item]:
+        """What the rank holds from the start, or is to hold in the end."""
         for side in Side:
             for shard in self.own[side]:
                 for group in range(self.setting.table.groups.groups):
-                    item = partial(side, shard, group)
-                    if item._replace(role=Role.RESULT) not in self.results:
-                        self.totals.of(item)
+                    yield Item(side, role, shard, group)
 
     def _give(self, number: int | None) -> None:
         if number not in (None, CALLERS):

@@ -62,6 +62,7 @@ class Backward(PassWork):
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
             into = dq, dk, dv
         dq, dk, dv = self.frame.kernel.backward(*operands, call, scale, into)
+        # With into, a side that has a target is done; another's results were computed aside.
         if into is None or first is None:
             for part in q_parts:
                 self._add_part(part, (dq,), q_heads)

@@ -23,10 +23,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A hang in CUDA is no Python's to interrupt: a thread writes all stacks and ends the run."""
+    """A hang in CUDA is no Python's to interrupt: a thread writes all stacks and ends the run.
+
+    Warnings are no errors: libraries warn of devices, drivers and networks that are new to them.
+    """
     for item in items:
-        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS, method="thread"))
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS, method="thread"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,8 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.providers import PROVIDERS, kernel_named
 from tilewise.tile import tile_calls
 
-# A kernel that hangs would hold the process for ever; and libraries warn on devices new to them.
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(150, method="thread"),
-    pytest.mark.filterwarnings("default"),
-]
+# A kernel that hangs would hold the process for ever.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150, method="thread")]
 # Not flex, which compiles anew for every size; flashinfer has no backward; the other backward of
 # triton has a test of its own.
 OTHERS = "cpu", "reference", "flex", "flashinfer", "triton_deterministic"

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment", "versions"]
+__all__ = ["environment", "installed", "versions"]
 
 
 def versions(device: str) -> dict[str, str]:
     """What must be the same for a finished row to be taken as it is."""
     return {
-        "tilewise": _version("tilewise"),
+        "tilewise": installed("tilewise"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
@@ -45,7 +45,8 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """Its version; sources that are only on the path have none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from tilewise.balancing import balanced
 from tilewise.bench.case import Case
 from tilewise.bench.chosen import Planned, from_file, planner_choice
 from tilewise.bench.contender import Facts, Prediction, Traffic
+from tilewise.bench.environment import installed
 from tilewise.bench.traffic import WatchedTransport
 from tilewise.call_report import report
 from tilewise.choice import default_layout
@@ -193,7 +193,7 @@ class Strategy:
 
     @property
     def version(self) -> str:
-        return metadata.version("tilewise")
+        return installed("tilewise")
 
     def planned(self, case: Case, mask: Mask | None = None) -> Planned:
         """Its plan and layout.

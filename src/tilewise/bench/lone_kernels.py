@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from tilewise.bench.case import Case
 from tilewise.bench.contender import Facts, Prediction, Traffic
+from tilewise.bench.environment import installed
 from tilewise.bench.whole_mask import PlacedCall, placed, whole_mask
 from tilewise.call_report import report
 from tilewise.calls import Call, Kind
@@ -50,7 +50,7 @@ class ProviderKernel:
 
     @property
     def version(self) -> str:
-        return metadata.version("tilewise")
+        return installed("tilewise")
 
     def supports(self, case: Case) -> str | None:
         if case.device == "cuda" and not torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from tilewise.machine import Machine
@@ -119,19 +120,19 @@ class Pairs:
             found += self._fill(found)
         if self.effort.exact and self.forward.scene.rough:
             found = self._exactly(found)
-        fitting = sorted((p for p in found if p.peak_bytes <= self.memory), key=lambda p: p.order)
-        if not fitting:
-            raise ValueError(self._too_little(found))
         best: dict[str, Pair] = {}
-        for pair in fitting:
-            best.setdefault(pair.strategy, pair)
+        for pair in sorted(found, key=lambda pair: pair.order):
+            if pair.strategy not in best and pair.peak_bytes <= self.memory:
+                best[pair.strategy] = pair
+        if not best:
+            raise ValueError(self._too_little(found))
         return list(best.values())
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether a mesh that was tried did not fit."""
-        tried = (*self.forward.tried.values(), *self.backward["replay"].tried.values())
-        return any(t.option.kind == "mesh" and t.peak_bytes > self.memory for t in tried)
+        """Whether a mesh did not fit that would have been the fastest so far."""
+        large = self.forward.large | self.backward["replay"].large
+        return any(self.options[order].kind == "mesh" for order in large)
 
     def ring_seconds(self) -> tuple[float, bool]:
         """What a ring takes in both passes, and whether that is only known to be the least."""
@@ -155,7 +156,7 @@ class Pairs:
         tried = [t for t in self.forward.tried.values() if t.option.order in common]
         for family in {trial.option.family for trial in tried}:
             parts = [
-                min((t for t in of if t.option.family == family), key=self._rank, default=None)
+                self._fastest([t for t in of if t.option.family == family])
                 for of in (tried, backward.tried.values())
             ]
             if parts[0] and parts[1]:
@@ -170,8 +171,11 @@ class Pairs:
         if min(pair.peak_bytes for pair in pairs) > self.memory:
             raise ValueError(self._too_little(pairs))
 
-    def _rank(self, trial: Trial) -> tuple[bool, float, int]:
-        return trial.peak_bytes > self.memory, ticks(trial.seconds), trial.option.order
+    def _fastest(self, trials: list[Trial]) -> Trial | None:
+        """The fastest that fits; if none does, the fastest."""
+        ranked = sorted(trials, key=lambda trial: trial.rank)
+        first = ranked[0] if ranked else None
+        return next((trial for trial in ranked if trial.peak_bytes <= self.memory), first)
 
     def _together(self, found: list[Pair]) -> list[Pair]:
         """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
@@ -185,8 +189,9 @@ class Pairs:
                 if self.save in (None, save):
                     queue.append((self._bound(option.order, save), option.order, save))
         heapq.heapify(queue)
-        fitting = [pair.seconds for pair in found if pair.peak_bytes <= self.memory]
-        best, pairs = min(fitting, default=math.inf), []
+        ranked = sorted(found, key=lambda pair: pair.seconds)
+        fitting = (pair.seconds for pair in ranked if pair.peak_bytes <= self.memory)
+        best, pairs = next(fitting, math.inf), []
         while queue and queue[0][0] < best:
             bound, order, save = heapq.heappop(queue)
             if self._full(order, save):
@@ -199,26 +204,38 @@ class Pairs:
                 continue
             pair = Pair(self.forward.trial(order), self.backward[save].trial(order), save)
             pairs.append(pair)
-            if pair.peak_bytes <= self.memory:
-                best = min(best, pair.seconds)
+            if pair.seconds < best and self._fits(pair):
+                best = pair.seconds
         return pairs
+
+    def _fits(self, pair: Pair) -> bool:
+        """Whether a pair of one plan that is the fastest so far fits."""
+        return (
+            self.forward.fits(pair.forward, self.memory) and pair.backward.peak_bytes <= self.memory
+        )
 
     def _exactly(self, found: list[Pair]) -> list[Pair]:
         """The fastest pair with exact times; of the others those that cannot be taken for it."""
-        exact: list[Pair] = []
-        if self.save != "gathered":
-            first = self.forward.settle_exactly(self.memory)
-            other = self.backward["replay"].settle_exactly(self.memory)
-            if first and other:
-                exact.append(Pair(first, other, "replay"))
-        best = min((pair.seconds for pair in exact), default=math.inf)
-        fitting = (pair for pair in found if pair.kept and pair.peak_bytes <= self.memory)
-        for pair in sorted(fitting, key=lambda pair: pair.order)[:KEPT]:
-            if pair.seconds < best:
-                parts = self.forward.exact(pair.forward), pair.backward
-                exact.append(Pair(parts[0], self.backward[pair.save].exact(parts[1]), pair.save))
-                best = min(best, exact[-1].seconds)
+        ranked = sorted(found, key=lambda pair: pair.order)
+        fitting = [
+            *islice((p for p in ranked if p.kept and p.peak_bytes <= self.memory), KEPT),
+            *islice((p for p in ranked if not p.kept and p.peak_bytes <= self.memory), 1),
+        ]
+        exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
+        for pair in sorted(fitting, key=lambda pair: pair.order):
+            made = self._exact(pair) if ratio * pair.seconds < best else None
+            if made:
+                exact.append(made)
+                best, ratio = min(best, made.seconds), min(ratio, made.seconds / pair.seconds)
         return exact + [pair for pair in found if pair.seconds >= best or not exact]
+
+    def _exact(self, pair: Pair) -> Pair | None:
+        """A pair with exact times; of plans that need not be one, the fastest of each pass."""
+        backward = self.backward[pair.save]
+        if pair.kept:
+            return Pair(self.forward.exact(pair.forward), backward.exact(pair.backward), pair.save)
+        first, other = (part.settle_exactly(self.memory) for part in (self.forward, backward))
+        return Pair(first, other, pair.save) if first and other else None
 
     def _full(self, order: int, save: str) -> bool:
         """Whether an option would have to be simulated, and no more may be."""

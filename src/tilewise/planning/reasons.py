@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from tilewise.planning.candidate import Row
 
 
+HARDLY = 1 + 5e-5
+"""What takes less than so many times as long takes as long, to a hundredth of a percent."""
+
+
 def reason(row: Row, rows: tuple[Row, ...], ring: tuple[float, bool]) -> str:
     """Of a row of a ranked table.
 
@@ -16,7 +20,8 @@ def reason(row: Row, rows: tuple[Row, ...], ring: tuple[float, bool]) -> str:
     """
     if row is not rows[0] and row != rows[0]:
         best = rows[0]
-        return f"{row.seconds / best.seconds:.3g} times {best.strategy}: {_against(row, best)}."
+        longer = _longer(row.seconds / best.seconds, best.strategy)
+        return f"{longer[0].upper()}{longer[1:]}: it {_against(row, best)}."
     first = (
         f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits "
         f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages."
@@ -30,15 +35,30 @@ def reason(row: Row, rows: tuple[Row, ...], ring: tuple[float, bool]) -> str:
     known = next((other for other in rows if other.strategy == "ring"), None)
     if known is None or at_least:
         least = "at least " if at_least else ""
-        times = f"{seconds / row.seconds:.3g} times as long"
-        return f"{first} A ring would take {least}{_time(seconds)}, {least}{times}."
-    times = f"{known.seconds / row.seconds:.3g} times as long"
-    return f"{first} A ring would take {_time(known.seconds)}, {times}: it {_against(known, row)}."
+        times = seconds / row.seconds
+        longer = f", {least}{_longer(times)}" if times >= HARDLY else ""
+        return f"{first} A ring would take {least}{_time(seconds)}{longer}."
+    longer = _longer(known.seconds / row.seconds)
+    return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
 
 
 def _next(second: Row, best: Row) -> str:
-    times = second.seconds / best.seconds
-    return f"Next is {second.strategy}, {times:.3g} times as long: it {_against(second, best)}."
+    longer = _longer(second.seconds / best.seconds)
+    return f"Next is {second.strategy}, {longer}: it {_against(second, best)}."
+
+
+def _longer(times: float, than: str = "") -> str:
+    """How much longer it takes: in percent, from twice as long on in times.
+
+    Args:
+        than: what it is compared with, if that is to be named.
+    """
+    if times < HARDLY:
+        return "just as long" + f" as {than}" * bool(than)
+    if times >= 2:
+        more = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
+        return f"{more} times as long" + f" as {than}" * bool(than)
+    return f"{100 * (times - 1):.3g}% longer" + f" than {than}" * bool(than)
 
 
 def _against(row: Row, best: Row) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from tilewise.plan import Plan
 from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, steps_bound
@@ -13,13 +14,16 @@ from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option
 from tilewise.planning.scene import Scene
 from tilewise.replay import Timeline
-from tilewise.simulator import num_messages, simulate_pass
+from tilewise.simulator import num_messages, peak_of_pass, simulate_pass
 from tilewise.symmetry import Symmetry
 
-MOST_UNLIKE, MOST_PRUNED = 384, 1280
+MOST_UNLIKE, MOST_PRUNED = 384, 2560
 """So many ranks are simulated one by one in all the trials of a pass, if there are more than
 options.EVERY_RANK of them: one trial of 64 takes half a second. The second number is for a causal
-mask, whose bounds are close."""
+mask, where few ranks' programs are relabelled: a trial of 80 takes a tenth of a second."""
+
+MOST_TRIALS = 32
+"""And so many trials at most, however few the ranks."""
 
 FINAL_MESSAGES = 24_000
 """So many messages of plans that are roughly the fastest are replayed in all, beside one plan's."""
@@ -31,15 +35,18 @@ ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 32
 one takes a tenth of a second."""
 
 
-class Trial(NamedTuple):
+@dataclass(frozen=True)
+class Trial:
     """An option's plan, simulated in one pass.
 
     Attributes:
+        timeline: its peak_bytes are not counted.
         rough: whether ranks that send less than others were taken to send as much.
     """
 
     option: Option
     plan: Plan
+    scene: Scene
     timeline: Timeline
     symmetry: Symmetry
     rough: bool = False
@@ -53,9 +60,12 @@ class Trial(NamedTuple):
         """The lower, the better."""
         return ticks(self.seconds), self.option.order
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
-        return max(use.peak_bytes for use in self.timeline.ranks)
+        """Counted when it is asked for: most trials are too slow for it to matter."""
+        scene = self.scene
+        exact = False if self.rough else None
+        return peak_of_pass(self.plan, scene.work, scene.machine, scene.backward, exact)
 
 
 class Plans:
@@ -86,21 +96,24 @@ class Trials:
             know the fastest, or as MOST_UNLIKE allows.
     Attributes:
         bounds: by an option's order; the simulated time of what was tried.
+        large: orders of what would have been the fastest so far, had it fitted.
     """
 
     def __init__(self, scene: Scene, plans: Plans, most: int | None = None):
         self.scene, self.plans = scene, plans
         if most is None and scene.one_by_one and scene.world_size > EVERY_RANK:
-            most = max(2, (MOST_UNLIKE if scene.alike is None else MOST_PRUNED) // scene.world_size)
+            ranks = MOST_UNLIKE if scene.alike is None else MOST_PRUNED
+            most = max(2, min(MOST_TRIALS, ranks // scene.world_size))
         self.most = math.inf if most is None else most
         self.tried: dict[int, Trial] = {}
+        self.large: set[int] = set()
         self.bounds = [shape_bound(scene, option) for option in plans.options]
         self._weighed: set[int] = set()
         self._mask_bounds = MaskBounds(scene)
         self.variants = 0
         self._guessed: set[int] = set()
         self._of_twins: dict[int, float] = {}
-        self._times: dict[str, float] = {}
+        self._times: dict[tuple[str, int], float] = {}
 
     @property
     def full(self) -> bool:
@@ -122,28 +135,35 @@ class Trials:
         queue = [(self.bounds[x.order], x.order) for x in chosen if x.backward in (None, backward)]
         heapq.heapify(queue)
         best: Trial | None = None
-        while queue and (best is None or (queue[0][0] < best.seconds and not self.full)):
-            if best is None and len(self.tried) >= patience:
-                break
+        while queue and not (self.full if best else len(self.tried) >= patience):
             expected, order = heapq.heappop(queue)
-            if self.weigh(order) is None:
+            least = expected if self.scene.alike is None else self.bounds[order]
+            if (best and least >= best.seconds) or self.weigh(order) is None:
                 continue
             sharper = self.bounds[order] * self._slower(order)
             if sharper > expected:
                 heapq.heappush(queue, (sharper, order))
                 continue
             trial = self.trial(order)
-            if trial.peak_bytes <= memory_bytes and (best is None or trial.rank < best.rank):
+            if (best is None or trial.rank < best.rank) and self.fits(trial, memory_bytes):
                 best = trial
         return best
+
+    def fits(self, trial: Trial, memory_bytes: int) -> bool:
+        """Whether a trial that is the fastest so far fits."""
+        if trial.peak_bytes > memory_bytes:
+            self.large.add(trial.option.order)
+        return trial.peak_bytes <= memory_bytes
 
     def _slower(self, order: int) -> float:
         """How many times its bound an option is expected to take, if not all can be tried.
 
-        As many as the best of its kind that was tried; 1 if none was.
+        As many as the best of its kind and degree that was tried; 1 if none was. It tells what to
+        try first, and what not to try only where bounds are far off: where ranks are unlike.
         """
-        kind = self.plans.options[order].kind
-        return self._times.get(kind, 1.0) if self.most < math.inf else 1.0
+        option = self.plans.options[order]
+        known = self._times.get((option.kind, option.degree), 1.0)
+        return known if self.most < math.inf else 1.0
 
     def weigh(self, order: int) -> float | None:
         """The next sharper bound of an option; None if its plan is that of another one."""
@@ -185,7 +205,7 @@ class Trials:
         if order not in self.tried:
             trial = self.tried[order] = self._simulated(order, self.scene.rough)
             times = trial.seconds / max(self.bounds[order], TINY)
-            kind = trial.option.kind
+            kind = trial.option.kind, trial.option.degree
             self._times[kind] = min(times, self._times.get(kind, math.inf))
             self.bounds[order] = trial.seconds
         return self.tried[order]
@@ -210,18 +230,19 @@ class Trials:
             left -= cost
             exact = self.exact(trial)
             ratio = min(ratio, exact.seconds / trial.seconds)
-            if exact.peak_bytes <= memory_bytes and (best is None or exact.rank < best.rank):
+            if (best is None or exact.rank < best.rank) and exact.peak_bytes <= memory_bytes:
                 best = exact
         return best
 
     def _simulated(self, order: int, rough: bool) -> Trial:
         plan, scene = self.plans.plan(order), self.scene
         assert plan is not None
+        exact = False if rough else None
         timeline, symmetry = simulate_pass(
-            plan, scene.work, scene.machine, scene.backward, False if rough else None
+            plan, scene.work, scene.machine, scene.backward, exact, memory=False
         )
         kept = timeline._replace(spans=())
-        return Trial(self.plans.options[order], plan, kept, symmetry, rough)
+        return Trial(self.plans.options[order], plan, scene, kept, symmetry, rough)
 
 
 def ticks(seconds: float) -> float:
