@@ -77,8 +77,8 @@ def test_every_rank_does_what_its_own_pruned_program_does(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(draws([48, 96, 128]), st.sampled_from(sorted(MACHINES)))
+@settings(deadline=None, max_examples=5, derandomize=True)
+@given(draws([40, 72]), st.sampled_from(sorted(MACHINES)))
 def test_every_rank_of_many_does_what_its_own_pruned_program_does(plan: Plan, name: str):
     check(plan, workload(plan.world_size, num_kv_heads=2, mask=CAUSAL), MACHINES[name])
 

@@ -30,9 +30,9 @@ FINAL_MESSAGES = 24_000
 
 TINY = 1e-30
 
-ALL_VARIANTS_RANKS, MOST_VARIANTS = 64, 32
-"""Up to so many ranks every schedule of a tile is looked at; with more, so many in all, for making
-one takes a tenth of a second."""
+ALL_VARIANTS_RANKS, VARIANT_RANKS, LEAST_VARIANTS = 64, 4096, 16
+"""Up to so many ranks every schedule of a tile is looked at; with more, so many ranks' in all, but
+no fewer schedules than the last number: making one of a large tile takes a fifth of a second."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ class Trials:
         self.bounds = [shape_bound(scene, option) for option in plans.options]
         self._weighed: set[int] = set()
         self._mask_bounds = MaskBounds(scene)
-        self.variants = 0
+        self.variants_left = math.inf
+        if scene.world_size > ALL_VARIANTS_RANKS:
+            self.variants_left = max(LEAST_VARIANTS, VARIANT_RANKS // scene.world_size)
         self._guessed: set[int] = set()
         self._of_twins: dict[int, float] = {}
         self._times: dict[tuple[str, int], float] = {}
@@ -173,9 +175,9 @@ class Trials:
             if self._from_twin(option):
                 return self.bounds[order]
         if option.variant and order not in self._weighed:
-            if self.scene.world_size > ALL_VARIANTS_RANKS and self.variants >= MOST_VARIANTS:
+            if not self.variants_left:
                 return None
-            self.variants += 1
+            self.variants_left -= 1
         plan = self.plans.plan(order)
         if plan is None:
             return None

@@ -8,6 +8,8 @@ Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in
 
 from __future__ import annotations
 
+from operator import index
+
 from tilewise.plan import Item, Plan, RankStep, Role, Side, own_shards
 from tilewise.script import Script, partial
 
@@ -17,7 +19,7 @@ def tree(world_size: int) -> Plan:
 
     Bytes: in all world_size - 1 partials up and world_size - 1 results down, of q's few rows.
     """
-    n = world_size
+    n = index(world_size)
     result = Item(Side.Q, Role.RESULT, 0)
     strides = [1 << k for k in range(max(n - 1, 0).bit_length())]
 
