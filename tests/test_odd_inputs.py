@@ -151,6 +151,22 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+CHECKED: dict[str, Callable[[], object]] = {
+    "plan": lambda: tw.check("ring"),  # pyright: ignore
+    "mask": lambda: tw.prune(tw.ring(2), "causal", tw.zigzag(8, 2)),  # pyright: ignore
+    "layout": lambda: tw.needed(tw.Causal(), "zigzag"),  # pyright: ignore
+    "work": lambda: tw.volume(tw.ring(2), tw.ring(2)),  # pyright: ignore
+    "machine": lambda: tw.search(tw.Workload(16, 4, 4, 8), "h100x8", world_size=2),  # pyright: ignore
+    "backward_plan": lambda: tw.volume(tw.ring(2), tw.Workload(16, 4, 4, 8), "mesh"),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_is_of_another_kind_is_named(name: str):
+    with pytest.raises(ValueError, match=rf"{name} \(.*\) must be a .*, such as tw\."):
+        CHECKED[name]()
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_with_the_fix(what: str):
     call, message = REFUSED[what]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tilewise.given import must_be
 from tilewise.plan import Item, Plan, Role, Side, Step, Tile, Transfer
 
 FORMAT = "tilewise plan 1"
@@ -12,6 +13,7 @@ FORMAT = "tilewise plan 1"
 
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
+    must_be(Plan, "plan", plan, "tw.ring(4)")
     return json.dumps(
         {
             "format": FORMAT,

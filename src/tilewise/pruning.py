@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tilewise.given import must_be
 from tilewise.layout import Layout
 from tilewise.mask import Mask
 from tilewise.plan import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
@@ -31,6 +32,9 @@ class Hop(NamedTuple):
 
 def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     """The plan without what the mask makes needless under this layout."""
+    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Mask, "mask", mask, "tw.Causal()")
+    must_be(Layout, "layout", layout, "tw.zigzag(num_tokens, world_size)")
     check_made_for(plan, mask, layout)
     return prune_shards(plan, mask, *shard_layouts(plan, layout))
 

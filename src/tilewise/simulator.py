@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tilewise.costs import Costs
 from tilewise.footprint import written_peaks
+from tilewise.given import must_be
 from tilewise.halves import Halves
 from tilewise.lowering import lower
 from tilewise.machine import Machine
@@ -166,6 +167,11 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
+    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Workload, "work", work, "tw.Workload(num_tokens=..., ...)")
+    must_be(Machine, "machine", machine, 'tw.Machine.preset("h100x8")')
+    if backward_plan is not None:
+        must_be(Plan, "backward_plan", backward_plan, "tw.ring(4)")
     gathered = saving(plan, work.save) == "gathered"
     if gathered and backward_plan is not None:
         check_gathered(plan, backward_plan)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from tilewise.given import must_be
 from tilewise.plan import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
 
 _TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
@@ -26,6 +27,7 @@ def show(plan: Plan) -> str:
 
     The header names the plan, its world and who holds each shard from the start.
     """
+    must_be(Plan, "plan", plan, "tw.ring(4)")
     lines = [
         f"plan: {plan.name}",
         f"ranks: {plan.world_size}, head groups: {plan.num_head_groups}",

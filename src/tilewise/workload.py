@@ -94,6 +94,10 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
     """
+    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Workload, "work", work, "tw.Workload(num_tokens=..., ...)")
+    if backward_plan is not None:
+        must_be(Plan, "backward_plan", backward_plan, "tw.ring(4)")
     if backward_plan is not None and saving(plan, work.save) == "gathered":
         check_gathered(plan, backward_plan)
     return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))

@@ -7,6 +7,7 @@ Source: the group cast of MagiAttention (SandAI 2025).
 
 from __future__ import annotations
 
+from tilewise.given import must_be
 from tilewise.layout import Layout
 from tilewise.mask import Mask
 from tilewise.plan import Plan, RankStep, Rows, Side, own_shards
@@ -25,7 +26,8 @@ def needed(mask: Mask, layout: Layout) -> Plan:
     Args:
         mask, layout: the plan is for these only; ranks own rows as layout says.
     """
-    mask.check_tokens(layout.num_tokens)
+    must_be(Layout, "layout", layout, "tw.zigzag(num_tokens, world_size)")
+    must_be(Mask, "mask", mask, "tw.Causal()").check_tokens(layout.num_tokens)
     n = layout.world_size
     table = cells(mask, layout, layout)
     readers: list[list[int]] = [[] for _ in range(n)]
