@@ -59,7 +59,6 @@ class Exempt:
         self._kernel, self._counting = kernel, counting
         self.name = kernel.name
         self.square_causal, self.whole_tile = kernel.square_causal, kernel.whole_tile
-        self.whole_tile = kernel.whole_tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return uncounted(self._kernel.forward, self._counting)(*args, **kwargs)

@@ -31,14 +31,14 @@ def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) ->
         PlanError: with .step, .rank and .item of the first thing that is wrong.
         ValueError: if only one of mask and layout is given, or they do not fit the plan.
     """
-    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Plan, "plan", plan)
     if (mask is None) != (layout is None):
         raise ValueError("check takes mask and layout together, or neither")
     if mask is None or layout is None:
         _check(plan, None)
     else:
-        must_be(Mask, "mask", mask, "tw.Causal()")
-        must_be(Layout, "layout", layout, "tw.zigzag(num_tokens, world_size)")
+        must_be(Mask, "mask", mask)
+        must_be(Layout, "layout", layout)
         check_shards(plan, mask, *shard_layouts(plan, layout))
 
 

@@ -5,18 +5,34 @@ It stands alone because plans, masks and layouts know nothing of each other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 T = TypeVar("T")
 
+# What makes one, by the name of the kind.
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "Plan": "tw.ring(4)",
+        "Mask": "tw.Causal()",
+        "Layout": "tw.zigzag(num_tokens, world_size)",
+        "Machine": 'tw.Machine.preset("h100x8")',
+        "Workload": "tw.Workload(num_tokens=..., ...)",
+    }
+)
 
-def must_be(kind: type[T], name: str, value: object, example: str) -> T:
+
+def must_be(kind: type[T], name: str, value: object, example: str | None = None) -> T:
     """Return value if it is of this kind.
 
+    Args:
+        example: what makes one; by default that of EXAMPLES.
     Raises:
         ValueError: "mask ('causal') must be a Mask, such as tw.Causal()".
     """
     if not isinstance(value, kind):
         what = value if isinstance(value, str | int | float | None) else type(value).__name__
+        example = example or EXAMPLES[kind.__name__]
         raise ValueError(f"{name} ({what!r}) must be a {kind.__name__}, such as {example}")
     return value

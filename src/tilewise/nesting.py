@@ -24,7 +24,7 @@ Beat = tuple[bool, frozenset[tuple[Side, Role]]]
 def check_nests(outer: Plan, inner: Plan) -> None:
     """Raise ValueError for plans that have no place in another."""
     for what, plan in (("outer", outer), ("inner", inner)):
-        must_be(Plan, what, plan, "tw.ring(4)")
+        must_be(Plan, what, plan)
         if plan.num_head_groups > 1:
             raise ValueError(
                 f"hierarchical splits no heads, but its {what} plan is {plan.name}; "

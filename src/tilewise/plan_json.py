@@ -13,7 +13,7 @@ FORMAT = "tilewise plan 1"
 
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
-    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Plan, "plan", plan)
     return json.dumps(
         {
             "format": FORMAT,

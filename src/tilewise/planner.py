@@ -52,8 +52,8 @@ def search(
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
-    must_be(Workload, "work", work, "tw.Workload(num_tokens=..., ...)")
-    must_be(Machine, "machine", machine, 'tw.Machine.preset("h100x8")')
+    must_be(Workload, "work", work)
+    must_be(Machine, "machine", machine)
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     memory = machine.memory_bytes if memory_bytes is None else memory_bytes

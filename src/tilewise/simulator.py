@@ -167,11 +167,11 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    must_be(Plan, "plan", plan, "tw.ring(4)")
-    must_be(Workload, "work", work, "tw.Workload(num_tokens=..., ...)")
-    must_be(Machine, "machine", machine, 'tw.Machine.preset("h100x8")')
+    must_be(Plan, "plan", plan)
+    must_be(Workload, "work", work)
+    must_be(Machine, "machine", machine)
     if backward_plan is not None:
-        must_be(Plan, "backward_plan", backward_plan, "tw.ring(4)")
+        must_be(Plan, "backward_plan", backward_plan)
     gathered = saving(plan, work.save) == "gathered"
     if gathered and backward_plan is not None:
         check_gathered(plan, backward_plan)

@@ -27,7 +27,7 @@ def show(plan: Plan) -> str:
 
     The header names the plan, its world and who holds each shard from the start.
     """
-    must_be(Plan, "plan", plan, "tw.ring(4)")
+    must_be(Plan, "plan", plan)
     lines = [
         f"plan: {plan.name}",
         f"ranks: {plan.world_size}, head groups: {plan.num_head_groups}",

@@ -54,7 +54,7 @@ class Workload:
         if not self.head_dim >= 1:
             raise ValueError(f"head_dim ({self.head_dim}) must be at least 1")
         check_save(self.save)
-        must_be(Mask, "mask", self.mask, "tw.Causal()").check_tokens(self.num_tokens)
+        must_be(Mask, "mask", self.mask).check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if not isinstance(self.layout, Layout) and self.layout not in dict(LAYOUTS):
             raise ValueError(
@@ -94,10 +94,10 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
     """
-    must_be(Plan, "plan", plan, "tw.ring(4)")
-    must_be(Workload, "work", work, "tw.Workload(num_tokens=..., ...)")
+    must_be(Plan, "plan", plan)
+    must_be(Workload, "work", work)
     if backward_plan is not None:
-        must_be(Plan, "backward_plan", backward_plan, "tw.ring(4)")
+        must_be(Plan, "backward_plan", backward_plan)
     if backward_plan is not None and saving(plan, work.save) == "gathered":
         check_gathered(plan, backward_plan)
     return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))

@@ -26,8 +26,8 @@ def needed(mask: Mask, layout: Layout) -> Plan:
     Args:
         mask, layout: the plan is for these only; ranks own rows as layout says.
     """
-    must_be(Layout, "layout", layout, "tw.zigzag(num_tokens, world_size)")
-    must_be(Mask, "mask", mask, "tw.Causal()").check_tokens(layout.num_tokens)
+    must_be(Layout, "layout", layout)
+    must_be(Mask, "mask", mask).check_tokens(layout.num_tokens)
     n = layout.world_size
     table = cells(mask, layout, layout)
     readers: list[list[int]] = [[] for _ in range(n)]

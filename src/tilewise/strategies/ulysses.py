@@ -27,7 +27,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         inner: a plan over whole shards, each owned by one rank; its world size times degree is
             this plan's. Outer shard s belongs to inner shard s div degree.
     """
-    inner = ring(1) if inner is None else must_be(Plan, "inner", inner, "tw.ring(4)")
+    inner = ring(1) if inner is None else must_be(Plan, "inner", inner)
     if degree < 1:
         raise ValueError(f"degree ({degree}) must be at least 1")
     if inner.head_split is not None:  # two exchanges in a row would send everything twice
