@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 import tilewise as tw
-from tilewise.balancing import layout_of
-from tilewise.tiling.components import row_areas
-from tilewise.tiling.measuring import moved
+from tilewise.layouts.balanced import layout_of
+from tilewise.masks.components import row_areas
+from tilewise.tools.mask_report.measuring import moved
 
 CHUNK = 128
 LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")

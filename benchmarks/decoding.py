@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.calls import Call, Kind
-from tilewise.chunk import Chunk
-from tilewise.kernels.select import kernel_for
+from tilewise.decoding.chunk import Chunk
+from tilewise.kernels.registry import kernel_for
+from tilewise.tiles.calls import Call, Kind
 
 WORLD, HEADS, KV_HEADS, WIDTH, STEPS = 4, 8, 2, 64, 200
 CASES = (([1024], "always"), ([1024], "never"), ([1024, 333, 50], "always"), ([16384], "always"))

@@ -22,9 +22,9 @@ import numpy as np
 from hypergraph import reference
 
 import tilewise as tw
-from tilewise.tiling.measuring import Moved, moved
+from tilewise.tools.mask_report.measuring import Moved, moved
 
-KEPT = Path(__file__).parents[1] / "tests" / "documents_reference.json"
+KEPT = Path(__file__).parents[1] / "tests" / "strategies" / "documents_reference.json"
 TOKENS, HEADS, HEAD_DIM = 8192, 64, 128  # tokens of a rank
 WORKLOADS = {  # corpus, longest document as a share of the sequence, mix
     "prolong512k": ("prolong512k", 4, 0.0),

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.rows import count as rows_in
-from tilewise.support import cells
-from tilewise.tiling.matching import assign
-from tilewise.tiling.traffic import LSE
+from tilewise.layouts.support import cells
+from tilewise.plan.row_ranges import count as rows_in
+from tilewise.strategies.tiling.assignment import assign
+from tilewise.strategies.tiling.routing import LSE
 
 CHUNK = 1024
 UNIT = 256  # weights of nets are whole numbers: a row of q weighs this much

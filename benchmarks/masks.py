@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tilewise.cli.mask_command import MaskOptions, mask
-from tilewise.cli.masks_command import MasksOptions, masks
 from tilewise.masks import NAMES
+from tilewise.tools.cli.mask import MaskOptions, mask
+from tilewise.tools.cli.masks_command import MasksOptions, masks
 
 TOKENS, RANKS, SEED = 8192, 8, 5
 MORE = (("causal", "zigzag"), ("causal", "tiled"), ("causal_document", "tiled"))

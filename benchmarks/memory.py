@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import tilewise as tw
-from tilewise.scheduling.orders import least_held
-from tilewise.simulator import simulate_pass
+from tilewise.simulation.simulator import simulate_pass
+from tilewise.strategies.mesh_schedules.orders import least_held
 
 
 class Row(NamedTuple):

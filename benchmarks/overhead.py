@@ -19,16 +19,16 @@ from collections.abc import Callable
 import torch
 
 import tilewise as tw
-from tilewise.calls import Call as KernelCall
-from tilewise.calls import Kind
-from tilewise.execute import execute
+from tilewise.execution.executor import execute
+from tilewise.execution.pass_run import Run
+from tilewise.execution.problem import Call, make_problem
+from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.select import kernel_for
-from tilewise.messages import Message
-from tilewise.passes import Run
-from tilewise.plan import Side
-from tilewise.problem import Call, make_problem
-from tilewise.work import Forward
+from tilewise.kernels.registry import kernel_for
+from tilewise.plan.ir import Side
+from tilewise.tiles.calls import Call as KernelCall
+from tilewise.tiles.calls import Kind
+from tilewise.transport.protocol import Message
 
 WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
 

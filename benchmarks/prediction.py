@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.calibration.local import calibrate_here
-from tilewise.expression import read_plan
-from tilewise.processes import gather_yields
+from tilewise.expressions import read_plan
+from tilewise.tools.calibration.local import calibrate_here
+from tilewise.tools.processes import gather_yields
 
 APART = 1.15
 """Measured times that differ by more count when orders are compared."""

@@ -1,4 +1,4 @@
-"""Other blocks for our Triton kernels, timed on a GPU beside those of kernels/triton_tuning.py.
+"""Other blocks for our Triton kernels, timed on a GPU beside those of kernels/triton/tuning.py.
 
     python -m benchmarks.triton_blocks [--head-dim 128] [--tokens 16384] [--mask causal] [--json]
     TRITON_INTERPRET=1 python -m benchmarks.triton_blocks --dry-run     # tiny, on the CPU
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.calls import Call, Kind
-from tilewise.kernels.triton_slices import TritonSlices
-from tilewise.kernels.triton_tuning import Blocks, Tuning, tuning_for
+from tilewise.kernels.triton.kernel import TritonSlices
+from tilewise.kernels.triton.tuning import Blocks, Tuning, tuning_for
+from tilewise.tiles.calls import Call, Kind
 
 KINDS = {"full": Kind.FULL, "causal": Kind.CAUSAL}
 # By head_dim: of blocks of rows (forward and dq), and of blocks of keys.

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.kernels.triton_slices import Lists, View
-from tilewise.kernels.triton_tuning import Blocks, tuning_for
-from tilewise.kernels.work_list import UNIT
+from tilewise.kernels.triton.kernel import Lists, View
+from tilewise.kernels.triton.tuning import Blocks, tuning_for
+from tilewise.kernels.triton.work_list import UNIT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
@@ -71,8 +71,8 @@ class Code(NamedTuple):
 
 
 def jobs(head_dim: int, dtype: torch.dtype, arch: int) -> list[Job]:
-    from tilewise.kernels.triton_backward import keys_backward, rows_backward
-    from tilewise.kernels.triton_forward import forward
+    from tilewise.kernels.triton.backward import keys_backward, rows_backward
+    from tilewise.kernels.triton.forward import forward
 
     tuning = tuning_for(head_dim, dtype, arch // 10)
     made = [Job("forward", forward, tuning.forward, {}), Job("dq", rows_backward, tuning.dq, {})]

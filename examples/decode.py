@@ -22,8 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.expression import read_plan
-from tilewise.transport import Transport, transport_for
+from tilewise.expressions import read_plan
+from tilewise.transport.resolve import Transport, transport_for
 
 try:
     from examples.train_lm import Attention, Config, Llama, Whole, ranks

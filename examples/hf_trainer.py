@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tilewise as tw
-from tilewise import corpus
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator, pack
+from tilewise.tools import corpus
 
 Examples = list[dict[str, Tensor]]
 CONFIG = LlamaConfig(

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilewise as tw
-from tilewise import corpus, lengths
-from tilewise.expression import read_plan
+from tilewise import lengths
+from tilewise.expressions import read_plan
+from tilewise.tools import corpus
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Largest difference of a loss, relative, and of a parameter. The default run over 4 ranks has

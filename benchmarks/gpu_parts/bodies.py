@@ -16,8 +16,8 @@ import torch
 from benchmarks.gpu_parts import correctness, executor, kernels, scaling
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, about
-from tilewise.doctor import examine
 from tilewise.kernels.providers import PROVIDERS, kernel_named
+from tilewise.tools.doctor import examine
 
 
 def environment(session: Session, options: Row) -> Row:

@@ -17,13 +17,13 @@ from benchmarks.gpu_parts.correctness import num_heads
 from benchmarks.gpu_parts.instant import Instant
 from benchmarks.gpu_parts.session import Run, Session, captured
 from benchmarks.gpu_parts.sizes import mask_named
-from tilewise.calls import Call as KernelCall
-from tilewise.calls import Kind
+from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.problem import Call, Problem, make_problem
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.providers import kernel_named
-from tilewise.problem import Call, Problem, make_problem
-from tilewise.simulator import simulate_pass
-from tilewise.two_passes import backward_pass, forward_pass
+from tilewise.simulation.simulator import simulate_pass
+from tilewise.tiles.calls import Call as KernelCall
+from tilewise.tiles.calls import Kind
 
 TIMES = 5  # passes in a row, where one takes little
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.messages import Message
-from tilewise.streams import Moment, current_moment, follow, new_stream, on_stream
+from tilewise.transport.protocol import Message
+from tilewise.transport.streams import Moment, current_moment, follow, new_stream, on_stream
 
 
 class Instant:

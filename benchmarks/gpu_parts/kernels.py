@@ -23,14 +23,14 @@ from benchmarks.gpu_parts.cases import FLEX
 from benchmarks.gpu_parts.correctness import num_heads
 from benchmarks.gpu_parts.session import Run, Session, Times
 from benchmarks.gpu_parts.sizes import documents, mask_named, window_of
-from tilewise.calls import Call as KernelCall
-from tilewise.calls import Kind
+from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.problem import Call, make_problem
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.providers import kernel_named
-from tilewise.problem import Call, make_problem
-from tilewise.tile import tile_calls
-from tilewise.transport import LocalTransport
-from tilewise.two_passes import backward_pass, forward_pass
+from tilewise.tiles.calls import Call as KernelCall
+from tilewise.tiles.calls import Kind
+from tilewise.tiles.cover import tile_calls
+from tilewise.transport.resolve import LocalTransport
 
 BACKENDS = {"cuda": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 

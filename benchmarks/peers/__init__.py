@@ -9,7 +9,7 @@ They stand outside the library, which never imports them; each comes from the pa
 from benchmarks.peers.rings import Llama3, RingFlashAttn
 from benchmarks.peers.torch_cp import TorchContextParallel
 from benchmarks.peers.usp import Yunchang
-from tilewise.bench.contender import Contender
+from tilewise.tools.bench.contender import Contender
 
 
 def contenders() -> tuple[Contender, ...]:

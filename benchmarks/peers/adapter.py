@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.bench.case import Case
-from tilewise.bench.contender import Facts, Prediction
-from tilewise.layout import Layout
-from tilewise.machine import Machine
-from tilewise.mask import And, Mask
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import And, Mask
+from tilewise.simulation.machine import Machine
+from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.contender import Facts, Prediction
 
 
 class CannotRunError(ValueError):

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call, row_index
-from tilewise.kernels.cpu import CpuFlash
 from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.mask import Window
-from tilewise.tile import tile_calls
+from tilewise.kernels.torch_cpu import CpuFlash
+from tilewise.masks.base import Window
+from tilewise.tiles.calls import Call, row_index
+from tilewise.tiles.cover import tile_calls
 
 VERSION = "2.8.3"  # whose calling convention is kept
 KERNEL = CpuFlash()

@@ -19,8 +19,8 @@ from benchmarks.peers.adapter import (
     pairs_of,
     words,
 )
-from tilewise.bench.case import Case
-from tilewise.layout import Layout
+from tilewise.layouts.layout import Layout
+from tilewise.tools.bench.case import Case
 
 
 @dataclass(frozen=True)

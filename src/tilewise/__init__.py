@@ -1,24 +1,26 @@
 """Exact softmax attention over sequences split across many devices."""
 
-from tilewise import lengths, masks
-from tilewise.attend import attention
-from tilewise.balancing import balanced
-from tilewise.cache import KVCache
-from tilewise.checker import check
-from tilewise.context import ContextParallel
-from tilewise.layout import Layout, Run, contiguous, striped, zigzag
-from tilewise.lowering import lower
-from tilewise.machine import Machine
-from tilewise.mask import Causal, Document, Full, Mask, Window
-from tilewise.plan import Plan, PlanError
-from tilewise.plan_json import from_json, to_json
-from tilewise.planner import search
+from tilewise import masks
+from tilewise.compiler.checker import check
+from tilewise.compiler.lowering import lower
+from tilewise.compiler.program import Program
+from tilewise.compiler.pruning import droppable, prune
+from tilewise.context_parallel import ContextParallel
+from tilewise.decoding.kv_cache import KVCache
+from tilewise.functional import attention
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
+from tilewise.masks import lengths
+from tilewise.masks.base import Causal, Document, Full, Mask, Window
+from tilewise.masks.tables import PerHead, Slices
+from tilewise.plan.ir import Plan, PlanError
+from tilewise.plan.json import from_json, to_json
+from tilewise.plan.text import parse, show
 from tilewise.planning.candidate import Candidate
 from tilewise.planning.candidate_file import load_candidate
-from tilewise.program import Program
-from tilewise.pruning import droppable, prune
-from tilewise.simulator import Simulation, simulate
-from tilewise.slices import PerHead, Slices
+from tilewise.planning.search import search
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
@@ -30,8 +32,7 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
-from tilewise.text import parse, show
-from tilewise.threads import loopback
+from tilewise.transport.loopback import loopback
 from tilewise.workload import Volume, Workload, volume
 
 __all__ = [

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.given import must_be
-from tilewise.layout import Layout, contiguous, striped, zigzag
-from tilewise.mask import Full, Mask
-from tilewise.payload import ITEM_BYTES, Payload, head_groups
-from tilewise.plan import Item, Plan
-from tilewise.pruning import prune_shards
-from tilewise.rows import count
-from tilewise.symmetry import Symmetry, absolute, find_symmetry
-from tilewise.table import check_made_for, everything_needed, shard_layouts
+from tilewise.arguments import must_be
+from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts
+from tilewise.compiler.symmetry import Symmetry, absolute, find_symmetry
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks.base import Full, Mask
+from tilewise.plan.ir import Item, Plan
+from tilewise.plan.payload import ITEM_BYTES, Payload, head_groups
+from tilewise.plan.row_ranges import count
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 

@@ -12,7 +12,7 @@ import torch
 import tilewise as tw
 from conformance.oracle import assert_close, dense, draw, split
 from conformance.table import STRATEGIES, plans
-from tilewise.plan import Plan
+from tilewise.plan.ir import Plan
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
 NUM_RANDOM = 180

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from tilewise import problem
+from tilewise.execution import problem
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.providers import kernel_named
-from tilewise.kernels.triton_merge import merge_rows
-from tilewise.messages import Message
-from tilewise.threads import LoopbackGroup
+from tilewise.kernels.triton.merge import merge_rows
+from tilewise.transport.loopback import LoopbackGroup
+from tilewise.transport.protocol import Message
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CALLS, HEADS, SCALE, Answer, Case, call_of, dense, draw, error
-from triton_checks import MASKS, NUM_TOKENS
+from support.kernel_cases import CALLS, HEADS, SCALE, Answer, Case, call_of, dense, draw, error
+from support.triton_checks import MASKS, NUM_TOKENS
 
-from tilewise.calls import Call, Kind, Slice
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.providers import PROVIDERS, kernel_named
-from tilewise.tile import tile_calls
+from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.cover import tile_calls
 
 # A kernel that hangs would hold the process for ever.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150, method="thread")]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from multiprocess.launcher import run_processes
 
 import tilewise as tw
-from tilewise.messages import Message
-from tilewise.nccl_groups import lane_group, records_group, warm_up
-from tilewise.transport_dist import DistTransport, _post_batch
+from tilewise.transport.nccl_groups import lane_group, records_group, warm_up
+from tilewise.transport.process_group import DistTransport, _post_batch
+from tilewise.transport.protocol import Message
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tilewise.processes import RankError, run_ranks
+from tilewise.tools.processes import RankError, run_ranks
 
 TIMEOUT_SECONDS = 60.0
 

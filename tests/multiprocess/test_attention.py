@@ -10,8 +10,8 @@ from conformance.oracle import Result, dense, draw, error
 
 import tilewise as tw
 from multiprocess.launcher import run_processes
-from tilewise.expression import read_mask, read_plan
-from tilewise.transport import transport_for
+from tilewise.expressions import read_mask, read_plan
+from tilewise.transport.resolve import transport_for
 
 LAYOUTS = {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

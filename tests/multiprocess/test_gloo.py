@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from multiprocess.launcher import run_processes
-from tilewise.agreement import agree
-from tilewise.messages import Handle, Message
-from tilewise.nccl_groups import CPU, records_group
-from tilewise.transport import transport_for
-from tilewise.transport_dist import DistTransport
+from tilewise.transport.agreement import agree
+from tilewise.transport.nccl_groups import CPU, records_group
+from tilewise.transport.process_group import DistTransport
+from tilewise.transport.protocol import Handle, Message
+from tilewise.transport.resolve import transport_for
 
 
 def filled(num_bytes: int, value: int) -> torch.Tensor:

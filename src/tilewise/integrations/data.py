@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tilewise import lengths
-from tilewise.layout import Layout
-from tilewise.mask import as_ints
+from tilewise.layouts.layout import Layout
+from tilewise.masks import lengths
+from tilewise.masks.base import as_ints
 
 __all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise import lengths
-from tilewise.context import ContextParallel
-from tilewise.gathering import gather_shards
-from tilewise.mask import as_ints
-from tilewise.transport import transport_for
+from tilewise.context_parallel import ContextParallel
+from tilewise.masks import lengths
+from tilewise.masks.base import as_ints
+from tilewise.transport.gather_shards import gather_shards
+from tilewise.transport.resolve import transport_for
 
 CuSeqlens = tuple[int, ...]
 PASS = "pass position_ids=cp.position_ids[None] or what hf.shard returns"

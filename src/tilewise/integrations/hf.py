@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from tilewise.agreement import agree
-from tilewise.context import ContextParallel
+from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import documents_of, packs, parts, read_mask
 from tilewise.integrations.hf_refusals import check_model, refused_keyword, refused_model
-from tilewise.mask import Causal, Document, Full, Mask, as_ints
-from tilewise.transport import transport_for
+from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
+from tilewise.transport.agreement import agree
+from tilewise.transport.resolve import transport_for
 
 __all__ = ["LayerMask", "check_model", "register", "shard", "unshard"]
 

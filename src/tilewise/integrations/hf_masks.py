@@ -13,7 +13,7 @@ from functools import reduce
 from operator import and_, or_
 from typing import Any
 
-from tilewise.mask import And, Causal, Document, Full, Mask, Or, Window
+from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 
 MODULE = "transformers.masking_utils"
 

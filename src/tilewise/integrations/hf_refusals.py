@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from tilewise.integrations.hf_masks import parts
-from tilewise.mask import Causal, Mask, Window
+from tilewise.masks.base import Causal, Mask, Window
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What models pass on to their attention that says nothing about its result, or is read elsewhere.

@@ -36,7 +36,7 @@ def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     num_columns = min(3 if dout.dtype.itemsize == 2 else 1, dout.shape[-1])
     shift = {torch.float64: 200, torch.float16: 15}.get(dout.dtype, 80)
     if dout.is_cuda:
-        from tilewise.kernels.triton_delta import put_out_for_delta
+        from tilewise.kernels.triton.delta import put_out_for_delta
 
         put_out_for_delta(dout, delta, changed, out, num_columns, shift)
     else:

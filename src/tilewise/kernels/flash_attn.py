@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.cuda import CudaFlash, Part, batch_first, cuda_half_only
+from tilewise.kernels.torch_flash import CudaFlash, Part, batch_first, cuda_half_only
 
 OLDEST = (2, 7)  # whose functions take a window's two sides one by one
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call, Kind
-from tilewise.kernels.cuda import cuda_half_only
+from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.protocol import Accumulators, Gradients, deliver, no_keys
-from tilewise.kernels.slices import call_mask
+from tilewise.kernels.torch_flash import cuda_half_only
+from tilewise.tiles.calls import Call, Kind
 
 
 class FlashInfer:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call, Kind
+from tilewise.kernels.call_masks import Same, row_intervals
 from tilewise.kernels.protocol import (
     Accumulators,
     Gradients,
@@ -25,7 +25,7 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.kernels.slices import Same, row_intervals
+from tilewise.tiles.calls import Call, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
 BLOCK = 128  # rows and keys of a block of its mask

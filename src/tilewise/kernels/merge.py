@@ -44,7 +44,7 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
     """
     _check_shapes(Partial(out_acc, lse_acc), Partial(out, lse))
     if out_acc.is_cuda and out_acc.ndim == 4:
-        from tilewise.kernels.triton_merge import merge_rows
+        from tilewise.kernels.triton.merge import merge_rows
 
         merge_rows(out_acc, lse_acc, out, lse)
         return

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call
 from tilewise.kernels.merge import merge_into
+from tilewise.tiles.calls import Call
 
 Accumulators: TypeAlias = tuple[Tensor, Tensor]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]

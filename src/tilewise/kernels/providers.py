@@ -7,15 +7,15 @@ from types import MappingProxyType
 
 import torch
 
-from tilewise.kernels.cpu import CpuFlash
-from tilewise.kernels.cuda import CudaFlash
 from tilewise.kernels.flash_attn import FlashAttn2
 from tilewise.kernels.flashinfer import FlashInfer
 from tilewise.kernels.flex import Flex
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.reference import Reference
-from tilewise.kernels.sdpa import CudnnSdpa, EfficientSdpa
-from tilewise.kernels.triton_slices import DeterministicTritonSlices, TritonSlices
+from tilewise.kernels.torch_cpu import CpuFlash
+from tilewise.kernels.torch_flash import CudaFlash
+from tilewise.kernels.torch_sdpa import CudnnSdpa, EfficientSdpa
+from tilewise.kernels.triton.kernel import DeterministicTritonSlices, TritonSlices
 
 PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {

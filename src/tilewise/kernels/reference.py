@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.calls import Call, Kind
+from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.protocol import (
     Accumulators,
     Gradients,
@@ -19,7 +19,7 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.kernels.slices import call_mask
+from tilewise.tiles.calls import Call, Kind
 
 
 class Reference:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import accumulate
 
-from tilewise.costs import Costs
-from tilewise.machine import Machine
-from tilewise.network import BETWEEN, INSIDE
-from tilewise.plan import Item, Plan, RankStep, Role, Side
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side
 from tilewise.planning.options import Option
-from tilewise.planning.scene import Scene
+from tilewise.planning.pass_model import Scene
+from tilewise.simulation.costs import Costs
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.network import BETWEEN, INSIDE
 from tilewise.workload import Workload
 
 STEPS_KEPT = 16

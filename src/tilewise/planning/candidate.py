@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilewise.layout import Layout
-from tilewise.machine import Machine
-from tilewise.plan import Plan
-from tilewise.planning import stored
+from tilewise.layouts.layout import Layout
+from tilewise.plan.ir import Plan
+from tilewise.planning import candidate_format
+from tilewise.simulation.machine import Machine
 from tilewise.workload import Workload
 
 
@@ -109,10 +109,10 @@ class Candidate:
             "reason": self.reason,
             "save": self.save,
             "wire_dtype": self.wire_dtype,
-            "workload": stored.write_workload(self.work),
-            "layout": stored.write_layout(self.layout),
-            "plan": stored.write_plan(self.plan),
-            "backward_plan": None if same else stored.write_plan(self.backward_plan),
+            "workload": candidate_format.write_workload(self.work),
+            "layout": candidate_format.write_layout(self.layout),
+            "plan": candidate_format.write_plan(self.plan),
+            "backward_plan": None if same else candidate_format.write_plan(self.backward_plan),
             "predicted": {name: getattr(self, name) for name in PREDICTED},
             "distances": self.distances._asdict(),
             "rows": [row._asdict() for row in self.rows],

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tilewise.machine import read_machine
-from tilewise.payload import head_groups
-from tilewise.plan import Plan
-from tilewise.planning import stored
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import head_groups
+from tilewise.planning import candidate_format
 from tilewise.planning.candidate import FORMAT, Candidate, Distances, Row
+from tilewise.simulation.machine import read_machine
 from tilewise.workload import Workload, check_dtype
 
 
@@ -39,9 +39,9 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
     world_size = _whole(data, "world_size", path)
     with _reading(path, "layout"):
         num_tokens = int(data["workload"]["num_tokens"])
-        layout = stored.read_layout(data["layout"], num_tokens, world_size)
+        layout = candidate_format.read_layout(data["layout"], num_tokens, world_size)
     with _reading(path, "workload"):
-        work = stored.read_workload(data["workload"], layout)
+        work = candidate_format.read_workload(data["workload"], layout)
     with _reading(path, "save and wire_dtype"):
         check_dtype("wire_dtype", data["wire_dtype"])
         plain = data["save"]
@@ -85,7 +85,7 @@ def _plan(data: dict[str, Any], name: str, work: Workload, save: str, path: str)
             return None
         world_size = data["world_size"]
         where = work.mask, work.layout_for(world_size)
-        plan = stored.read_plan(data[name], world_size, save, where)
+        plan = candidate_format.read_plan(data[name], world_size, save, where)
         head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         return plan
 

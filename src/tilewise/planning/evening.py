@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tilewise.mask import Causal, Full
+from tilewise.compiler.symmetry import all_alike
+from tilewise.masks.base import Causal, Full
 from tilewise.strategies.ring import ring
-from tilewise.symmetry import all_alike
 from tilewise.workload import LAYOUTS, Workload
 
 

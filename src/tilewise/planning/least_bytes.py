@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.payload import ITEM_BYTES, accumulator
+from tilewise.plan.payload import ITEM_BYTES, accumulator
 from tilewise.workload import Workload
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.network import BETWEEN, INSIDE
-from tilewise.plan import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.layouts.support import cells
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.plan.row_ranges import count
 from tilewise.planning.bounds import SAFE
-from tilewise.planning.scene import Scene
-from tilewise.rows import count
-from tilewise.support import cells
+from tilewise.planning.pass_model import Scene
+from tilewise.simulation.network import BETWEEN, INSIDE
 
 Array = np.ndarray
 

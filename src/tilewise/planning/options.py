@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tilewise.layout import zigzag
-from tilewise.mask import Causal, Full
-from tilewise.payload import head_groups
-from tilewise.plan import Plan
-from tilewise.scheduling.orders import least_held
+from tilewise.layouts.layout import zigzag
+from tilewise.masks.base import Causal, Full
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import head_groups
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import SCHEDULES, mesh
+from tilewise.strategies.mesh_schedules.orders import least_held
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import tiled

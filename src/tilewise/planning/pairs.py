@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
-from tilewise.machine import Machine
 from tilewise.planning.options import EVERY_RANK, Option
-from tilewise.planning.scene import Scene
+from tilewise.planning.pass_model import Scene
 from tilewise.planning.trials import Plans, Trial, Trials, ticks
-from tilewise.simulator import EXACT_RANKS
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.workload import Workload
 
 ROWS, FEW_ROWS = 14, 4

@@ -8,14 +8,14 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewise.plan import Plan
+from tilewise.compiler.symmetry import Symmetry
+from tilewise.plan.ir import Plan
 from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, steps_bound
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option
-from tilewise.planning.scene import Scene
-from tilewise.replay import Timeline
-from tilewise.simulator import num_messages, peak_of_pass, simulate_pass
-from tilewise.symmetry import Symmetry
+from tilewise.planning.pass_model import Scene
+from tilewise.simulation.engine import Timeline
+from tilewise.simulation.simulator import num_messages, peak_of_pass, simulate_pass
 
 MOST_UNLIKE, MOST_PRUNED = 384, 2560
 """So many ranks are simulated one by one in all the trials of a pass, if there are more than

@@ -6,8 +6,8 @@ gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), secti
 
 from __future__ import annotations
 
-from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 
 
 def all_gather(world_size: int) -> Plan:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 
-from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 
 
 def attention2d(rows: int, columns: int) -> Plan:

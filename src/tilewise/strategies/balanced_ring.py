@@ -9,8 +9,8 @@ plan like any other. A KV shard skips the ranks that do not read it.
 
 from __future__ import annotations
 
-from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, goes_home, operand, partial
+from tilewise.plan.builder import Script, goes_home, operand, partial
+from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 
 
 def balanced_ring(world_size: int) -> Plan:

@@ -7,7 +7,7 @@ node before they leave it, and never revisit their owner before the last hop.
 
 from __future__ import annotations
 
-from tilewise.plan import Plan, own_shards
+from tilewise.plan.ir import Plan, own_shards
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
 

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.nesting import (
+from tilewise.plan.builder import Script
+from tilewise.plan.ir import Plan, RankStep, Role, own_shards
+from tilewise.strategies.nesting import (
     Clock,
     beats_of,
     check_alike,
@@ -31,8 +33,6 @@ from tilewise.nesting import (
     post,
     rounds_of,
 )
-from tilewise.plan import Plan, RankStep, Role, own_shards
-from tilewise.script import Script
 
 
 def hierarchical(outer: Plan, inner: Plan) -> Plan:

@@ -7,13 +7,13 @@ Source: the group cast of MagiAttention (SandAI 2025).
 
 from __future__ import annotations
 
-from tilewise.given import must_be
-from tilewise.layout import Layout
-from tilewise.mask import Mask
-from tilewise.plan import Plan, RankStep, Rows, Side, own_shards
-from tilewise.rows import count, whole_or
-from tilewise.script import Script, operand, partial
-from tilewise.support import cells
+from tilewise.arguments import must_be
+from tilewise.layouts.layout import Layout
+from tilewise.layouts.support import cells
+from tilewise.masks.base import Mask
+from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.ir import Plan, RankStep, Rows, Side, own_shards
+from tilewise.plan.row_ranges import count, whole_or
 
 STAGES = 4
 

@@ -12,8 +12,8 @@ and goes home every few hops, so that rounding on the wire does not grow with th
 
 from __future__ import annotations
 
-from tilewise.plan import Plan, RankStep, Side, own_shards
-from tilewise.script import Script, goes_home, operand, partial
+from tilewise.plan.builder import Script, goes_home, operand, partial
+from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 
 
 def ring(world_size: int, moves: str = "kv") -> Plan:

@@ -6,12 +6,12 @@ read them so that no owner sends to everybody.
 
 from __future__ import annotations
 
-from tilewise.given import must_be
-from tilewise.layout import Layout
-from tilewise.mask import Causal, Mask
-from tilewise.plan import Plan
-from tilewise.tiling.placed import placed_layout, placed_plan
-from tilewise.tiling.triangle import suits, triangle_layout, triangle_plan
+from tilewise.arguments import must_be
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Causal, Mask
+from tilewise.plan.ir import Plan
+from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
+from tilewise.strategies.tiling.planner import placed_layout, placed_plan
 
 MHA = 2.0  # bytes of a KV shard per byte of a query shard, as many KV heads as query heads
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike

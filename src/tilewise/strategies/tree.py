@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from operator import index
 
-from tilewise.plan import Item, Plan, RankStep, Role, Side, own_shards
-from tilewise.script import Script, partial
+from tilewise.plan.builder import Script, partial
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, own_shards
 
 
 def tree(world_size: int) -> Plan:

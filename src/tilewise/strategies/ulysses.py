@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tilewise.given import must_be
-from tilewise.plan import Item, Plan, RankStep, Side, Transfer, own_shards
-from tilewise.script import Script, operand, partial
+from tilewise.arguments import must_be
+from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.ir import Item, Plan, RankStep, Side, Transfer, own_shards
 from tilewise.strategies.ring import ring
 
 

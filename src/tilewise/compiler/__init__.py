@@ -1,0 +1,1 @@
+"""What is done to a plan: checked, pruned, and lowered to one program for each rank."""

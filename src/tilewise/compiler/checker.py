@@ -1,0 +1,239 @@
+"""Symbolic execution of a plan: is every pair computed once, and every contribution home once?
+
+Values are sets of contributors: a query shard's partial is the set of KV shards already in it, and
+the other way round, kept as the bits of an integer. No tensor is needed to know a plan is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from tilewise.arguments import must_be
+from tilewise.compiler.shards import everything_needed, shard_layouts, table_cells
+from tilewise.layouts.layout import Layout
+from tilewise.layouts.support import Cell
+from tilewise.masks.base import Mask
+from tilewise.plan.builder import operand, partial
+from tilewise.plan.ir import Item, Plan, PlanError, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.row_ranges import ALL, covers, union
+from tilewise.plan.text import show_around
+
+
+def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) -> None:
+    """Return None if a plan computes exact attention, and its gradients.
+
+    Every pair of shards (with mask and layout: every pair with an allowed entry) is computed
+    exactly once, operands are present where they are read, and every contribution reaches its
+    home exactly once, results every holder.
+
+    Raises:
+        PlanError: with .step, .rank and .item of the first thing that is wrong.
+        ValueError: if only one of mask and layout is given, or they do not fit the plan.
+    """
+    must_be(Plan, "plan", plan)
+    if (mask is None) != (layout is None):
+        raise ValueError("check takes mask and layout together, or neither")
+    if mask is None or layout is None:
+        _check(plan, None)
+    else:
+        must_be(Mask, "mask", mask)
+        must_be(Layout, "layout", layout)
+        check_shards(plan, mask, *shard_layouts(plan, layout))
+
+
+def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> None:
+    """As check, with the layout of each side's shards given."""
+    everything = everything_needed(mask, q_layout, kv_layout)
+    cells = None if everything else table_cells(plan, mask, q_layout, kv_layout)
+    _check(plan, cells, (q_layout.sizes, kv_layout.sizes))
+
+
+Cells = Mapping[tuple[int, int], Cell]
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
+    try:
+        _Run(plan, cells, sizes).all_steps()
+    except PlanError as error:
+        where = show_around(plan, error.step, error.rank)
+        raise PlanError(
+            f"{plan.name}: {error}\n{where}", error.step, error.rank, error.item
+        ) from None
+
+
+class _Run:
+    """The state of all ranks while a plan is executed on sets."""
+
+    def __init__(self, plan: Plan, cells: Cells | None, sizes: Sizes | None):
+        self.plan, self.cells, self.sizes = plan, cells, sizes
+        self.groups = range(plan.num_head_groups)
+        self.held: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
+        self.parts: list[dict[Item, int]] = [defaultdict(int) for _ in range(plan.world_size)]
+        self.computed: dict[Tile, tuple[int, int]] = {}
+        for side in Side:
+            for shard, holders in enumerate(plan.owners[side]):
+                for rank in holders:
+                    if not 0 <= rank < plan.world_size:
+                        item = operand(side, shard)
+                        message = f"{item} is owned by rank {rank} of {plan.world_size}"
+                        raise PlanError(message, 0, rank, item)
+                    for heads in self.groups:
+                        self.held[rank][operand(side, shard, heads)] = ALL
+
+    def all_steps(self) -> None:
+        for number, step in enumerate(self.plan.steps):
+            self._step(number, step)
+        self._finish(len(self.plan.steps) - 1)
+
+    def _step(self, number: int, step: Step) -> None:
+        arrivals = [(hop, self._leave(number, hop)) for hop in step.transfers]
+        for hop, _ in arrivals:
+            if hop.item.role is Role.PARTIAL and not self.parts[hop.src].pop(hop.item, 0):
+                message = f"step {number}: {hop.item} leaves rank {hop.src} twice; a partial moves"
+                raise PlanError(message, number, hop.src, hop.item)
+        if len(step.tiles) != self.plan.world_size:
+            message = (
+                f"step {number} has tiles for {len(step.tiles)} ranks of {self.plan.world_size}"
+            )
+            rank = min(len(step.tiles), self.plan.world_size - 1)
+            raise PlanError(message, number, rank, operand(Side.Q, 0))
+        for rank, tiles in enumerate(step.tiles):
+            for tile in tiles:
+                self._tile(number, rank, tile)
+        for hop, value in arrivals:
+            self._arrive(number, hop, value)
+
+    def _leave(self, number: int, hop: Transfer) -> int:
+        """The contributions that a hop carries (0 for operands), as the step begins."""
+
+        def fail(reason: str) -> PlanError:
+            message = f"step {number}: {hop.item} from rank {hop.src} to rank {hop.dst}: {reason}"
+            rank = hop.src if 0 <= hop.src < self.plan.world_size else None
+            return PlanError(message, number, rank, hop.item)
+
+        side, role, shard, heads = hop.item
+        if not (0 <= hop.src < self.plan.world_size and 0 <= hop.dst < self.plan.world_size):
+            raise fail(f"there are {self.plan.world_size} ranks")
+        if hop.src == hop.dst:
+            raise fail("a rank does not send to itself")
+        if not (0 <= shard < self.plan.num_shards(side) and heads in self.groups):
+            raise fail("there is no such shard or head group")
+        if hop.rows is not None and not self._are_rows(side, shard, hop.rows):
+            raise fail(f"rows {hop.rows} are not ascending ranges of its own")
+        if role is Role.OPERAND:
+            if hop.item not in self.held[hop.src]:
+                raise fail(f"rank {hop.src} does not hold it when the step begins")
+            if not covers(self.held[hop.src][hop.item], hop.rows):
+                raise fail(f"rank {hop.src} holds only rows {self.held[hop.src][hop.item]}")
+            return 0
+        stored = self.parts[hop.src].get(partial(side, shard, heads), 0)
+        if not stored:
+            raise fail(f"rank {hop.src} has nothing of it when the step begins")
+        if role is Role.RESULT:
+            if hop.src != self.plan.home(side, shard) and hop.item not in self.held[hop.src]:
+                raise fail(f"rank {hop.src} does not have the result")
+            wanted = self._wanted(side, shard)
+            if stored & wanted != wanted or hop.rows is not None:
+                raise fail("the result is not complete")
+            if hop.dst not in self.plan.owners[side][shard]:
+                raise fail(f"rank {hop.dst} is not a holder of the shard")
+        elif not covers(hop.rows, self._filled(side, shard, stored)):
+            raise fail(f"rows {hop.rows} leave some of its contributions behind")
+        return stored
+
+    def _are_rows(self, side: Side, shard: int, rows: Rows) -> bool:
+        """Whether rows are ascending ranges, disjoint, not empty, within the shard if known."""
+        ends = [0, *(end for pair in rows for end in pair)]
+        last = ends[-1] if self.sizes is None else self.sizes[side][shard]
+        in_order = all(start < stop for start, stop in rows) and ends == sorted(ends)
+        return len(rows) > 0 and in_order and ends[-1] <= last
+
+    def _tile(self, number: int, rank: int, tile: Tile) -> None:
+        for q in tile.q:
+            for kv in tile.kv:
+                items = operand(Side.Q, q, tile.heads), operand(Side.KV, kv, tile.heads)
+                for item, cell_rows in zip(items, self._reads(q, kv), strict=True):
+                    if not covers(self.held[rank].get(item, ()), cell_rows):
+                        have = self.held[rank].get(item)
+                        reason = "is not there" if have is None else f"has only rows {have}"
+                        tile_name = f"step {number}, rank {rank}: tile q{q} x kv{kv}"
+                        message = f"{tile_name} reads {item}, which {reason}"
+                        raise PlanError(message, number, rank, item)
+                self._once(number, rank, Tile((q,), (kv,), tile.heads))
+                self.parts[rank][partial(Side.Q, q, tile.heads)] |= 1 << kv
+                self.parts[rank][partial(Side.KV, kv, tile.heads)] |= 1 << q
+
+    def _once(self, number: int, rank: int, cell: Tile) -> None:
+        if cell in self.computed:
+            (before, other), (q,), (kv,) = self.computed[cell], cell.q, cell.kv
+            message = f"step {number}, rank {rank}: q{q} x kv{kv} was computed already"
+            where = f", at step {before} on rank {other}"
+            raise PlanError(message + where, number, rank, operand(Side.Q, q, cell.heads))
+        self.computed[cell] = number, rank
+
+    def _arrive(self, number: int, hop: Transfer, value: int) -> None:
+        """An arrival counts from the next step: called when the step's tiles are done."""
+        here, stored = self.held[hop.dst], self.parts[hop.dst]
+        if hop.item.role is Role.OPERAND:
+            if hop.item in here:
+                message = f"step {number}: {hop.item} from rank {hop.src} arrives at rank {hop.dst}"
+                raise PlanError(f"{message}, which has it already", number, hop.dst, hop.item)
+            here[hop.item] = ALL if hop.rows is None else hop.rows
+        elif hop.item.role is Role.RESULT:
+            here[hop.item] = ALL
+            stored[hop.item._replace(role=Role.PARTIAL)] = value
+        else:
+            stored[hop.item] |= value
+
+    def _finish(self, last: int) -> None:
+        """Everything was computed, and is where it belongs, and nowhere else."""
+        for q in range(self.plan.num_shards(Side.Q)):
+            for kv in range(self.plan.num_shards(Side.KV)):
+                if self.cells is not None and (q, kv) not in self.cells:
+                    continue
+                for heads in self.groups:
+                    if Tile((q,), (kv,), heads) not in self.computed:
+                        item = operand(Side.Q, q, heads)
+                        raise PlanError(
+                            f"q{q} x kv{kv}, head group {heads}, is never computed",
+                            last,
+                            self.plan.home(Side.Q, q),
+                            item,
+                        )
+        for rank, stored in enumerate(self.parts):
+            for item, value in stored.items():
+                if value and rank not in self.plan.owners[item.side][item.shard]:
+                    raise PlanError(
+                        f"{item} is left on rank {rank}, away from its home", last, rank, item
+                    )
+        for side in Side:
+            for shard, holders in enumerate(self.plan.owners[side]):
+                for heads in self.groups:
+                    item, wanted = partial(side, shard, heads), self._wanted(side, shard)
+                    for rank in holders:
+                        if self.parts[rank].get(item, 0) & wanted != wanted:
+                            message = f"{item} on rank {rank} lacks contributions at the end"
+                            raise PlanError(message, last, rank, item)
+
+    def _reads(self, q: int, kv: int) -> tuple[Rows, Rows]:
+        if self.cells is None:
+            return ALL, ALL
+        cell = self.cells.get((q, kv))
+        return ((), ()) if cell is None else (cell.q_rows, cell.k_rows)
+
+    def _wanted(self, side: Side, shard: int) -> int:
+        others = range(self.plan.num_shards(Side(1 - side)))
+        if self.cells is None:
+            return (1 << len(others)) - 1
+        pair = (lambda o: (shard, o)) if side is Side.Q else (lambda o: (o, shard))
+        return sum(1 << other for other in others if pair(other) in self.cells)
+
+    def _filled(self, side: Side, shard: int, value: int) -> Rows:
+        """The rows of a partial that its contributions reach."""
+        if self.cells is None:
+            return ALL
+        others = [o for o in range(self.plan.num_shards(Side(1 - side))) if value >> o & 1]
+        pairs = [(shard, o) if side is Side.Q else (o, shard) for o in others]
+        return union(*(self._reads(*pair)[side] for pair in pairs))

@@ -1,0 +1,253 @@
+"""Lowering: one rank's share of a plan becomes its program.
+
+Waits stand at the first use of an arrival, not at the end of its step; operands are freed after
+their last use; receives can be posted some launches ahead; complete transfer sets become
+collectives. Only this rank's part of the plan is built, so that it costs the same in any world.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import groupby
+
+from tilewise.compiler.program import (
+    Collective,
+    CollectiveKind,
+    Free,
+    Instruction,
+    Launch,
+    Program,
+    Run,
+    Wait,
+)
+from tilewise.plan.builder import operand
+from tilewise.plan.gc_pause import collector_at_rest
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
+
+Part = tuple[Side, Role]
+Hops = tuple[Transfer, ...]
+
+
+def lower(
+    plan: Plan,
+    rank: int,
+    *,
+    node_size: int | None = None,
+    ahead: int = 0,
+    carries: frozenset[Part] | None = None,
+) -> Program:
+    """The program of one rank.
+
+    Args:
+        plan: any plan; pruned or not.
+        rank: in 0..plan.world_size - 1.
+        node_size: ranks per node: transfers inside a node take lane 0, between nodes lane 1;
+            None: all take lane 0.
+        ahead: receives are posted this many launches before their sends.
+        carries: the sides and roles that have any bytes in the pass that this program is for
+            (see plan/payload.py); None: all.
+    """
+    with collector_at_rest():
+        steps = plan.rank_steps(rank)
+        if carries is not None:
+            steps = tuple(_carrying(step, carries) for step in steps)
+        writer = _Writer(rank, steps, node_size)
+        for number, step in enumerate(steps):
+            writer.step(step, number, _collectives(plan, rank, number, step))
+        writer.finish()
+        instructions = writer.instructions
+        if ahead:
+            instructions = _post_ahead(instructions, writer.handles, ahead)
+        return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
+
+
+class _Writer:
+    """Writes instructions in order, remembering where each arrival waits to be used."""
+
+    def __init__(self, rank: int, steps: tuple[RankStep, ...], node_size: int | None):
+        self.rank, self.node_size = rank, node_size
+        self.instructions: list[Instruction] = []
+        self.pending: dict[Item, list[tuple[int, int]]] = {}
+        self.handles = self.number = 0
+        received = {hop.item for step in steps for hop in step.recvs}
+        self.reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
+        self.last_use: dict[Item, int] = {}
+        for number, (step, reads) in enumerate(zip(steps, self.reads, strict=True)):
+            for hop in step.sends:
+                if hop.item.role is Role.OPERAND:
+                    self.last_use[hop.item] = number
+            for items in reads:
+                self.last_use.update(dict.fromkeys(items, number))
+        self.expiring: dict[int, list[Item]] = defaultdict(list)
+        for item, number in self.last_use.items():
+            if item in received:
+                self.expiring[number].append(item)
+
+    def step(self, step: RankStep, number: int, collectives: dict[Part, CollectiveKind]) -> None:
+        self.number = number
+        for hop in step.sends:
+            if hop.item in self.pending:
+                self._wait(hop.item)
+            if hop.item.role is Role.RESULT:
+                self._wait(hop.item._replace(role=Role.PARTIAL))
+        if collectives or self.node_size is not None:
+            single = [h for h in (*step.sends, *step.recvs) if _part(h) not in collectives]
+            for lane in sorted({self._lane(h) for h in single}):
+                self._launch(
+                    *_chosen(
+                        step,
+                        lambda h, lane=lane: _part(h) not in collectives and self._lane(h) == lane,
+                    ),
+                    lane,
+                )
+            for part, kind in collectives.items():
+                sends, recvs = _chosen(step, lambda h, part=part: _part(h) == part)
+                self._launch(sends, recvs, max(map(self._lane, sends)), kind)
+        elif step.sends or step.recvs:
+            self._launch(step.sends, step.recvs, 0)
+        for tile, items in zip(step.tiles, self.reads[number], strict=True):
+            for item in items:
+                if item in self.pending:
+                    self._wait(item)
+            self.instructions.append(Run(tile))
+        if number in self.expiring:
+            self.instructions += map(Free, sorted(self.expiring[number]))
+
+    def finish(self) -> None:
+        for item in sorted(self.pending):
+            self._wait(item)
+
+    def _wait(self, item: Item) -> None:
+        places = self.pending.pop(item, [])
+        if len(places) == 1:
+            self.instructions.append(Wait(places[0][0], places[0][1:]))
+            return
+        for handle, arrivals in groupby(places, key=lambda place: place[0]):
+            self.instructions.append(Wait(handle, tuple(index for _, index in arrivals)))
+
+    def _lane(self, hop: Transfer) -> int:
+        return int(
+            self.node_size is not None and hop.src // self.node_size != hop.dst // self.node_size
+        )
+
+    def _launch(
+        self, sends: Hops, recvs: Hops, lane: int, kind: CollectiveKind | None = None
+    ) -> None:
+        for index, hop in enumerate(recvs):
+            self.pending.setdefault(hop.item, []).append((self.handles, index))
+        if kind is None:
+            self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs))
+        else:
+            self.instructions.append(
+                Collective(self.handles, kind, self.number, lane, sends, recvs)
+            )
+        self.handles += 1
+
+
+def tile_operands(tile: Tile) -> list[Item]:
+    """The operands that a tile reads, queries first."""
+    q, kv, heads = tile
+    return [operand(Side.Q, shard, heads) for shard in q] + [
+        operand(Side.KV, shard, heads) for shard in kv
+    ]
+
+
+def _carrying(step: RankStep, carries: frozenset[Part]) -> RankStep:
+    sends, recvs = _chosen(step, lambda hop: _part(hop) in carries)
+    return step._replace(sends=sends, recvs=recvs)
+
+
+def _chosen(step: RankStep, wanted: Callable[[Transfer], bool]) -> tuple[Hops, Hops]:
+    return tuple(filter(wanted, step.sends)), tuple(filter(wanted, step.recvs))
+
+
+def _part(hop: Transfer) -> Part:
+    return hop.item.side, hop.item.role
+
+
+def _collectives(plan: Plan, rank: int, number: int, step: RankStep) -> dict[Part, CollectiveKind]:
+    """The parts of a step in which every rank exchanges one item with every other.
+
+    Where the steps of all ranks are known all are looked at; a script's ranks are alike in this,
+    which a test shows for every strategy, but those of a mask-aware plan, which makes no use of it.
+    """
+    found: dict[Part, CollectiveKind] = {}
+    if len(step.sends) < plan.world_size - 1 or plan.world_size < 3:
+        return found
+    if plan.scripted and plan.made_for is not None:
+        return found
+    for part in sorted({_part(hop) for hop in step.sends}):
+        kind = _kind(step, part, rank, plan.world_size)
+        if kind and not plan.scripted:
+            kind = plan.memo(
+                "collective", (number, part), lambda p=part: _common_kind(plan, number, p), keep=64
+            )
+        if kind:
+            found[part] = kind
+    return found
+
+
+def _common_kind(plan: Plan, number: int, part: Part) -> CollectiveKind | None:
+    """What all ranks can call a part of a step, None if it is not complete on one of them."""
+    n = plan.world_size
+    kinds: list[CollectiveKind | None] = [
+        _kind(plan.rank_steps(rank)[number], part, rank, n) for rank in range(n)
+    ]
+    if None in kinds:
+        return None
+    return kinds[0] if len(set(kinds)) == 1 else "all_to_all"
+
+
+def _kind(step: RankStep, part: Part, rank: int, world_size: int) -> CollectiveKind | None:
+    sends, recvs = ([hop for hop in hops if _part(hop) == part] for hops in step[1:])
+    others = [other for other in range(world_size) if other != rank]
+    if sorted(h.dst for h in sends) != others or sorted(h.src for h in recvs) != others:
+        return None
+    if part[1] is Role.OPERAND and len({(hop.item, hop.rows) for hop in sends}) == 1:
+        return "all_gather"
+    if part[1] is Role.PARTIAL and len({hop.item for hop in recvs}) == 1:
+        return "reduce_scatter"
+    return "all_to_all"
+
+
+def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> list[Instruction]:
+    """Move the receives of every launch before its sends by some launches, past no collective.
+
+    Per pair of ranks the order of receives stays the order of sends.
+    """
+    early: dict[int, list[Instruction]] = defaultdict(list)
+    moved: dict[int, Instruction] = {}
+    places: list[int] = []
+    for place, launch in enumerate(instructions):
+        if isinstance(launch, Collective):
+            places.clear()
+        elif not isinstance(launch, Launch):
+            continue
+        elif places and launch.recvs:
+            early[places[-ahead:][0]].append(launch._replace(sends=()))
+            moved[place] = launch._replace(handle=handles + place, recvs=())
+        places.append(place)
+    written: list[Instruction] = []
+    for index, step in enumerate(instructions):
+        written += [moved.get(index, step), *early[index]]
+    return [s for s in written if not (isinstance(s, Launch) and not s.sends and not s.recvs)]
+
+
+def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tuple[Item, ...], ...]:
+    groups: dict[tuple[Side, int], dict[Item, None]] = {}
+    for step in steps:
+        for tile in step.tiles:
+            for side, shards in ((Side.Q, tile.q), (Side.KV, tile.kv)):
+                if len(shards) > 1:
+                    items = dict.fromkeys(operand(side, shard, tile.heads) for shard in shards)
+                    groups.setdefault((side, tile.heads), {}).update(items)
+    if not groups:
+        return ()
+    arrived = {hop.item: number for number, step in enumerate(steps) for hop in step.recvs}
+    arenas = []
+    for items in groups.values():
+        received = [item for item in items if item in arrived]
+        if received and min(last_use[i] for i in received) > max(arrived[i] for i in received):
+            arenas.append(tuple(items))
+    return tuple(arenas)

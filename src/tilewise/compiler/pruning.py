@@ -1,0 +1,242 @@
+"""Pruning: drop what a mask makes needless, and send what is left the short way.
+
+Tiles without an allowed pair go; operands nobody reads and partials nobody filled do not travel;
+those that do are trimmed to the rows that their destination or a later hop still reads; a rank
+that would only pass a value on is passed by.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tilewise.arguments import must_be
+from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts, table_cells
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Mask
+from tilewise.plan.builder import operand, partial
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.row_ranges import ALL, union, whole_or
+
+Reads = Callable[[int, int], tuple[Rows, Rows] | None]
+"""(q shard, kv shard) -> the rows of each that the cell reads, None if it is empty."""
+
+
+class Hop(NamedTuple):
+    """A transfer and the step it starts at."""
+
+    step: int
+    transfer: Transfer
+
+
+def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
+    """The plan without what the mask makes needless under this layout."""
+    must_be(Plan, "plan", plan)
+    must_be(Mask, "mask", mask)
+    must_be(Layout, "layout", layout)
+    check_made_for(plan, mask, layout)
+    return prune_shards(plan, mask, *shard_layouts(plan, layout))
+
+
+def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
+    """As prune, with the layout of each side's shards given; mask-aware plans stay as they are."""
+
+    def build() -> Plan:
+        if plan.made_for is not None or everything_needed(mask, q_layout, kv_layout):
+            return plan
+        return _pruned(plan, mask, q_layout, kv_layout)
+
+    return plan.memo("pruned", (mask, q_layout, kv_layout), build)
+
+
+def _pruned(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
+    cells = table_cells(plan, mask, q_layout, kv_layout)
+
+    def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
+        cell = cells.get((q, kv))
+        return cell and (cell.q_rows, cell.k_rows)
+
+    return _reduced(plan, reads, (q_layout.sizes, kv_layout.sizes))
+
+
+def droppable(
+    plan: Plan, mask: Mask | None = None, layout: Layout | None = None
+) -> tuple[Hop, ...]:
+    """The hops that a plan could do without; of a strategy's plan there are none.
+
+    Operands nobody reads, empty partials, detours through ranks that add nothing, and an owner's
+    own share leaving home. With mask and layout those that they make needless count too, trimmed
+    rows included.
+    """
+    if mask is not None and layout is not None:
+        check_made_for(plan, mask, layout)
+        kept = _pruned(plan, mask, *shard_layouts(plan, layout))
+    else:
+        sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
+        kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))
+    left = {hop for step in kept.steps for hop in step.transfers}
+    return tuple(
+        Hop(number, hop)
+        for number, step in enumerate(plan.steps)
+        for hop in step.transfers
+        if hop not in left or _leaves_home(plan, hop)
+    )
+
+
+def _leaves_home(plan: Plan, hop: Transfer) -> bool:
+    side, role, shard, _ = hop.item
+    return role is Role.PARTIAL and hop.src == plan.home(side, shard)
+
+
+def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> Plan:
+    tiles = [tuple(tuple(_shrunk(mine, reads)) for mine in step.tiles) for step in plan.steps]
+    operands = _read_operands(plan, tiles, reads)
+    partials = _filled_partials(plan, tiles, reads)
+    hops = _without_relays(operands, _readers(tiles)) + _without_relays(
+        partials, _fillers(tiles), moved=True
+    )
+    transfers: list[list[Transfer]] = [[] for _ in plan.steps]
+    for step, hop in hops:
+        size = sizes[hop.item.side][hop.item.shard]
+        transfers[step].append(
+            hop._replace(rows=None if hop.rows is None else whole_or(hop.rows, size))
+        )
+    steps = [Step(t, tuple(x)) for t, x in zip(tiles, transfers, strict=True) if x or any(t)]
+    return plan.replaced(f"{plan.name}, pruned", steps)
+
+
+def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
+    """The tiles without the shards that meet no other shard of theirs."""
+    for tile in tiles:
+        q = tuple(i for i in tile.q if any(reads(i, j) for j in tile.kv))
+        if q:
+            yield Tile(q, tuple(j for j in tile.kv if any(reads(i, j) for i in q)), tile.heads)
+
+
+def _cell_rows(tile: Tile, reads: Reads):
+    """The operands a tile reads, each cell on its own, and which rows of them."""
+    for q in tile.q:
+        for kv in tile.kv:
+            rows = reads(q, kv)
+            if rows:
+                yield operand(Side.Q, q, tile.heads), rows[0]
+                yield operand(Side.KV, kv, tile.heads), rows[1]
+
+
+def _read_operands(
+    plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
+) -> list[Hop]:
+    """Backwards in time: what each hop's destination still reads after it."""
+    later: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
+    hops: list[Hop] = []
+    for number in reversed(range(len(plan.steps))):
+        wanted = []
+        for hop in plan.steps[number].transfers:
+            rows = later[hop.dst].pop(hop.item, None) if hop.item.role is Role.OPERAND else None
+            if rows:
+                hops.append(Hop(number, hop._replace(rows=rows)))
+                wanted.append((hop.src, hop.item, rows))
+        for rank, mine in enumerate(tiles[number]):
+            wanted += [
+                (rank, item, rows) for tile in mine for item, rows in _cell_rows(tile, reads)
+            ]
+        for rank, item, rows in wanted:
+            later[rank][item] = union(later[rank].get(item, ()), rows)
+    return hops
+
+
+def _filled_partials(
+    plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
+) -> list[Hop]:
+    """Forwards in time: what each partial has been filled with when it leaves."""
+    filled: list[dict[Item, Rows]] = [defaultdict(tuple) for _ in range(plan.world_size)]
+    hops: list[Hop] = []
+    for number, step in enumerate(plan.steps):
+        arrivals = []
+        for hop in step.transfers:
+            if hop.item.role is Role.PARTIAL:
+                rows = filled[hop.src].pop(hop.item, None)
+                if rows:
+                    hops.append(Hop(number, hop._replace(rows=rows)))
+                    arrivals.append((hop.dst, hop.item, rows))
+            elif hop.item.role is Role.RESULT:
+                source = partial(hop.item.side, hop.item.shard, hop.item.heads)
+                if filled[hop.src].get(source):
+                    hops.append(Hop(number, hop))
+                    arrivals.append((hop.dst, source, filled[hop.src][source]))
+        for rank, mine in enumerate(tiles[number]):
+            for tile in mine:
+                for item, rows in _cell_rows(tile, reads):
+                    arrivals.append((rank, item._replace(role=Role.PARTIAL), rows))
+        for rank, item, rows in arrivals:
+            filled[rank][item] = union(filled[rank][item], rows)
+    return hops
+
+
+Uses = dict[tuple[int, Item], list[int]]
+"""(rank, operand or partial) -> the steps of the tiles that read or fill it."""
+
+
+def _readers(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
+    uses: Uses = defaultdict(list)
+    for number, row in enumerate(tiles):
+        for rank, mine in enumerate(row):
+            for tile in mine:
+                for side, shards in zip(Side, (tile.q, tile.kv), strict=True):
+                    for shard in shards:
+                        uses[rank, operand(side, shard, tile.heads)].append(number)
+    return uses
+
+
+def _fillers(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
+    return {
+        (rank, item._replace(role=Role.PARTIAL)): steps
+        for (rank, item), steps in _readers(tiles).items()
+    }
+
+
+def _without_relays(hops: list[Hop], uses: Uses, moved: bool = False) -> list[Hop]:
+    """Join a hop to a rank that only passes the value on with the hop that it passes it on by.
+
+    The joined hop starts when the second did, so the receiver notices nothing; a moved value must
+    rest undisturbed at its source until then.
+    """
+    into: dict[tuple[int, Item], list[Hop]] = defaultdict(list)
+    out_of: dict[tuple[int, Item], list[Hop]] = defaultdict(list)
+    ordered = sorted(hops, key=lambda hop: hop.step)
+    for hop in ordered:
+        into[hop.transfer.dst, hop.transfer.item].append(hop)
+        out_of[hop.transfer.src, hop.transfer.item].append(hop)
+    for onward in ordered:
+        item, relay, dst, _ = onward.transfer
+        arrivals, departures = into[relay, item], out_of[relay, item]
+        if (
+            item.role is Role.RESULT
+            or uses.get((relay, item))
+            or len(arrivals) != 1
+            or len(departures) != 1
+        ):
+            continue
+        (first,) = arrivals
+        source = first.transfer.src
+        if source == dst or (moved and not _rests(first, onward, into, out_of, uses)):
+            continue
+        joined = Hop(onward.step, onward.transfer._replace(src=source))
+        arrivals.clear()
+        departures.clear()
+        out_of[source, item].remove(first)
+        out_of[source, item].append(joined)
+        into[dst, item].remove(onward)
+        into[dst, item].append(joined)
+    return [hop for arrivals in into.values() for hop in arrivals]
+
+
+def _rests(first: Hop, onward: Hop, into: dict, out_of: dict, uses: Uses) -> bool:
+    """Whether nothing is added to or taken from a partial at its source between two hops."""
+    place = first.transfer.src, first.transfer.item
+    added = [*uses.get(place, ()), *(hop.step for hop in into[place])]
+    taken = [hop.step for hop in out_of[place] if hop is not first]
+    return not any(first.step <= step < onward.step for step in added) and not any(
+        first.step <= step <= onward.step for step in taken
+    )

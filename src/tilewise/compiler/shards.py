@@ -1,0 +1,86 @@
+"""A plan's shards as tokens: each side's layout, and the cells of the table that a mask needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewise.layouts.layout import Layout, from_positions
+from tilewise.layouts.support import Cell, cells
+from tilewise.masks.base import Mask
+from tilewise.plan.builder import operand
+from tilewise.plan.ir import Plan, PlanError, Side
+
+
+def shard_layouts(
+    plan: Plan,
+    layout: Layout,
+    kv_layout: Layout | None = None,
+    q_positions: Sequence[int] | None = None,
+) -> tuple[Layout, Layout]:
+    """The query and the KV shards' tokens.
+
+    Args:
+        layout: of all tensors; of k and v alone for plans whose queries are replicated.
+        kv_layout: of k and v if it differs from the queries'.
+        q_positions: the replicated queries' global positions; default the last token.
+    Raises:
+        ValueError: if the layout's ranks are not the plan's.
+    """
+    kv_layout = layout if kv_layout is None else kv_layout
+    for what, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if given.world_size != plan.world_size:
+            raise ValueError(
+                f"{what} is for {given.world_size} ranks, but {plan.name} for {plan.world_size}; "
+                "make both for the same number"
+            )
+    if plan.replicated_queries:
+        last = [kv_layout.num_tokens - 1] if q_positions is None else q_positions
+        layout = from_positions(kv_layout.num_tokens, [last], "queries")
+    if plan.cuts is None:
+        q_layout = layout if plan.replicated_queries else _by_home(plan, layout, Side.Q)
+        return q_layout, _by_home(plan, kv_layout, Side.KV)
+    q_homes, kv_homes = ([holders[0] for holders in side] for side in plan.owners)
+    return layout.cut(q_homes, plan.cuts), kv_layout.cut(kv_homes, plan.cuts)
+
+
+def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
+    """The layout of shards that are their homes' rows, one a rank."""
+    homes, ranks = [holders[0] for holders in plan.owners[side]], range(plan.world_size)
+    if homes == [*ranks]:
+        return layout
+    if sorted(homes) != [*ranks]:
+        rank = next(
+            rank for rank in (*homes, *ranks) if rank not in ranks or homes.count(rank) != 1
+        )
+        shard = homes.index(rank) if rank in homes else 0
+        message = (
+            f"{plan.name}: rank {rank} of {plan.world_size} is home to {homes.count(rank)} "
+            f"{side.name.lower()} shards; in a plan without cuts every rank is home to one"
+        )
+        raise PlanError(message, 0, rank, operand(side, shard))
+    return Layout(layout.num_tokens, [layout.runs[home] for home in homes], layout.name)
+
+
+def check_made_for(plan: Plan, mask: Mask, layout: Layout) -> None:
+    """Raise ValueError if a mask-aware plan is used with another mask or layout than its own."""
+    if plan.made_for not in (None, (mask, layout)):
+        theirs = " on ".join(map(repr, plan.made_for or ()))
+        raise ValueError(
+            f"{plan.name.split('(')[0]} is a plan for {theirs}, not for {mask!r} on {layout!r}; "
+            "make it for these"
+        )
+
+
+def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
+    """Whether a mask allows all pairs and no shard is empty: then there is nothing to prune."""
+    edges = [0, q_layout.num_tokens], [0, kv_layout.num_tokens]
+    return min(*q_layout.sizes, *kv_layout.sizes) > 0 and int(mask.coverage(*edges)[0, 0]) == 2
+
+
+def table_cells(
+    plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout
+) -> Mapping[tuple[int, int], Cell]:
+    """The non-empty (query shard, KV shard) cells, kept with the plan."""
+    return plan.memo(
+        "cells", (mask, q_layout, kv_layout), lambda: cells(mask, q_layout, kv_layout), keep=2
+    )

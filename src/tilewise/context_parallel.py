@@ -1,0 +1,184 @@
+"""ContextParallel: the short way to a sequence split over the ranks of a group."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from tilewise.arguments import must_be
+from tilewise.functional import attention
+from tilewise.layouts.default import default_layout
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Full, Mask
+from tilewise.plan.ir import Plan
+from tilewise.planning.search import promising
+from tilewise.simulation.machine import Machine
+from tilewise.strategies.ring import ring
+from tilewise.transport.gather_shards import gather_shards
+from tilewise.transport.resolve import transport_for
+from tilewise.workload import Workload
+
+
+class ContextParallel:
+    """A group, a layout, a mask and a strategy that belong together.
+
+        cp = tw.ContextParallel(mesh["cp"], num_tokens=len(tokens), mask=tw.Causal())
+        x = cp.shard(embeddings, dim=0)         # this rank's rows; cp.position_ids goes with them
+        out = cp.attention(q, k, v)
+        logits = cp.unshard(head(out), dim=0)   # the whole sequence on every rank
+
+    Args:
+        mesh_or_group: a one-dimensional DeviceMesh, or what attention takes as group.
+        num_tokens: length of the whole sequence; need not divide by the number of ranks.
+        mask: for all calls of attention that do not name another.
+        strategy: a plan, or "auto": at the first call the planner's choice, for its shapes.
+        layout: None: contiguous for Full, zigzag for Causal and where else it gives every rank the
+            same work, balanced for all other masks.
+        machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
+            tensors, "cpu-gloo" for others.
+    """
+
+    def __init__(
+        self,
+        mesh_or_group: Any = None,
+        *,
+        num_tokens: int,
+        mask: Mask | None = None,
+        strategy: str | Plan = "auto",
+        layout: Layout | None = None,
+        machine: Machine | None = None,
+    ):
+        if isinstance(mesh_or_group, DeviceMesh):
+            mesh_or_group = _group_of(mesh_or_group)
+        if strategy != "auto" and not isinstance(strategy, Plan):
+            raise ValueError(
+                f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
+            )
+        self.group = mesh_or_group
+        transport = transport_for(mesh_or_group)
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.mask = Full() if mask is None else must_be(Mask, "mask", mask)
+        self.mask.check_tokens(num_tokens)
+        if layout is None:
+            layout = default_layout(self.mask, num_tokens, self.world_size)
+        must_be(Layout, "layout", layout)
+        if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
+            raise ValueError(
+                f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
+                f"{num_tokens} on {self.world_size}; make it for these"
+            )
+        self.layout = layout
+        if machine is not None:
+            must_be(Machine, "machine", machine)
+        self.machine = machine
+        self._plan = strategy if isinstance(strategy, Plan) else None
+        self._backward_plan: Plan | None = None
+        self._for_one_mask = False
+
+    def __repr__(self) -> str:
+        plan = "auto" if self._plan is None else self._plan.name
+        return (
+            f"ContextParallel(rank {self.rank} of {self.world_size}, {self.layout!r}, "
+            f"{self.mask!r}, {plan})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """A copy of a model that holds it shares it: a process group cannot be copied."""
+        return self
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Global positions of this rank's rows, a LongTensor [num_rows]."""
+        return self.layout.positions(self.rank)
+
+    def shard(self, x: Tensor, dim: int = -3) -> Tensor:
+        """This rank's rows of a whole tensor, along its token dimension."""
+        return self.layout.shard(x, self.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int = -3) -> Tensor:
+        """The whole tensor on every rank; its backward sums over ranks, then shards."""
+        return gather_shards(x, self.layout, transport_for(self.group), dim)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """tw.attention of this rank's rows; options are its keyword arguments.
+
+        Args:
+            mask: instead of the one given at the start (layers with windows among full ones).
+        """
+        plan = self.plan(q, k)
+        chosen = {"layout": self.layout, "group": self.group}
+        if "plan" not in options:
+            backward = self._backward_plan
+            if mask is not None and mask != self.mask and self._for_one_mask:
+                _refuse_compiling()
+                plan, backward = self._decided(self._workload(q, k, mask), q)
+            if options.get("save") == "gathered":
+                backward = None  # what forward gathered serves its own plan alone
+            chosen |= {"plan": plan, "backward_plan": backward}
+        return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
+
+    def plan(self, q: Tensor, k: Tensor) -> Plan:
+        """The forward pass's plan; "auto" is decided here, by the shapes of the first call.
+
+        Raises:
+            RuntimeError: if a compiler traces the first call of "auto": decide before, by calling
+                plan(q, k) with tensors of this shape, or pass a plan as strategy.
+        """
+        if self._plan is None:
+            _refuse_compiling()
+            try:
+                work = self._workload(q, k, self.mask)
+            except (ValueError, IndexError, AttributeError):
+                # What is wrong with q or k is attention's to say, on all ranks alike.
+                return ring(self.world_size)
+            self._plan, self._backward_plan = self._decided(work, q)
+            self._for_one_mask = self._plan.made_for is not None
+        return self._plan
+
+    def _decided(self, work: Workload, q: Tensor) -> tuple[Plan, Plan | None]:
+        """The planner's choice for both passes; None: backward runs forward's plan."""
+        preset = "h100x8" if q.device.type == "cuda" else "cpu-gloo"
+        machine = self.machine or Machine.preset(preset)
+        plan, backward = promising(work, machine, self.world_size)
+        return plan, None if backward is plan else backward
+
+    def _workload(self, q: Tensor, k: Tensor, mask: Mask) -> Workload:
+        return Workload(
+            num_tokens=self.layout.num_tokens,
+            num_heads=q.shape[-2],
+            num_kv_heads=k.shape[-2],
+            head_dim=q.shape[-1],
+            dtype=str(q.dtype).removeprefix("torch."),
+            mask=mask,
+            layout=self.layout,
+        )
+
+
+def _refuse_compiling() -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "strategy 'auto' is decided outside compiled code: call "
+            "ContextParallel.plan(q, k) once before, or pass a plan as strategy"
+        )
+
+
+def _group_of(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of this process along a one-dimensional mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or '(unnamed)'}; pass one "
+            'of them, as in mesh["cp"] of init_device_mesh(..., mesh_dim_names=("dp", "cp"))'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {mesh.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; make "
+            "ContextParallel on the mesh's own ranks only"
+        )
+    return mesh.get_group()

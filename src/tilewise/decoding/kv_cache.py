@@ -1,0 +1,292 @@
+"""KVCache: keys and values of growing sequences, spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.compiler.shards import shard_layouts
+from tilewise.decoding.chunk import Chunk
+from tilewise.decoding.shape_checks import CacheShape
+from tilewise.decoding.step import DecodingPass, Place
+from tilewise.decoding.storage import Storage
+from tilewise.execution.problem import Problem, checked_scale
+from tilewise.functional import attention
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import kernel_for
+from tilewise.layouts.layout import contiguous
+from tilewise.masks.base import Causal, Full, Mask
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import head_groups
+from tilewise.strategies.tree import tree
+from tilewise.transport.agreement import agree
+from tilewise.transport.resolve import transport_for
+from tilewise.workload import check_dtype
+
+__all__ = ["KVCache"]
+
+Settled = TypeVar("Settled")
+Fields = dict[str, Any]
+
+
+class Asked(NamedTuple):
+    """Checked queries: the tokens that they stand at, what they may see, the pass to run."""
+
+    chunk: Chunk
+    mask: Mask
+    run: DecodingPass
+
+
+class KVCache:
+    """Keys and values of one layer for several sequences, each of its own length.
+
+        caches = [tw.KVCache(4096, num_kv_heads=2, head_dim=64, batch=3) for _ in model.layers]
+        chunk = caches[0].chunk([512, 97, 0])                     # prefill: rows are sharded
+        out = caches[i].prefill(q, k, v, chunk, plan=tw.ring(4))
+        out = caches[i].decode(q, k, v)                           # decode: rows are on all ranks
+
+    Token t of every sequence lies on rank t mod world_size, in memory taken once. All calls, the
+    constructor too, are made by all ranks together, with the same arguments but a chunk's rows.
+    For inference: nothing here has a gradient.
+
+    Args:
+        num_tokens: how many tokens each sequence may have, on all ranks together.
+        batch: number of sequences.
+        dtype, device: of q, k and v, too.
+        group: what attention takes as group.
+        softmax_scale: above 0; default 1 / sqrt(head_dim).
+        wire_dtype: of partial results on their way; default dtype.
+        validate: "always", or "never" to leave out the agreement between ranks.
+    Raises:
+        ValueError: here and in every method: the same on every rank, before any tensor is sent.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        group: Any = None,
+        softmax_scale: float | None = None,
+        wire_dtype: torch.dtype | str | None = None,
+        validate: str = "always",
+    ):
+        self.transport = transport_for(group)
+        rank, world_size = self.transport.rank, self.transport.world_size
+        shape = CacheShape(num_tokens, batch, num_kv_heads, head_dim, dtype, rank, world_size)
+        self.shape, self.softmax_scale, self.validate = shape, softmax_scale, validate
+        self.wire_dtype = str(wire_dtype or dtype).removeprefix("torch.")
+        self._plan = tree(world_size)
+
+        def check() -> tuple[tuple[Kernel, float, Storage], Fields]:
+            shape.check_sizes()
+            check_dtype("wire_dtype", self.wire_dtype)
+            kernel = kernel_for(torch.device(device).type, dtype, head_dim)
+            scale = checked_scale(softmax_scale, head_dim)
+            made = Storage(shape.sizes, rank, world_size, dtype=dtype, device=device)
+            fields = {"sizes": shape.sizes, "dtype": dtype, "wire_dtype": self.wire_dtype}
+            return (kernel, scale, made), {**fields, "softmax_scale": scale}
+
+        self._kernel, self._scale, self._storage = self._agreed("KVCache", check)
+        self.lengths = (0,) * batch
+
+    def chunk(self, counts: Any) -> Chunk:
+        """The next counts[b] tokens of each sequence b: which rank holds which of them.
+
+        It says nothing to other ranks; whether the tokens fit is prefill's to say, to all alike.
+        """
+        counts = self.shape.one_each("counts", counts)
+        return Chunk(self.lengths, counts, self.shape.world_size)
+
+    def append(self, k: Tensor, v: Tensor, *, counts: Any = None) -> None:
+        """Add tokens whose keys and values are on all ranks; each rank keeps its own.
+
+        Args:
+            k, v: [batch, tokens, num_kv_heads, head_dim].
+            counts: how many of the tokens each sequence gets, the rest being padding; default all.
+        """
+        chunk = self._agreed("append", lambda: self._appending(k, v, counts))
+        self._storage.write(chunk, k, v)
+        self.lengths = chunk.ends
+
+    def attention(self, q: Tensor, *, mask: Mask | None = None, counts: Any = None) -> Tensor:
+        """Attention of each sequence's latest tokens, which are cached already, to all of it.
+
+        Args:
+            q: [batch, tokens, num_heads, head_dim], the same on every rank.
+            mask: of positions within a sequence, up to num_tokens; default Causal().
+            counts: how many of q's tokens each sequence has, the rest being padding; default all.
+        Returns:
+            out as q, the same bits on every rank; 0 for padding and rows that no key reaches.
+        """
+
+        def check() -> tuple[Asked, Fields]:
+            tokens = self.shape.check_tokens("q", q)
+            chosen = self._counts(counts, tokens)
+            return self._asking(q, self.shape.latest(self.lengths, chosen), mask)
+
+        return self._attend(q, self._agreed("attention", check))
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, counts: Any = None
+    ) -> Tensor:
+        """append and attention in one, with one agreement."""
+
+        def check() -> tuple[Asked, Fields]:
+            chunk, fields = self._appending(k, v, counts)
+            asked, more = self._asking(q, chunk, mask)
+            if q.shape[1] != k.shape[1]:
+                raise ValueError(
+                    f"q has {q.shape[1]} tokens and k {k.shape[1]}; pass those of the same tokens"
+                )
+            return asked, {**fields, **more}
+
+        asked = self._agreed("decode", check)
+        self._storage.write(asked.chunk, k, v)
+        out = self._attend(q, asked)
+        self.lengths = asked.chunk.ends
+        return out
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: Chunk,
+        *,
+        plan: Plan,
+        mask: Mask | None = None,
+    ) -> Tensor:
+        """Add a chunk, and attend with its queries to all tokens so far, the chunk's among them.
+
+        Args:
+            q, k, v: [rows, heads, head_dim], this rank's rows of the chunk: chunk.layout.shard(x,
+                rank) of the sequences' new tokens one after the other.
+            chunk: from the cache's chunk(), at its present lengths; one serves all layers.
+            plan: any whose queries are sharded and that is made for no layout of its own.
+            mask: as in attention.
+        Returns:
+            out as q.
+        """
+        try:
+            mask = self._known(mask)
+            self.shape.check_prefill(self.lengths, chunk, (q, k, v), plan)
+            self.shape.check_mask(mask)
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            self._refuse(error)
+        self._storage.write_rows(chunk, k, v)
+        held = self._storage.packed(chunk.ends)
+        out = attention(
+            q,
+            *held,
+            plan=plan,
+            layout=chunk.layout,
+            kv_layout=chunk.kv_layout,
+            mask=chunk.mask(mask),
+            group=self.transport,
+            softmax_scale=self.softmax_scale,
+            wire_dtype=self.wire_dtype,
+            validate=self.validate,
+        )
+        assert isinstance(out, Tensor), "no lse was asked for"
+        self.lengths = chunk.ends
+        return out
+
+    def truncate(self, lengths: Any) -> None:
+        """Forget each sequence's tokens from lengths[b] on; 0 makes room for another sequence."""
+
+        def check() -> tuple[tuple[int, ...], Fields]:
+            kept = self.shape.kept(self.lengths, lengths)
+            return kept, {"lengths": self.lengths, "truncated to": kept}
+
+        self.lengths = self._agreed("truncate", check)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """This rank's keys and values, each [rows, num_kv_heads, head_dim]: the tokens rank,
+        rank + world_size, ... of one sequence after the other."""
+        return self._storage.packed(self.lengths)
+
+    def _counts(self, given: Any, num_tokens: int) -> tuple[int, ...]:
+        given = (num_tokens,) * self.shape.batch if given is None else given
+        return self.shape.counts(given, num_tokens)
+
+    def _appending(self, k: Tensor, v: Tensor, counts: Any) -> tuple[Chunk, Fields]:
+        """Check tokens that are to be added."""
+        tokens = self.shape.check_tokens("k", k, self.shape.num_kv_heads)
+        if self.shape.check_tokens("v", v, self.shape.num_kv_heads) != tokens:
+            raise ValueError(f"k has {tokens} tokens and v {v.shape[1]}; make them equal")
+        chunk = self.shape.chunk(self.lengths, self._counts(counts, tokens))
+        return chunk, {"lengths": chunk.starts, "counts": chunk.counts, "k": k.shape}
+
+    def _asking(self, q: Tensor, chunk: Chunk, mask: Mask | None) -> tuple[Asked, Fields]:
+        """Check queries that stand at a chunk's tokens."""
+        mask = self._known(mask)
+        tokens = self.shape.check_tokens("q", q)
+        self.shape.check_mask(mask)
+        asked = Asked(chunk, mask, self._pass(tokens, q.shape[2]))
+        return asked, {
+            "lengths": chunk.starts,
+            "counts": chunk.counts,
+            "q": q.shape,
+            "mask": mask,
+        }
+
+    def _pass(self, num_queries: int, num_heads: int) -> DecodingPass:
+        """The tree's pass over so many queries: the same at every length of the cache."""
+
+        def build() -> DecodingPass:
+            heads = head_groups(num_heads, self.shape.num_kv_heads, 1)
+            layout = contiguous(self.shape.num_tokens, self.shape.world_size)
+            problem = Problem(
+                (self._plan, self._plan),
+                shard_layouts(self._plan, layout, q_positions=range(num_queries)),
+                Full(),
+                (heads, heads),
+                self.shape.head_dim,
+                self._scale,
+                str(self.shape.dtype).removeprefix("torch."),
+                self.wire_dtype,
+                gathered=False,
+                prune=False,
+                kernel=self._kernel,
+            )
+            device = self._storage.tensor.device
+            return DecodingPass(problem, self.transport, self.shape.batch, device)
+
+        return self._plan.memo("decoding", (num_queries, num_heads), build)
+
+    def _attend(self, q: Tensor, asked: Asked) -> Tensor:
+        chunk, mask, run = asked
+        places = [Place(*place) for place in zip(chunk.starts, chunk.ends, strict=True)]
+        return run.attend(q, self._storage.rows_first, places, mask)
+
+    def _known(self, mask: Mask | None) -> Mask:
+        """The mask of this value that was seen first: it has what was derived from it."""
+        mask = Causal() if mask is None else mask
+        return self._plan.memo("mask", mask, lambda: mask)
+
+    def _agreed(self, call: str, check: Callable[[], tuple[Settled, Fields]]) -> Settled:
+        """What check returns, once it has passed on every rank, with the same fields."""
+        try:
+            if self.validate not in ("always", "never"):
+                raise ValueError(f"validate ({self.validate!r}) must be 'always' or 'never'")
+            settled, fields = check()
+        except Exception as error:  # whatever it is, the other ranks must learn of it
+            self._refuse(error)
+        if self.validate != "never":
+            named = {"call": call, **{name: str(value) for name, value in fields.items()}}
+            agree(self.transport, named)
+        return settled
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise what is wrong here on every rank."""
+        if self.validate != "never":
+            agree(self.transport, None, str(error))
+        raise error

@@ -1,0 +1,238 @@
+"""One decoding step on this rank: a few queries of every sequence against its cached keys.
+
+The tree's program is built once and run at every step; only what a rank reads of its cache changes
+with the lengths. It stands alone because a layout that grew with every token would have to be
+lowered and bound anew at every token, for milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.compiler.lifetimes import Lifetimes
+from tilewise.decoding.chunk import num_held
+from tilewise.execution.executor import execute
+from tilewise.execution.forward_backward import with_unit_stride
+from tilewise.execution.frame import Frame
+from tilewise.execution.partials import Tensors
+from tilewise.execution.pass_run import Run
+from tilewise.execution.problem import Problem
+from tilewise.execution.work import Forward
+from tilewise.kernels.merge import merge_into
+from tilewise.kernels.protocol import Kernel
+from tilewise.masks.base import Mask
+from tilewise.masks.strips import Strips
+from tilewise.plan.builder import partial
+from tilewise.plan.ir import Side, Tile
+from tilewise.plan.payload import Payload
+from tilewise.tiles.call_rows import Cut
+from tilewise.tiles.calls import Call, Kind, Ranges, count_rows
+from tilewise.tiles.cover import tile_calls
+from tilewise.transport.protocol import Transport
+
+
+class Place(NamedTuple):
+    """Where a sequence's queries stand; its tokens up to the last of them are cached."""
+
+    start: int
+    stop: int
+
+
+class Read(NamedTuple):
+    """One kernel call: of these sequences and heads (None: all), rows of q and of the cache."""
+
+    sequences: slice
+    call: Call
+    q_heads: slice | None = None
+    kv_heads: slice | None = None
+
+
+class Rank(NamedTuple):
+    """This rank among all."""
+
+    rank: int
+    world_size: int
+
+    def positions(self, length: int) -> np.ndarray:
+        """Of a sequence's cached rows here."""
+        return np.arange(self.rank, length, self.world_size, dtype=np.int64)
+
+    def row(self, position: np.ndarray) -> np.ndarray:
+        """The first row here that is at or after a position."""
+        return -(-(position - self.rank) // self.world_size)
+
+
+def reads(
+    mask: Mask, places: Sequence[Place], here: Rank, heads: tuple[int, int], cut: Cut
+) -> Iterator[Read]:
+    """The calls that compute, of all that these queries may see, what is cached here.
+
+    Neighbouring sequences that need the same calls share them.
+
+    Args:
+        mask: of positions within a sequence.
+        heads: num_heads and num_kv_heads.
+        cut: how the kernel wants several queries' cells cut.
+    """
+    by_head: Sequence[Mask] | None = getattr(mask, "heads", None)
+    if by_head is None:
+        yield from _of_heads(mask, places, here, cut)
+        return
+    shared = heads[0] // heads[1]
+    for i, one in enumerate(by_head):
+        for read in _of_heads(one, places, here, cut):
+            q_heads = slice(i * shared, (i + 1) * shared)
+            yield read._replace(q_heads=q_heads, kv_heads=slice(i, i + 1))
+
+
+def _of_heads(mask: Mask, places: Sequence[Place], here: Rank, cut: Cut) -> Iterator[Read]:
+    if all(place.stop - place.start <= 1 for place in places):
+        found = _of_single_queries(mask.strips(), places, here)
+    else:
+        known = {
+            place: tile_calls(
+                np.arange(place.start, place.stop),
+                here.positions(place.stop),
+                mask,
+                **cut._asdict(),
+            )
+            for place in dict.fromkeys(places)
+        }
+        found = [known[place] for place in places]
+    for calls, group in groupby(range(len(places)), found.__getitem__):
+        which = [*group]
+        for call in calls:
+            yield Read(slice(which[0], which[-1] + 1), call)
+
+
+def _of_single_queries(
+    strips: Strips, places: Sequence[Place], here: Rank
+) -> list[tuple[Call, ...]]:
+    """At most one call a sequence: a single query sees one interval of keys per strip."""
+    at = np.array([place.start for place in places])[:, None]
+    q0, q1, lo, lo_slope, hi, hi_slope = strips.columns
+    held = np.array([num_held(place.stop, *here) for place in places])[:, None]
+    starts = np.maximum(here.row(lo + lo_slope * at), 0)
+    stops = np.minimum(here.row(hi + hi_slope * at), held)
+    asked = np.array([place.stop > place.start for place in places])[:, None]
+    seen = (q0 <= at) & (at < q1) & (starts < stops) & asked
+    rows = zip(starts.tolist(), stops.tolist(), seen.tolist(), strict=True)
+    ranges = (_joined(zip(*row, strict=True)) for row in rows)
+    return [(Call(((0, 1),), found, Kind.FULL),) if found else () for found in ranges]
+
+
+def _joined(intervals: Iterator[tuple[int, int, bool]]) -> Ranges:
+    """The intervals that are seen, which are disjoint; those that touch are joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop, seen in intervals:
+        if seen and joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        elif seen:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+class DecodingPass:
+    """The tree's pass over so many queries of every sequence; one serves all lengths.
+
+    Args:
+        problem: a call of a plan of replicated queries, which is not pruned.
+        batch: number of sequences.
+    """
+
+    def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
+        run = Run(problem, transport, backward=False, batch=batch, device=device)
+        self._here, self._transport = Rank(transport.rank, transport.world_size), transport
+        self._program, self._frame, self._payload = run.program, run.frame(keep=False), run.payload
+
+    def attend(
+        self, q: Tensor, cached: tuple[Tensor, Tensor], places: Sequence[Place], mask: Mask
+    ) -> Tensor:
+        """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
+        heads = self._payload.num_heads, self._payload.num_kv_heads
+        kernel = self._frame.kernel
+        cut = Cut(kernel.square_causal, kernel.whole_tile)
+        calls = [*reads(mask, places, self._here, heads, cut)]
+        rows = with_unit_stride(q).transpose(0, 1)
+        work = Decode(self._frame, self._payload, (rows, *cached), calls)
+        execute(self._program, work, self._transport)
+        out, _ = work.final(partial(Side.Q, 0))
+        return out.to(q.dtype).transpose(0, 1).contiguous()
+
+
+class Decode(Forward):
+    """As Forward, but a tile's calls read the cache in place.
+
+    Args:
+        tensors: queries [num_queries, batch, num_heads, head_dim], keys and values [rows, batch,
+            num_kv_heads, head_dim].
+        calls: on them.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        payload: Payload,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        calls: Sequence[Read],
+    ):
+        super().__init__(frame, payload, {}, [], Lifetimes({}, {}))
+        self._queries, *self._cached = tensors
+        self._reads = calls
+
+    def run(self, tile: Tile) -> None:
+        if not self._reads:
+            return
+        item, kernel = partial(Side.Q, tile.q[0], tile.heads), self.frame.kernel
+        if self._is_all(self._reads):
+            self._add(item, None, self._attend(self._reads[0], kernel))
+            return
+        partials = self.partials[item] = self._empty(item)
+        for read in self._reads:
+            self._take_in(read, partials, self._attend(read, kernel))
+
+    def _take_in(self, read: Read, partials: Tensors, values: Tensors) -> None:
+        """Add a call's results to its rows, sequences and heads."""
+        heads = read.q_heads or slice(None)
+        for first, (start, stop) in _offsets(read.call.q):
+            place, here = (
+                (slice(start, stop), read.sequences, heads),
+                slice(first, first + stop - start),
+            )
+            (out, lse), (new_out, new_lse) = (x[place] for x in partials), (x[here] for x in values)
+            if len(self._queries) == 1:  # nothing is there yet: one call has all its keys
+                out.copy_(new_out)
+                lse.copy_(new_lse)
+            else:
+                merge_into(out, lse, new_out, new_lse)
+
+    def _is_all(self, calls: Sequence[Read]) -> bool:
+        """Whether one call has all queries of all sequences and heads."""
+        rows, batch = self._queries.shape[:2]
+        first = calls[0]
+        whole = first.sequences == slice(0, batch) and first.q_heads is None
+        return whole and len(calls) == 1 and first.call.q == ((0, rows),)
+
+    def _attend(self, read: Read, kernel: Kernel) -> tuple[Tensor, Tensor]:
+        k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
+        queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
+        return kernel.forward(queries, k, v, read.call, self.frame.scale)
+
+
+def _rows(x: Tensor, ranges: Ranges, sequences: slice, heads: slice | None) -> Tensor:
+    """Rows of some sequences and heads: a view if they lie side by side, else a copy."""
+    pieces = [x[start:stop, sequences] for start, stop in ranges]
+    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return rows if heads is None else rows[:, :, heads]
+
+
+def _offsets(ranges: Ranges) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Each range with its first row's place among all of them."""
+    for i, one in enumerate(ranges):
+        yield count_rows(ranges[:i]), one

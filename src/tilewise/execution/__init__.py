@@ -1,0 +1,1 @@
+"""A program run on tensors: forward and backward pass, buffers, partials."""

@@ -1,0 +1,249 @@
+"""Buffers of a pass: bound ahead to one slab, so that a pass of known shapes allocates nothing.
+
+What a pass asks for, in which order and for how long, follows from its program and shapes alone.
+The first pass records that (a tape); every buffer of a later one is a view, made once, of one slab
+in which buffers that are never needed together share their place. It stands alone because a pass
+only takes and gives: whether that is bound or fresh is decided by who lends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.compiler.ledger import CALLERS, Ledger
+from tilewise.execution.memory_plan import Request, Tape
+from tilewise.execution.workspace import Shelf
+
+# On the CPU views bound ahead save nothing worth the memory that they keep.
+BOUND_DEVICES = ("cuda",)
+
+
+class Source(Protocol):
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous buffer of any content."""
+        ...
+
+
+class Lender(Source, Protocol):
+    """Lends buffers for the length of a pass, of one device.
+
+    Attributes:
+        adopts: a result that nobody else uses may stay where a kernel put it.
+    """
+
+    adopts: bool
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        """A buffer whose rows, so many at a time, are given back each by themselves."""
+        ...
+
+    def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A value that nobody else uses, for the rest of the pass, in this dtype."""
+        ...
+
+    def give(self, x: Tensor) -> None:
+        """Take a buffer or a part of one back; where it was sent, once it is sure to have left."""
+        ...
+
+    def sent(self, x: Tensor) -> None:
+        """The next launch sends a buffer."""
+        ...
+
+    def launched(self, handle: int, lane: int) -> None:
+        """What is to be sent has been launched on a lane."""
+        ...
+
+    def left(self, handle: int) -> None:
+        """What a launch sent has left."""
+        ...
+
+    def end(self) -> None:
+        """Take back all that is left: the pass is over."""
+        ...
+
+
+class _Forgetful:
+    """Needs not to know when a buffer is done with."""
+
+    def give(self, x: Tensor) -> None:
+        return
+
+    def sent(self, x: Tensor) -> None:
+        return
+
+    def launched(self, handle: int, lane: int) -> None:
+        return
+
+    def left(self, handle: int) -> None:
+        return
+
+
+class Fresh(_Forgetful):
+    """Lends new memory every time, which goes when nobody refers to it."""
+
+    adopts = True
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._like = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._like.new_empty(shape, dtype=dtype)
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        return self.take(shape, dtype)
+
+    def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype)
+
+    def end(self) -> None:
+        return
+
+
+class Captured(Fresh):
+    """Fresh memory for a graph, used as a bound pass uses its own.
+
+    So kernels are called in the ways that they were called in before: what they compile for a way
+    is not for a capture.
+    """
+
+    adopts = False
+
+
+class Scratch:
+    """Lends for the length of one kernel call."""
+
+    def __init__(self, lender: Lender):
+        self._lender = lender
+        self.lent: list[Tensor] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        x = self._lender.take(shape, dtype)
+        self.lent.append(x)
+        return x
+
+    def clear(self) -> None:
+        while self.lent:
+            self._lender.give(self.lent.pop())
+
+
+class Binding:
+    """The tape of one program and its shapes, once a pass has recorded it."""
+
+    def __init__(self) -> None:
+        self.tape: Tape | None = None
+
+    def lender(self, shelf: Shelf, device: torch.device) -> Lender:
+        """For one pass: records the first, plays later ones."""
+        if self.tape is None:
+            return Recorder(self, shelf, device)
+        return Player(self.tape, shelf, device)
+
+
+class _Asked(NamedTuple):
+    """A buffer that was asked for, and the numbers of its parts in the ledger."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    first: int
+    starts: tuple[int, ...]  # bytes
+
+
+class Recorder(Fresh):
+    """Lends new memory and writes down what is asked for, and when it is no longer needed."""
+
+    adopts = False
+
+    def __init__(self, binding: Binding, shelf: Shelf, device: torch.device):
+        super().__init__(device)
+        self._binding, self._shelf = binding, shelf
+        self._ledger = Ledger()
+        self._asked: list[_Asked] = []
+        self._known: dict[int, _Asked] = {}  # the last request by the address of its memory
+        self.launched, self.left = self._ledger.launched, self._ledger.left
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.take_parts(shape, dtype, (shape[0],))
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        x = super().take(shape, dtype)
+        row_bytes = x.nbytes // max(1, len(x))
+        starts = tuple(accumulate((count * row_bytes for count in rows[:-1]), initial=0))
+        asked = _Asked(tuple(shape), dtype, tuple(rows), self._ledger.take(len(rows)), starts)
+        self._asked.append(asked)
+        if x.numel():
+            self._known[address(x)] = asked
+        return x
+
+    def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.take(x.shape, dtype).copy_(x)
+
+    def give(self, x: Tensor) -> None:
+        if (number := self._number(x)) is not None:
+            self._ledger.give(number)
+
+    def sent(self, x: Tensor) -> None:
+        if x.numel():
+            number = self._number(x)
+            self._ledger.sent(CALLERS if number is None else number)
+
+    def _number(self, x: Tensor) -> int | None:
+        """None: it is empty, or a caller's."""
+        known = self._known.get(address(x)) if x.numel() else None
+        if known is None:
+            return None
+        return known.first + bisect_right(known.starts, x.data_ptr() - address(x)) - 1
+
+    def end(self) -> None:
+        ends = self._ledger.ends()
+        requests = [
+            Request(
+                asked.shape,
+                asked.dtype,
+                asked.first,
+                tuple(zip(asked.rows, ends[asked.first :], strict=False)),
+            )
+            for asked in self._asked
+        ]
+        self._binding.tape = tape = Tape(requests)
+        slab = self._shelf.take()
+        slab.enter(tape, self.device)
+        slab.leave()
+        self._shelf.slabs.append(slab)
+
+
+class Player(_Forgetful):
+    """Lends what a tape says, in its order."""
+
+    adopts = False
+
+    def __init__(self, tape: Tape, shelf: Shelf, device: torch.device):
+        self._shelf, self._slab = shelf, shelf.take()
+        self._views = iter(self._slab.enter(tape, device))
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        x = next(self._views)
+        assert x.shape == tuple(shape) and x.dtype == dtype, "a pass asks as its first one did"
+        return x
+
+    def take_parts(self, shape: Sequence[int], dtype: torch.dtype, rows: Sequence[int]) -> Tensor:
+        return self.take(shape, dtype)
+
+    def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.take(x.shape, dtype).copy_(x)
+
+    def end(self) -> None:
+        self._slab.leave()
+        self._shelf.slabs.append(self._slab)
+
+
+def address(x: Tensor) -> int:
+    """Of a tensor's memory, the same for all its views."""
+    return x.untyped_storage().data_ptr()

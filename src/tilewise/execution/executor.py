@@ -1,0 +1,122 @@
+"""The executor: runs one rank's program, for any strategy, mask and pass.
+
+It moves bytes and keeps order; what the bytes mean is the work's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait
+from tilewise.plan.ir import Item, Tile, Transfer
+from tilewise.transport.protocol import Handle, Message, Transport
+
+
+class Work(Protocol):
+    """A rank's values during one pass, as the executor sees them."""
+
+    def departure(self, transfer: Transfer) -> Tensor:
+        """The bytes to send; a partial leaves its place."""
+        ...
+
+    def launched(self, handle: int, lane: int) -> None:
+        """What has departed last is on its way."""
+        ...
+
+    def left(self, handle: int) -> None:
+        """What departed with a launch has left."""
+        ...
+
+    def room(self, transfer: Transfer) -> Tensor:
+        """Where to receive."""
+        ...
+
+    def arrive(self, transfer: Transfer, wire: Tensor) -> None:
+        """Take in what was received; a partial is merged."""
+        ...
+
+    def run(self, tile: Tile) -> None: ...
+    def free(self, item: Item) -> None: ...
+
+
+class Label(NamedTuple):
+    """What a message carries, written out only if an error names it."""
+
+    step: int
+    item: Item
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.item}"
+
+
+Arrival = tuple[Handle, Transfer, Tensor]
+
+
+def execute(program: Program, work: Work, transport: Transport) -> None:
+    """Run a program to its end; returns when all that was sent has left.
+
+    Merges happen in program order, so every run gives the same bits where the kernels do: see
+    docs/numerics.md.
+    """
+    under_way: dict[int, list[Arrival]] = {}
+    together = not transport.receives_ahead
+    # Not by match: binding its patterns costs as much as the rest of the loop.
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            work.run(instruction.tile)
+        elif isinstance(instruction, Wait):
+            handle, indices = instruction
+            launched = under_way[handle]
+            for index in indices:
+                started, hop, room = launched[index]
+                started.wait()
+                work.arrive(hop, room)
+            if together:
+                work.left(handle)
+            if len(indices) == len(launched):
+                del under_way[handle]
+        elif isinstance(instruction, Free):
+            work.free(instruction.item)
+        elif isinstance(instruction, Launch) and not together:
+            arrivals = _launch_apart(instruction, work, transport)
+            if arrivals:
+                under_way[instruction.handle] = arrivals
+        else:
+            under_way[instruction.handle] = _launch_together(instruction, work, transport)
+    transport.finish()
+
+
+def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arrival]:
+    """Post every receive by itself, so that each can be waited for by itself."""
+    handle, step, lane, sends, recvs = launch
+    arrivals: list[Arrival] = []
+    for hop in recvs:
+        room = work.room(hop)
+        message = Message(room, hop.src, Label(step, hop.item))
+        arrivals.append((transport.exchange((), (message,), lane), hop, room))
+    if sends:
+        transport.exchange(_outgoing(work, step, sends), (), lane)
+        work.launched(handle, lane)
+    return arrivals
+
+
+def _launch_together(
+    launch: Launch | Collective, work: Work, transport: Transport
+) -> list[Arrival]:
+    """Post all sends and receives at once."""
+    rooms = [work.room(hop) for hop in launch.recvs]
+    incoming = [
+        Message(room, hop.src, Label(launch.step, hop.item))
+        for room, hop in zip(rooms, launch.recvs, strict=True)
+    ]
+    outgoing = _outgoing(work, launch.step, launch.sends)
+    started = transport.exchange(outgoing, incoming, launch.lane)
+    work.launched(launch.handle, launch.lane)
+    return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
+
+
+def _outgoing(work: Work, step: int, sends: Sequence[Transfer]) -> list[Message]:
+    return [Message(work.departure(hop), hop.dst, Label(step, hop.item)) for hop in sends]

@@ -1,0 +1,98 @@
+"""The two passes of one checked call on this rank: tensors in, its program run, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.execution.allocator import Fresh, Lender
+from tilewise.execution.executor import execute
+from tilewise.execution.pass_run import Run
+from tilewise.execution.problem import Problem
+from tilewise.execution.work import Backward, Forward
+from tilewise.plan.ir import Side
+from tilewise.transport.protocol import Transport
+
+
+def forward_pass(
+    problem: Problem, transport: Transport, q: Tensor, k: Tensor, v: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out, lse, and the operands that backward is to find again (none unless keep).
+
+    Args:
+        keep: a backward pass follows; save="gathered" then keeps what was received.
+    """
+    batched = q.ndim == 4
+    rows = [_rows_first(with_unit_stride(x), batched) for x in (q, k, v)]
+    run = Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
+    keep = keep and problem.gathered
+    lender = run.lender(rows, keep)
+    # What backward is to find again is no buffer of this pass.
+    lasting = Fresh(q.device) if keep else lender
+    named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
+    work = Forward(run.frame(keep, lender), run.payload, *run.start(named, lender=lasting))
+    execute(run.program, work, transport)
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=work.frame.dtype)
+    run.collect(work, Side.Q, [_rows_first(x, batched) for x in (out, lse)])
+    kept = run.kept(work.operands) if keep else []
+    lender.end()
+    return out, lse, kept
+
+
+def backward_pass(
+    problem: Problem,
+    transport: Transport,
+    saved: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv.
+
+    Args:
+        saved: q, k, v, out, lse of the forward pass.
+        kept: what forward_pass kept.
+        grads: dout and dlse; None: zero.
+    """
+    batched = saved[0].ndim == 4
+    q, k, v, out, lse = (_rows_first(with_unit_stride(x), batched) for x in saved)
+    dout, dlse = (None if x is None else _rows_first(with_unit_stride(x), batched) for x in grads)
+    batch, device = q.shape[1], q.device
+    gathered = {}
+    if problem.gathered:
+        before = Run(problem, transport, backward=False, batch=batch, device=device)
+        gathered = before.found(kept)
+    run = Run(problem, transport, backward=True, batch=batch, device=device)
+    lender = run.lender((q, k, v, out, lse, dout, dlse))
+    if dout is None:
+        dout = lender.take(q.shape, q.dtype).zero_()
+    delta = _delta(out, dout, dlse, lse.dtype, lender)
+    named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
+    work = Backward(run.frame(False, lender), run.payload, *run.start(named, gathered, lender))
+    execute(run.program, work, transport)
+    dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
+    run.collect(work, Side.Q, [_rows_first(dq, batched)])
+    run.collect(work, Side.KV, [_rows_first(x, batched) for x in (dk, dv)])
+    lender.end()
+    return dq, dk, dv
+
+
+def _delta(
+    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, lender: Lender
+) -> Tensor:
+    """rowsum(out * dout) - dlse."""
+    product = lender.take(out.shape, dtype).copy_(out).mul_(dout)
+    delta = torch.sum(product, -1, out=lender.take(out.shape[:-1], dtype))
+    lender.give(product)
+    return delta if dlse is None else delta.sub_(dlse)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x with the unit last stride that kernels ask for (of a single column, too)."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_first(x: Tensor, batched: bool) -> Tensor:
+    """[(batch,) tokens, heads, ...] as [tokens, batch, heads, ...]."""
+    return x.transpose(0, 1) if batched else x.unsqueeze(1)

@@ -1,0 +1,139 @@
+"""Kernel calls bound to blocks: which rows of which block each call gathers, and where it adds.
+
+Done once per tile, layout and mask; in the loop there are only slices and index tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tilewise.execution.allocator import Source
+from tilewise.execution.packing import Block, join
+from tilewise.plan.builder import operand
+from tilewise.plan.ir import Item, Side, Tile
+from tilewise.tiles.call_rows import CallParts, Held, Part, Table, is_range, num_rows, span
+
+Index: TypeAlias = slice | Tensor | None
+TensorPart: TypeAlias = Part[Tensor]
+BoundCall: TypeAlias = CallParts[Tensor]
+
+
+class BoundTile(NamedTuple):
+    """The items that a tile reads, by side, and its calls by the rows that are held of them."""
+
+    tile: Tile
+    q: list[Item]
+    kv: list[Item]
+    calls: dict[Held, tuple[BoundCall, ...]]
+
+
+class Binder:
+    """Turns tiles into bound calls, and remembers them.
+
+    Args:
+        table: a mask that differs by KV head is bound head by head.
+    """
+
+    def __init__(self, table: Table, device: torch.device):
+        self.table, self.device = table, device
+        self._tiles: dict[Tile, BoundTile] = {}
+
+    def tile(self, tile: Tile) -> BoundTile:
+        """The items that a tile reads, by side; its calls are bound when their rows are known."""
+        known = self._tiles.get(tile)
+        if known is None:
+            q = [operand(Side.Q, shard, tile.heads) for shard in tile.q]
+            kv = [operand(Side.KV, shard, tile.heads) for shard in tile.kv]
+            known = self._tiles[tile] = BoundTile(tile, q, kv, {})
+        return known
+
+    def calls(self, bound: BoundTile, held: Held) -> Sequence[BoundCall]:
+        """The calls of a tile whose blocks hold these rows, query side first."""
+        known = bound.calls.get(held)
+        if known is None:
+            known = bound.calls[held] = tuple(self._bound(bound.tile, held))
+        return known
+
+    def _bound(self, tile: Tile, held: Held) -> Iterator[BoundCall]:
+        for call, q, k, q_heads, kv_heads in self.table.calls(tile, held):
+            q, k = (tuple(map(self._on_device, side)) for side in (q, k))
+            yield BoundCall(call, q, k, q_heads, kv_heads)
+
+    def _on_device(self, part: Part) -> TensorPart:
+        index = (
+            x if x is None or isinstance(x, slice) else torch.from_numpy(x).to(self.device)
+            for x in part[2:]
+        )
+        return Part(part.shard, part.item, *index)
+
+
+def pick(x: Tensor, index: Index, lender: Source) -> Tensor:
+    """The rows of a tensor that an index selects; a view unless it is a tensor."""
+    if index is None:
+        return x
+    if isinstance(index, slice):
+        return x[index]
+    return torch.index_select(x, 0, index, out=lender.take((len(index), *x.shape[1:]), x.dtype))
+
+
+def gather(
+    blocks: Sequence[Block],
+    parts: Sequence[TensorPart],
+    name: str,
+    heads: slice | None,
+    lender: Source,
+) -> Tensor:
+    """The rows of a call, of one field: a view where they lie side by side, else a copy."""
+    if len(parts) == 1:
+        (part,) = parts
+        x = blocks[part.shard].fields[name]
+        if part.block is not None:
+            x = pick(x, part.block, lender)
+    else:
+        x = _joined(blocks, parts, name, lender)
+    return x if heads is None else x[:, :, heads]
+
+
+def _joined(
+    blocks: Sequence[Block], parts: Sequence[TensorPart], name: str, lender: Source
+) -> Tensor:
+    beside = _side_by_side(blocks, parts, name)
+    if beside is not None:
+        return beside
+    sources = [blocks[part.shard].fields[name] for part in parts]
+    if all(is_range(part.call) and not isinstance(part.block, Tensor) for part in parts):
+        return join([pick(x, p.block, lender) for x, p in zip(sources, parts, strict=True)], lender)
+    total = sum(num_rows(part.block, len(x)) for part, x in zip(parts, sources, strict=True))
+    gathered = lender.take((total, *sources[0].shape[1:]), sources[0].dtype)
+    for part, x in zip(parts, sources, strict=True):
+        if isinstance(part.call, Tensor):
+            gathered.index_copy_(0, part.call, pick(x, part.block, lender))
+        elif isinstance(part.block, Tensor) and is_range(part.call):
+            torch.index_select(x, 0, part.block, out=gathered[part.call])
+        else:
+            gathered[part.call].copy_(pick(x, part.block, lender))
+    return gathered
+
+
+def _side_by_side(blocks: Sequence[Block], parts: Sequence[TensorPart], name: str) -> Tensor | None:
+    first = blocks[parts[0].shard].arena
+    if first is None:
+        return None
+    arena = first[0]
+    places = (block.arena for block in blocks)
+    starts = [None if place is None or place[0] is not arena else place[1] for place in places]
+    rows = span(parts, [len(block.fields[name]) for block in blocks], starts)
+    return None if rows is None else arena.fields[name][slice(*rows)]
+
+
+def total_rows(
+    parts: Sequence[TensorPart], sizes: Sequence[int], starts: Mapping[Item, int]
+) -> tuple[int, int] | None:
+    """As span, of the whole shards' rows that results of a call's parts are to be added to."""
+    placed = [starts.get(part.item) for part in parts]
+    whole = [part._replace(shard=number, block=part.local) for number, part in enumerate(parts)]
+    return span(whole, [sizes[part.item.shard] for part in parts], placed)

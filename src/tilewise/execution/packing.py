@@ -1,0 +1,135 @@
+"""An item's rows in memory and on the wire.
+
+On the wire a row is its fields one after the other, heads within; in memory the fields are views
+of such a buffer where alignment allows, so that a received block is used, cut and passed on
+without a copy. Blocks that one tile reads together may lie in one buffer (an arena).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.execution.allocator import Lender, Source
+from tilewise.plan.ir import Item, Rows
+from tilewise.plan.payload import ITEM_BYTES, Field
+
+STATISTICS = ("lse", "delta")
+
+
+class Block(NamedTuple):
+    """Rows of an item: fields [num_rows, batch, heads, width], statistics without width.
+
+    Attributes:
+        rows: which local rows of the shard these are, ascending half-open ranges.
+        fields: tensors by name.
+        wire: the same rows packed, if they are.
+        arena: (the arena, this block's first row in it), if it lies in one.
+    """
+
+    rows: Rows
+    fields: Mapping[str, Tensor]
+    wire: Tensor | None = None
+    arena: tuple[Arena, int] | None = None
+
+
+class Packing:
+    """How the fields of one kind of item lie in a packed row of bytes.
+
+    Attributes:
+        row_bytes: bytes of one token of one sequence.
+        row_shape: shape of those bytes in a buffer.
+        in_place: whether packed fields can be used without a copy: all are aligned.
+    """
+
+    def __init__(self, fields: Sequence[Field], heads: int):
+        self.names = [field.name for field in fields]
+        self._dtypes = [getattr(torch, field.dtype) for field in fields]
+        self._sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
+        self._shapes = [
+            (heads,) if field.name in STATISTICS else (heads, field.width) for field in fields
+        ]
+        self.row_bytes = sum(self._sizes)
+        widest = max((dtype.itemsize for dtype in self._dtypes), default=1)
+        self.in_place = all(size % widest == 0 for size in self._sizes)
+        # Fields of one shape are the slices of one tensor: fewer views than one by one.
+        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
+        self._alike = self._dtypes[0] if alike else None
+        inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
+        self.row_shape = (*inner, self.row_bytes // math.prod(inner))
+
+    def pack(self, tensors: Sequence[Tensor], lender: Lender) -> Tensor:
+        """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
+
+        Each is converted to its field's dtype; a lone one that is packed already is not copied.
+        """
+        first = tensors[0]
+        shape = *first.shape[:2], *self.row_shape
+        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and first.is_contiguous()
+        if alone and first.numel():  # strides of empty tensors forbid the views below
+            return first.flatten(2).view(torch.uint8).view(shape)
+        wire = lender.take(shape, torch.uint8)
+        if not wire.numel():
+            return wire
+        if self.in_place:
+            for place, x in zip(self.unpack(wire).values(), tensors, strict=True):
+                place.copy_(x)
+            return wire
+        for columns, x, dtype in zip(
+            wire.split(self._sizes, -1), tensors, self._dtypes, strict=True
+        ):
+            converted = lender.take(x.shape, dtype)
+            columns.copy_(converted.copy_(x).flatten(2).view(torch.uint8))
+            lender.give(converted)
+        return wire
+
+    def unpack(self, wire: Tensor) -> dict[str, Tensor]:
+        """The inverse of pack: views of the buffer where alignment allows, else copies."""
+        if self._alike is not None:
+            return dict(zip(self.names, wire.view(self._alike).unbind(2), strict=False))
+        tensors = []
+        for columns, dtype, shape in zip(
+            wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True
+        ):
+            # contiguous() keeps a single row where it is, unaligned
+            if not self.in_place:
+                columns = columns.clone(memory_format=torch.contiguous_format)
+            tensors.append(columns.view(dtype).unflatten(-1, shape))
+        return dict(zip(self.names, tensors, strict=True))
+
+
+def take(x: Tensor, held: Rows, wanted: Rows | None, lender: Source) -> Tensor:
+    """The wanted local rows of a tensor whose rows are the held ones: a view if side by side."""
+    if wanted is None or wanted == held:
+        return x
+    pieces, offset = [], 0
+    for start, stop in held:
+        for first, last in wanted:
+            first, last = max(first, start), min(last, stop)
+            if first < last:
+                pieces.append(x[offset + first - start : offset + last - start])
+        offset += stop - start
+    return pieces[0] if len(pieces) == 1 else join(pieces, lender)
+
+
+def join(pieces: Sequence[Tensor], lender: Source) -> Tensor:
+    """Rows one after the other, copied."""
+    shape = sum(map(len, pieces)), *pieces[0].shape[1:]
+    return torch.cat(pieces, out=lender.take(shape, pieces[0].dtype))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+class Arena:
+    """One buffer for the blocks of several items, side by side.
+
+    Attributes:
+        starts: first row of each item.
+        wire: uint8 [num_rows, batch, row_bytes]; None if the items have no bytes in this pass.
+        fields: the whole buffer's tensors; those of an earlier pass stay readable beside.
+    """
+
+    def __init__(self, starts: Mapping[Item, int], wire: Tensor | None, fields: dict[str, Tensor]):
+        self.starts, self.wire, self.fields = starts, wire, fields

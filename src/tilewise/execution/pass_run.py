@@ -1,0 +1,245 @@
+"""One pass of one checked call on this rank: its program, what it starts and what it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from tilewise.compiler.lifetimes import Lifetimes, lifetimes
+from tilewise.compiler.lowering import lower
+from tilewise.compiler.program import Program, arrivals
+from tilewise.compiler.pruning import prune_shards
+from tilewise.execution import allocator
+from tilewise.execution.allocator import Binding, Captured, Fresh, Lender
+from tilewise.execution.frame import Frame, packings
+from tilewise.execution.gather import Binder
+from tilewise.execution.packing import Arena, Block
+from tilewise.execution.pass_work import PassWork
+from tilewise.execution.problem import Problem
+from tilewise.execution.workspace import Shelf
+from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.plan.builder import operand, partial
+from tilewise.plan.ir import Item, Rows, Side
+from tilewise.plan.payload import HeadGroups, Payload
+from tilewise.plan.row_ranges import count
+from tilewise.tiles.call_rows import Cut, Table
+from tilewise.transport.protocol import Transport
+from tilewise.transport.streams import is_capturing
+
+
+class Run:
+    """One pass of one call on this rank: its program, its payload, what it starts and ends with."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        transport: Transport,
+        *,
+        backward: bool,
+        batch: int,
+        device: torch.device,
+    ):
+        self.problem, self.batch, self.device = problem, batch, device
+        plan = problem.plans[backward]
+        self.groups: HeadGroups = problem.groups[backward]
+        self.rank = transport.rank
+        pruned = prune_shards(plan, problem.mask, *problem.layouts) if problem.prune else plan
+        self.plan = pruned
+        saved = backward and problem.gathered
+        names = problem.head_dim, problem.dtype, problem.wire_dtype
+        self.payload = Payload(backward, *self.groups.size, *names, saved)
+        self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
+        ahead = transport.receives_ahead
+        self._key = self.rank, ahead, transport.node_size, self.payload
+        self.program: Program = pruned.memo(
+            "program",
+            self._key,
+            lambda: lower(
+                pruned,
+                self.rank,
+                node_size=transport.node_size,
+                ahead=ahead,
+                carries=self.payload.carries,
+            ),
+            keep=4 * plan.world_size,
+        )
+
+    def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Lender:
+        """Who lends this pass its buffers: on BOUND_DEVICES one that has them all already.
+
+        A graph that is being captured gets memory of its own, which lives as long as the graph.
+
+        Args:
+            tensors: that the pass starts with, rows first; None: it starts without.
+        """
+        problem, device = self.problem, self.device
+        if device.type not in allocator.BOUND_DEVICES:
+            return Fresh(device)
+        if is_capturing(device):
+            return Captured(device)
+        strides = tuple(None if x is None else x.stride() for x in tensors)
+        calls = problem.layouts, problem.mask, problem.kernel.name
+        key = self._key, calls, self.batch, device, keep, strides
+        binding = self.plan.memo("binding", key, Binding, keep=4 * self.plan.world_size)
+        shelf = problem.plans[0].memo(
+            "shelf", (self.rank, device), Shelf, keep=2 * self.plan.world_size
+        )
+        return binding.lender(shelf, device)
+
+    def frame(self, keep: bool, lender: Lender | None = None) -> Frame:
+        """What the pass's work needs beside its tensors.
+
+        Args:
+            lender: None: of new memory.
+        """
+        problem = self.problem
+        cut = Cut(problem.kernel.square_causal, problem.kernel.whole_tile)
+        key = Table(problem.layouts, problem.mask, self.groups, cut), self.device
+        binder = self.plan.memo("binder", key, lambda: Binder(*key))
+        dtype = accumulator_dtype(getattr(torch, problem.dtype))
+        return Frame(
+            problem.layouts,
+            binder,
+            problem.kernel,
+            problem.scale,
+            self.batch,
+            dtype,
+            self.device,
+            keep,
+            self.packing,
+            lender or Fresh(self.device),
+        )
+
+    def start(
+        self,
+        named: Sequence[dict[str, Tensor]],
+        gathered: dict[Item, Block] | None = None,
+        lender: Lender | None = None,
+    ) -> tuple[dict[Item, Block], list[Arena], Lifetimes]:
+        """The operands that this rank holds from the start, the arenas that they move into, and
+        how long they are needed."""
+        gathered = gathered or {}
+        operands = dict(gathered)
+        for side, tensors in zip(Side, named, strict=True):
+            for shard, rows in self._held(side):
+                for group in range(self.groups.groups):
+                    item, heads = operand(side, shard, group), self.groups.slice(side, group)
+                    fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
+                    operands[item] = Block(((0, rows.stop - rows.start),), fields)
+        lender = lender or Fresh(self.device)
+        arenas = [self._arena(items, gathered, lender) for items in self.program.arenas]
+        kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
+        placed = {*chain.from_iterable(self.program.arenas)}
+        arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
+        ends: Lifetimes = self.plan.memo(
+            "lifetimes", self._key, lambda: lifetimes(self.program), keep=4 * self.plan.world_size
+        )
+        return operands, [arena for arena in arenas if arena], ends
+
+    def collect(self, work: PassWork, side: Side, results: Sequence[Tensor]) -> None:
+        """Write this rank's finished partials of a side, over its shards and head groups.
+
+        Args:
+            results: one for each of a partial's tensors, of all of this rank's rows and heads.
+        """
+        held = self._held(side)
+        if len(held) == self.groups.groups == 1:
+            for result, value in zip(results, work.final(partial(side, held[0][0])), strict=True):
+                result.copy_(value)
+            return
+        for shard, rows in held:
+            sums: dict[int, tuple[Tensor, ...]] = {}  # by first head
+            for group in range(self.groups.groups):
+                values = work.final(partial(side, shard, group))
+                heads = self.groups.slice(side, group)
+                # Groups may share a KV head, whose gradients sum.
+                for total, value in zip(sums.setdefault(heads.start, values), values, strict=True):
+                    if total is not value:
+                        total.add_(value)
+            width = self.groups.slice(side, 0).stop
+            for first, values in sums.items():
+                for result, value in zip(results, values, strict=True):
+                    result[rows][:, :, first : first + width].copy_(value)
+
+    def allocator(self) -> Iterator[tuple[Item, ...]]:
+        """The items that lie in each of the buffers that hold what arrives.
+
+        Items of one arena share one buffer, own operands among them; all others have their own.
+        """
+        arriving = self._arriving()
+        shared: set[Item] = set()
+        for items in self.program.arenas:
+            packing = self.packing[items[0].side, items[0].role]
+            if packing.in_place and packing.names and any(item in arriving for item in items):
+                yield items
+                shared.update(items)
+        yield from ((item,) for item in sorted(arriving.keys() - shared))
+
+    def kept(self, operands: Mapping[Item, Block]) -> list[Tensor]:
+        """The buffers of `buffers`, of a pass that kept its operands."""
+        kept = []
+        for items in self.buffers():
+            block = next(operands[item] for item in items if item in self._arriving())
+            wire = block.arena[0].wire if block.arena else block.wire
+            assert wire is not None
+            kept.append(wire)
+        return kept
+
+    def found(self, kept: Sequence[Tensor]) -> dict[Item, Block]:
+        """What `kept` kept, as the operands of another pass."""
+        operands = {}
+        for wire, items in zip(kept, self.buffers(), strict=True):
+            packing = self.packing[items[0].side, items[0].role]
+            starts = dict(zip(items, self._starts(items), strict=True))
+            shared = items in self.program.arenas
+            arena = Arena(starts, wire, packing.unpack(wire)) if shared else None
+            for item, start in starts.items():
+                if item not in self._arriving():
+                    continue
+                rows = self._arriving()[item] or (
+                    (0, self.problem.layouts[item.side].size(item.shard)),
+                )
+                part = wire[start : start + self._num_rows(item)]
+                place = None if arena is None else (arena, start)
+                operands[item] = Block(rows, packing.unpack(part), part, place)
+        return operands
+
+    def _arriving(self) -> dict[Item, Rows | None]:
+        return self.plan.memo(
+            "arriving",
+            self._key,
+            lambda: arrivals(self.program),
+            keep=4 * self.plan.world_size,
+        )
+
+    def _num_rows(self, item: Item) -> int:
+        return count(self._arriving().get(item), self.problem.layouts[item.side].size(item.shard))
+
+    def _starts(self, items: Sequence[Item]) -> list[int]:
+        """First row of each item in the arena of these items."""
+        return [0, *accumulate(map(self._num_rows, items))][:-1]
+
+    def _held(self, side: Side) -> list[tuple[int, slice]]:
+        """This rank's shards of a side, and where their rows are among its own."""
+        owners, cuts = self.plan.owners[side], self.plan.cuts
+        held = [shard for shard, ranks in enumerate(owners) if self.rank in ranks]
+        sizes = self.problem.layouts[side].sizes
+        return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
+
+    def _arena(
+        self, items: Sequence[Item], gathered: dict[Item, Block], lender: Lender
+    ) -> Arena | None:
+        """One buffer for these items; None where their packed fields could not be used in place."""
+        packing = self.packing[items[0].side, items[0].role]
+        if not packing.in_place:
+            return None
+        before = next((b.arena[0].fields for i in items if (b := gathered.get(i)) and b.arena), {})
+        starts = dict(zip(items, self._starts(items), strict=True))
+        if not packing.names:
+            return Arena(starts, None, dict(before))
+        rows = [self._num_rows(item) for item in items]
+        wire = lender.take_parts((sum(rows), self.batch, *packing.row_shape), torch.uint8, rows)
+        return Arena(starts, wire, {**before, **packing.unpack(wire)})

@@ -1,0 +1,145 @@
+"""tilewise::attention, an operator of torch: compiling, checkpointing and DTensor see one call.
+
+What it computes is fixed by a Call, a constant to the compiler: another one compiles anew. Where
+the ranks have not agreed yet (in a compiled graph), the operator itself lets them, at every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBaseMeta
+from torch.autograd.function import once_differentiable
+
+from tilewise.decoding.chunk import Growing
+from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.problem import Call, Problem, agreement_fields, make_problem
+from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
+from tilewise.masks.tables import Blocks, PerHead, Slices
+from tilewise.opaque import ConstantType
+from tilewise.plan.ir import Plan
+from tilewise.transport.agreement import agree
+from tilewise.transport.protocol import Transport
+from tilewise.transport.resolve import transport_for
+
+# torch 2.11 looks up the very class, later ones a base class too.
+MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
+
+
+def settled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Problem, Transport]:
+    """The checked call, which all ranks have agreed on.
+
+    Raises:
+        ValueError: the same on every rank, before any tensor is sent.
+    """
+    transport = transport_for(call.group)
+    if call.problem is not None:
+        return call.problem, transport
+    problem, error = None, None
+    try:
+        if call.validate not in ("always", "never"):
+            raise ValueError(f"validate ({call.validate!r}) must be 'always' or 'never'")
+        problem = _checked(q, k, v, call, transport)
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
+        if call.validate == "never":
+            raise
+        error = raised
+    if call.validate != "never":
+        fields = agreement_fields(problem, q, k, call.needs_grad) if problem else None
+        agree(transport, fields, None if error is None else str(error))
+    assert problem is not None
+    return problem, transport
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> Problem:
+    """The checked call of this rank alone."""
+    if call.problem is not None:
+        return call.problem
+    return make_problem(q, k, v, call, transport.rank, transport.world_size)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, kept = torch.ops.tilewise.attention(q, k, v, call)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
+        ctx.call = call
+        return out, lse, *kept
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *kept = ctx.saved_tensors  # read once: checkpointing allows no more
+        saved = q, k, v, out, lse, kept
+        grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call)
+        return *grads, None
+
+
+def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+    out, lse, *kept = _Attention.apply(q, k, v, call)  # pyright: ignore[reportGeneralTypeIssues]
+    return out, lse, kept
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+    problem, transport = settled(q, k, v, call)
+    return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: object
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Shapes alone; a compiler does not let it look into the call, hence nothing is kept."""
+    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(q.shape), lse, []
+
+
+def _backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, kept, call = rest
+    transport = transport_for(call.group)
+    problem = _checked(q, k, v, call, transport)
+    return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
+
+
+def _fake_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _registered() -> torch.library.Library:
+    """Define the operators; they live as long as the library returned."""
+    # torch 2.11 registers only classes of its own metaclass, which the core must not import
+    ConstantType.__bases__ = (OpaqueBaseMeta, *ConstantType.__bases__)
+    for value in (Call, Plan, Layout, *MASKS):
+        register_opaque_type(value, typ="value", members={"__eq__": MemberType.USE_REAL})
+    library = torch.library.Library("tilewise", "DEF")
+    call = f"{Call.__module__}.{Call.__qualname__} call"
+    library.define(
+        f"attention(Tensor q, Tensor k, Tensor v, {call}) -> "
+        "(Tensor out, Tensor lse, Tensor[] kept)"
+    )
+    library.define(
+        "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+        f"Tensor lse, Tensor[] kept, {call}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    )
+    library.impl("attention", _forward, "CompositeExplicitAutograd")
+    library.impl("attention", _autograd, "Autograd")
+    library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("tilewise::attention", _fake_forward, lib=library)
+    torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=library)
+    return library
+
+
+LIBRARY = _registered()

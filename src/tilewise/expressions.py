@@ -1,0 +1,154 @@
+"""Strategies and masks as people write them on a command line, read without eval.
+
+mesh(16, q_tile=4)      ulysses(2, inner=ring(4))      causal & window(1023, 0)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tilewise.masks.base import Causal, Document, Full, Mask, Window
+from tilewise.plan.ir import Plan
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.balanced_ring import balanced_ring
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tree import tree
+from tilewise.strategies.ulysses import ulysses
+
+__all__ = ["MASKS", "STRATEGIES", "read_mask", "read_plan"]
+
+LARGEST = 1 << 20  # a plan's numbers multiplied: far above any use, far below any memory
+
+STRATEGIES: Mapping[str, Callable[..., Plan]] = MappingProxyType(
+    {
+        make.__name__: make
+        for make in (
+            *(ring, all_gather, double_ring, balanced_ring),
+            *(attention2d, mesh, hierarchical, ulysses, tree),
+        )
+    }
+)
+MASKS: Mapping[str, Callable[..., Mask]] = MappingProxyType(
+    {"full": Full, "causal": Causal, "window": Window, "document": Document}
+)
+
+
+def read_plan(text: str, world_size: int | None = None) -> Plan:
+    """The plan of a strategy written as a call, or by its name alone.
+
+    Args:
+        text: "mesh(16, q_tile=4)"; or "ring" where world_size says for how many ranks.
+        world_size: must be the plan's, if given.
+    Raises:
+        ValueError: in one line, saying what can be written.
+    """
+    node = _parsed(text, "ring(4)")
+    if isinstance(node, ast.Name):
+        node = ast.Call(node, [ast.Constant(_ranks_for(node.id, world_size))], [])
+    plan = _value(node, text, STRATEGIES, "strategy")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{text!r} is not a strategy, such as ring(4) or mesh(16, q_tile=4)")
+    if world_size not in (None, plan.world_size):
+        raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")
+    return plan
+
+
+def read_mask(text: str, also: Iterable[str] = ()) -> Mask:
+    """The mask of an expression such as "causal & document([0, 5, 9]) | window(2, 2)".
+
+    Args:
+        also: names that the caller knows besides, when they stand alone; for the error's text.
+    Raises:
+        ValueError: in one line, saying what can be written.
+    """
+    node = _parsed(text, "causal & window(1023, 0)")
+    if isinstance(node, ast.Name):
+        _known(node.id, MASKS, "mask", also)
+    return _mask(node, text)
+
+
+def _ranks_for(name: str, world_size: int | None) -> int:
+    """The one argument of a strategy written by its name alone."""
+    parameters = inspect.signature(_known(name, STRATEGIES, "strategy")).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    if len(needed) > 1:
+        raise ValueError(f"{name!r} needs more than a number of ranks: {name}({', '.join(needed)})")
+    if world_size is None:
+        raise ValueError(f"{name!r} needs a number of ranks: write {name}(8), or --world-size 8")
+    return world_size
+
+
+def _mask(node: ast.expr, text: str) -> Mask:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _mask(left, text) & _mask(right, text)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _mask(left, text) | _mask(right, text)
+        case ast.Name():
+            node = ast.Call(node, [], [])
+    mask = _value(node, text, MASKS, "mask")
+    if not isinstance(mask, Mask):
+        raise ValueError(f"{text!r} is not a mask, such as causal or causal & window(1023, 0)")
+    return mask
+
+
+def _parsed(text: str, example: str) -> ast.expr:
+    if len(text) > 10_000:
+        raise ValueError(f"an expression of {len(text)} characters is over 10000")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{text!r} cannot be read; write it as in {example}") from None
+
+
+def _known(
+    name: str, known: Mapping[str, Callable[..., Any]], what: str, also: Iterable[str] = ()
+) -> Callable[..., Any]:
+    if name not in known:
+        names = ", ".join(dict.fromkeys([*known, *also]))
+        raise ValueError(f"{what} {name!r} is not known; take one of {names}")
+    return known[name]
+
+
+def _value(node: ast.expr, text: str, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
+    """A call of a known name, or a literal."""
+    if not isinstance(node, ast.Call):
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(
+                f"{ast.unparse(node)!r} in {text!r} is neither a literal nor a {what}"
+            ) from None
+    make = _known(ast.unparse(node.func), known, what)
+    if any(word.arg is None for word in node.keywords):
+        raise ValueError(f"{text!r}: ** cannot be read; write the arguments")
+    args = [_value(part, text, known, what) for part in node.args]
+    words = {str(word.arg): _value(word.value, text, known, what) for word in node.keywords}
+    return _call(make, args, words)
+
+
+def _call(make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> Any:
+    given = (*args, *words.values())
+    numbers = [x for x in given if type(x) is int and x > 0]
+    inner = [x.world_size for x in given if isinstance(x, Plan)]
+    if inspect.isfunction(make) and math.prod([*numbers, *inner]) > LARGEST:
+        raise ValueError(f"{make.__name__} of {numbers + inner} is over {LARGEST} in all")
+    signature = inspect.signature(make)
+    try:
+        if any(isinstance(x, bool) for x in args):
+            raise TypeError("True and False are not numbers")
+        signature.bind(*args, **words)
+        return make(*args, **words)
+    except (TypeError, AttributeError) as error:
+        name = make.__name__ if inspect.isfunction(make) else make.__name__.lower()
+        names = ", ".join(str(p).replace("'", "") for p in signature.parameters.values())
+        raise ValueError(f"{name}({names}): {error}") from None

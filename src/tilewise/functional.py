@@ -1,0 +1,96 @@
+"""tw.attention: one call for every strategy, mask and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.execution.problem import Call
+from tilewise.execution.torch_op import settled
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Mask
+from tilewise.plan.ir import Plan
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    plan: Plan,
+    layout: Layout,
+    mask: Mask,
+    group: Any = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    backward_plan: Plan | None = None,
+    kv_layout: Layout | None = None,
+    wire_dtype: torch.dtype | str | None = None,
+    save: str | None = None,
+    prune: bool = True,
+    q_positions: Sequence[int] | Tensor | None = None,
+    validate: str = "always",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention over a sequence split across the ranks of a group.
+
+    out = softmax(softmax_scale q k^T + mask) v over all tokens; every rank passes its own rows and
+    gets its own rows of out. Gradients of q, k, v are exact; lse has one too. Every rank of the
+    group calls it with the same arguments but the tensors' values.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
+            rank's rows under layout; with a plan of replicated queries (tree) the same few on all.
+        k, v: as q with num_kv_heads, a divisor of num_heads.
+        plan: from a strategy; of the backward pass too, unless backward_plan is given.
+        layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
+        mask: acts on global positions.
+        group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
+        softmax_scale: above 0; default 1 / sqrt(head_dim).
+        return_lse: also return lse.
+        wire_dtype: of travelling out, dq, dk, dv; default q's dtype. Merging is fp32 or wider.
+        save: "replay" operands' transfers in backward, or keep them "gathered"; default: replay,
+            but gathered for ulysses alone, where it takes no more memory. Code that torch.compile
+            compiles always replays.
+        prune: leave out what the mask makes needless.
+        q_positions: of replicated queries; default the last of the sequence.
+        validate: "always", or "never" to leave out the agreement between ranks.
+    Returns:
+        out as q; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads], natural log,
+        fp32 (fp64 for fp64). Rows that no key reaches: out 0, lse -inf, gradients 0.
+    Raises:
+        ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
+            or the ranks disagree.
+    """
+    if torch.compiler.is_compiling():
+        save = _save_when_compiled(save)
+    call = Call(
+        plan,
+        layout,
+        mask,
+        backward_plan,
+        kv_layout,
+        softmax_scale,
+        wire_dtype,
+        save,
+        prune,
+        q_positions,
+        group,
+        validate,
+        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
+    )
+    if not torch.compiler.is_compiling():
+        problem, _ = settled(q, k, v, call)
+        call = replace(call, problem=problem)
+    out, lse, _ = torch.ops.tilewise.attention(q, k, v, call)
+    return (out, lse) if return_lse else out
+
+
+def _save_when_compiled(save: str | None) -> str:
+    """A compiler must know the shapes of what is kept, and cannot look into a call for them."""
+    if save == "gathered":
+        raise ValueError("save ('gathered') must be 'replay' in compiled code, or be left out")
+    return save or "replay"

@@ -1,0 +1,103 @@
+"""The allowed cells of a call as a table: for the oracle and for kernels that take a mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.tiles.calls import Call, Kind, Slice
+
+
+class Same:
+    """A call by identity: to look up what was made of it without hashing all of its slices."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    def __hash__(self) -> int:
+        return id(self.call)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.call is other.call
+
+
+def call_mask(call: Call, device: torch.device | str = "cpu") -> Tensor:
+    """bool [m, n]: may row a of the call see its key j?"""
+    m, n = call.num_q, call.num_k
+    match call.kind:
+        case Kind.FULL:
+            return torch.ones(m, n, dtype=torch.bool, device=device)
+        case Kind.CAUSAL:
+            return torch.ones(m, n, dtype=torch.bool, device=device).tril_(n - m)
+        case Kind.SLICES:
+            return _slices_mask(call, m, n).to(device)
+
+
+def is_square_causal(call: Call) -> bool:
+    """Whether a call is causal, for kernels whose causal mask is aligned at the top left.
+
+    Raises:
+        ValueError: if it is, but not square, where the two alignments differ.
+    """
+    if call.kind is Kind.CAUSAL and call.num_q != call.num_k:
+        raise ValueError(
+            f"a causal call of {call.num_q} queries and {call.num_k} keys is not square; "
+            "make calls for this kernel with tile_calls(..., square_causal=True)"
+        )
+    return call.kind is Kind.CAUSAL
+
+
+def additive_mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The mask [m, n] of a SLICES call, 0 and -inf, and which rows see no key (None: all see)."""
+    if call.kind is not Kind.SLICES:
+        return None, None
+    allowed = call_mask(call)
+    seen = allowed.any(1)
+    mask = torch.where(allowed, *torch.tensor([0.0, -torch.inf], dtype=dtype))
+    return mask, None if bool(seen.all()) else ~seen
+
+
+def row_intervals(call: Call) -> Tensor:
+    """int32 [depth, 2, m]: first and end of the keys of each row's intervals, 0, 0 where fewer."""
+    m, n = call.num_q, call.num_k
+    match call.kind:
+        case Kind.FULL:
+            slices = call._replace(slices=(Slice(0, m, 0, 0, n, 0),))
+        case Kind.CAUSAL:
+            slices = call._replace(slices=(Slice(0, m, 0, 0, n - m + 1, 1),))
+        case Kind.SLICES:
+            slices = call
+    row, lo, hi = _intervals(slices)
+    order = np.argsort(row, kind="stable")
+    row, lo, hi = row[order], lo[order], hi[order]
+    depth = np.arange(len(row)) - np.searchsorted(row, row)
+    table = np.zeros((int(depth.max(initial=0)) + 1, 2, m), np.int32)
+    table[depth, 0, row], table[depth, 1, row] = lo, hi
+    return torch.from_numpy(table)
+
+
+def _slices_mask(call: Call, m: int, n: int) -> Tensor:
+    """A cell is allowed if one more interval of its row began than ended at or before it."""
+    row, lo, hi = _intervals(call)
+    if len(np.unique(row)) == len(row):
+        edges = np.zeros((2, m), np.int32)
+        edges[:, row] = lo, hi
+        first, last = torch.from_numpy(edges)[:, :, None]
+        column = torch.arange(n, dtype=torch.int32)
+        return (column >= first) & (column < last)
+    change = torch.zeros(m, n + 1, dtype=torch.int16)
+    index = torch.from_numpy(np.concatenate([row * (n + 1) + lo, row * (n + 1) + hi]))
+    sign = torch.ones(len(index), dtype=torch.int16)
+    sign[len(row) :] = -1
+    change.view(-1).scatter_add_(0, index, sign)
+    return change.cumsum(1, dtype=torch.int16)[:, :n].bool()
+
+
+def _intervals(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every slice on each of its rows: row, first key, end of keys."""
+    q0, q1, lo, lo_slope, hi, hi_slope = np.asarray(call.slices, np.int64).reshape(-1, 6).T
+    count = q1 - q0
+    index = np.repeat(np.arange(len(count)), count)
+    row = np.arange(len(index)) + (q0 - np.cumsum(count) + count)[index]
+    return row, lo[index] + lo_slope[index] * row, hi[index] + hi_slope[index] * row

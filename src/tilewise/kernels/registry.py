@@ -1,0 +1,121 @@
+"""Which kernel serves an attention call: one rule, decided before any tensor moves.
+
+The rule is a table of measurements (measured.toml). It is an order of preference, written down:
+what it does not name is never taken, and if nothing it names can, the reasons are an error.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.providers import kernel_named
+from tilewise.masks.base import Causal, Full, Mask
+
+
+class Use(NamedTuple):
+    """What is measured apart, beside dtype and head_dim.
+
+    Attributes:
+        device: its name, as "NVIDIA H200".
+        mask: "full", "causal" or "slices".
+        num_tokens: of one rank.
+    """
+
+    device: str
+    mask: str
+    num_tokens: int
+
+
+def use_of(device: torch.device, mask: Mask, num_tokens: int) -> Use | None:
+    """The use that an attention call is; None on devices without measurements."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return Use(torch.cuda.get_device_name(device), mask_kind(mask), num_tokens)
+
+
+def mask_kind(mask: Mask) -> str:
+    match mask:
+        case Full():
+            return "full"
+        case Causal():
+            return "causal"
+        case _:
+            return "slices"
+
+
+def kernel_for(
+    device_type: str, dtype: torch.dtype, head_dim: int, use: Use | None = None
+) -> Kernel:
+    """The kernel of a device: the first in the table's order that can do both passes.
+
+    Where the use was measured on this device, that is by time; else the default: on cpu the cpu
+    kernel; on cuda flash attention for bf16 and fp16 (over head_dim 256 the memory-efficient
+    kernel), for fp32 the memory-efficient kernel, then triton, then the reference (quadratic in
+    memory), and for fp64 the reference.
+
+    Raises:
+        ValueError: if none of the order can, with each one's reason.
+    """
+    return choose(read_table(), device_type, (dtype, head_dim), use)
+
+
+def choose(
+    table: Mapping[str, Any], device_type: str, numbers: tuple[torch.dtype, int], use: Use | None
+) -> Kernel:
+    """`kernel_for` by any table; numbers are dtype and head_dim."""
+    if device_type not in table["default"]:
+        raise ValueError(
+            f"no kernel runs on {device_type}; use cpu or cuda tensors, not {device_type} ones"
+        )
+    reasons = []
+    for name in order(table, device_type, numbers, use):
+        kernel = kernel_named(name)
+        reason = kernel.supports(device_type, *numbers)
+        if reason is None:
+            return kernel
+        reasons.append(f"kernel {name!r} cannot serve this: {reason}")
+    raise ValueError("; ".join(reasons))
+
+
+def order(
+    table: Mapping[str, Any], device_type: str, numbers: tuple[torch.dtype, int], use: Use | None
+) -> list[str]:
+    """Kernels by name, best first: as measured for a use, then the default."""
+    dtype = str(numbers[0]).removeprefix("torch.")
+    default = table["default"][device_type]
+    default = default.get(dtype, default["any"])
+    measured = None if use is None else _nearest(table, (dtype, numbers[1]), use)
+    times = measured["seconds"] if measured else {}
+    return list(dict.fromkeys([*sorted(times, key=times.__getitem__), *default]))
+
+
+def _nearest(
+    table: Mapping[str, Any], numbers: tuple[str, int], use: Use
+) -> Mapping[str, Any] | None:
+    """The row of the nearest number of tokens, by ratio; all else must be equal."""
+    key = use.device, *numbers, use.mask
+    rows = [
+        row
+        for row in table.get("row", ())
+        if (row["device"], row["dtype"], row["head_dim"], row["mask"]) == key
+    ]
+    return min(
+        rows,
+        key=lambda row: abs(math.log(row["num_tokens"] / max(1, use.num_tokens))),
+        default=None,
+    )
+
+
+@lru_cache(maxsize=1)
+def read_table() -> Mapping[str, Any]:
+    """The table that comes with the package."""
+    text = files("tilewise.kernels").joinpath("measured.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)

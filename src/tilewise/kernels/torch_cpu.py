@@ -1,0 +1,100 @@
+"""The CPU kernel: PyTorch's own flash attention for CPU, with its traps handled at the boundary.
+
+Traps: an empty q or k ends the process; a row without keys gets lse 0; causal is top-left aligned,
+so only square calls may use it; masks must be floats; backward asks for out where delta is at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.call_masks import additive_mask, is_square_causal
+from tilewise.kernels.delta import out_for_delta
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Gradients,
+    deliver,
+    deliver_gradients,
+    heads_first,
+    no_gradients,
+    no_keys,
+)
+from tilewise.tiles.calls import Call
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class CpuFlash:
+    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider."""
+
+    name = "cpu"
+    square_causal = True
+    whole_tile = False
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if device_type != "cpu":
+            return f"it runs on cpu, not on {device_type}"
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"dtype {dtype} is none of float64, float32, bfloat16, float16"
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not (len(q) and len(k)):
+            return deliver(*no_keys(q), into)
+        q, k, v = map(_widened, (q, k, v))
+        mask, unseen = additive_mask(call, q.dtype)
+        out, lse = _forward(
+            *map(heads_first, (q, k, v)), 0.0, is_square_causal(call), attn_mask=mask, scale=scale
+        )
+        out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+        if unseen is not None:
+            out[unseen], lse[unseen] = 0.0, -torch.inf
+        return deliver(out, lse, into)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: Call,
+        scale: float,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        if not (len(q) and len(k)):
+            return into or no_gradients(q, k, v)
+        q, k, v, dout = map(_widened, (q, k, v, dout))
+        mask, unseen = additive_mask(call, q.dtype)
+        if unseen is not None:
+            # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
+            nowhere = lse == -torch.inf
+            lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
+        dout, out = out_for_delta(dout, delta)
+        grads = _backward(
+            *map(heads_first, (dout, q, k, v, out)),
+            lse.permute(1, 2, 0),
+            0.0,
+            is_square_causal(call),
+            attn_mask=mask,
+            scale=scale,
+        )
+        return deliver_gradients((g.permute(2, 0, 1, 3) for g in grads), into)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Half precision as fp32: aten would round every call's results to the input dtype."""
+    return x.float() if x.dtype.itemsize == 2 else x

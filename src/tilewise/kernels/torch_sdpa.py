@@ -1,0 +1,226 @@
+"""The other two kernels behind torch's scaled_dot_product_attention: cuDNN and memory-efficient.
+
+Both know full and square causal calls; others get a dense additive mask, so `tile_calls` keeps
+those small. Their operators are private: tests call them on meta tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewise.kernels.call_masks import Same, additive_mask, is_square_causal
+from tilewise.kernels.delta import out_for_delta
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Gradients,
+    deliver,
+    deliver_gradients,
+    heads_first,
+    no_gradients,
+    no_keys,
+)
+from tilewise.kernels.torch_flash import cuda_half_only
+from tilewise.tiles.calls import Call
+
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+
+ALIGNMENT = 16  # of the mask's rows in numbers, as the memory-efficient kernel loads it
+LSE_ALIGNMENT = 32  # of its lse
+
+
+class _Sdpa(ABC):
+    """A kernel on [batch, heads, rows, head_dim] that takes global lse, and out for delta."""
+
+    square_causal = True
+    whole_tile = False
+    min_keys = 1
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse [batch, heads, rows]."""
+
+    @abstractmethod
+    def differentiate(
+        self,
+        operands: tuple[Tensor, ...],
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv; operands are dout, q, k, v, out."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if not (len(q) and len(k)):
+            return deliver(*no_keys(q), into)
+        mask, unseen = _mask(Same(call), self.min_keys, q.dtype, q.device)
+        q, k, v = heads_first(q), self._keys(k), self._keys(v)
+        out, lse = self.attend(q, k, v, mask, _is_causal(call, mask), scale)
+        out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+        if unseen is not None:
+            out = out.masked_fill(unseen[:, None, None, None], 0.0)
+            lse = lse.masked_fill(unseen[:, None, None], -torch.inf)
+        return deliver(out, lse, into)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: Call,
+        scale: float,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        if not (len(q) and len(k)):
+            return into or no_gradients(q, k, v)
+        mask, unseen = _mask(Same(call), self.min_keys, q.dtype, q.device)
+        if unseen is not None:
+            # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
+            nowhere = lse == -torch.inf
+            lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
+        dout, out = map(heads_first, out_for_delta(dout, delta))
+        operands = dout, heads_first(q), self._keys(k), self._keys(v), out
+        causal = _is_causal(call, mask)
+        grads = self.differentiate(operands, lse.permute(1, 2, 0), mask, causal, scale)
+        dq, dk, dv = (g.permute(2, 0, 1, 3) for g in grads)
+        return deliver_gradients((dq, dk[: len(k)], dv[: len(k)]), into)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Keys or values heads first, filled up with hidden ones to the fewest that are taken."""
+        spare = max(0, self.min_keys - len(x))
+        return heads_first(F.pad(x, (0, 0, 0, 0, 0, 0, 0, spare)) if spare else x)
+
+
+class CudnnSdpa(_Sdpa):
+    """cuDNN's attention, bf16 and fp16; it refuses a single key, so it gets a hidden one beside."""
+
+    name = "cudnn"
+    min_keys = 2
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if not torch.backends.cudnn.is_available():
+            return "this torch has no cuDNN"
+        if head_dim % 8 or head_dim > 128:
+            return f"head_dim ({head_dim}) is no multiple of 8 up to 128"
+        return cuda_half_only(device_type, dtype, head_dim)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _cudnn(q, k, v, mask, True, 0.0, causal, False, scale=scale)
+        return out, lse[..., 0]
+
+    def differentiate(
+        self,
+        operands: tuple[Tensor, ...],
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        dout, q, k, v, out = operands
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        sizes = q.shape[2], k.shape[2]
+        return _cudnn_backward(
+            *(dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, mask),
+            *(None, None, *sizes, 0.0, causal),
+            scale=scale,
+        )
+
+
+class EfficientSdpa(_Sdpa):
+    """The memory-efficient kernel of CUTLASS: bf16, fp16 and fp32; KV heads are repeated for it."""
+
+    name = "efficient"
+
+    def supports(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+    ) -> str | None:
+        if device_type != "cuda":
+            return f"it runs on cuda, not on {device_type}"
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"dtype {dtype} is none of float32, bfloat16, float16"
+        multiple = 16 // dtype.itemsize
+        if head_dim % multiple:
+            return f"head_dim ({head_dim}) is no multiple of {multiple}"
+        return None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q) for x in (k, v))
+        out, lse, *_ = _efficient(q, k, v, _expanded(mask, q), True, 0.0, causal, scale=scale)
+        return out, lse[..., : q.shape[2]]
+
+    def differentiate(
+        self,
+        operands: tuple[Tensor, ...],
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        dout, q, k, v, out = operands
+        wide_k, wide_v = (_repeated(x, q) for x in (k, v))
+        # rows past the end count for nothing: exp(.. - inf) = 0
+        lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf).contiguous()
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+        dq, dk, dv, _ = _efficient_backward(
+            *(dout, q, wide_k, wide_v, _expanded(mask, q), out, lse, unused, unused, 0.0),
+            *([True, True, True, False], causal),
+            scale=scale,
+        )
+        shape = k.shape[1], q.shape[1] // k.shape[1]
+        return dq, dk.unflatten(1, shape).sum(2), dv.unflatten(1, shape).sum(2)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
+
+
+def _is_causal(call: Call, mask: Tensor | None) -> bool:
+    """A mask on a causal call only hides a key beside its single one: all else is allowed."""
+    return is_square_causal(call) and mask is None
+
+
+@lru_cache(maxsize=64)
+def _mask(
+    call: Same, min_keys: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask [1, 1, m, n], its rows aligned, and which rows see no key (None: all see)."""
+    mask, unseen = additive_mask(call.call, dtype)
+    m, n = call.call.num_q, call.call.num_k
+    num_keys = max(n, min_keys)
+    if mask is None and num_keys == n:
+        return None, None
+    aligned = torch.full((m, num_keys + -num_keys % ALIGNMENT), -torch.inf, dtype=dtype)
+    aligned[:, :n] = 0.0 if mask is None else mask
+    unseen = None if unseen is None else unseen.to(device)
+    return aligned.to(device)[None, None, :, :num_keys], unseen

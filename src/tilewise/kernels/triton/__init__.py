@@ -1,0 +1,1 @@
+"""The slice kernel in Triton: forward, backward, delta, merge, and its blocks."""

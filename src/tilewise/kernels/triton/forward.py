@@ -1,0 +1,142 @@
+"""The forward kernel: one program computes a block of rows of one head over all its runs of keys.
+
+Imports triton, so nothing imports this module until the Triton provider runs.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.common import (
+    LN2,
+    at_head,
+    blend_rows,
+    interval_of,
+    load_rows,
+    put_rows,
+    run_of,
+    within,
+)
+
+
+@triton.jit
+def _run(
+    acc,
+    total,
+    peak,
+    q,
+    k,
+    v,
+    k_row,
+    v_row,
+    start,
+    stop,
+    low,
+    high,
+    scale,
+    MASKED: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Online softmax, in base 2, over the keys [start, stop); scale is positive."""
+    for first in range(start, stop, KEYS):
+        k_block = load_rows(k, first, k_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
+        scores = tl.dot(q, tl.trans(k_block), input_precision="tf32x3")
+        if MASKED:
+            keys = first + tl.arange(0, KEYS)
+            scores = tl.where(within(keys, low, high), scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1) * scale)
+        origin = highest
+        if MASKED:
+            # -inf - -inf is nan: rows without keys so far are measured from 0
+            origin = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(scores * scale - origin[:, None])
+        shrink = tl.exp2(peak - origin)
+        v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
+        acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="tf32x3")
+        total = total * shrink + tl.sum(p, 1)
+        peak = highest
+    return acc, total, peak
+
+
+@triton.jit
+def _finish(
+    acc,
+    total,
+    peak,
+    out,
+    lse,
+    out_row,
+    lse_row,
+    first,
+    end,
+    ADD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Normalise, merge with what is there if ADD, and write out and natural-log lse."""
+    reached = total > 0.0
+    total = tl.where(reached, total, 1.0)
+    result = acc / total[:, None]
+    found = tl.where(reached, (peak + tl.log2(total)) * LN2, float("-inf"))
+    rows = first + tl.arange(0, acc.shape[0])
+    at = lse + rows.to(tl.int64) * lse_row
+    if ADD:
+        before = tl.load(at, mask=rows < end, other=float("-inf"))
+        origin = tl.maximum(before, found)
+        origin = tl.where(origin == float("-inf"), 0.0, origin)
+        kept, came = tl.exp(before - origin), tl.exp(found - origin)
+        reached = kept + came > 0.0
+        both = tl.where(reached, kept + came, 1.0)
+        found = tl.where(reached, origin + tl.log(both), float("-inf"))
+        blend_rows(out, first, out_row, end, result, came / both, HEAD_DIM)
+    else:
+        put_rows(out, first, out_row, end, result, False, HEAD_DIM)
+    tl.store(at, found, mask=rows < end)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    lists,
+    num_rows,
+    num_heads,
+    group,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), positive."""
+    item = lists.items + tl.program_id(0) * 5
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    first = tl.load(item) * ROWS
+    k_base, v_base = at_head(k, batch, head // group), at_head(v, batch, head // group)
+    q_block = load_rows(
+        at_head(q, batch, head), first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH
+    )
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for i in range(tl.load(item + 1), tl.load(item + 2)):
+        start, stop = run_of(lists.full, i, 1)
+        acc, total, peak = _run(
+            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, 0, 0, scale,
+            False, KEYS, HEAD_DIM,
+        )  # fmt: skip
+    for i in range(tl.load(item + 3), tl.load(item + 4)):
+        start, stop = run_of(lists.masked, i, 1)
+        low, high = interval_of(lists.intervals, i, ROWS)
+        acc, total, peak = _run(
+            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, low, high, scale,
+            True, KEYS, HEAD_DIM,
+        )  # fmt: skip
+    out_base, lse_base = at_head(out, batch, head), at_head(lse, batch, head)
+    _finish(acc, total, peak, out_base, lse_base, out.row, lse.row, first, num_rows, ADD, HEAD_DIM)

@@ -1,7 +1,0 @@
-"""The network lab: hosts as network namespaces on one machine, with NICs of a chosen speed."""
-
-from tilewise.lab.lab import Lab
-from tilewise.lab.leftovers import clean
-from tilewise.lab.site import LabError, Site, Traffic
-
-__all__ = ["Lab", "LabError", "Site", "Traffic", "clean"]

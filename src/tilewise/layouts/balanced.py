@@ -1,0 +1,208 @@
+"""Layouts that balance: equal tokens and equal areas when every rank computes its own rows.
+
+Components are ranges of rows and keys that no allowed pair connects: the documents of a document
+mask, the whole sequence of most others. They are halved into runs of rows that are even: all rows
+alike, or alike if they are taken from both ends at once ("folded", as zigzag does). Then it
+suffices to mix, on each rank, rows of heavy and of light runs in the right proportion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+
+from tilewise.layouts.layout import Layout, Run, contiguous
+from tilewise.masks.base import Mask
+from tilewise.masks.components import components, row_areas
+
+Owned = tuple[int, int, int]  # start, stop, rank
+LEVEL = 1.02  # largest over mean area up to which a sequence is just cut in n parts
+EVEN = 0.004  # of the mean area, what an even run of rows may deviate by
+ROUGH = 2  # so many times that, where runs are short anyway
+CHUNK = 128  # rows
+SAMPLES = 8  # points at which evenness is looked at
+
+
+class _Component:
+    """What is left of a run of rows [start, stop), taken from its start or from both ends."""
+
+    def __init__(self, start: int, stop: int, total: np.ndarray, folded: bool) -> None:
+        self.start, self.stop, self.folded = start, stop, folded
+        self.density = float(total[stop] - total[start]) / (stop - start)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def take(self, rows: int) -> list[tuple[int, int]]:
+        """Remove rows and say which."""
+        if rows >= len(self):
+            parts = [(self.start, self.stop)]
+            self.start = self.stop
+            return parts
+        top = rows // 2 if self.folded else rows
+        parts = [(self.start, self.start + top), (self.stop - rows + top, self.stop)]
+        self.start, self.stop = self.start + top, self.stop - rows + top
+        return [p for p in parts if p[0] < p[1]]
+
+
+def balanced(
+    mask: Mask | Iterable[Mask],
+    num_tokens: int,
+    n: int,
+    chunk: int | None = None,
+    slack: float = 0.0,
+) -> Layout:
+    """Tokens on n ranks so that all have the same number of them and of allowed pairs.
+
+    A rank's tokens ascend. Areas come out equal to about half a percent where the rows' own areas
+    allow it; the documents that a rank takes part in are few. Where neighbouring parts are level to
+    2 % (windows, full attention) they are left as they are.
+
+    Args:
+        mask: one or several (the layers' of a model), whose areas are summed.
+        num_tokens: length of the sequence.
+        chunk: heavy rows stay together in multiples of this many, where that keeps areas level;
+            None: 128, or all tokens of a shorter sequence.
+        slack: max / mean tokens - 1 that a rank may have beyond its share; spent on leaving
+            light documents whole. 0: numbers of tokens differ by at most one.
+    Raises:
+        ValueError: if a mask does not fit num_tokens, or chunk or slack is out of range.
+    """
+    masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
+    if not masks:
+        raise ValueError("balanced has 0 masks; give at least one")
+    for one in masks:
+        one.check_tokens(num_tokens)
+    if n < 1:
+        raise ValueError(f"n ({n}) must be at least 1")
+    chunk = min(CHUNK, num_tokens) if chunk is None else chunk
+    if not 1 <= chunk <= num_tokens:
+        raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
+    if not slack >= 0:
+        raise ValueError(f"slack ({slack}) must be at least 0, max / mean tokens - 1")
+    areas = sum((row_areas(one, num_tokens) for one in masks), np.zeros(num_tokens))
+    plain = contiguous(num_tokens, n)
+    if _is_level(plain, areas):
+        return Layout(num_tokens, plain.runs, "balanced")
+    edges = reduce(np.intersect1d, (components(one, num_tokens) for one in masks))
+    return layout_of(num_tokens, n, deal(areas, edges, n, chunk=chunk, slack=slack), "balanced")
+
+
+def _is_level(plain: Layout, areas: np.ndarray) -> bool:
+    """Whether a contiguous layout gives ranks about equal areas."""
+    total = np.append(0.0, np.cumsum(areas))
+    largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
+    return largest * plain.world_size <= LEVEL * total[-1]
+
+
+def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Layout:
+    """The layout in which these ranges belong to these ranks."""
+    runs: list[list[Run]] = [[] for _ in range(n)]
+    for start, stop, rank in sorted(owned):
+        runs[rank].append(Run(start, stop - start))
+    return Layout(num_tokens, runs, name)
+
+
+def deal(
+    areas: np.ndarray, edges: np.ndarray, n: int, *, chunk: int = 128, slack: float = 0.0
+) -> list[Owned]:
+    """Deal rows to ranks: areas equal to about half a percent, tokens equal to one (or slack).
+
+    Args:
+        areas: allowed pairs of every row, [num_tokens]; of several masks, their sum.
+        edges: of the components, from 0 to num_tokens, strictly ascending; of several
+            masks, the edges that all have.
+        chunk: heavy runs are taken in multiples of this many rows, where that keeps areas level.
+        slack: max / mean tokens - 1; spent on leaving light components whole.
+    """
+    num_tokens = len(areas)
+    total = np.concatenate([[0.0], np.cumsum(areas, dtype=np.float64)])
+    mean = float(total[-1]) / n
+    least = max(1, min(chunk, num_tokens // (16 * n)))
+    runs = [
+        run for a, b in pairwise(edges.tolist()) for run in _runs(a, b, total, EVEN * mean, least)
+    ]
+    queue = deque(sorted(runs, key=lambda c: -c.density))
+    owned: list[Owned] = []
+    dealt, done = 0, 0.0
+    for rank in range(n):
+        quota = num_tokens // n * (rank + 1) + min(rank + 1, num_tokens % n)
+        loose = int(slack / 2 * (num_tokens / n)) if rank < n - 1 else 0
+        need = (float(total[-1]) - done) / (n - rank)
+        for start, stop in _hand(queue, quota - dealt, need, EVEN * mean, (chunk, loose)):
+            owned.append((start, stop, rank))
+            dealt += stop - start
+            done += float(total[stop] - total[start])
+    return _joined(owned)
+
+
+def _runs(start: int, stop: int, total: np.ndarray, line: float, least: int) -> list[_Component]:
+    """A component as runs of rows that are even, straight or folded, to the area of a line."""
+    size = float(total[stop] - total[start])
+    at = np.arange(1, SAMPLES) * (stop - start) // SAMPLES
+    straight = total[start + at] - total[start]
+    if np.abs(straight - size * at / (stop - start)).max() <= line:
+        return [_Component(start, stop, total, folded=False)]
+    folded = total[start + at // 2] - total[start] + total[stop] - total[stop - at + at // 2]
+    # a fold of an odd number of rows takes one more from the end
+    slope = float(np.diff(total[[stop - 1, stop]])[0]) + line
+    deviation = np.abs(folded - size * at / (stop - start)).max()
+    if deviation <= slope or (stop - start <= least and deviation <= ROUGH * line):
+        return [_Component(start, stop, total, folded=True)]
+    middle = (start + stop) // 2
+    return _runs(start, middle, total, line, least) + _runs(middle, stop, total, line, least)
+
+
+def _hand(
+    queue: deque[_Component], room: int, need: float, line: float, grains: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """One rank's rows: of the heaviest and the lightest runs, mixed to the area it needs."""
+    if room == 0:
+        return []
+    chunk, loose = grains
+    counts = np.array([len(c) for c in queue])
+    tokens = np.concatenate([[0], np.cumsum(counts)])
+    areas = np.concatenate([[0.0], np.cumsum(counts * [c.density for c in queue])])
+    behind = tokens[-1] - room
+    # with x rows from the front and room - x from the back, area grows with x, line by line
+    x = np.concatenate([tokens, tokens - behind, [room]])
+    x = np.sort(x[(x >= 0) & (x <= room)])
+    area = np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
+    rows = float(np.interp(need, area, x))
+    near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]
+    rows = near[0] if near else rows
+    gap = queue[0].density - queue[-1].density
+    step = next((g for g in (chunk, 32, 8, 1) if g * gap <= 2 * line), 1)
+    front = min(round(rows / step) * step, room)
+    back = room - front
+    edge = tokens[-1] - int(tokens[np.abs(tokens[-1] - tokens - back).argmin()])
+    back = edge if abs(edge - back) <= loose and front + edge <= tokens[-1] else back
+    return _from(queue, front, 0) + _from(queue, back, -1)
+
+
+def _from(queue: deque[_Component], rows: int, end: int) -> list[tuple[int, int]]:
+    """Take rows from the components at one end of the queue."""
+    parts: list[tuple[int, int]] = []
+    while rows:
+        component = queue[end]
+        some = min(rows, len(component))
+        parts += component.take(some)
+        rows -= some
+        if not len(component):
+            queue.pop() if end else queue.popleft()
+    return parts
+
+
+def _joined(owned: list[Owned]) -> list[Owned]:
+    """The same ranges ascending, neighbours of one rank as one."""
+    joined: list[Owned] = []
+    for start, stop, rank in sorted(owned):
+        if joined and joined[-1][1:] == (start, rank):
+            joined[-1] = (joined[-1][0], stop, rank)
+        else:
+            joined.append((start, stop, rank))
+    return joined

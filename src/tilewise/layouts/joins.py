@@ -1,0 +1,214 @@
+"""How strips meet the runs of two layouts: the joins behind layouts/support.py.
+
+A strip cut to a run of queries is a piece; a piece meets a run of keys in a rectangle of local
+rows, within which it is again a strip. The joins below count them many at a time and note which
+rows they touch. They stand alone because layouts/support.py only chooses between them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.layouts.layout import Layout
+from tilewise.masks.area import clipped
+from tilewise.masks.strips import Strips, expand, overlaps
+
+__all__ = [
+    "AT_ONCE",
+    "Found",
+    "Pieces",
+    "Runs",
+    "join",
+    "join_blocks",
+    "merged",
+    "parts",
+    "pieces_of",
+    "rows_of",
+    "runs_of",
+]
+
+Array = np.ndarray
+AT_ONCE = 2**20  # bounds the memory of one pass
+FEW_RUNS = 8  # up to so many runs between the lines of a piece are counted one by one
+
+
+class Runs(NamedTuple):
+    """All runs of a layout as columns, by ascending start; offset: local row of the first."""
+
+    start: Array
+    size: Array
+    stride: Array
+    shard: Array
+    offset: Array
+
+
+class Pieces(NamedTuple):
+    """Strips within query runs: rows [first, first + rows) of a run, lines over the run's rows."""
+
+    lines: tuple[Array, Array, Array, Array]
+    first: Array
+    rows: Array
+    run: Array
+
+    def take(self, index: Array | slice) -> Pieces:
+        lo, lo_slope, hi, hi_slope = (line[index] for line in self.lines)
+        return Pieces(
+            (lo, lo_slope, hi, hi_slope), self.first[index], self.rows[index], self.run[index]
+        )
+
+
+class Found:
+    """Collects areas and row ranges of shard pairs; a pair is the number i * num_k_shards + j."""
+
+    def __init__(self, num_q_shards: int, num_k_shards: int):
+        self.num_q_shards, self.num_k_shards = num_q_shards, num_k_shards
+        self.area = np.zeros(num_q_shards * num_k_shards, np.int64)
+        self.ranges: tuple[list, list] = ([], [])
+
+    def add(self, side: int, pair: Array, start: Array, stop: Array) -> None:
+        """Rows [start, stop) of side 0 (queries) or 1 (keys) of each pair are needed."""
+        self.ranges[side].append(merged(pair, start, stop))
+
+
+def runs_of(layout: Layout) -> Runs:
+    """A layout's runs; runs of one row count as neighbouring keys."""
+    rows = []
+    for shard, runs in enumerate(layout.runs):
+        offset = 0
+        for run in runs:
+            rows.append((run.start, run.count, run.stride if run.count > 1 else 1, shard, offset))
+            offset += run.count
+    return Runs(*np.array(sorted(rows), np.int64).reshape(-1, 5).T)
+
+
+def rows_of(runs: Runs) -> Runs:
+    """Every row a run of its own, for which strips are flat in any coordinates."""
+    index, i = expand(np.zeros_like(runs.size), runs.size)
+    start, one = runs.start[index] + runs.stride[index] * i, np.ones_like(i)
+    order = np.argsort(start, kind="stable")
+    return Runs(start[order], one, one, runs.shard[index][order], (runs.offset[index] + i)[order])
+
+
+def pieces_of(strips: Strips, q: Runs) -> Pieces:
+    """Every strip within every run of queries that it meets."""
+    index, run = overlaps(strips.q0, strips.q1, q.start, q.start + (q.size - 1) * q.stride + 1)
+    strips = strips.take(index)
+    start, stride = q.start[run], q.stride[run]
+    first = np.maximum(-((start - strips.q0) // stride), 0)
+    count = np.minimum(-((start - strips.q1) // stride), q.size[run]) - first
+    lo, hi = strips.lo + strips.lo_slope * start, strips.hi + strips.hi_slope * start
+    pieces = Pieces((lo, strips.lo_slope, hi, strips.hi_slope), first, count, run)
+    return pieces.take(count > 0)
+
+
+def parts(pieces: Pieces, size: int) -> list[Pieces]:
+    """The pieces in groups of at most size."""
+    return [pieces.take(slice(a, a + size)) for a in range(0, len(pieces.run), size)]
+
+
+def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], found: Found) -> None:
+    """Count piece pairs[0][n] against key run pairs[1][n], for every n."""
+    index, run = pairs
+    lines, first, rows, q_run = pieces.take(index)
+    lo, lo_slope, hi, hi_slope = lines
+    stride = np.where(k.size[run] == 1, q.stride[q_run], k.stride[run])
+    lo, hi = -((k.start[run] - lo) // stride), -((k.start[run] - hi) // stride)
+    keys = k.size[run]
+    # the rows that see some key: lo' < hi', lo' < keys and 0 < hi', each an interval
+    start, stop = first, first + rows
+    start = np.where(hi_slope > lo_slope, np.maximum(start, lo - hi + 1), start)
+    stop = np.where(hi_slope < lo_slope, np.minimum(stop, hi - lo), stop)
+    start = np.where(hi_slope == 1, np.maximum(start, 1 - hi), start)
+    stop = np.where(lo_slope == 1, np.minimum(stop, keys - lo), stop)
+    never = (hi_slope == lo_slope) & (lo >= hi)
+    never |= ((lo_slope == 0) & (lo >= keys)) | ((hi_slope == 0) & (hi <= 0))
+    some = np.flatnonzero((start < stop) & ~never)
+    start, stop, run, q_run, keys = (x[some] for x in (start, stop, run, q_run, keys))
+    lo, lo_slope, hi, hi_slope = (x[some] for x in (lo, lo_slope, hi, hi_slope))
+    pair = q.shard[q_run] * found.num_k_shards + k.shard[run]
+    area = clipped((lo, lo_slope, hi, hi_slope), start, stop - start, 0, keys)
+    np.add.at(found.area, pair, area)
+    found.add(0, pair, q.offset[q_run] + start, q.offset[q_run] + stop)
+    k_start = np.maximum(lo + lo_slope * start, 0)
+    k_stop = np.minimum(hi + hi_slope * (stop - 1), keys)
+    found.add(1, pair, k.offset[run] + k_start, k.offset[run] + k_stop)
+
+
+def join_blocks(pieces: Pieces, q: Runs, k: Runs, found: Found) -> None:
+    """Count pieces against runs of neighbouring keys: one by one those that a line crosses, and
+    together the many between the lines, each of whose keys every row of the piece sees."""
+    (lo, lo_slope, hi, hi_slope), first, rows, _ = pieces
+    last, stops = first + rows - 1, k.start + k.size
+    touched = np.searchsorted(stops, lo + lo_slope * first, "right")
+    beyond = np.maximum(np.searchsorted(k.start, hi + hi_slope * last, "left"), touched)
+    full = np.clip(np.searchsorted(k.start, lo + lo_slope * last, "left"), touched, beyond)
+    full_end = np.searchsorted(stops, hi + hi_slope * first, "right")
+    full_end = np.clip(full_end, full, beyond)
+    full_end = np.where(full_end - full <= FEW_RUNS, full, full_end)
+    for left, right in ((touched, full), (full_end, beyond)):
+        join(pieces, q, k, expand(left, right), found)
+    many = np.flatnonzero(full_end > full)
+    if len(many):
+        pieces, between = pieces.take(many), (full[many], full_end[many])
+        shard, start = q.shard[pieces.run], q.offset[pieces.run] + pieces.first
+        _full_keys(shard, pieces.rows, between, k, found)
+        _full_rows(shard, (start, start + pieces.rows), between, k, found)
+
+
+def _full_keys(
+    shard: Array, rows: Array, between: tuple[Array, Array], k: Runs, found: Found
+) -> None:
+    """Areas and key rows: this many rows of each shard see all of runs between[0] .. [1]."""
+    width = len(k.start) + 1
+    height = max(1, AT_ONCE // width)
+    for top in range(0, found.num_q_shards, height):
+        near = np.flatnonzero((shard >= top) & (shard < top + height))
+        if not len(near):
+            continue
+        marks = np.zeros(height * width, np.int64)
+        here = (shard[near] - top) * width
+        np.add.at(marks, here + between[0][near], rows[near])
+        np.subtract.at(marks, here + between[1][near], rows[near])
+        seen = np.cumsum(marks.reshape(height, width), axis=1)[:, :-1]
+        i, run = np.nonzero(seen)
+        pair = (i + top) * found.num_k_shards + k.shard[run]
+        np.add.at(found.area, pair, seen[i, run] * k.size[run])
+        found.add(1, pair, k.offset[run], k.offset[run] + k.size[run])
+
+
+def _full_rows(
+    shard: Array,
+    rows: tuple[Array, Array],
+    between: tuple[Array, Array],
+    k: Runs,
+    found: Found,
+) -> None:
+    """Query rows: local rows [rows[0], rows[1]) of each shard see all of runs between[0] .. [1]."""
+    width = max(1, AT_ONCE // (len(k.start) + 1))
+    for left in range(0, found.num_k_shards, width):
+        columns = min(width, found.num_k_shards - left)
+        mine = np.flatnonzero((k.shard >= left) & (k.shard < left + columns))
+        before = np.zeros((len(k.start) + 1, columns), np.int32)  # runs of a key shard up to here
+        before[mine + 1, k.shard[mine] - left] = 1
+        np.cumsum(before, axis=0, out=before)
+        height = max(1, AT_ONCE // columns)
+        for a in range(0, len(shard), height):
+            part = slice(a, a + height)
+            piece, j = np.nonzero(before[between[1][part]] > before[between[0][part]])
+            pair = shard[part][piece] * found.num_k_shards + j + left
+            found.add(0, pair, rows[0][part][piece], rows[1][part][piece])
+
+
+def merged(pair: Array, start: Array, stop: Array) -> tuple[Array, Array, Array]:
+    """Ranges of the same pair that overlap or touch, joined; sorted by pair, then start."""
+    if not len(pair):
+        return pair, start, stop
+    order = np.lexsort((start, pair))
+    pair, start, stop = pair[order], start[order], stop[order]
+    room = stop.max() + 1  # moves every pair's ranges past the pair before
+    reach = np.maximum.accumulate(pair * room + stop)
+    first = np.append(True, pair[1:] * room + start[1:] > reach[:-1])
+    last = np.append(first[1:], True)
+    return pair[first], start[first], (reach - pair * room)[last]

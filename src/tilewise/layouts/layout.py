@@ -1,0 +1,199 @@
+"""The layout: which tokens a rank owns. Strategies never see it; tiles meet it once, in tiles/cover.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tilewise.opaque import Constant
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Run(NamedTuple):
+    """The positions start, start + stride, ... (count of them)."""
+
+    start: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    stride: int = 1
+
+
+class Layout(Constant):
+    """Global positions of every shard's rows, in row order. A frozen, hashable value.
+
+    Args:
+        num_tokens: length of the whole sequence, at least 1.
+        runs: per shard its rows as arithmetic progressions; a shard may be empty.
+        name: for messages; equality and hash ignore it.
+    """
+
+    def __init__(self, num_tokens: int, runs: Iterable[Iterable[Run]], name: str = "layout"):
+        self.num_tokens = _at_least_one("num_tokens", num_tokens)
+        self.runs = tuple(tuple(Run(*map(index, r)) for r in shard if r[1]) for shard in runs)
+        self.name = name
+        self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
+        _at_least_one("world_size", len(self.runs))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.runs)
+
+    def size(self, shard: int) -> int:
+        """Number of rows of a shard."""
+        return self.sizes[shard]
+
+    def rows(self, shard: int) -> np.ndarray:
+        """Global positions of a shard's rows, int64."""
+        self._check_rank(shard)
+        parts = [r.start + r.stride * np.arange(r.count, dtype=np.int64) for r in self.runs[shard]]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
+        """A shard's positions as half-open ranges, neighbouring ones joined."""
+        rows = self.rows(shard)
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        return tuple(
+            (int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)
+        )
+
+    def positions(self, shard: int) -> torch.Tensor:
+        """Global positions of a shard's rows, a LongTensor [num_rows]."""
+        import torch
+
+        return torch.from_numpy(self.rows(shard))
+
+    def shard(self, x: Any, rank: int, dim: int = 0) -> Any:
+        """The rows of the whole tensor x that a rank owns, along dim."""
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; "
+                "name the one of its tokens"
+            )
+        if x.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"x has {x.shape[dim]} tokens along dim {dim}, but the layout is for "
+                f"{self.num_tokens}; pass the whole sequence, or make the layout for this length"
+            )
+        return x.index_select(dim, self.positions(rank).to(x.device))
+
+    def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
+        """The whole tensor, from every rank's rows in rank order; the inverse of shard."""
+        sizes = tuple(x.shape[dim] for x in shards)
+        if sizes != self.sizes:
+            raise ValueError(
+                f"shards of {sizes} rows do not fit a layout of {self.sizes}; "
+                "pass one per rank, in rank order"
+            )
+        import torch
+
+        order = torch.from_numpy(
+            np.argsort(np.concatenate([self.rows(s) for s in range(self.world_size)]))
+        )
+        return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
+
+    def cut(self, homes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> Layout:
+        """A finer layout: shard s is the half-open local row range cuts[s] of rank homes[s].
+
+        Raises:
+            ValueError: unless the ranges cover every rank's rows exactly once.
+        """
+        pieces: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
+        for home, piece in zip(homes, cuts, strict=True):
+            pieces[home].append(piece)
+        for rank, ranges in enumerate(pieces):
+            ends = [0, *(stop for _, stop in sorted(ranges))]
+            if [start for start, _ in sorted(ranges)] != ends[:-1] or ends[-1] != self.sizes[rank]:
+                raise ValueError(
+                    f"the plan cuts rank {rank}'s rows at {sorted(ranges)}, but the layout gives "
+                    f"it {self.sizes[rank]} rows; use the layout that the plan was made for"
+                )
+        runs = [_clip(self.runs[home], piece) for home, piece in zip(homes, cuts, strict=True)]
+        return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that differs between layouts of different tokens."""
+        digest = blake2b(repr(self._key).encode(), digest_size=8).hexdigest()
+        return f"{self!r} {digest}"
+
+    @cached_property
+    def is_partition(self) -> bool:
+        """Whether every token belongs to exactly one shard."""
+        rows = np.concatenate([self.rows(shard) for shard in range(self.world_size)])
+        return len(rows) == self.num_tokens and bool((np.sort(rows) == np.arange(len(rows))).all())
+
+    @cached_property
+    def _key(self) -> tuple:
+        return self.num_tokens, self.runs
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.num_tokens}, {self.world_size})"
+
+
+def contiguous(num_tokens: int, n: int) -> Layout:
+    """Rank r owns the r-th of n neighbouring parts, which differ by at most one token."""
+    return Layout(num_tokens, [[part] for part in _parts(num_tokens, n)], "contiguous")
+
+
+def zigzag(num_tokens: int, n: int) -> Layout:
+    """Rank r owns parts r and 2n-1-r of 2n: equal work for every rank under a causal mask."""
+    parts = _parts(num_tokens, 2 * _at_least_one("n", n))
+    return Layout(num_tokens, [[parts[r], parts[2 * n - 1 - r]] for r in range(n)], "zigzag")
+
+
+def striped(num_tokens: int, n: int) -> Layout:
+    """Rank r owns the tokens t with t mod n = r."""
+    _at_least_one("n", n)
+    return Layout(
+        num_tokens, [[Run(r, len(range(r, num_tokens, n)), n)] for r in range(n)], "striped"
+    )
+
+
+def from_positions(
+    num_tokens: int, shards: Iterable[Iterable[int]], name: str = "positions"
+) -> Layout:
+    """A layout of any positions, each shard's in the order given (decoding's few queries)."""
+    return Layout(num_tokens, [[Run(int(p), 1) for p in shard] for shard in shards], name)
+
+
+def _parts(num_tokens: int, n: int) -> list[Run]:
+    size, longer = divmod(_at_least_one("num_tokens", num_tokens), _at_least_one("n", n))
+    starts = [i * size + min(i, longer) for i in range(n + 1)]
+    return [Run(a, b - a) for a, b in pairwise(starts)]
+
+
+def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:
+    clipped, offset = [], 0
+    for run in runs:
+        first, last = max(piece[0] - offset, 0), min(piece[1] - offset, run.count)
+        if first < last:
+            clipped.append(Run(run.start + first * run.stride, last - first, run.stride))
+        offset += run.count
+    return clipped
+
+
+def _at_least_one(what: str, value: int) -> int:
+    if not hasattr(value, "__index__") or index(value) < 1:
+        raise ValueError(f"{what} ({value!r}) must be a whole number, at least 1")
+    return index(value)

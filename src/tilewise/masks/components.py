@@ -1,0 +1,81 @@
+"""A mask as components: ranges of rows and keys that no allowed pair connects, and row areas.
+
+The documents of a document mask, the whole sequence of most others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilewise.masks import strips
+from tilewise.masks.base import Mask
+from tilewise.masks.strips import Strips
+from tilewise.strategies.tiling.regions import Grid, Table, Triangle
+
+Array = np.ndarray
+CELLS = 1024  # of the grid's lines on either side, over all components
+LEAST = 8  # lines of a component, if it has so many rows
+
+
+def documents(mask: Mask, num_tokens: int) -> Array | None:
+    """Boundaries of the documents if a mask is causal documents and nothing else."""
+    if getattr(mask, "heads", ()):
+        return None
+    (s,) = within(mask, num_tokens)
+    rows = s.q1 - s.q0
+    low, high = (line + slope * s.q0 for line, slope in ((s.lo, s.lo_slope), (s.hi, s.hi_slope)))
+    straight = (rows == 1) | ((s.lo_slope == 0) & (s.hi_slope == 1))
+    if rows.sum() != num_tokens or not (straight & (high == s.q0 + 1)).all():
+        return None
+    edges = components(mask, num_tokens)
+    return edges if (low == edges[np.searchsorted(edges, s.q0, "right") - 1]).all() else None
+
+
+def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:
+    """The strips of a sequence, one value for every head of a mask that differs by head."""
+    square = strips.make(0, num_tokens, 0, num_tokens)
+    heads: Sequence[Mask] = getattr(mask, "heads", ()) or (mask,)
+    return tuple(strips.intersect(head.strips(), square) for head in heads)
+
+
+def row_areas(mask: Mask, num_tokens: int) -> Array:
+    """Allowed pairs of every row, float64 [num_tokens]; the mean over heads."""
+    heads = within(mask, num_tokens)
+    total = np.zeros(num_tokens)
+    for s in heads:
+        flat, steep = np.zeros(num_tokens + 1), np.zeros(num_tokens + 1)
+        for marks, heights in ((flat, s.hi - s.lo), (steep, s.hi_slope - s.lo_slope)):
+            np.add.at(marks, s.q0, heights)
+            np.subtract.at(marks, s.q1, heights)
+        total += (np.cumsum(flat) + np.cumsum(steep) * np.arange(num_tokens + 1))[:-1]
+    return total / len(heads)
+
+
+def components(mask: Mask, num_tokens: int) -> Array:
+    """Edges of the components, from 0 to num_tokens."""
+    crossed = np.zeros(num_tokens + 1, np.int64)
+    for s in within(mask, num_tokens):
+        itself = (s.lo == 0) & (s.lo_slope == 1) & (s.hi == 1) & (s.hi_slope == 1)
+        s = s.take(~itself)
+        first = np.minimum(s.q0, s.lo + s.lo_slope * s.q0)
+        last = np.maximum(s.q1, s.hi + s.hi_slope * (s.q1 - 1))
+        np.add.at(crossed, first + 1, 1)
+        np.subtract.at(crossed, np.maximum(last, first + 1), 1)
+    free = np.flatnonzero(np.cumsum(crossed) == 0)
+    return np.unique([0, *free.tolist(), num_tokens])
+
+
+def tables(mask: Mask, num_tokens: int) -> list[Table]:
+    """Every component as a table that can be cut: closed forms for causal documents, else grids."""
+    cu = documents(mask, num_tokens)
+    if cu is not None:
+        return [Triangle(m) for m in np.diff(cu).tolist()]
+    edges = components(mask, num_tokens)
+    found: list[Table] = []
+    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        lines = min(stop - start, max(LEAST, CELLS * (stop - start) // num_tokens))
+        at = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
+        found.append(Grid(np.asarray(mask.areas(at, at), float), at))
+    return found

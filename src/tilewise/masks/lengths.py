@@ -1,0 +1,140 @@
+"""Document lengths as in real corpora: a sampler, and the per-document bookkeeping around it.
+
+Packed training sees documents of wildly different lengths, and every cost of a document mask hangs
+on them. The histograms are published figures, kept in data/lengths.toml with their source.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilewise.masks.base import as_ints
+
+__all__ = ["Bin", "corpora", "histogram", "position_ids", "sample", "shift_labels"]
+
+Array = np.ndarray
+LONG = (8192, 30000)  # the benchmark's long documents, uniform
+
+
+class Bin(NamedTuple):
+    """Documents of first_length to last_length tokens, both included."""
+
+    first_length: int
+    last_length: int
+    num_documents: int
+
+
+def corpora() -> tuple[str, ...]:
+    """Names of the corpora with a histogram."""
+    return tuple(_tables())
+
+
+def histogram(corpus: str) -> tuple[Bin, ...]:
+    """Published histogram of a corpus's document lengths, shortest first.
+
+    Source: LongCA-bench (arXiv 2510.17896). One word is taken as one token.
+
+    Raises:
+        ValueError: if there is none for this corpus.
+    """
+    tables = _tables()
+    if corpus not in tables:
+        raise ValueError(f"corpus {corpus!r} is not known; take one of {', '.join(tables)}")
+    return tuple(Bin(*row) for row in tables[corpus])
+
+
+def sample(
+    corpus: str, num_tokens: int, *, seed: int, cap: int | None = None, mix: float = 0.0
+) -> tuple[int, ...]:
+    """cu_seqlens of num_tokens tokens of documents, drawn by a corpus's lengths.
+
+    A bin is drawn by its number of documents, then a length log-uniformly within it; the document
+    that reaches past the end is cut.
+
+    Args:
+        corpus: one of `corpora()`.
+        num_tokens: tokens to fill, at least 1.
+        seed: the same seed gives the same documents.
+        cap: longest document; longer ones are cut to it. None: no limit.
+        mix: share of the tokens in documents of U[8192, 30000] tokens instead, shuffled among the
+            others (the benchmark's distributed runs use 0.6).
+    """
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens ({num_tokens}) must be at least 1")
+    if cap is not None and cap < 1:
+        raise ValueError(f"cap ({cap}) must be at least 1, or None for no limit")
+    if not 0 <= mix <= 1:
+        raise ValueError(f"mix ({mix}) must be a share of the tokens, from 0 to 1")
+    rng = np.random.default_rng(seed)
+    bins = np.array(histogram(corpus), np.int64)
+    num_long = round(mix * num_tokens)
+    limit = num_tokens if cap is None else min(cap, num_tokens)
+    lengths = np.concatenate(
+        [
+            _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng), limit),
+            _fill(num_long, lambda count: rng.integers(LONG[0], LONG[1] + 1, count), limit),
+        ]
+    )
+    if num_long:
+        rng.shuffle(lengths)
+    return (0, *np.cumsum(lengths).tolist())
+
+
+def position_ids(cu_seqlens: Any) -> Array:
+    """int64 [num_tokens]: each token's position within its own document."""
+    boundaries = np.array(as_ints(cu_seqlens), np.int64)
+    starts = np.repeat(boundaries[:-1], np.diff(boundaries))
+    return np.arange(boundaries[-1]) - starts
+
+
+def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
+    """Labels for next-token prediction: at each token the one after it in its own document.
+
+    Shift before sharding: a rank's last token needs the first one of another rank.
+
+    Args:
+        tokens: [..., num_tokens], a tensor or an array; it is not changed.
+        cu_seqlens: document boundaries, ending at num_tokens.
+        ignore_index: the label of each document's last token, which predicts nothing.
+    """
+    boundaries = as_ints(cu_seqlens)
+    if tokens.shape[-1] != boundaries[-1]:
+        raise ValueError(
+            f"tokens has {tokens.shape[-1]} tokens, but cu_seqlens ends at {boundaries[-1]}; "
+            "shift the whole sequence, before it is sharded"
+        )
+    labels = tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
+    labels[..., :-1] = tokens[..., 1:]
+    last = sorted({stop - 1 for stop in boundaries if stop > 0})
+    labels[..., last] = ignore_index
+    return labels
+
+
+def _tables() -> dict[str, list[list[int]]]:
+    path = resources.files("tilewise.masks") / "lengths.toml"
+    return tomllib.loads(path.read_text())["corpora"]
+
+
+def _draw(bins: Array, count: int, rng: np.random.Generator) -> Array:
+    """Lengths of this many documents. With u uniform in [0, 1), first ((last + 1) / first)^u cut to
+    a whole number is log-uniform over first..last, both included."""
+    first, last, documents = bins.T
+    index = rng.choice(len(bins), count, p=documents / documents.sum())
+    first, last = np.maximum(first, 1)[index], last[index]
+    lengths = np.floor(first * ((last + 1) / first) ** rng.random(count)).astype(np.int64)
+    return np.clip(lengths, first, last)
+
+
+def _fill(num_tokens: int, draw: Any, limit: int) -> Array:
+    """Lengths that add up to num_tokens, the last one cut."""
+    parts, total = [], 0
+    while total < num_tokens:
+        parts.append(np.minimum(draw(1024), limit))
+        total += int(parts[-1].sum())
+    ends = np.cumsum(np.concatenate([*parts, np.zeros(0, np.int64)]))
+    ends = np.append(ends[ends < num_tokens], num_tokens) if num_tokens else ends
+    return np.diff(ends, prepend=0)

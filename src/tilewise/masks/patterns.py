@@ -1,0 +1,278 @@
+"""The fourteen patterns of the long-context attention benchmark, as compositions of plain masks.
+
+Source: arXiv 2510.17896, by the paper's definitions. Its published code departs from them in
+places (windows counted by half, the strips of the global mask, prefixes off by one), so every
+pattern here is tested pair by pair against its definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tilewise.masks import draws, lengths
+from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
+from tilewise.masks.tables import Blocks, PerHead, Slices
+
+__all__ = [
+    "NAMES",
+    "block_causal_document",
+    "block_sparse",
+    "block_sparse_variable",
+    "causal",
+    "causal_blockwise",
+    "causal_document",
+    "full",
+    "full_document",
+    "global_sliding_window",
+    "prefix_lm_causal",
+    "prefix_lm_document",
+    "random",
+    "share_question",
+    "sliding_window",
+    "sliding_window_causal",
+]
+
+NAMES = (
+    "full",
+    "causal",
+    "full_document",
+    "causal_document",
+    "sliding_window",
+    "sliding_window_causal",
+    "share_question",
+    "causal_blockwise",
+    "global_sliding_window",
+    "prefix_lm_causal",
+    "prefix_lm_document",
+    "block_causal_document",
+    "block_sparse_uniform",
+    "block_sparse_variable",
+)  # the benchmark's table
+BLOCK_NAMES = NAMES[-2:]
+WINDOW = BLOCK = 1024  # tokens, the benchmark's sizes
+DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark keeps
+
+
+def full(num_tokens: int) -> Mask:
+    """Every query sees every key."""
+    _at_least("num_tokens", num_tokens, 1)
+    return Full()
+
+
+def causal(num_tokens: int) -> Mask:
+    """A query sees the keys up to its own."""
+    _at_least("num_tokens", num_tokens, 1)
+    return Causal()
+
+
+def full_document(cu_seqlens: Any) -> Mask:
+    """Each document sees all of itself."""
+    return Document(cu_seqlens)
+
+
+def causal_document(cu_seqlens: Any) -> Mask:
+    """Each document sees itself causally."""
+    return Document(cu_seqlens) & Causal()
+
+
+def sliding_window(num_tokens: int, window: int) -> Mask:
+    """|q - k| <= window."""
+    _at_least("num_tokens", num_tokens, 1)
+    return Window(window, window)
+
+
+def sliding_window_causal(num_tokens: int, window: int) -> Mask:
+    """0 <= q - k <= window."""
+    _at_least("num_tokens", num_tokens, 1)
+    return Window(window, 0)
+
+
+def share_question(cu_seqlens: Any) -> Mask:
+    """Each document is causal on itself; all later ones see the whole first one, too."""
+    documents = Document(cu_seqlens)
+    question, end = documents.cu_seqlens[:2][-1], documents.cu_seqlens[-1]
+    return (documents & Causal()) | Slices([((question, end), (0, question), "full")])
+
+
+def causal_blockwise(cu_seqlens: Any) -> Mask:
+    """Each document is causal on itself; the last one sees everything before it, too."""
+    documents = Document(cu_seqlens)
+    start, end = documents.cu_seqlens[-2:][0], documents.cu_seqlens[-1]
+    return (documents & Causal()) | Slices([((start, end), (0, start), "full")])
+
+
+def global_sliding_window(num_tokens: int, window: int) -> Mask:
+    """|q - k| <= window; the first `window` queries see all keys, and all queries see the first
+    `window` keys."""
+    _at_least("window", window, 0)
+    first = min(window, _at_least("num_tokens", num_tokens, 1))
+    everywhere = [
+        ((0, first), (0, num_tokens), "full"),
+        ((first, num_tokens), (0, first), "full"),
+    ]
+    return Window(window, window) | Slices(everywhere)
+
+
+def prefix_lm_causal(num_tokens: int, prefix: int) -> Mask:
+    """The first `prefix` keys are visible to all queries, the rest causally."""
+    if not 0 <= prefix <= num_tokens:
+        raise ValueError(f"prefix ({prefix}) must be from 0 to num_tokens ({num_tokens})")
+    return Causal() | Slices([((0, num_tokens), (0, prefix), "full")])
+
+
+def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
+    """Within each document, its first prefixes[i] keys are visible to all, the rest causally."""
+    documents = Document(cu_seqlens)
+    spans, prefixes = list(pairwise(documents.cu_seqlens)), as_ints(prefixes)
+    if len(prefixes) != len(spans):
+        raise ValueError(
+            f"{len(prefixes)} prefixes for {len(spans)} documents; give one for each (0: causal)"
+        )
+    for i, ((start, stop), prefix) in enumerate(zip(spans, prefixes, strict=True)):
+        if not 0 <= prefix <= stop - start:
+            raise ValueError(
+                f"prefix {i} ({prefix}) must be from 0 to the document's length ({stop - start})"
+            )
+    shared = [
+        ((start, stop), (start, start + prefix), "full")
+        for (start, stop), prefix in zip(spans, prefixes, strict=True)
+    ]
+    return (documents & Causal()) | Slices(shared)
+
+
+def block_causal_document(cu_seqlens: Any, block: int) -> Mask:
+    """Blocks count from each document's start; a query sees its document up to its block's end."""
+    _at_least("block", block, 1)
+    documents = Document(cu_seqlens)
+    shared = [
+        ((at, min(at + block, stop)), (start, min(at + block, stop)), "full")
+        for start, stop in pairwise(documents.cu_seqlens)
+        for at in range(start, stop, block)
+    ]
+    return documents & Slices(shared)
+
+
+def block_sparse(block_mask: Any, block: int) -> Mask:
+    """A bool table over blocks of `block` queries x `block` keys.
+
+    Args:
+        block_mask: bool [q_blocks, k_blocks], or [num_kv_heads, q_blocks, k_blocks].
+        block: tokens in a block; the last one may reach past the sequence by less than one block.
+    """
+    _at_least("block", block, 1)
+    table = _table(block_mask)
+    q_edges, k_edges = (np.arange(count + 1) * block for count in table.shape[-2:])
+    return _by_head(table, lambda part: Blocks(part, q_edges, k_edges, overhang=block - 1))
+
+
+def block_sparse_variable(block_mask: Any, q_edges: Any, k_edges: Any) -> Mask:
+    """A bool table over blocks of any sizes.
+
+    Args:
+        block_mask: bool [q_blocks, k_blocks], or [num_kv_heads, q_blocks, k_blocks].
+        q_edges, k_edges: from 0 to the end of the sequence.
+    """
+    return _by_head(_table(block_mask), lambda part: Blocks(part, q_edges, k_edges))
+
+
+def random(
+    name: str,
+    num_tokens: int,
+    *,
+    seed: int,
+    cu_seqlens: Any = None,
+    num_kv_heads: int | None = None,
+    density: float | None = None,
+) -> Mask:
+    """A pattern by name, its parameters drawn as the benchmark draws them.
+
+    Args:
+        name: one of `NAMES`.
+        num_tokens: length of the sequence.
+        seed: the same seed gives the same mask.
+        cu_seqlens: documents; None: drawn from the pile.
+        num_kv_heads: block-sparse patterns differ by so many heads; None: one table for all.
+        density: share of the key blocks that each query block sees; None: drawn.
+    """
+    if name not in NAMES:
+        raise ValueError(f"mask {name!r} is not known; take one of {', '.join(NAMES)}")
+    _at_least("num_tokens", num_tokens, 1)
+    rng = np.random.default_rng(seed)
+    if name in BLOCK_NAMES:
+        share = float(rng.choice(DENSITIES)) if density is None else density
+        if not 0 < share <= 1:
+            raise ValueError(f"density ({share}) must be above 0 and at most 1")
+        return _draw_blocks(name, num_tokens, num_kv_heads, share, rng)
+    if cu_seqlens is None:
+        cu_seqlens = lengths.sample("pile", num_tokens, seed=seed)
+    mask = _draw(name, num_tokens, as_ints(cu_seqlens), rng)
+    mask.check_tokens(num_tokens)
+    return mask
+
+
+def _draw(name: str, num_tokens: int, cu: tuple[int, ...], rng: np.random.Generator) -> Mask:
+    match name:
+        case "full":
+            return full(num_tokens)
+        case "causal":
+            return causal(num_tokens)
+        case "full_document":
+            return full_document(cu)
+        case "causal_document":
+            return causal_document(cu)
+        case "sliding_window":
+            return sliding_window(num_tokens, WINDOW)
+        case "sliding_window_causal":
+            return sliding_window_causal(num_tokens, WINDOW)
+        case "share_question":
+            return share_question(cu)
+        case "causal_blockwise":
+            return causal_blockwise(cu)
+        case "global_sliding_window":
+            third = -(-num_tokens // 3)
+            return global_sliding_window(num_tokens, int(rng.integers(1, max(2, third))))
+        case "prefix_lm_causal":
+            return prefix_lm_causal(num_tokens, int(rng.integers(1, num_tokens + 1)))
+        case "prefix_lm_document":
+            return prefix_lm_document(cu, draws.prefixes_for(cu, rng))
+        case "block_causal_document":
+            return block_causal_document(cu, BLOCK)
+    raise AssertionError(name)
+
+
+def _draw_blocks(
+    name: str, num_tokens: int, num_kv_heads: int | None, share: float, rng: np.random.Generator
+) -> Mask:
+    if name == "block_sparse_uniform":
+        block = int(rng.choice((64, 128)))
+        count = -(-num_tokens // block)
+        return block_sparse(draws.top_blocks((count, count), num_kv_heads, share, rng), block)
+    q_edges, k_edges = draws.block_edges(num_tokens, rng), draws.block_edges(num_tokens, rng)
+    shape = len(q_edges) - 1, len(k_edges) - 1
+    return block_sparse_variable(
+        draws.top_blocks(shape, num_kv_heads, share, rng), q_edges, k_edges
+    )
+
+
+def _by_head(table: np.ndarray, make: Callable[[np.ndarray], Mask]) -> Mask:
+    return make(table) if table.ndim == 2 else PerHead(make(part) for part in table)
+
+
+def _table(block_mask: Any) -> np.ndarray:
+    table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask, bool)
+    if table.ndim not in (2, 3):
+        raise ValueError(
+            f"block_mask has {table.ndim} dimensions, but must be [q_blocks, k_blocks] "
+            "or [num_kv_heads, q_blocks, k_blocks]"
+        )
+    return table
+
+
+def _at_least(what: str, value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"{what} ({value}) must be at least {least}")
+    return value

@@ -1,0 +1,261 @@
+"""Masks given by a table rather than by a rule: slices, blocks, and one mask per head.
+
+They stand apart from masks/base.py because a table has to be checked against itself (no pair twice) and
+against the sequence, which a rule fits by nature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tilewise.masks import strips
+from tilewise.masks.base import And, Mask, Or, as_ints, digest, positions
+from tilewise.masks.strips import Strips
+
+__all__ = ["Blocks", "PerHead", "Slices"]
+
+Array = np.ndarray
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+KINDS = ("full", "causal", "invcausal", "bicausal")
+SHOWN = 4  # slices that a repr spells out
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Slices(Mask):
+    """Rectangles of queries x keys, in each of which local row i of m sees local keys j of n.
+
+        full        causal: j - (n-1) <= i - (m-1)   invcausal: j >= i   bicausal: both
+        # # # # #   # # # . .                        # # # # #           # # # . .
+        # # # # #   # # # # .                        . # # # #           . # # # .
+        # # # # #   # # # # #                        . . # # #           . . # # #
+
+    Args:
+        slices: (q_range, k_range, kind), half-open ranges. They may touch, but no pair may be in
+            two of them. Empty ones are allowed and do nothing.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __init__(self, slices: Iterable[tuple[Sequence[int], Sequence[int], str]]):
+        checked = tuple(_checked_slice(i, *entry) for i, entry in enumerate(slices))
+        object.__setattr__(self, "slices", checked)
+        both = strips.first_overlap(self._pieces())
+        if both:
+            q, k = both
+            twice = [s for s in checked if _slice_dense(s, np.array([q]), np.array([k])).any()]
+            raise ValueError(
+                f"slices {twice[0]} and {twice[1]} both allow query {q}, key {k}; "
+                "cut one of them, no pair may be allowed twice"
+            )
+
+    def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
+        limits = (num_tokens, num_tokens if num_keys is None else num_keys)
+        for entry in self.slices:
+            for what, (_, stop), limit in zip(
+                ("q_range", "k_range"), entry[:2], limits, strict=True
+            ):
+                if stop > limit:
+                    raise ValueError(
+                        f"slice {entry}: {what} ends at {stop}, past the {limit} tokens there are; "
+                        "cut it there"
+                    )
+
+    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+        q, k = positions(q_positions), positions(k_positions)
+        allowed = np.zeros((len(q), len(k)), bool)
+        for entry in self.slices:
+            (q0, q1), (k0, k1), _ = entry
+            rows, columns = (
+                np.flatnonzero((q >= q0) & (q < q1)),
+                np.flatnonzero((k >= k0) & (k < k1)),
+            )
+            allowed[np.ix_(rows, columns)] |= _slice_dense(entry, q[rows], k[columns])
+        return allowed
+
+    def _pieces(self) -> Strips:
+        """One strip per slice that allows anything."""
+        corners = np.array([(*q, *k) for q, k, _ in self.slices], np.int64).reshape(-1, 4)
+        kinds = np.array([KINDS.index(kind) for _, _, kind in self.slices], np.int64)
+        q0, q1, k0, k1 = corners.T
+        causal, invcausal = kinds & 1, kinds >> 1
+        hi = np.where(causal, k1 - q1 + 1, k1)
+        lo = np.where(invcausal, k0 - q0, k0)
+        return strips.make(q0, q1, lo, hi, lo_slope=invcausal, hi_slope=causal)
+
+    def _strips(self) -> Strips:
+        return strips.coalesce(self._pieces())
+
+    def __repr__(self) -> str:
+        if len(self.slices) <= SHOWN:
+            return f"Slices({list(self.slices)})"
+        numbers = (x for q, k, kind in self.slices for x in (*q, *k, KINDS.index(kind)))
+        return f"Slices({len(self.slices)} slices, {digest(numbers)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(Mask):
+    """A bool table over blocks of queries and of keys.
+
+    Args:
+        block_mask: bool [q_blocks, k_blocks], any array or tensor.
+        q_edges, k_edges: where the blocks begin, and where the last one ends; from 0 on.
+        overhang: by how many tokens the last block may reach past the end of the sequence.
+    """
+
+    table: bytes
+    q_edges: tuple[int, ...]
+    k_edges: tuple[int, ...]
+    overhang: int
+
+    def __init__(self, block_mask: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
+        table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask, bool)
+        edges = {"q_edges": as_ints(q_edges), "k_edges": as_ints(k_edges)}
+        for what, values in edges.items():
+            if not values or values[0] != 0 or sorted(values) != list(values):
+                raise ValueError(f"{what} must ascend from 0, not {values[:8]}")
+            object.__setattr__(self, what, values)
+        shape = tuple(len(values) - 1 for values in edges.values())
+        if table.shape != shape:
+            raise ValueError(
+                f"block_mask is {table.shape}, but the edges make {shape} blocks; "
+                "give one entry per block of queries and block of keys"
+            )
+        object.__setattr__(self, "table", np.packbits(table).tobytes())
+        object.__setattr__(self, "overhang", overhang)
+
+    @property
+    def block_mask(self) -> Array:
+        """The table, bool [q_blocks, k_blocks]."""
+        shape = len(self.q_edges) - 1, len(self.k_edges) - 1
+        bits = np.unpackbits(np.frombuffer(self.table, np.uint8), count=shape[0] * shape[1])
+        return bits.reshape(shape).astype(bool)
+
+    def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
+        num_keys = num_tokens if num_keys is None else num_keys
+        for what, end, limit in (
+            ("queries", self.q_edges[-1], num_tokens),
+            ("keys", self.k_edges[-1], num_keys),
+        ):
+            if not 0 <= end - limit <= self.overhang:
+                raise ValueError(
+                    f"the blocks end at {end}, but there are {limit} {what}; "
+                    f"they must end there, or at most {self.overhang} tokens past it"
+                )
+
+    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+        q, k = positions(q_positions), positions(k_positions)
+        table = np.pad(self.block_mask, ((0, 1), (0, 1)))  # nothing past the last block
+        row, column = (
+            np.searchsorted(np.asarray(edges), x, "right") - 1
+            for edges, x in ((self.q_edges, q), (self.k_edges, k))
+        )
+        return table[np.ix_(row, column)]
+
+    def _strips(self) -> Strips:
+        q, k = np.asarray(self.q_edges, np.int64), np.asarray(self.k_edges, np.int64)
+        change = np.diff(np.pad(self.block_mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+        row, start = np.nonzero(change == 1)
+        _, stop = np.nonzero(change == -1)
+        return strips.coalesce(strips.make(q[row], q[row + 1], k[start], k[stop]))
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.q_edges) - 1} x {len(self.k_edges) - 1} blocks"
+        content = digest([*self.q_edges, *self.k_edges, self.overhang], self.table)
+        return f"Blocks({shape}, {self.q_edges[-1]} x {self.k_edges[-1]} tokens, {content})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PerHead(Mask):
+    """A mask of its own for each key/value head; & and | act per head.
+
+    `area` and `areas` are means over the heads (int where whole, else float), `dense` is bool
+    [num_kv_heads, queries, keys], and `strips` covers what any head needs.
+    """
+
+    heads: tuple[Mask, ...]
+
+    def __init__(self, heads: Iterable[Mask]):
+        object.__setattr__(self, "heads", tuple(heads))
+        if not self.heads:
+            raise ValueError("PerHead has 0 masks; give one per key/value head")
+        for i, head in enumerate(self.heads):
+            if not isinstance(head, Mask) or isinstance(head, PerHead):
+                raise ValueError(f"head {i} of PerHead must be a mask that is not itself by head")
+
+    def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
+        for head in self.heads:
+            head.check_tokens(num_tokens, num_keys)
+
+    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+        return np.stack([head.dense(q_positions, k_positions) for head in self.heads])
+
+    def area(self, q_range: tuple[int, int], k_range: tuple[int, int]) -> Any:
+        total = sum(head.area(q_range, k_range) for head in self.heads)
+        whole, rest = divmod(total, len(self.heads))
+        return total / len(self.heads) if rest else whole
+
+    def areas(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
+        total = np.sum([head.areas(q_edges, k_edges) for head in self.heads], axis=0)
+        rest = (total % len(self.heads)).any()
+        return total / len(self.heads) if rest else total // len(self.heads)
+
+    def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
+        low = high = self.heads[0].coverage(q_edges, k_edges)
+        for head in self.heads[1:]:
+            table = head.coverage(q_edges, k_edges)
+            low, high = np.minimum(low, table), np.maximum(high, table)
+        return np.where(low == high, low, np.int8(1))
+
+    def _with(self, other: Mask, operation: type[And] | type[Or]) -> Mask:
+        if not isinstance(other, PerHead):
+            return PerHead(head._with(other, operation) for head in self.heads)
+        if len(self.heads) != len(other.heads):
+            raise ValueError(
+                f"masks of {len(self.heads)} and {len(other.heads)} heads cannot be combined; "
+                "give both one mask per key/value head"
+            )
+        pairs = zip(self.heads, other.heads, strict=True)
+        return PerHead(a._with(b, operation) for a, b in pairs)
+
+    def _after(self, first: Mask, operation: type[And] | type[Or]) -> Mask:
+        return PerHead(operation(first, head) for head in self.heads)
+
+    def _strips(self) -> Strips:
+        distinct = dict.fromkeys(self.heads)
+        return reduce(strips.union, (head.strips() for head in distinct))
+
+    def __repr__(self) -> str:
+        return f"PerHead([{', '.join(repr(head) for head in self.heads)}])"
+
+
+def _checked_slice(i: int, q_range: Sequence[int], k_range: Sequence[int], kind: str) -> Slice:
+    ranges = []
+    for what, bounds in (("q_range", q_range), ("k_range", k_range)):
+        start, stop = as_ints(bounds)
+        if not 0 <= start <= stop:
+            raise ValueError(
+                f"slice {i}: {what} ({start}, {stop}) must be (start, stop), 0 <= start <= stop"
+            )
+        ranges.append((start, stop))
+    if kind not in KINDS:
+        raise ValueError(f"slice {i}: kind {kind!r} must be one of {', '.join(KINDS)}")
+    return ranges[0], ranges[1], kind
+
+
+def _slice_dense(entry: Slice, q: Array, k: Array) -> Array:
+    """What a slice allows of these global positions, from its definition in local rows."""
+    (q0, q1), (k0, k1), kind = entry
+    i, j = (q - q0)[:, None], (k - k0)[None, :]
+    m, n = q1 - q0, k1 - k0
+    allowed = (i >= 0) & (i < m) & (j >= 0) & (j < n)
+    if kind in ("causal", "bicausal"):
+        allowed &= j - (n - 1) <= i - (m - 1)
+    if kind in ("invcausal", "bicausal"):
+        allowed &= j >= i
+    return allowed

@@ -1,0 +1,29 @@
+"""What torch's compiler may take as a constant: it compiles anew for a value that is not equal."""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from typing import Any, Self
+from uuid import uuid4
+
+
+class ConstantType(ABCMeta):
+    """The class of all constants' classes; execution/torch_op.py derives it from torch's own besides."""
+
+
+class Constant(metaclass=ConstantType):
+    """A frozen value with == and hash, for execution/torch_op.py to register. It knows nothing of torch."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Frozen, so it is its own copy."""
+        return self
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """A name for this very object, and what it stands for, in code that torch.fx writes.
+
+        A new one every time, unlike id: torch's caches take code of the same text for the same.
+        """
+        name = f"{type(self).__name__}_{uuid4().hex}"
+        return name, {name: self}

@@ -1,0 +1,68 @@
+"""Writing one rank's part of a plan, step by step: what a strategy file is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
+
+REACH = 8
+"""Ranks whose contributions a travelling partial gathers before it goes home.
+
+Every hop rounds it to the wire dtype. Were it to gather those of all ranks, the error would grow
+with the root of their number; this way it stays what it is for 8, for the same number of hops.
+"""
+
+
+def goes_home(index: int, last: int) -> bool:
+    """Whether a partial leaves the index-th reader of its shard for its home, not for the next."""
+    return index == last or index % REACH == REACH - 1
+
+
+def operand(side: Side, shard: int, heads: int = 0) -> Item:
+    """The copied value of a shard: q, or k and v."""
+    return Item(side, Role.OPERAND, shard, heads)
+
+
+def partial(side: Side, shard: int, heads: int = 0) -> Item:
+    """The moved and merged value of a shard: out and lse or dq; dk and dv."""
+    return Item(side, Role.PARTIAL, shard, heads)
+
+
+class Script:
+    """Collects a rank's tiles and transfers; `next` begins the next step, `at` goes to any."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self._steps: list[tuple[list[Tile], list[Transfer], list[Transfer]]] = [([], [], [])]
+        self._now = 0
+
+    def tile(self, q: Iterable[int], kv: Iterable[int], heads: int = 0) -> None:
+        """Compute every q shard against every kv shard in this step."""
+        self._steps[self._now][0].append(Tile(tuple(q), tuple(kv), heads))
+
+    def send(self, item: Item, dst: int, rows: Rows | None = None) -> None:
+        self._steps[self._now][1].append(Transfer(item, self.rank, dst, rows))
+
+    def recv(self, item: Item, src: int, rows: Rows | None = None) -> None:
+        self._steps[self._now][2].append(Transfer(item, src, self.rank, rows))
+
+    def next(self) -> None:
+        self.at(self._now + 1)
+
+    def at(self, step: int) -> Script:
+        """Go on writing at a step, counted from 0."""
+        while len(self._steps) <= step:
+            self._steps.append(([], [], []))
+        self._now = step
+        return self
+
+    def done(self) -> tuple[RankStep, ...]:
+        """The rank's steps, transfers in canonical order, without trailing empty steps."""
+        while self._steps and not any(self._steps[-1]):
+            self._steps.pop()
+        return tuple(RankStep(tuple(t), _ordered(s), _ordered(r)) for t, s, r in self._steps)
+
+
+def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    return tuple(sorted(transfers, key=transfer_order) if len(transfers) > 1 else transfers)

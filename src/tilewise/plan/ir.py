@@ -1,0 +1,300 @@
+"""The plan: who computes which tile when, and which values travel when, for all ranks.
+
+A plan is the one thing a strategy produces and the only thing that the checker, the lowering, the
+executor and the simulator read. It knows no mask, no token and no tensor: shards are numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from tilewise.opaque import Constant
+from tilewise.plan.items import Item, Role, Rows, Side, Transfer, transfer_order
+
+__all__ = [
+    "Item",
+    "Owners",
+    "Plan",
+    "PlanError",
+    "RankStep",
+    "Role",
+    "Rows",
+    "Side",
+    "Step",
+    "Tile",
+    "Transfer",
+    "own_shards",
+    "transfer_order",
+]
+
+
+class Tile(NamedTuple):
+    """One attention call: every q shard against every kv shard, for one head group."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    heads: int = 0
+
+
+class Step(NamedTuple):
+    """What all ranks do at once: tiles[rank], and the transfers under way meanwhile.
+
+    Transfers read values as they stood when the step began; arrivals count from the next step.
+    """
+
+    tiles: tuple[tuple[Tile, ...], ...]
+    transfers: tuple[Transfer, ...]
+
+
+class RankStep(NamedTuple):
+    """One rank's share of a step."""
+
+    tiles: tuple[Tile, ...] = ()
+    sends: tuple[Transfer, ...] = ()
+    recvs: tuple[Transfer, ...] = ()
+
+
+Owners = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+"""Per side, per shard: the ranks that hold it from the start; the first is its home."""
+
+
+class PlanError(ValueError):
+    """A plan that does not compute attention, and where: step, rank, item (None if unknown)."""
+
+    def __init__(
+        self,
+        message: str,
+        step: int | None = None,
+        rank: int | None = None,
+        item: Item | None = None,
+    ):
+        super().__init__(message)
+        self.step, self.rank, self.item = step, rank, item
+
+
+def own_shards(world_size: int) -> Owners:
+    """Shard s of both sides is held by rank s alone."""
+    side = tuple((rank,) for rank in range(world_size))
+    return side, side
+
+
+class Plan(Constant):
+    """A frozen, hashable value; equality and hash ignore the name.
+
+    Args:
+        name: as in "mesh(16, q_tile=4, schedule='greedy')".
+        world_size: number of ranks.
+        num_head_groups: query and KV heads are cut into this many equal groups.
+        owners: per side and shard the ranks that hold it; the first is its home.
+        steps: the steps of all ranks; or
+        script: a pure function rank -> that rank's steps, from which all steps are built only
+            when somebody asks for them (check, show, ==, hash, JSON).
+        cuts: None if shard s is all of its home's rows; else per shard the half-open range of its
+            home's local rows that it is (mask-aware plans cut finer than one shard a rank).
+        default_save: what backward does unless told: "replay" the operands' transfers, or keep
+            those "gathered" in forward where that takes no extra memory.
+        replicated_queries: all queries are one shard that every rank holds (decoding).
+        head_split: the degree and the inner plan that a split by heads was made of; for those
+            who compose plans, not part of the value.
+        made_for: the mask and the layout that a mask-aware plan covers, and no other.
+        tune: makes the plan anew, for the same mask and layout and another ratio of KV to query
+            bytes; owners and cuts of its shards may differ.
+    """
+
+    __slots__ = (
+        "_memo",
+        "_script",
+        "_steps",
+        "cuts",
+        "default_save",
+        "head_split",
+        "made_for",
+        "name",
+        "num_head_groups",
+        "owners",
+        "replicated_queries",
+        "tune",
+        "world_size",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        num_head_groups: int,
+        owners: Owners,
+        steps: Iterable[Step] | None = None,
+        *,
+        script: Callable[[int], tuple[RankStep, ...]] | None = None,
+        cuts: Rows | None = None,
+        default_save: str = "replay",
+        replicated_queries: bool = False,
+        head_split: tuple[int, Any] | None = None,
+        made_for: tuple[Hashable, Hashable] | None = None,
+        tune: Callable[[float], Plan] | None = None,
+    ):
+        if world_size < 1:
+            raise ValueError(f"world_size ({world_size}) must be at least 1")
+        if (steps is None) == (script is None):
+            raise ValueError("a plan takes either steps or script, and not both")
+        fixed = None if steps is None else tuple(_canonical(step) for step in steps)
+        for field, value in (
+            ("name", name),
+            ("world_size", world_size),
+            ("num_head_groups", num_head_groups),
+            ("owners", owners),
+            ("cuts", cuts),
+            ("default_save", default_save),
+            ("replicated_queries", replicated_queries),
+            ("head_split", head_split),
+            ("made_for", made_for),
+            ("tune", tune),
+            ("_steps", fixed),
+            ("_script", script),
+            ("_memo", {}),
+        ):
+            object.__setattr__(self, field, value)
+
+    def __setattr__(self, field: str, value: Any) -> None:
+        raise AttributeError(f"a plan is frozen; make a new one to change {field}")
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text, equal for equal plans of one origin; it builds no script's steps."""
+        if self.scripted:
+            return self.name
+        return self.memo("fingerprint", (), self._digested_name)
+
+    def _digested_name(self) -> str:
+        return f"{self.name} {blake2b(repr(self._key()).encode(), digest_size=8).hexdigest()}"
+
+    def num_shards(self, side: Side) -> int:
+        return len(self.owners[side])
+
+    def home(self, side: Side, shard: int) -> int:
+        return self.owners[side][shard][0]
+
+    @property
+    def scripted(self) -> bool:
+        """Whether the plan is written per rank, so that one rank's steps need not build all."""
+        return self._script is not None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of all ranks."""
+        known: tuple[Step, ...] | None = self._steps
+        if known is None:
+            known = _join([self.rank_steps(rank) for rank in range(self.world_size)])
+            object.__setattr__(self, "_steps", known)
+        return known
+
+    def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
+        """One rank's steps, without building the others' where a script allows."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
+        if self._script is not None:
+            return self._script(rank)
+        return self.memo("by rank", (), lambda: _split(self._steps, self.world_size))[rank]
+
+    def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
+        """The plan for these heads: a strategy's own, a mask-aware one's weighed for them."""
+        if self.tune is None:
+            return self
+        tune, kv_bytes = self.tune, 2 * num_kv_heads / num_heads
+        return self.memo("tuned", kv_bytes, lambda: tune(kv_bytes))
+
+    def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
+        """This plan with other steps, a value of its own: nobody can make it anew or compose it."""
+        return self.changed(
+            name=name, steps=steps, script=None, head_split=None, made_for=None, tune=None
+        )
+
+    def changed(self, **fields: Any) -> Plan:
+        """This plan with other values of some of its arguments; its steps are not built for it."""
+        known = {
+            "name": self.name,
+            "world_size": self.world_size,
+            "num_head_groups": self.num_head_groups,
+            "owners": self.owners,
+            "script": self.rank_steps,
+            "cuts": self.cuts,
+            "default_save": self.default_save,
+            "replicated_queries": self.replicated_queries,
+            "head_split": self.head_split,
+            "made_for": self.made_for,
+            "tune": self.tune,
+        }
+        return Plan(**{**known, **fields})
+
+    def memo(self, kind: str, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
+        """A value derived from this plan, kept for the most recent keys of its kind."""
+        known: OrderedDict[Hashable, Any] = self._memo.setdefault(kind, OrderedDict())
+        if key in known:
+            known.move_to_end(key)
+            return known[key]
+        value = known[key] = build()
+        while len(known) > keep:
+            known.popitem(last=False)
+        return value
+
+    def _key(self) -> tuple:
+        return (
+            self.world_size,
+            self.num_head_groups,
+            self.owners,
+            self.cuts,
+            self.default_save,
+            self.replicated_queries,
+            self.steps,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Plan) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return self.memo("hash", (), lambda: hash(self._key()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the steps, but not what remakes or composes the plan."""
+        names = "cuts", "default_save", "replicated_queries", "made_for"
+        make = partial(Plan, **{name: getattr(self, name) for name in names})
+        return make, (self.name, self.world_size, self.num_head_groups, self.owners, self.steps)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.name!r}, world_size={self.world_size})"
+
+
+def _canonical(step: Step) -> Step:
+    tiles = tuple(tuple(Tile(*tile) for tile in tiles) for tiles in step.tiles)
+    return Step(tiles, tuple(sorted(step.transfers, key=transfer_order)))
+
+
+def _join(parts: list[tuple[RankStep, ...]]) -> tuple[Step, ...]:
+    steps = []
+    for number in range(max(len(part) for part in parts)):
+        row = [part[number] if number < len(part) else RankStep() for part in parts]
+        sent = [transfer for share in row for transfer in share.sends]
+        received = {transfer for share in row for transfer in share.recvs}
+        for transfer in received.symmetric_difference(sent):
+            ends = f"from rank {transfer.src} to rank {transfer.dst}"
+            message = f"step {number}: {transfer.item} {ends} is known to one end only"
+            raise PlanError(message, number, transfer.dst, transfer.item)
+        steps.append(_canonical(Step(tuple(share.tiles for share in row), tuple(sent))))
+    return tuple(steps)
+
+
+def _split(steps: tuple[Step, ...], world_size: int) -> list[tuple[RankStep, ...]]:
+    parts: list[list[RankStep]] = [[] for _ in range(world_size)]
+    for step in steps:
+        sends: list[list[Transfer]] = [[] for _ in range(world_size)]
+        recvs: list[list[Transfer]] = [[] for _ in range(world_size)]
+        for transfer in step.transfers:
+            sends[transfer.src].append(transfer)
+            recvs[transfer.dst].append(transfer)
+        for rank, part in enumerate(parts):
+            part.append(RankStep(step.tiles[rank], tuple(sends[rank]), tuple(recvs[rank])))
+    return [tuple(part) for part in parts]

@@ -1,0 +1,138 @@
+"""What an item weighs: the tensors that each side and role carries in each pass, as data.
+
+            | Q operand           | Q partial          | KV operand | KV partial
+    forward | q                   | out, lse (by lse)  | k, v       | -
+    backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
+
+One table for executor, volume and simulator, so that what is counted is what travels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilewise.plan.ir import Item, Role, Side
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
+
+
+class Field(NamedTuple):
+    """One tensor of an item: [rows, batch, heads, width] of a dtype."""
+
+    name: str
+    width: int
+    dtype: str
+
+
+class Payload(NamedTuple):
+    """The travelling tensors of one pass, for one head group.
+
+    Args:
+        backward: which pass.
+        num_heads, num_kv_heads: of one head group.
+        dtype: of q, k, v; lse and delta are float32 (float64 for float64).
+        wire_dtype: of travelling out, dq, dk, dv.
+        saved: operands gathered in the forward pass are still there, and do not travel again.
+    """
+
+    backward: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    wire_dtype: str
+    saved: bool = False
+
+    def fields(self, side: Side, role: Role) -> tuple[Field, ...]:
+        """The tensors of an item, in the order in which they are packed."""
+        inputs, outputs = (
+            ("q",) if side is Side.Q else ("k", "v"),
+            ("dq",) if side is Side.Q else ("dk", "dv"),
+        )
+        statistic = accumulator(self.dtype)
+        if role is Role.OPERAND:
+            kept = (
+                []
+                if self.backward and self.saved
+                else [Field(x, self.head_dim, self.dtype) for x in inputs]
+            )
+            if self.backward and side is Side.Q:
+                kept.append(Field("dout", self.head_dim, self.dtype))
+                kept += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
+            return tuple(kept)
+        if self.backward:
+            return tuple(Field(x, self.head_dim, self.wire_dtype) for x in outputs)
+        return (
+            (Field("out", self.head_dim, self.wire_dtype), Field("lse", 1, statistic))
+            if side is Side.Q
+            else ()
+        )
+
+    @property
+    def carries(self) -> frozenset[tuple[Side, Role]]:
+        """The sides and roles that have any bytes."""
+        return frozenset((side, role) for side in Side for role in Role if self.fields(side, role))
+
+    def heads(self, side: Side) -> int:
+        return self.num_heads if side is Side.Q else self.num_kv_heads
+
+    def row_bytes(self, item: Item) -> int:
+        """Bytes of one token of an item."""
+        fields = self.fields(item.side, item.role)
+        return self.heads(item.side) * sum(f.width * ITEM_BYTES(f.dtype) for f in fields)
+
+    def in_place(self, item: Item) -> bool:
+        """Whether packed fields of an item are aligned, so that they can be used where they lie."""
+        fields, heads = self.fields(item.side, item.role), self.heads(item.side)
+        widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
+        return all(heads * f.width * ITEM_BYTES(f.dtype) % widest == 0 for f in fields)
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype in which partials are kept and merged, lse always."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+class HeadGroups(NamedTuple):
+    """How heads are cut into equal groups; every group has the KV heads that its queries read."""
+
+    num_heads: int
+    num_kv_heads: int
+    groups: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Query heads and KV heads of one group."""
+        return self.num_heads // self.groups, max(1, self.num_kv_heads // self.groups)
+
+    def slice(self, side: Side, group: int) -> slice:
+        """The heads of a group, of all of a tensor's."""
+        size = self.size[side]
+        start = group * size if side is Side.Q else group * self.num_kv_heads // self.groups
+        return slice(start, start + size)
+
+
+def head_groups(num_heads: int, num_kv_heads: int, groups: int) -> HeadGroups:
+    """Cut heads into groups, as ulysses does by its degree.
+
+    Raises:
+        ValueError: unless groups divides num_heads and divides or is divided by num_kv_heads.
+    """
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
+        )
+
+    def works(degree: int) -> bool:
+        return num_heads % degree == 0 and (
+            num_kv_heads % degree == 0 or degree % num_kv_heads == 0
+        )
+
+    if not works(groups):
+        good = [degree for degree in range(1, num_heads + 1) if works(degree)]
+        raise ValueError(
+            f"a ulysses degree of {groups} must divide num_heads ({num_heads}) and divide or be "
+            f"divided by num_kv_heads ({num_kv_heads}); "
+            f"degrees that work: {', '.join(map(str, good))}"
+        )
+    return HeadGroups(num_heads, num_kv_heads, groups)

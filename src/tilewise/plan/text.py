@@ -1,0 +1,173 @@
+"""A plan as text: a step x rank grid that people read and `parse` reads back.
+
+    step | rank 0            | rank 1
+       0 | q0xkv0 kv0>1      | q1xkv1 kv1>0
+       1 | q0xkv1            | q1xkv0
+       2 | kv1*>1            | kv0*>0
+
+q0,1xkv2 is a tile; kv0>1 sends an operand to rank 1, kv0*>1 a partial, q0!>1 a result; /2 is head
+group 2; [0:5,8:9] are the rows sent if not all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tilewise.arguments import must_be
+from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
+
+_TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
+_HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[([\d:,]+)\])?>(\d+)$")
+_ROLES = (("", Role.OPERAND), ("*", Role.PARTIAL), ("!", Role.RESULT))
+
+
+def show(plan: Plan) -> str:
+    """The plan as a grid; the inverse of parse.
+
+    The header names the plan, its world and who holds each shard from the start.
+    """
+    must_be(Plan, "plan", plan)
+    lines = [
+        f"plan: {plan.name}",
+        f"ranks: {plan.world_size}, head groups: {plan.num_head_groups}",
+        *(f"{side.name.lower()} held by: {_held_by(plan.owners[side])}" for side in Side),
+    ]
+    if plan.cuts is not None:
+        lines.append(f"cuts: {' '.join(f'{start}:{stop}' for start, stop in plan.cuts)}")
+    lines.append(f"save: {plan.default_save}")
+    if plan.replicated_queries:
+        lines.append("queries: replicated")
+    rows = [(number, _cells(step)) for number, step in enumerate(plan.steps)]
+    return "\n".join([*lines, *_grid(range(plan.world_size), rows)]) + "\n"
+
+
+def show_around(plan: Plan, step: int | None, rank: int | None, reach: int = 3) -> str:
+    """The part of the grid around a step and a rank, with their cell marked."""
+    steps, middle = plan.steps, 0 if rank is None else rank
+    last = len(steps) if step is None else step + reach
+    ranks = range(max(0, middle - reach), min(plan.world_size, middle + reach + 1))
+    rows = []
+    for number in range(max(0, last - 2 * reach), min(len(steps), last + 1)):
+        cells = _cells(steps[number])
+        if number == step and rank is not None and rank < len(cells):
+            cells[rank] = f"-->{cells[rank]}<--"
+        rows.append((number, [cells[r] if r < len(cells) else "?" for r in ranks]))
+    return "\n".join(_grid(ranks, rows))
+
+
+def parse(text: str) -> Plan:
+    """The plan that show wrote.
+
+    Raises:
+        ValueError: naming the line that cannot be read.
+    """
+    lines = [line.rstrip() for line in text.strip().splitlines()]
+    head = {}
+    while lines and ": " in lines[0] and not lines[0].lstrip().startswith("step"):
+        key, _, value = lines.pop(0).partition(": ")
+        head[key] = value
+    try:
+        name, q, kv = head["plan"], head["q held by"], head["kv held by"]
+        world, groups = (
+            int(word.split(": ")[-1]) for word in f"ranks: {head['ranks']}".split(", ")
+        )
+        owners: Owners = (_holders(q), _holders(kv))
+        cuts = _rows(head["cuts"].replace(" ", ",")) if "cuts" in head else None
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"a plan begins with the lines plan, ranks, q held by, kv held by: {error!r}"
+        ) from None
+    steps = [_step(number, line, world) for number, line in enumerate(lines[1:])]
+    save = head.get("save", "replay")
+    return Plan(
+        name,
+        world,
+        groups,
+        owners,
+        steps,
+        cuts=cuts,
+        default_save=save,
+        replicated_queries="queries" in head,
+    )
+
+
+def _held_by(owners: Sequence[Sequence[int]]) -> str:
+    return " ".join("+".join(map(str, holders)) for holders in owners)
+
+
+def _cells(step: Step) -> list[str]:
+    words: list[list[str]] = [[_tile_word(tile) for tile in tiles] for tiles in step.tiles]
+    for hop in step.transfers:
+        if 0 <= hop.src < len(words):
+            words[hop.src].append(_hop_word(hop))
+    return [" ".join(mine) or "." for mine in words]
+
+
+def _grid(ranks: Iterable[int], rows: Sequence[tuple[int, list[str]]]) -> list[str]:
+    table = [
+        ["step", *(f"rank {rank}" for rank in ranks)],
+        *([str(n), *cells] for n, cells in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        " | ".join([line[0].rjust(widths[0]), *map(str.ljust, line[1:], widths[1:])]).rstrip()
+        for line in table
+    ]
+
+
+def _tile_word(tile: Tile) -> str:
+    q, kv = (",".join(map(str, shards)) for shards in (tile.q, tile.kv))
+    return f"q{q}xkv{kv}" + (f"/{tile.heads}" if tile.heads else "")
+
+
+def _hop_word(hop: Transfer) -> str:
+    rows = "" if hop.rows is None else "[" + ",".join(f"{a}:{b}" for a, b in hop.rows) + "]"
+    return f"{hop.item}{rows}>{hop.dst}"
+
+
+def _step(number: int, line: str, world: int) -> Step:
+    label, *cells = line.split("|")
+    if label.strip() != str(number) or len(cells) != world:
+        raise ValueError(
+            f"line {line[:60]!r} must be step {number} with {world} cells, one per rank"
+        )
+    tiles: list[tuple[Tile, ...]] = []
+    hops: list[Transfer] = []
+    for rank, cell in enumerate(cells):
+        words = [] if cell.strip() == "." else cell.split()
+        tiles.append(tuple(_read_tile(word) for word in words if _TILE.match(word)))
+        hops += [_read_hop(word, rank, number) for word in words if not _TILE.match(word)]
+    return Step(tuple(tiles), tuple(hops))
+
+
+def _read_tile(word: str) -> Tile:
+    match = _TILE.match(word)
+    assert match
+    q, kv, heads = match.groups()
+    return Tile(_numbers(q), _numbers(kv), int(heads or 0))
+
+
+def _read_hop(word: str, rank: int, number: int) -> Transfer:
+    match = _HOP.match(word)
+    if not match:
+        raise ValueError(
+            f"step {number}, rank {rank}: {word!r} is neither a tile (q0xkv1) "
+            "nor a transfer (kv0>1)"
+        )
+    side, shard, heads, mark, rows, dst = match.groups()
+    item = Item(Side[side.upper()], dict(_ROLES)[mark], int(shard), int(heads or 0))
+    return Transfer(item, rank, int(dst), _rows(rows) if rows else None)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
+
+
+def _rows(text: str) -> Rows:
+    pairs = (word.split(":") for word in text.split(","))
+    return tuple((int(a), int(b)) for a, b in pairs)
+
+
+def _holders(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(rank) for rank in word.split("+")) for word in text.split())

@@ -1,0 +1,132 @@
+"""One pass of a workload on a machine, seen by those who weigh plans for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilewise.compiler.symmetry import all_alike
+from tilewise.layouts.layout import Layout
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import Payload, head_groups
+from tilewise.planning.options import Option
+from tilewise.simulation.costs import MATMULS, Costs
+from tilewise.simulation.machine import Kernel, Machine
+from tilewise.simulation.network import BETWEEN, INSIDE, blocks
+from tilewise.simulation.simulator import EXACT_RANKS
+from tilewise.strategies.ring import ring
+from tilewise.workload import Workload
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A pass to plan for.
+
+    Args:
+        work: its layout is a Layout, its save is "replay" or "gathered".
+    """
+
+    work: Workload
+    machine: Machine
+    world_size: int
+    backward: bool
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.work.layout_for(self.world_size)
+
+    @cached_property
+    def alike(self) -> bool | None:
+        """As symmetry.all_alike, for plans that are made for no mask."""
+        return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether every rank is simulated by itself."""
+        return self.alike is None or (self.alike and not self.rough)
+
+    @property
+    def rough(self) -> bool:
+        """Whether ranks are first taken to send equally much, which some do not.
+
+        They compute alike: that takes milliseconds, and replaying them all a second. Where nodes
+        are not all full, it is too far off to choose by.
+        """
+        whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
+        return bool(self.alike) and whole and self.world_size > EXACT_RANKS
+
+    def share(self, option: Option) -> float:
+        """The least share of a shard's bytes that is left after pruning, of any that is read.
+
+        Under a causal mask on zigzag shards that is half; the simulator prunes unless it finds
+        ranks that are alike on the machine too.
+        """
+        if self.alike is None:
+            return 0.0
+        exact = self.world_size <= EXACT_RANKS
+        return 0.5 if self.alike and (exact or not self._symmetric(option)) else 1.0
+
+    def _symmetric(self, option: Option) -> bool:
+        """Whether groups of ranks that are alike and those who share NICs or nodes nest."""
+        groups = [option.degree * place for place in option.shape.places]
+        shared = [b for b in blocks(self.machine, self.world_size) if b < self.world_size]
+        return bool(groups) and all(
+            self.world_size % block == 0 and (block % group == 0 or group % block == 0)
+            for group in (option.degree, *groups)
+            for block in shared
+        )
+
+    @cached_property
+    def flop(self) -> float:
+        """Of all ranks together."""
+        tokens = (0, self.work.num_tokens)
+        return self.pair_flop * int(self.work.mask.area(tokens, tokens))
+
+    @property
+    def pair_flop(self) -> float:
+        """Of an allowed pair of tokens, all heads."""
+        return 2.0 * MATMULS[self.backward] * self.work.num_heads * self.work.head_dim
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        return self.machine.kernel(self.work.dtype, self.backward, self.work.head_dim)
+
+    def payload(self, degree: int) -> Payload:
+        """What travels where heads are split by a degree."""
+        work = self.work
+        sizes = head_groups(work.num_heads, work.num_kv_heads, degree).size
+        saved = self.backward and work.save == "gathered"
+        wire = work.wire_dtype or work.dtype
+        return Payload(self.backward, *sizes, work.head_dim, work.dtype, wire, saved)
+
+    def costs(self, plan: Plan) -> Costs:
+        """Prices of whole shards: for plans and masks whose cells are alike."""
+        layouts = self.layout, self.layout
+        payload = self.payload(plan.num_head_groups)
+        alike = bool(self.alike)
+        return Costs(self.work, self.machine, payload, layouts, self.kernel, None, alike)
+
+    @cached_property
+    def nic(self) -> float:
+        """Bytes per second of one message between nodes that has the network to itself."""
+        machine = self.machine
+        own = machine.nics if machine.pooled else max(1, machine.nics // machine.node_size)
+        return machine.between.bandwidth * own
+
+    @property
+    def nic_sharers(self) -> int:
+        """Neighbouring ranks whose messages between nodes share `nic`."""
+        machine = self.machine
+        return machine.node_size if machine.pooled else max(1, machine.node_size // machine.nics)
+
+    def bandwidths(self) -> dict[str, float]:
+        return {INSIDE: self.machine.inside.bandwidth, BETWEEN: self.nic}
+
+    def best_speed(self, queries: float, keys: float) -> float:
+        """The highest FLOP per second of a kernel of at most so many rows."""
+        kernel = self.kernel
+        return max(
+            kernel.speed(q, k)
+            for q in (*(x for x in kernel.queries if x < queries), queries)
+            for k in (*(x for x in kernel.keys if x < keys), keys)
+        )

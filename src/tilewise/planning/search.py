@@ -1,0 +1,136 @@
+"""The planner: the fastest way to run a workload on a cluster that one may not have.
+
+    best = tw.search(work, tw.Machine.preset("h100x8"), world_size=256)[0]
+    tw.attention(q, k, v, plan=best.plan, backward_plan=best.backward_plan, layout=best.layout, ...)
+
+Forward and backward are searched apart, since they share nothing but who owns what.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import lru_cache
+
+from tilewise.arguments import must_be
+from tilewise.plan.gc_pause import collector_at_rest
+from tilewise.plan.ir import Plan
+from tilewise.planning.bounds import least_seconds
+from tilewise.planning.candidate import Candidate, Distances
+from tilewise.planning.candidate_format import with_save
+from tilewise.planning.evening import evened
+from tilewise.planning.least_bytes import least_bytes
+from tilewise.planning.options import EVERY_RANK, options
+from tilewise.planning.pairs import Effort, Pair, Pairs
+from tilewise.planning.reasons import reason
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import EXACT_RANKS, Simulation
+from tilewise.workload import Workload
+
+PROMISING = 4, 2
+"""Options that are simulated in a pass where the choice must not take long, of few ranks and of
+more than EVERY_RANK."""
+
+
+@collector_at_rest()
+def search(
+    work: Workload,
+    machine: Machine,
+    *,
+    world_size: int,
+    memory_bytes: int | None = None,
+) -> list[Candidate]:
+    """Rank the ways to run a workload, the fastest first; equally fast ones by simplicity.
+
+    The first is the fastest of all options in both passes, simulated; of many causal ranks, the
+    fastest of those that are roughly the fastest, see docs/planner.md. The others are the best of
+    the other strategies, as far as they were needed to know that.
+
+    Args:
+        work: its layout is kept, and its save if it has one; save None leaves that to the search.
+        memory_bytes: per rank; None: the machine's.
+    Raises:
+        ValueError: if nothing fits the memory; it names what needs least, and how much that is.
+    """
+    must_be(Workload, "work", work)
+    must_be(Machine, "machine", machine)
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be at least 1")
+    memory = machine.memory_bytes if memory_bytes is None else memory_bytes
+    if memory < 1:
+        raise ValueError(f"memory_bytes ({memory}) must be at least 1")
+    layout = work.layout_for(world_size)
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"the workload's layout is for {layout.world_size} ranks, not for {world_size}; "
+            "make it for these"
+        )
+    fixed = replace(work, layout=layout)
+    even = evened(fixed, world_size) if world_size > EXACT_RANKS else fixed
+    tried = options(even, world_size, machine.node_size)
+    found = Pairs(even, machine, tried, memory, Effort())
+    pairs = found.ranked()
+    if found.lacks_memory:
+        tried = options(even, world_size, machine.node_size, held=True)
+        found = Pairs(even, machine, tried, memory, Effort())
+        pairs = found.ranked()
+    ring = found.ring_seconds()
+    distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
+    candidates = [_candidate(pair, fixed, machine, distances) for pair in pairs]
+    rows = tuple(candidate.row for candidate in candidates)
+    return [
+        replace(candidate, rows=rows, reason=reason(candidate.row, rows, ring) + _told(even, fixed))
+        for candidate in candidates
+    ]
+
+
+@lru_cache(maxsize=64)
+def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, Plan]:
+    """Plans for forward and backward that are likely among the fastest, found in little time.
+
+    The options of the lowest bounds are simulated, a few in each pass: the usual ones, and those
+    made for the mask. Nothing that forward gathered is kept where that takes memory. What is
+    chosen depends on the arguments alone.
+    """
+    even = evened(replace(work, layout=work.layout_for(world_size)), world_size)
+    tried = options(even, world_size, machine.node_size, usual=True)
+    effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False, exact=False)
+    best = Pairs(even, machine, tried, sys.maxsize, effort).ranked()[0]
+    return _plans(best)
+
+
+def _told(even: Workload, work: Workload) -> str:
+    if even.num_tokens == work.num_tokens:
+        return ""
+    return (
+        f" Times are those of {even.num_tokens} tokens, the next number that all ranks share "
+        "equally."
+    )
+
+
+def _plans(pair: Pair) -> tuple[Plan, Plan]:
+    forward, backward = pair.forward, pair.backward
+    plan = with_save(forward.plan, pair.save)
+    return plan, plan if backward.option == forward.option else with_save(backward.plan, pair.save)
+
+
+def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distances) -> Candidate:
+    forward, backward = pair.forward, pair.backward
+    plan, other = _plans(pair)
+    found = Simulation(forward.timeline, backward.timeline, (forward.symmetry, backward.symmetry))
+    return Candidate(
+        work,
+        machine,
+        pair.strategy,
+        plan,
+        other,
+        work.layout_for(plan.world_size),
+        pair.save,
+        work.wire_dtype or work.dtype,
+        found.forward_seconds,
+        found.backward_seconds,
+        found.exposed_seconds,
+        found.bytes_by_link,
+        pair.peak_bytes,
+        distances,
+    )

@@ -1,0 +1,1 @@
+"""A program timed on a machine that is described by numbers."""

@@ -1,0 +1,159 @@
+"""What one pass of a workload costs: bytes of messages and of memory, seconds of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilewise.layouts.layout import Layout
+from tilewise.layouts.support import Cell
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
+from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
+from tilewise.plan.row_ranges import count
+from tilewise.simulation.machine import Kernel, Machine
+from tilewise.workload import Workload
+
+MATMULS = (2, 5)
+"""Products of [queries, keys, head_dim] in forward and in backward.
+
+q k and p v; q k again, dout v, dv, dq and dk.
+"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices of one pass.
+
+    Args:
+        layouts: of the query and the KV shards.
+        cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
+        halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
+            mask has; a shard with itself has half a cell a row more.
+    """
+
+    work: Workload
+    machine: Machine
+    payload: Payload
+    layouts: tuple[Layout, Layout]
+    kernel: Kernel
+    cells: Mapping[tuple[int, int], Cell] | None = None
+    halved: bool = False
+
+    @cached_property
+    def _row_bytes(self) -> dict[tuple[Side, Role], int]:
+        parts = ((side, role) for side in Side for role in Role)
+        return {part: self.payload.row_bytes(Item(*part, 0)) for part in parts}
+
+    @cached_property
+    def _row_values(self) -> dict[Side, int]:
+        """Numbers in one row of a partial."""
+        return {
+            side: self.payload.heads(side)
+            * sum(field.width for field in self.payload.fields(side, Role.PARTIAL))
+            for side in Side
+        }
+
+    @cached_property
+    def packed(self) -> frozenset[Side]:
+        """The sides whose operands are several tensors, copied side by side before they leave."""
+        return frozenset(s for s in Side if len(self.payload.fields(s, Role.OPERAND)) > 1)
+
+    @cached_property
+    def _known_seconds(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def message_bytes(self, hop: Transfer) -> int:
+        side, role, shard, _ = hop.item
+        return count(hop.rows, self.layouts[side].sizes[shard]) * self._row_bytes[side, role]
+
+    def partial_bytes(self, item: Item) -> int:
+        """A partial as it is accumulated: the whole shard, in the accumulator's dtype."""
+        values = self.layouts[item.side].size(item.shard) * self._row_values[item.side]
+        return values * ITEM_BYTES(accumulator(self.payload.dtype))
+
+    def area(self, tile: Tile) -> int:
+        """Allowed pairs of a tile."""
+        if self.cells is not None:
+            pairs = ((q, kv) for q in tile.q for kv in tile.kv)
+            return sum(self.cells[pair].area for pair in pairs if pair in self.cells)
+        rows = self.layouts[0].size(0), self.layouts[1].size(0)
+        area = len(tile.q) * len(tile.kv) * rows[0] * rows[1]
+        if not self.halved:
+            return area
+        return (area + len({*tile.q} & {*tile.kv}) * rows[0]) // 2
+
+    def _edge_rows(self, tile: Tile) -> int:
+        """Queries at an edge of the mask: those of shard pairs that are no full rectangle."""
+        rows = self.layouts[0].sizes
+        if self.cells is None:
+            return sum(rows[s] for s in {*tile.q} & {*tile.kv}) if self.halved else 0
+        cells = (self.cells.get((q, kv)) for q in tile.q for kv in tile.kv)
+        return sum(
+            count(cell.q_rows, 0)
+            for cell in cells
+            if cell and cell.area < count(cell.q_rows, 0) * count(cell.k_rows, 0)
+        )
+
+    def tile_seconds(self, tile: Tile) -> float:
+        """One kernel: its launch, and its FLOP at the speed of a tile of so many rows."""
+        area = self.area(tile)
+        if not area:
+            return 0.0
+        area += int(self.kernel.edge_keys * self._edge_rows(tile))
+        queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
+        seconds = self._known_seconds.get((queries, area))
+        if seconds is None:
+            payload = self.payload
+            flop = 2 * MATMULS[payload.backward] * area * payload.num_heads * payload.head_dim
+            launch = self.machine.launch_seconds + self.kernel.launch_seconds
+            seconds = launch + flop / self.kernel.speed(queries, area / queries)
+            self._known_seconds[queries, area] = seconds
+        return seconds + self._gathering_seconds(tile, area)
+
+    def _gathering_seconds(self, tile: Tile, area: int) -> float:
+        """Copying keys together: under a mask a call reads parts of shards that lie apart."""
+        q, kv = (
+            sum(layout.sizes[shard] for shard in shards)
+            for layout, shards in zip(self.layouts, tile[:2], strict=True)
+        )
+        if len(tile.kv) == 1 or area >= q * kv:
+            return 0.0
+        return self.pack_seconds(kv * self._row_bytes[Side.KV, Role.OPERAND])
+
+    def call_seconds(self, plan: Plan, rank: int) -> float:
+        """A rank's own time around its program, most of it before: agreement, views, results."""
+        machine, backward = self.machine, self.payload.backward
+        seconds = machine.call_seconds[backward]
+        if not backward:
+            seconds += machine.agree_seconds * (plan.world_size - 1)
+        elif machine.pack_bandwidth:
+            seconds += self.own_bytes(plan, rank) / machine.pack_bandwidth
+        return seconds
+
+    def merge_seconds(self, item: Item, rows: Rows | None = None) -> float:
+        """Adding to a partial that is there."""
+        machine = self.machine
+        if machine.merge_bandwidth is None:
+            return machine.merge_seconds
+        size = self.layouts[item.side].size(item.shard)
+        share = count(rows, size) / max(size, 1)
+        return machine.merge_seconds + share * self.partial_bytes(item) / machine.merge_bandwidth
+
+    def pack_seconds(self, num_bytes: int) -> float:
+        """Copying rows into a message."""
+        bandwidth = self.machine.pack_bandwidth
+        return num_bytes / bandwidth if bandwidth else 0.0
+
+    def own_bytes(self, plan: Plan, rank: int) -> int:
+        """What a rank holds from the start: q, k, v; in backward also out, dout, lse and delta."""
+        work = self.work
+        rows = [
+            sum(layout.size(s) for s, ranks in enumerate(holders) if rank in ranks)
+            for holders, layout in zip(plan.owners, self.layouts, strict=True)
+        ]
+        value = work.head_dim * ITEM_BYTES(work.dtype)
+        q = work.num_heads * value
+        if self.payload.backward:
+            q = 3 * q + 2 * work.num_heads * ITEM_BYTES(accumulator(work.dtype))
+        return rows[Side.Q] * q + rows[Side.KV] * 2 * work.num_kv_heads * value

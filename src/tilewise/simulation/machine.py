@@ -1,0 +1,295 @@
+"""The machine: nodes of devices, what their links carry, how fast kernels are, how much memory.
+
+A value without any measurement in it: the simulator reads it, a data sheet or a calibration writes
+it. It stands alone so that a cluster one does not have can be described in a file.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.plan.payload import ITEM_BYTES
+from tilewise.simulation.machine_files import (
+    parse_toml,
+    preset_fields,
+    preset_names,
+    read_text,
+    write_toml,
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one port carries in each direction.
+
+    Args:
+        bandwidth: bytes per second, one way; the other way has as much of its own.
+        latency: seconds between a message's launch and its first byte.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """FLOP per second of one dtype and pass over a grid of tile sizes, interpolated in log scale.
+
+    Outside the grid its nearest edge counts.
+
+    Args:
+        queries, keys: ascending numbers of rows.
+        flops: per number of queries, per number of keys.
+        head_dim: that these are for; 0: for all.
+        launch_seconds: of every call, however small, beside its FLOP.
+        edge_keys: computed in vain for every query at a mask's edge, as blocks overhang it.
+    """
+
+    dtype: str
+    backward: bool
+    queries: tuple[float, ...]
+    keys: tuple[float, ...]
+    flops: tuple[tuple[float, ...], ...]
+    head_dim: int = 0
+    launch_seconds: float = 0.0
+    edge_keys: float = 0.0
+
+    def speed(self, queries: float, keys: float) -> float:
+        """FLOP per second of a tile of so many rows."""
+        (i, a), (j, b) = _place(self.queries, queries), _place(self.keys, keys)
+        upper, lower = self.flops[i], self.flops[min(i + 1, len(self.flops) - 1)]
+        right = min(j + 1, len(self.keys) - 1)
+        corners = upper[j], upper[right], lower[j], lower[right]
+        weights = (1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b
+        return math.exp(sum(w * math.log(f) for w, f in zip(weights, corners, strict=True)))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal devices; rank r is device r % node_size of node r // node_size.
+
+    Args:
+        inside: every device's port to the others of its node, which share nothing else.
+        between: one NIC. Neighbouring devices of a node share a NIC if there are fewer NICs than
+            devices; pooled: every transfer may use all NICs of its node.
+        nics: per node.
+        kernels: FLOP per second by dtype and pass, and by head_dim where they differ.
+        launch_seconds: before every kernel.
+        message_seconds: a rank's own time for each message that it posts, sent or received.
+        carry_seconds: for which a message, however short, keeps its link and copy_cores busy.
+        call_seconds: a rank's own time around a forward and around a backward pass.
+        agree_seconds: per other rank, for the records that are compared before a forward pass.
+        merge_seconds: for every partial that is added to one that is there.
+        merge_bandwidth, pack_bandwidth: bytes per second of partials merged, and of rows copied
+            into messages and of the passes' own tensors; None: takes no time.
+        memory_bytes: per device.
+        rack_nodes, across: nodes per rack, and the rack's one link to all others (None: no racks).
+        cores, core_sharers: so many kernels at once run at full speed among core_sharers
+            neighbouring devices (default: a node's); None: devices share no cores.
+        copy_cores: cores that a message inside a node at full speed keeps busy at each end; others
+            keep as many busy per byte.
+        source: where the figures are from, and what is assumed.
+    """
+
+    name: str
+    node_size: int
+    inside: Link
+    between: Link
+    kernels: tuple[Kernel, ...]
+    nics: int = 1
+    pooled: bool = False
+    launch_seconds: float = 0.0
+    message_seconds: float = 0.0
+    carry_seconds: float = 0.0
+    call_seconds: tuple[float, float] = (0.0, 0.0)
+    agree_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    merge_bandwidth: float | None = None
+    pack_bandwidth: float | None = None
+    memory_bytes: int = 1 << 50
+    rack_nodes: int | None = None
+    across: Link | None = None
+    cores: float | None = None
+    core_sharers: int | None = None
+    copy_cores: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("node_size", "nics"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} ({getattr(self, what)}) must be at least 1")
+        if max(self.node_size, self.nics) % min(self.node_size, self.nics):
+            raise ValueError(
+                f"nics ({self.nics}) must divide node_size ({self.node_size}) or be divided by it"
+            )
+        if (self.rack_nodes is None) != (self.across is None):
+            raise ValueError("rack_nodes and across describe racks together: give both or neither")
+        for link in (self.inside, self.between, *([self.across] if self.across else [])):
+            if not (link.bandwidth > 0 and link.latency >= 0):
+                raise ValueError(
+                    f"{link} must have a bandwidth above 0 and a latency of at least 0"
+                )
+        _check_numbers(self)
+        for kernel in self.kernels:
+            _check_kernel(kernel)
+
+    @staticmethod
+    def preset(name: str) -> Machine:
+        """A machine from data sheets, such as "h100x8".
+
+        Raises:
+            ValueError: if there is none of this name; it lists those there are.
+        """
+        fields = preset_fields(name)
+        if fields is None:
+            raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
+        return _machine(fields, f"preset {name}")
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names that `preset` knows."""
+        return preset_names()
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """A machine from a TOML file, as `to_toml` writes it.
+
+        Raises:
+            ValueError: if the file is no TOML, or a field is missing, unknown or out of range.
+        """
+        return read_machine(read_text(Path(path)), str(path))
+
+    def to_toml(self) -> str:
+        return write_toml(self)
+
+    def scaled(self, bandwidth: float) -> Machine:
+        """This machine with the bandwidth of every link multiplied."""
+        inside, between, across = (
+            link and replace(link, bandwidth=link.bandwidth * bandwidth)
+            for link in (self.inside, self.between, self.across)
+        )
+        assert inside and between
+        return replace(self, inside=inside, between=between, across=across)
+
+    def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> Kernel:
+        """The speeds of a dtype and pass; float16 and bfloat16 stand in for each other.
+
+        Args:
+            head_dim: between two tables' the time of a pair of rows is interpolated; outside them
+                the nearest table counts. None: that of the largest.
+        Raises:
+            ValueError: if the machine has none.
+        """
+        twin = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, dtype)
+        for wanted in (dtype, twin):
+            found = [k for k in self.kernels if (k.dtype, k.backward) == (wanted, backward)]
+            if found:
+                return _between(sorted(found, key=lambda k: k.head_dim), head_dim)
+        known = ", ".join(sorted({kernel.dtype for kernel in self.kernels}))
+        which = "backward" if backward else "forward"
+        raise ValueError(
+            f"machine {self.name!r} has no {which} kernel speeds for {dtype}, only for {known}; "
+            "add a [[kernel]] table for it"
+        )
+
+
+def _between(kernels: list[Kernel], head_dim: int | None) -> Kernel:
+    """The table of a head_dim: one of these, ascending, or what lies between two of them."""
+    if head_dim is None or head_dim >= kernels[-1].head_dim:
+        return kernels[-1]
+    upper = next(i for i, kernel in enumerate(kernels) if kernel.head_dim > head_dim)
+    if not upper or kernels[upper - 1].head_dim == head_dim:
+        return kernels[max(upper - 1, 0)]
+    a, b = kernels[upper - 1], kernels[upper]
+    if (a.queries, a.keys) != (b.queries, b.keys):
+        raise ValueError(
+            f"the kernel tables of {a.dtype} for head_dim {a.head_dim} and {b.head_dim} must have "
+            "the same queries and keys"
+        )
+    share = (head_dim - a.head_dim) / (b.head_dim - a.head_dim)
+
+    def speed(x: float, y: float) -> float:
+        return head_dim / ((1 - share) * a.head_dim / x + share * b.head_dim / y)
+
+    rows = (map(speed, *row) for row in zip(a.flops, b.flops, strict=True))
+    launch = (1 - share) * a.launch_seconds + share * b.launch_seconds
+    flops = tuple(map(tuple, rows))
+    edge = (1 - share) * a.edge_keys + share * b.edge_keys
+    return replace(a, flops=flops, head_dim=head_dim, launch_seconds=launch, edge_keys=edge)
+
+
+def _check_numbers(machine: Machine) -> None:
+    for what in (
+        *("launch_seconds", "message_seconds", "carry_seconds"),
+        *("agree_seconds", "merge_seconds", "copy_cores"),
+    ):
+        if not getattr(machine, what) >= 0:
+            raise ValueError(f"{what} ({getattr(machine, what)}) must be at least 0")
+    if len(machine.call_seconds) != 2 or not min(machine.call_seconds) >= 0:
+        raise ValueError(f"call_seconds ({machine.call_seconds}) must be two numbers, 0 at least")
+    for what in ("cores", "merge_bandwidth", "pack_bandwidth"):
+        value = getattr(machine, what)
+        if value is not None and not value > 0:
+            raise ValueError(f"{what} ({value}) must be above 0, or left out")
+
+
+def _check_kernel(kernel: Kernel) -> None:
+    ITEM_BYTES(kernel.dtype)
+    for what in ("head_dim", "launch_seconds", "edge_keys"):
+        if not getattr(kernel, what) >= 0:
+            raise ValueError(f"kernel {kernel.dtype}: {what} must be at least 0")
+    for what, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
+            raise ValueError(f"kernel {kernel.dtype}: {what} {sizes} must be positive and ascend")
+    shape = [len(kernel.keys)] * len(kernel.queries)
+    if [len(row) for row in kernel.flops] != shape or not all(min(r) > 0 for r in kernel.flops):
+        raise ValueError(
+            f"kernel {kernel.dtype}: flops must be {len(kernel.queries)} rows of "
+            f"{len(kernel.keys)} positive numbers, one row per number of queries"
+        )
+
+
+def _place(sizes: tuple[float, ...], size: float) -> tuple[int, float]:
+    """The grid point at or below a size, and how far the size is to the next, in log scale."""
+    size = min(max(size, sizes[0]), sizes[-1])
+    index = min(bisect_right(sizes, size) - 1, max(len(sizes) - 2, 0))
+    if index + 1 >= len(sizes):
+        return index, 0.0
+    return index, math.log(size / sizes[index]) / math.log(sizes[index + 1] / sizes[index])
+
+
+def read_machine(text: str, where: str) -> Machine:
+    """A machine from the text of a file, which errors call `where`."""
+    return _machine(parse_toml(text, where), where)
+
+
+def _machine(fields: Mapping[str, Any], where: str) -> Machine:
+    """A machine from the tables of a file, whose name every error gives."""
+    fields = dict(fields)
+    try:
+        kernels = tuple(_kernel(table) for table in fields.pop("kernel", ()))
+        for link in ("inside", "between", "across"):
+            if link in fields:
+                fields[link] = Link(**fields[link])
+        if "call_seconds" in fields:
+            fields["call_seconds"] = tuple(map(float, fields["call_seconds"]))
+        return Machine(kernels=kernels, **fields)
+    except KeyError as error:
+        raise ValueError(f"{where}: a [[kernel]] table has no good {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _kernel(table: Mapping[str, Any]) -> Kernel:
+    if table["pass"] not in ("forward", "backward"):
+        raise ValueError(f"pass ({table['pass']!r}) of a kernel must be 'forward' or 'backward'")
+    flops = tuple(tuple(map(float, row)) for row in table["flops"])
+    queries, keys = (tuple(map(float, table[side])) for side in ("queries", "keys"))
+    width = int(table.get("head_dim", 0))
+    extra = (float(table.get(name, 0.0)) for name in ("launch_seconds", "edge_keys"))
+    return Kernel(table["dtype"], table["pass"] == "backward", queries, keys, flops, width, *extra)

@@ -1,0 +1,48 @@
+"""What the passes of all ranks of a plan have in common, as their memory is counted.
+
+It stands alone because it is made once, and every rank's program is then followed by it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilewise.compiler.shards import everything_needed
+from tilewise.layouts.layout import Layout
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import Payload, head_groups
+from tilewise.tiles.call_rows import Cut, Table
+from tilewise.workload import Workload, saving
+
+
+class Setting(NamedTuple):
+    """What the passes of a plan's ranks have in common.
+
+    Attributes:
+        forward: the payload of the forward pass, if backward finds operands that it kept.
+        keeps: whether a forward pass keeps operands.
+        everything: the mask allows all pairs.
+    """
+
+    plan: Plan
+    table: Table
+    payload: Payload
+    forward: Payload | None
+    keeps: bool
+    everything: bool
+
+
+def setting_of(
+    plan: Plan, work: Workload, layouts: tuple[Layout, Layout], backward: bool
+) -> Setting:
+    """What the ranks of a pass have in common; the plan is as it is lowered."""
+    groups = head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
+    gathered = saving(plan, work.save) == "gathered"
+    return Setting(
+        plan,
+        Table(layouts, work.mask, groups, Cut()),
+        work.payload(plan, backward),
+        work.payload(plan, False) if backward and gathered else None,
+        gathered and not backward,
+        everything_needed(work.mask, *layouts),
+    )

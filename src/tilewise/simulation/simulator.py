@@ -1,0 +1,296 @@
+"""The simulator: how long a plan takes on a machine, by replaying the programs that run it.
+
+    tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
+
+Ranks that are alike are simulated once. Merging and packing take time, and transfers slow kernels
+down, only where the machine says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewise.arguments import must_be
+from tilewise.compiler.lowering import lower
+from tilewise.compiler.program import Program
+from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.shards import check_made_for, shard_layouts, table_cells
+from tilewise.compiler.symmetry import Symmetry, all_alike, find_symmetry
+from tilewise.plan.ir import Plan
+from tilewise.simulation.chrome_trace import trace_text
+from tilewise.simulation.costs import Costs
+from tilewise.simulation.engine import RankUse, Replay, Timeline
+from tilewise.simulation.footprint import written_peaks
+from tilewise.simulation.halves import Halves
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.network import LINKS, Network, blocks
+from tilewise.simulation.relabelled import compile_relabelled
+from tilewise.simulation.setting import setting_of
+from tilewise.simulation.timeline_ops import compile_tracks
+from tilewise.workload import Workload, check_gathered, saving
+
+EXACT_RANKS = 64
+"""Up to so many ranks every one is simulated as pruned under a causal mask."""
+
+MOST_MESSAGES = 1 << 17
+"""Up to so many messages of a pass that is done with more ranks too, where programs are those of
+few ranks relabelled: ten thousand messages take about a second."""
+
+MOST_APART = 1024
+"""Up to so many ranks that are not alike are replayed unasked: more take many minutes."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Two passes of a plan on a machine.
+
+    Attributes:
+        forward, backward: timelines; a rank that stands for others is named alone.
+        symmetries: of each pass: which rank stands for which.
+    """
+
+    forward: Timeline
+    backward: Timeline
+    symmetries: tuple[Symmetry, Symmetry]
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.forward.seconds
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of waiting for messages of the rank that waits longest, both passes."""
+        return sum(max(use.exposed_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of kernels of the rank that computes longest, both passes."""
+        return sum(max(use.compute_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds after its last instruction of the rank that ends first, both passes."""
+        return sum(max(use.idle_seconds for use in p.ranks) for p in self._passes)
+
+    @property
+    def bytes_by_link(self) -> dict[str, int]:
+        """Bytes that the busiest rank sends in both passes, by the class of the link.
+
+        The busiest rank sends most bytes in all; among equals, most over the outer links.
+        """
+        uses = [self._bytes(rank) for rank in range(self.world_size)]
+
+        def load(links: dict[str, int]) -> tuple[int, ...]:
+            return sum(links.values()), *(links.get(link, 0) for link in reversed(LINKS))
+
+        return max(uses, key=load)
+
+    @property
+    def total_bytes_by_link(self) -> dict[str, int]:
+        """Bytes that all ranks send in both passes, by the class of the link."""
+        total: dict[str, int] = {}
+        for timeline in self._passes:
+            for use in timeline.ranks:
+                for link, sent in use.bytes_by_link.items():
+                    total[link] = total.get(link, 0) + use.members * sent
+        return total
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the rank that needs most, in the pass that needs most."""
+        return max(use.peak_bytes for timeline in self._passes for use in timeline.ranks)
+
+    @property
+    def world_size(self) -> int:
+        return self.symmetries[0].world_size
+
+    def use(self, rank: int) -> tuple[RankUse, RankUse]:
+        """How a rank spends forward and backward."""
+        first, other = (symmetry.first(rank) for symmetry in self.symmetries)
+        forward, backward = self._uses
+        return forward[first], backward[other]
+
+    def trace(self, path: str | Path) -> None:
+        """Write the timeline as JSON that Chrome's tracing page and Perfetto read.
+
+        One process per rank, or per rank that stands for others; backward follows forward.
+        """
+        Path(path).write_text(trace_text(self._passes), encoding="utf-8")
+
+    @property
+    def _passes(self) -> tuple[Timeline, Timeline]:
+        return self.forward, self.backward
+
+    @cached_property
+    def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
+        forward, backward = ({use.rank: use for use in part.ranks} for part in self._passes)
+        return forward, backward
+
+    def _bytes(self, rank: int) -> dict[str, int]:
+        links = [use.bytes_by_link for use in self.use(rank)]
+        return {
+            x: sum(part.get(x, 0) for part in links) for x in LINKS if any(x in p for p in links)
+        }
+
+
+def simulate(
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    backward_plan: Plan | None = None,
+    *,
+    exact: bool | None = None,
+) -> Simulation:
+    """Replay both passes of a plan on a machine, rank r on its device r.
+
+    Args:
+        plan: of the forward pass, and of the backward pass if backward_plan is None.
+        exact: lower and replay every rank by itself, pruned. None: unless ranks are alike. Under
+            a causal mask on equal zigzag shards they compute alike, but some send fewer rows than
+            others: all ranks are replayed, with few ranks' programs relabelled; where that would
+            be more than 131072 messages in a pass, all are taken to send the most. False: so at
+            any number.
+    Raises:
+        RuntimeError: if all ranks wait for messages that nobody sends.
+        ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
+            alike, unless exact.
+    """
+    must_be(Plan, "plan", plan)
+    must_be(Workload, "work", work)
+    must_be(Machine, "machine", machine)
+    if backward_plan is not None:
+        must_be(Plan, "backward_plan", backward_plan)
+    gathered = saving(plan, work.save) == "gathered"
+    if gathered and backward_plan is not None:
+        check_gathered(plan, backward_plan)
+    back = backward_plan or plan
+    if back.world_size != plan.world_size:
+        raise ValueError(
+            f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
+            "make both for the same number"
+        )
+    forward, symmetry = simulate_pass(plan, work, machine, False, exact)
+    backward, other = simulate_pass(back, work, machine, True, exact)
+    return Simulation(forward, backward, (symmetry, other))
+
+
+def simulate_pass(
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    backward: bool,
+    exact: bool | None = None,
+    memory: bool = True,
+) -> tuple[Timeline, Symmetry]:
+    """One pass alone, as simulate does it, and which rank of it stands for which.
+
+    A planner chooses the plans of forward and backward apart.
+
+    Args:
+        memory: whether to count it, which takes a quarter of the time; False: peak_bytes are 0.
+    """
+    made = _made(plan, work, machine, backward, exact)
+    symmetry, halves = made.symmetry, made.halves
+    peaks = made.peaks(work, backward) if memory else {}
+    network = Network(machine, symmetry)
+    if halves is None:
+        score = compile_tracks(made.plan, made.programs, made.costs, network)
+    else:
+        score = compile_relabelled(made.plan, made.programs, made.costs, network, halves)
+    replay = Replay(score, network.routes, network.num_resources)
+    replay.run()
+    return replay.timeline(symmetry.members, lambda r: peaks.get(symmetry.written(r), 0)), symmetry
+
+
+def peak_of_pass(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None = None
+) -> int:
+    """Memory of the rank that needs most, as simulate_pass counts it, without a replay."""
+    return max(_made(plan, work, machine, backward, exact).peaks(work, backward).values())
+
+
+class _Made(NamedTuple):
+    """A pass before it is replayed: programs of the ranks that others are relabelled from."""
+
+    plan: Plan
+    costs: Costs
+    symmetry: Symmetry
+    halves: Halves | None
+    programs: dict[int, Program]
+
+    def peaks(self, work: Workload, backward: bool) -> dict[int, int]:
+        setting = setting_of(self.plan, work, self.costs.layouts, backward)
+        return written_peaks(setting, self.programs, self.halves)
+
+
+def _made(
+    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
+) -> _Made:
+    plan = plan.tuned(work.num_heads, work.num_kv_heads)
+    layout = work.layout_for(plan.world_size)
+    check_made_for(plan, work.mask, layout)
+    layouts = shard_layouts(plan, layout)
+    payload, kernel = (
+        work.payload(plan, backward),
+        machine.kernel(work.dtype, backward, work.head_dim),
+    )
+    alike = all_alike(plan, work.mask, layouts)
+    symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
+    costs = Costs(work, machine, payload, layouts, kernel, None, bool(alike))
+    if halves is None and symmetry.members == 1:
+        _check_affordable(plan, machine, exact)
+        cells = None if alike is False else table_cells(plan, work.mask, *layouts)
+        plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
+    written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
+    programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
+    return _Made(plan, costs, symmetry, halves, programs)
+
+
+def _replayed(
+    plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
+) -> tuple[Symmetry, Halves | None]:
+    """Which ranks are replayed; and if their programs are relabelled, the rows that they send.
+
+    Args:
+        size: rows of a shard.
+    """
+    n, alone = plan.world_size, Symmetry(plan.world_size)
+    if alike is None or exact:
+        return alone, None
+    found = find_symmetry(plan, blocks(machine, n))
+    if not alike or (found.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)):
+        return found, None
+    shifts = found.plan_shifts or find_symmetry(plan).plan_shifts
+    if shifts:
+        halves: Halves = plan.memo("halves", (shifts, size), lambda: Halves(plan, shifts, size), 2)
+        if halves.complete:
+            return halves.symmetry, halves
+    return alone if n <= EXACT_RANKS else found, None
+
+
+def num_messages(plan: Plan) -> int:
+    """Messages of a pass, if all ranks send as many as the first."""
+    first = sum(len({(hop.dst, *hop.item[:2]) for hop in s.sends}) for s in plan.rank_steps(0))
+    return plan.world_size * first
+
+
+def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
+    if plan.world_size > MOST_APART and not exact:
+        raise ValueError(
+            f"no ranks of {plan.name} are alike on nodes of {machine.node_size}, and "
+            f"{plan.world_size} are more than the {MOST_APART} that are replayed one by one "
+            "unasked: take another shape, a full or causal mask on equal zigzag shards and whole "
+            "nodes, or pass exact=True and wait"
+        )

@@ -1,0 +1,176 @@
+"""Give hops of the busiest ranks to others that can do them in the same step.
+
+An operand may come from any rank that had it when the step began; a partial may go to its owner, or
+to any rank that sends its own later and has not gathered too many. Stands alone because it is local
+search over hops; what the pieces are does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import nlargest
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.plan.builder import REACH
+
+LEVEL = 1.02  # of the mean: ranks no busier than that are left alone
+
+
+class Hop(NamedTuple):
+    """One transfer of a piece's operand, or of its partial."""
+
+    step: int
+    piece: int
+    partial: bool
+    src: int
+    dst: int
+
+
+def level(
+    hops: Sequence[Hop], owners: Sequence[int], weights: np.ndarray, world_size: int, room: float
+) -> list[Hop]:
+    """Lower the most bytes sent by choice of sources, then the most received by choice of takers.
+
+    Args:
+        hops: in the order of their steps.
+        owners: of each piece.
+        weights: bytes [passes, pieces, (operand, partial)]; a rank is as busy as in its busiest
+            pass, compared with the mean of that pass.
+        room: no rank is given more bytes than that in one step, all passes together.
+    """
+    out = list(hops)
+    for partial in (False, True) if out else ():
+        search = _Search(out, partial, owners, _Load(out, partial, weights, world_size), room)
+        search.descend(weights[:, :, int(partial)].sum(0).tolist())
+    return out
+
+
+class _Load:
+    """Bytes that ranks send, or receive: by step, and by pass as a multiple of that pass's mean."""
+
+    def __init__(self, hops: list[Hop], into: bool, weights: np.ndarray, world_size: int):
+        step, piece, late, src, dst = np.array(hops, np.int64).T
+        end, cost = (dst if into else src), weights[:, piece, late]
+        by_step = np.zeros((step.max() + 1, world_size))
+        np.add.at(by_step, (step, end), cost.sum(0))
+        total = np.array([np.bincount(end, one, world_size) for one in cost])
+        scale = 1 / np.maximum(total.mean(1, keepdims=True), 1e-30)
+        self.by_step: list[list[float]] = by_step.tolist()
+        self.shares: list[list[float]] = (total * scale).T.tolist()
+        self.costs: list[list[float]] = (weights[:, :, int(into)] * scale).T.tolist()
+        self.least = [min(costs) for costs in self.costs]
+        self.busy = [max(shares) for shares in self.shares]
+
+    def after(self, rank: int, piece: int) -> float:
+        """How busy the rank would be with a hop of this piece more."""
+        return max(map(sum, zip(self.shares[rank], self.costs[piece], strict=True)))
+
+    def move(self, hop: Hop, cost: float, src: int, dst: int) -> None:
+        for rank, sign in ((src, -1), (dst, 1)):
+            self.by_step[hop.step][rank] += sign * cost
+            mine, change = self.shares[rank], self.costs[hop.piece]
+            mine[:] = [x + sign * y for x, y in zip(mine, change, strict=True)]
+            self.busy[rank] = max(mine)
+
+
+class _Trees:
+    """The ways of the partials home, and how often each value was rounded on its way."""
+
+    def __init__(self, hops: list[Hop], num_pieces: int):
+        self.next: list[dict[int, int]] = [{} for _ in range(num_pieces)]
+        self.rounded: list[dict[int, int]] = [{} for _ in range(num_pieces)]
+        for hop in hops:
+            if hop.partial:
+                rounded = self.rounded[hop.piece]
+                rounded[hop.src] = rounded.get(hop.src, 0) + 1
+                rounded[hop.dst] = rounded.get(hop.dst, 0) + rounded[hop.src]
+                self.next[hop.piece][hop.src] = hop.dst
+
+    def _way(self, piece: int, rank: int) -> Iterator[int]:
+        while rank in self.next[piece]:
+            yield rank
+            rank = self.next[piece][rank]
+
+    def fits(self, hop: Hop, dst: int) -> bool:
+        """Whether no value on the way from dst home would gather too many roundings."""
+        rounded, before = self.rounded[hop.piece], set(self._way(hop.piece, hop.dst))
+        limit = REACH - rounded[hop.src]
+        return all(r in before or rounded[r] <= limit for r in self._way(hop.piece, dst))
+
+    def move(self, hop: Hop, dst: int) -> None:
+        rounded = self.rounded[hop.piece]
+        for start, sign in ((hop.dst, -1), (dst, 1)):
+            for rank in self._way(hop.piece, start):
+                rounded[rank] += sign * rounded[hop.src]
+        self.next[hop.piece][hop.src] = dst
+
+
+class _Search:
+    """Local search over one end of the hops of one role."""
+
+    def __init__(
+        self, hops: list[Hop], partial: bool, owners: Sequence[int], load: _Load, room: float
+    ):
+        self.hops, self.load, self.room, self.partial = hops, load, room, partial
+        self.trees = _Trees(hops, len(owners)) if partial else None
+        self.mine: list[set[int]] = [set() for _ in load.busy]
+        self.since: list[dict[int, int]] = [
+            {home: len(load.by_step) if partial else -1} for home in owners
+        ]
+        for index, hop in enumerate(hops):
+            if hop.partial == partial:
+                self.mine[hop.dst if partial else hop.src].add(index)
+                self.since[hop.piece][hop.src if partial else hop.dst] = hop.step
+
+    def descend(self, costs: list[float]) -> None:
+        """Move hops of the busiest rank to the least busy ranks able to do them, while that helps.
+
+        Args:
+            costs: bytes of each piece, all passes together.
+        """
+        busy, queue = self.load.busy, set(range(len(self.mine)))
+        while queue:
+            rank, *second = nlargest(2, queue, key=busy.__getitem__)
+            enough = max(LEVEL, busy[second[0]]) if second else LEVEL
+            if busy[rank] <= LEVEL:
+                break
+            moved = False
+            for _, index, other in sorted(self._options(rank, costs)):
+                if moved and busy[rank] <= enough:
+                    break
+                moved |= self._move(index, rank, other, costs)
+            if not moved:
+                queue.discard(rank)
+
+    def _options(self, rank: int, costs: list[float]) -> Iterator[tuple[float, int, int]]:
+        busy, late = self.load.busy, self.partial
+        for index in self.mine[rank]:
+            hop = self.hops[index]
+            room = self.room - costs[hop.piece]
+            below = busy[rank] - self.load.least[hop.piece]
+            loads = self.load.by_step[hop.step]
+            for other, at in self.since[hop.piece].items():
+                able = busy[other] < below and (at > hop.step if late else at < hop.step)
+                if able and loads[other] <= room and other not in (hop.src, hop.dst):
+                    yield busy[other], index, other
+
+    def _move(self, index: int, rank: int, other: int, costs: list[float]) -> bool:
+        """Let other do a hop of rank's, if it still can and would be less busy than rank is."""
+        hop = self.hops[index]
+        cost = costs[hop.piece]
+        if (
+            (hop.dst if self.partial else hop.src) != rank
+            or self.load.by_step[hop.step][other] + cost > self.room
+            or self.load.after(other, hop.piece) >= self.load.busy[rank] - 1e-9
+            or (self.trees is not None and not self.trees.fits(hop, other))
+        ):
+            return False
+        if self.trees is not None:
+            self.trees.move(hop, other)
+        self.hops[index] = hop._replace(dst=other) if self.partial else hop._replace(src=other)
+        self.mine[rank].discard(index)
+        self.mine[other].add(index)
+        self.load.move(hop, cost, rank, other)
+        return True

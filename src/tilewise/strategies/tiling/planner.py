@@ -1,0 +1,192 @@
+"""Mask-aware plans for any mask and layout, and the layouts that go with them.
+
+Several ways to place blocks are tried. Level loads come first, then what the plan would move; where
+`needed` on the same layout is as level, never is more moved than by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
+from tilewise.layouts.support import cells
+from tilewise.masks.base import Mask
+from tilewise.masks.components import documents
+from tilewise.plan.ir import Plan
+from tilewise.strategies.tiling.assembly import Cells, Work, assemble, flows_of
+from tilewise.strategies.tiling.assignment import assign
+from tilewise.strategies.tiling.choosing import BUSIEST, LIMIT, keys_read, own_rows, place
+from tilewise.strategies.tiling.ownership import readings
+from tilewise.strategies.tiling.placement import Placement
+from tilewise.strategies.tiling.refining import refined
+from tilewise.strategies.tiling.routing import LSE, Flow, received
+from tilewise.strategies.tiling.shard_work import areas_of, work_of
+
+GRAIN = 0.05  # of the mean area: differences in excess that count
+MAX_RANGES = 48  # of a rank, up to which blocks are fitted to a layout's own ranges
+PARTS = 64  # about so many shards are blocks' sides cut into, on layouts of fewer ranks
+
+
+class PlacedLayout(Layout):
+    """A layout, and the placement that it was made from, which is no part of its value."""
+
+    def __init__(self, num_tokens: int, placement: Placement, mask: Mask, kv_bytes: float):
+        runs: list[list[Run]] = [[] for _ in range(placement.world_size)]
+        for start, stop, rank in placement.owned:
+            runs[rank].append(Run(start, stop - start))
+        super().__init__(num_tokens, runs, "tiled_layout")
+        self.placement, self.mask = placement, mask
+        self.call = f"tiled_layout({mask!r}, {num_tokens}, {self.world_size}, kv_bytes={kv_bytes})"
+
+
+class Choice(NamedTuple):
+    """Who computes what, what that moves (units: a row of q; in all, and what counts), and by how
+    many grains its largest area exceeds the limit."""
+
+    work: Work
+    flows: list[Flow]
+    total: float
+    moved: float
+    excess: int
+
+    @classmethod
+    def of(cls, work: Work, n: int, kv_bytes: float, areas: np.ndarray | None = None) -> Choice:
+        """areas: by rank; None: looked up."""
+        flows = flows_of(work)
+        load = received(flows, n, kv_bytes)
+        areas = areas_of(work) if areas is None else areas
+        over = float(areas.max() / areas.mean()) - LIMIT if areas.any() else 0.0
+        moved = float(load.mean() + BUSIEST * load.max())
+        return cls(work, flows, float(load.sum()), moved, max(0, ceil(over / GRAIN)))
+
+
+def _better(found: list[Choice], least: Choice) -> Choice:
+    """The most level, then what moves least; never more than what keys alone cost if as level."""
+    allowed = [c for c in found if c.total <= least.total or c.excess < least.excess]
+    return min((least, *allowed), key=lambda c: (c.excess, c.moved))
+
+
+def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layout:
+    """Equal tokens, and the owners that let a tiled plan move least.
+
+    Args:
+        kv_bytes: bytes of a row's k and v beside those of its q.
+    """
+    placement = place(mask, num_tokens, n, kv_bytes)
+    if placement is not None and documents(mask, num_tokens) is not None:
+        return PlacedLayout(num_tokens, placement, mask, kv_bytes)
+    dealt = balanced(mask, num_tokens, n)
+    if placement is None:
+        return dealt
+    tiled = PlacedLayout(num_tokens, placement, mask, kv_bytes)
+    choices = {x: _choice(mask, x, kv_bytes) for x in (tiled, dealt)}
+    return min(choices, key=lambda x: (choices[x].excess, choices[x].moved))
+
+
+def placed_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
+    """The plan that moves least on this layout of those whose loads are level."""
+    chosen = _choice(mask, layout, kv_bytes)
+    name = f"tiled({mask!r}, {_call(mask, layout)}, kv_bytes={kv_bytes})"
+    return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
+
+
+def _call(mask: Mask, layout: Layout) -> str:
+    """How a layout was made, as far as a plan for this mask depends on it."""
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        return layout.call
+    plain = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}.get(layout.name)
+    same = plain is not None and plain(layout.num_tokens, layout.world_size) == layout
+    return repr(layout) if same else layout.fingerprint
+
+
+def _choice(mask: Mask, layout: Layout, kv_bytes: float) -> Choice:
+    n = layout.world_size
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        cu = documents(mask, layout.num_tokens)
+        if cu is not None:
+            return _of_documents(cu, layout, kv_bytes)
+    least = Choice.of(_own_queries(mask, layout), n, kv_bytes)
+    return _better([Choice.of(w, n, kv_bytes) for w in _works(mask, layout, kv_bytes)], least)
+
+
+def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
+    """Of causal documents all is known without looking anything up."""
+    placement, n = layout.placement, layout.world_size
+    own = own_rows(cu, placement.owned, n)
+    tiled = Choice.of(work_of(placement, None, layout), n, kv_bytes, placement.areas)
+    if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > LIMIT:
+        return tiled
+    return _better([tiled], Choice.of(work_of(own, None, layout), n, kv_bytes, own.areas))
+
+
+def _own_queries(mask: Mask, layout: Layout) -> Work:
+    """Every rank computes its own queries, as `needed` does."""
+    n = layout.world_size
+    table = cells(mask, layout, layout)
+    own: list[Cells] = [{} for _ in range(n)]
+    for q, kv in table:
+        own[q].setdefault(q, set()).add(kv)
+    return Work(tuple(range(n)), layout.sizes, None, own, table)
+
+
+def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+    """Other ways to compute a mask on a layout."""
+    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+        placement = layout.placement
+    else:
+        placement = _fitted(mask, layout, kv_bytes)
+    if placement is not None:
+        work = work_of(placement, mask, layout)
+        yield work
+        yield refined(work, layout.world_size, kv_bytes)
+    yield from _meshes(mask, layout, kv_bytes)
+
+
+def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
+    """Blocks as they were best placed on a layout of their own, on the ranks that own most of
+    their rows; None if the layout's rows lie too far apart for that."""
+    n = layout.world_size
+    for runs in layout.runs:
+        apart = any(run.count > 1 and run.stride != 1 for run in runs)
+        steps = any(a.start + a.count > b.start for a, b in pairwise(runs))
+        if apart or steps or len(runs) > MAX_RANGES:
+            return None
+    placement = place(mask, layout.num_tokens, n, kv_bytes)
+    if placement is None:
+        return None
+    owned = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
+    fixed = replace(placement, owned=tuple(sorted(owned)))
+    worth = np.zeros((n, n))
+    for start, stop, owner, q, kv in readings(
+        fixed.pieces, fixed.owned, fixed.spans, beside_owner=False
+    ):
+        np.add.at(worth, (list(q), owner), (2 + LSE) * (stop - start))
+        np.add.at(worth, (list(kv), owner), kv_bytes * (stop - start))
+    rank_of = assign(worth)
+    pieces = (p._replace(rank=int(rank_of[p.rank])) for p in fixed.pieces)
+    return replace(fixed, pieces=tuple(pieces))
+
+
+def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+    """Mesh patterns on parts of every rank's rows, made level."""
+    n = layout.world_size
+    homes, cuts = [], []
+    for rank, size in enumerate(layout.sizes):
+        edges = np.unique(np.linspace(0, size, max(1, PARTS // n) + 1).astype(int)).tolist()
+        for piece in pairwise(edges if size else [0, 0]):
+            homes.append(rank)
+            cuts.append(piece)
+    cut = layout.cut(homes, cuts)
+    table = cells(mask, cut, cut)
+    if not table:
+        return
+    work = Work(tuple(homes), cut.sizes, tuple(cuts), [], table)
+    for a in (a for a in range(1, n + 1) if n % a == 0):
+        yield refined(work, n, kv_bytes, a)

@@ -1,0 +1,104 @@
+"""Kernel calls as values: which rows of a tile meet which keys, and under what shape of mask.
+
+Stands alone so that the torch-free side (`tiles/cover.py`, the simulator) can name what kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class Kind(Enum):
+    """The shape of the allowed cells of a call of m rows and n keys, (a, j) local.
+
+    FULL: all. CAUSAL: j <= a + n - m, bottom-right aligned, n >= m. SLICES: the call's slices.
+    """
+
+    FULL = "full"
+    CAUSAL = "causal"
+    SLICES = "slices"
+
+
+class Slice(NamedTuple):
+    """Rows a in [q0, q1) of a call see its keys [lo + lo_slope a, hi + hi_slope a), slopes 0 or 1.
+
+    Slices of one call never share a cell, and none is empty on any of its rows.
+    """
+
+    q0: int
+    q1: int
+    lo: int
+    lo_slope: int
+    hi: int
+    hi_slope: int
+
+    @property
+    def area(self) -> int:
+        rows = self.q1 - self.q0
+        slope = self.hi_slope - self.lo_slope
+        return rows * (self.hi - self.lo) + slope * (rows * (self.q0 + self.q1 - 1) // 2)
+
+
+class Call(NamedTuple):
+    """One kernel call: ranges of the tile's rows and keys, in call order, and the mask's shape.
+
+    Ranges are half-open, into the tile's operand rows one after the other.
+    """
+
+    q: Ranges
+    k: Ranges
+    kind: Kind
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def num_q(self) -> int:
+        return count_rows(self.q)
+
+    @property
+    def num_k(self) -> int:
+        return count_rows(self.k)
+
+    @property
+    def area(self) -> int:
+        """Allowed (query, key) pairs."""
+        m, n = self.num_q, self.num_k
+        match self.kind:
+            case Kind.FULL:
+                return m * n
+            case Kind.CAUSAL:
+                return m * n - m * (m - 1) // 2
+            case Kind.SLICES:
+                return sum(s.area for s in self.slices)
+
+    @property
+    def computed(self) -> int:
+        """Pairs that a kernel works on: those of SLICES are its whole rectangle."""
+        return self.num_q * self.num_k if self.kind is Kind.SLICES else self.area
+
+
+def count_rows(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def row_index(ranges: Ranges) -> np.ndarray:
+    """The rows that ranges name, in order, int64: to gather by when ranges are many and short."""
+    edges = np.asarray(ranges, np.int64).reshape(-1, 2)
+    counts = edges[:, 1] - edges[:, 0]
+    first = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(edges[:, 0] - first, counts)
+
+
+def to_ranges(rows: np.ndarray) -> Ranges:
+    """Rows in order as half-open ranges, consecutive runs merged; the inverse of `row_index`."""
+    if rows.size == 0:
+        return ()
+    cuts = np.flatnonzero(np.diff(rows) != 1)
+    starts = rows[np.concatenate([[0], cuts + 1])]
+    stops = rows[np.concatenate([cuts, [rows.size - 1]])] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -1,0 +1,146 @@
+"""What one benchmark measures, as values: the case, the network it runs on, how it is timed.
+
+Everything that decides a figure is a field here, since a row's key is made of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tilewise import masks
+from tilewise.masks.base import Mask
+from tilewise.plan.payload import head_groups
+from tilewise.tools.mask_report.mask_figures import drawn
+from tilewise.workload import check_dtype
+
+__all__ = ["KINDS", "LAYOUTS", "PASSES", "Case", "Network", "Timing", "key_of"]
+
+KINDS = ("kernels", "strategies", "network")
+PASSES = ("forward", "backward", "both")
+NETWORKS = ("none", "loopback", "lab", "limited")
+LAYOUTS = ("own", "contiguous", "zigzag", "striped", "balanced")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the messages of a case travel over.
+
+    Args:
+        name: "none" (one rank), "loopback" (sockets inside one machine), "lab" (namespaces whose
+            NICs have a rate), or "limited" (a transport that waits as a slow link would).
+        hosts, ranks_per_host: of the lab and the limited transport; loopback is one host.
+        mbit: megabits per second of a host's NIC, each way; 0: no limit was set.
+    """
+
+    name: str = "none"
+    hosts: int = 1
+    ranks_per_host: int = 1
+    mbit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in NETWORKS:
+            known = ", ".join(NETWORKS)
+            raise ValueError(f"network {self.name!r} is not known; take one of {known}")
+        if self.hosts < 1 or self.ranks_per_host < 1:
+            sizes = f"hosts ({self.hosts}) and ranks_per_host ({self.ranks_per_host})"
+            raise ValueError(f"{sizes} must be at least 1")
+        if self.name in NETWORKS[2:] and not self.mbit > 0:
+            raise ValueError(f"mbit ({self.mbit:g}) must be above 0")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; contenders of the same case are measured side by side.
+
+    Args:
+        kind: one of KINDS.
+        mask, seed: one of tw.masks.NAMES, drawn as `mask_figures.drawn` does.
+        num_tokens: of the whole sequence.
+        which: the pass that is timed, one of PASSES.
+        layout: "own" (each contender its best) or one of LAYOUTS for all.
+        device: "cpu" or "cuda".
+    """
+
+    kind: str
+    mask: str
+    num_tokens: int
+    num_heads: int = 8
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    which: str = "both"
+    world_size: int = 1
+    layout: str = "own"
+    seed: int = 0
+    device: str = "cpu"
+    network: Network = Network()
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("mask", self.mask, masks.NAMES),
+            ("pass", self.which, PASSES),
+            ("layout", self.layout, LAYOUTS),
+            ("device", self.device, ("cpu", "cuda")),
+        ):
+            if value not in known:
+                raise ValueError(f"{what} {value!r} is not known; take one of {', '.join(known)}")
+        for what in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "world_size"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} ({getattr(self, what)}) must be at least 1")
+        check_dtype("dtype", self.dtype)
+        head_groups(self.num_heads, self.num_kv_heads, 1)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    def make_mask(self) -> Mask:
+        """The mask, the same on every rank."""
+        return drawn(self.mask, self.num_tokens, self.seed)
+
+    def flops(self, pairs: float) -> float:
+        """Floating-point operations of so many (query, key, head) triples in the timed pass.
+
+        Forward has two matrix products of 2 head_dim each, backward five.
+        """
+        products = {"forward": 2, "backward": 5, "both": 7}[self.which]
+        return 2.0 * products * self.head_dim * pairs
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a case is timed.
+
+    Args:
+        repeats: timed runs, after `warmups` runs that are not.
+        timeout_seconds: of one contender's step: its preparation, its check, or one run.
+        truth_pairs: pairs of (sampled query, key) that the fp64 truth is computed for, at most.
+    """
+
+    repeats: int = 5
+    warmups: int = 1
+    timeout_seconds: float = 60.0
+    truth_pairs: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        for what, least in (("repeats", 1), ("warmups", 0), ("truth_pairs", 1)):
+            if getattr(self, what) < least:
+                raise ValueError(f"{what} ({getattr(self, what)}) must be at least {least}")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds ({self.timeout_seconds}) must be above 0")
+
+
+def known_fields(of: type) -> tuple[str, ...]:
+    """Names of a dataclass's fields."""
+    return tuple(field.name for field in fields(of))
+
+
+def key_of(case: Case, timing: Timing, contender: dict[str, str], versions: dict[str, str]) -> str:
+    """What a finished row is known by: 16 digits that depend on everything given."""
+    whole: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
+    whole |= {"contender": contender, "versions": versions}
+    text = json.dumps(whole, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,137 @@
+"""What takes part in the benchmark: a kernel, a strategy of ours, or another library.
+
+One protocol for all, so that they are checked, counted and timed by the same code. An adapter of
+another library needs nothing else of tilewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from tilewise.layouts.layout import Layout
+from tilewise.simulation.machine import Machine
+from tilewise.tools.bench.case import Case
+
+__all__ = ["Contender", "Facts", "Prediction", "Running", "Traffic"]
+
+
+class Traffic(NamedTuple):
+    """Totals of one rank since it was prepared, agreement records left out.
+
+    Attributes:
+        bytes_to: bytes sent, by the peer's rank.
+        messages: sent.
+        waited_seconds: the rank stood still for messages; None: not known.
+    """
+
+    bytes_to: Mapping[int, int]
+    messages: int
+    waited_seconds: float | None
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was added to an earlier total."""
+        sent = {to: count - before.bytes_to.get(to, 0) for to, count in self.bytes_to.items()}
+        waited = self.waited_seconds, before.waited_seconds
+        return Traffic(
+            {to: count for to, count in sent.items() if count},
+            self.messages - before.messages,
+            None if waited[0] is None or waited[1] is None else waited[0] - waited[1],
+        )
+
+
+class Facts(NamedTuple):
+    """What a prepared contender knows of its own work; None where it does not.
+
+    Attributes:
+        pairs: allowed (query, key, query head) triples that this rank computes.
+        computed: triples that its kernels work on; above pairs is waste.
+        calls: kernel calls in forward.
+        padded_tokens: rows of this rank that hold no token.
+    """
+
+    pairs: int | None = None
+    computed: int | None = None
+    calls: int | None = None
+    padded_tokens: int = 0
+
+
+class Prediction(NamedTuple):
+    """What is expected of a case; None where there is no telling.
+
+    Attributes:
+        peak_bytes: memory above the inputs of the rank that needs most; a case over what there is
+            is not run.
+        seconds, exposed_seconds: of the timed pass on the machine asked about.
+        volume_bytes: sent by the busiest rank in it, by formula.
+        plan: its name.
+    """
+
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    exposed_seconds: float | None = None
+    volume_bytes: int | None = None
+    plan: str | None = None
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A contender prepared for one case, on one rank."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens each rank owns: every token once. The framework cuts q, k, v, dout by it."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out of this rank's rows, differentiable in all three.
+
+        Args:
+            q, k, v: [num_tokens of this rank, heads, head_dim], contiguous. The framework calls
+                torch.autograd.grad on the result, so nothing is accumulated into .grad.
+        Returns:
+            out as q.
+        """
+        ...
+
+    def facts(self) -> Facts: ...
+
+    def traffic(self) -> Traffic | None:
+        """None: the framework counts the operations of torch.distributed instead."""
+        ...
+
+
+@runtime_checkable
+class Contender(Protocol):
+    """A thing that computes attention. A frozen value that pickles: ranks get copies.
+
+    Attributes:
+        name: in rows, filters and charts; says the variant too: "ring", "ring-flash-attn zigzag".
+        library: "tilewise", or the other library's name.
+        version: of that library; a row is measured anew when it changes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def library(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+    def supports(self, case: Case) -> str | None:
+        """None, or in one line why this contender cannot run the case. Asked before any rank."""
+        ...
+
+    def predict(self, case: Case, machine: Machine) -> Prediction:
+        """What can be said beforehand of a case that it supports."""
+        ...
+
+    def prepare(self, case: Case, rank: int, group: Any) -> Running:
+        """Everything that can be done before tensors are there: plans, metadata, buffers.
+
+        Args:
+            group: the default process group (None in a world of one), or a Transport.
+        """
+        ...

@@ -1,0 +1,183 @@
+"""From a preset, a TOML file and filters to the cases of a run, and who takes part in each."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tilewise import masks
+from tilewise.tools.bench.case import KINDS, Case, Network, Timing, known_fields
+
+__all__ = ["FIELDS", "Run", "preset", "read_cases"]
+
+Values = tuple[Any, ...]
+FIELDS: Mapping[str, type] = MappingProxyType(
+    {
+        "mask": str,
+        "contender": str,
+        "num_tokens": int,
+        "tokens_per_rank": int,
+        "world_size": int,
+        "hosts": int,
+        "ranks_per_host": int,
+        "mbit": float,
+        "network": str,
+        "heads": str,
+        "head_dim": int,
+        "dtype": str,
+        "pass": str,
+        "layout": str,
+        "seed": int,
+        "device": str,
+    }
+)
+"""What a grid may list; each is a list of this type in TOML."""
+SIZES: Mapping[str, str] = MappingProxyType(
+    {"num_tokens": "tokens_per_rank", "tokens_per_rank": "num_tokens"}
+)
+"""Each says how long the sequence is, so one given takes the place of the other."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one command measures.
+
+    Args:
+        grids: each the lists of one [[grid]].
+    """
+
+    kind: str
+    timing: Timing
+    grids: tuple[tuple[tuple[str, Values], ...], ...]
+
+    def narrowed(self, given: Mapping[str, Sequence[Any]]) -> Run:
+        """With lists in place of all grids' own; grids that become equal are one."""
+        chosen = {name: tuple(values) for name, values in given.items() if values}
+        dropped = {SIZES[name] for name in chosen if name in SIZES}
+        lists = [{**{k: v for k, v in g if k not in dropped}, **chosen} for g in self.grids]
+        grids = dict.fromkeys(tuple(sorted(one.items())) for one in lists)
+        return replace(self, grids=tuple(grids))
+
+    def cases(self) -> Iterator[tuple[Case, tuple[str, ...]]]:
+        """Every case once, with the names of its contenders; none named: all there are.
+
+        Raises:
+            ValueError: if a value is not known or out of range.
+        """
+        wanted: dict[Case, dict[str, None]] = {}
+        for grid in self.grids:
+            lists = dict(grid)
+            names = lists.pop("contender", ())
+            for case in _cases(self.kind, lists):
+                wanted.setdefault(case, {}).update(dict.fromkeys(names))
+        yield from ((case, tuple(names)) for case, names in wanted.items())
+
+
+def preset(kind: str, name: str) -> Run:
+    """One of the runs that come with the library: "quick" or "standard"."""
+    text = (
+        resources.files("tilewise.tools.bench").joinpath("cases", f"{kind}_{name}.toml").read_text()
+    )
+    return _run(tomllib.loads(text), f"preset {name}", kind)
+
+
+def read_cases(path: Path, kind: str) -> Run:
+    """The run that a TOML file describes.
+
+    Raises:
+        ValueError: if it cannot be read, says another kind, or has a word that is not known.
+    """
+    try:
+        return _run(tomllib.loads(path.read_text()), str(path), kind)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+
+
+def _run(table: Mapping[str, Any], where: str, kind: str) -> Run:
+    _known(table, ("kind", "timing", "grid"), where)
+    if table.get("kind") != kind:
+        raise ValueError(
+            f"{where}: kind is {table.get('kind')!r}, this command wants {kind!r}; "
+            f"kinds are {', '.join(KINDS)}"
+        )
+    grids = table.get("grid") or []
+    if not grids or not all(isinstance(grid, dict) for grid in grids):
+        raise ValueError(f"{where}: there must be at least one [[grid]] table")
+    timing = table.get("timing", {})
+    _known(timing, known_fields(Timing), f"{where}, timing")
+    try:
+        made = Timing(**timing)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}, timing: {error}") from None
+    return Run(kind, made, tuple(_grid(grid, where) for grid in grids))
+
+
+def _grid(grid: Mapping[str, Any], where: str) -> tuple[tuple[str, Values], ...]:
+    _known(grid, FIELDS, f"{where}, grid")
+    lists: dict[str, Values] = {}
+    for name, values in grid.items():
+        values = tuple(values) if isinstance(values, list) else (values,)
+        wanted = (int, float) if FIELDS[name] is float else FIELDS[name]
+        if not values or not all(isinstance(v, wanted) and v is not True for v in values):
+            raise ValueError(
+                f"{where}, grid: {name} ({list(values)}) must be a list of {FIELDS[name].__name__}"
+            )
+        lists[name] = values
+    return tuple(sorted(lists.items()))
+
+
+def _known(table: Mapping[str, Any], names: Any, where: str) -> None:
+    for name in table:
+        if name not in names:
+            raise ValueError(f"{where}: {name!r} is not known; take one of {', '.join(names)}")
+
+
+def _cases(kind: str, lists: dict[str, Values]) -> Iterator[Case]:
+    """All combinations, the mask changing slowest so that a stopped run has whole masks."""
+    lists = {"mask": masks.NAMES, **lists}
+    if kind == "network":
+        lists = {"hosts": (4,), "ranks_per_host": (1,), "mbit": (50.0,), **lists}
+    names = sorted(lists, key=lambda name: name != "mask")
+    for values in product(*(lists[name] for name in names)):
+        yield _case(kind, dict(zip(names, values, strict=True)))
+
+
+def _case(kind: str, words: dict[str, Any]) -> Case:
+    """One combination of a grid's words as a case."""
+    fields: dict[str, Any] = {"kind": kind}
+    if kind == "network":
+        sizes = words.pop("hosts"), words.pop("ranks_per_host"), float(words.pop("mbit"))
+        network = Network(words.pop("network", "lab"), *sizes)
+        fields |= {"network": network, "world_size": network.hosts * network.ranks_per_host}
+    elif kind == "strategies":
+        n = words.pop("world_size", 4)
+        fields |= {"world_size": n, "network": Network("loopback", 1, n)}
+    per_rank = words.pop("tokens_per_rank", None)
+    if per_rank is not None:
+        fields["num_tokens"] = per_rank * fields.get("world_size", 1)
+    heads = words.pop("heads", None)
+    if heads is not None:
+        fields["num_heads"], fields["num_kv_heads"] = _heads(heads)
+    if "pass" in words:
+        fields["which"] = words.pop("pass")
+    unused = [name for name in words if name not in known_fields(Case)]
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: not of {kind}; leave it out")
+    if "num_tokens" not in fields and "num_tokens" not in words:
+        raise ValueError("a grid needs num_tokens or tokens_per_rank")
+    return Case(**{**words, **fields})
+
+
+def _heads(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"heads ({text!r}) must be query heads : KV heads, as in 32:8")
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,190 @@
+"""Kernels as contenders: one rank, whole masks, cut into calls as the executor cuts them.
+
+Beside the providers that `tilewise doctor` lists stand attention as plainly written ("naive") and
+torch's own with a dense mask ("sdpa"): what one has without a library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.providers import PROVIDERS
+from tilewise.layouts.layout import Layout, contiguous
+from tilewise.masks.base import Mask
+from tilewise.plan.payload import ITEM_BYTES
+from tilewise.simulation.machine import Machine
+from tilewise.strategies.ring import ring
+from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.cover import tile_calls
+from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.contender import Facts, Prediction, Traffic
+from tilewise.tools.bench.environment import installed
+from tilewise.tools.bench.whole_mask import PlacedCall, placed, whole_mask
+from tilewise.tools.mask_report.call_report import report
+
+__all__ = ["DENSE", "PROVIDERS", "DenseKernel", "ProviderKernel", "kernel"]
+
+QUADRATIC = MappingProxyType({"reference": 5, "naive": 5, "sdpa": 2})
+"""Tables of scores that a kernel holds at once, over all heads: [heads, queries, keys]; else 0."""
+
+
+@dataclass(frozen=True)
+class ProviderKernel:
+    """A kernel of this library, run on a world of one rank."""
+
+    name: str
+
+    @property
+    def library(self) -> str:
+        return "tilewise"
+
+    @property
+    def version(self) -> str:
+        return installed("tilewise")
+
+    def supports(self, case: Case) -> str | None:
+        if case.device == "cuda" and not torch.cuda.is_available():
+            return "no CUDA device here"
+        dtype = getattr(torch, case.dtype)
+        provider, backward = PROVIDERS[self.name](), case.which != "forward"
+        return provider.supports(case.device, dtype, case.head_dim, backward)
+
+    def predict(self, case: Case, machine: Machine) -> Prediction:
+        size = _statistic(case)
+        provider = PROVIDERS[self.name]()
+        calls = _calls(provider, case)
+        tables = max((call.num_q * call.num_k for call in calls), default=0)
+        small = [] if provider.whole_tile else [c for c in calls if c.kind is Kind.SLICES]
+        dense = max((c.num_q * c.num_k for c in small), default=0)
+        values = 3 * case.num_tokens * (case.num_heads + case.num_kv_heads) * case.head_dim * size
+        scores = tables * QUADRATIC.get(self.name, 0) * case.num_heads * size
+        held = values + scores + dense * (size + 1)
+        return Prediction(peak_bytes=held)
+
+    def prepare(self, case: Case, rank: int, group: Any) -> _OneRank:
+        mask, layout = case.make_mask(), contiguous(case.num_tokens, 1)
+        provider = PROVIDERS[self.name]()
+        calls = _calls(provider, case)
+        return _OneRank(case, mask, layout, provider, placed(calls, case.device))
+
+
+@dataclass(frozen=True)
+class _OneRank:
+    case: Case
+    mask: Mask
+    layout: Layout
+    kernel: Kernel
+    calls: tuple[PlacedCall, ...]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return whole_mask(q, k, v, self.kernel, self.calls)
+
+    def facts(self) -> Facts:
+        (waste,) = report(self.mask, self.layout, ring(1))
+        heads = self.case.num_heads
+        return Facts(waste.allowed * heads, waste.computed * heads, waste.num_calls)
+
+    def traffic(self) -> Traffic:
+        return Traffic({}, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class DenseKernel:
+    """Attention over the whole table with a dense mask, by torch alone: "naive" or "sdpa"."""
+
+    name: str
+
+    @property
+    def library(self) -> str:
+        return "torch"
+
+    @property
+    def version(self) -> str:
+        return torch.__version__
+
+    def supports(self, case: Case) -> str | None:
+        if case.device == "cuda" and not torch.cuda.is_available():
+            return "no CUDA device here"
+        return None
+
+    def predict(self, case: Case, machine: Machine) -> Prediction:
+        size, table = _statistic(case), case.num_tokens**2
+        held = table * (1 + QUADRATIC[self.name] * case.num_heads * size)
+        return Prediction(peak_bytes=held)
+
+    def prepare(self, case: Case, rank: int, group: Any) -> _Dense:
+        positions = range(case.num_tokens)
+        allowed = torch.from_numpy(case.make_mask().dense(positions, positions)).to(case.device)
+        return _Dense(case, contiguous(case.num_tokens, 1), allowed, DENSE[self.name])
+
+
+@dataclass(frozen=True)
+class _Dense:
+    case: Case
+    layout: Layout
+    allowed: Tensor
+    compute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        return self.compute(*heads_first, self.allowed).transpose(0, 1)
+
+    def facts(self) -> Facts:
+        heads, pairs = self.case.num_heads, int(self.allowed.sum())
+        return Facts(pairs * heads, self.allowed.numel() * heads, 1)
+
+    def traffic(self) -> Traffic:
+        return Traffic({}, 0, 0.0)
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v of [heads, tokens, head_dim], rows without keys 0."""
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = (q @ k.transpose(1, 2) / math.sqrt(q.shape[2])).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1).masked_fill(~allowed, 0.0) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    batch = (x[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(*batch, attn_mask=allowed, enable_gqa=True)[0]
+
+
+DENSE: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = MappingProxyType(
+    {"naive": _naive, "sdpa": _sdpa}
+)
+
+
+def kernel(name: str) -> ProviderKernel | DenseKernel:
+    """A kernel by name.
+
+    Raises:
+        ValueError: with the names that are known.
+    """
+    if name in PROVIDERS:
+        return ProviderKernel(name)
+    if name in DENSE:
+        return DenseKernel(name)
+    known = ", ".join([*PROVIDERS, *DENSE])
+    raise ValueError(f"kernel {name!r} is not known; take one of {known}")
+
+
+def _calls(provider: Kernel, case: Case) -> tuple[Call, ...]:
+    """The calls of a whole mask, cut as a kernel wants them."""
+    rows = np.arange(case.num_tokens)
+    cut = {"square_causal": provider.square_causal, "whole_tile": provider.whole_tile}
+    return tile_calls(rows, rows, case.make_mask(), **cut)
+
+
+def _statistic(case: Case) -> int:
+    """Bytes of a number as kernels accumulate it."""
+    return max(4, ITEM_BYTES(case.dtype))

@@ -1,0 +1,293 @@
+"""The strategies of this library as contenders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tilewise.expressions import read_plan
+from tilewise.functional import attention
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.default import default_layout
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks.base import Mask
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import head_groups
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import simulate
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.balanced_ring import balanced_ring
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.needed import needed
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tiled import tiled, tiled_layout
+from tilewise.strategies.ulysses import ulysses
+from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.chosen import Planned, from_file, planner_choice
+from tilewise.tools.bench.contender import Facts, Prediction, Traffic
+from tilewise.tools.bench.environment import installed
+from tilewise.tools.bench.traffic import WatchedTransport
+from tilewise.tools.mask_report.call_report import report
+from tilewise.transport.resolve import transport_for
+from tilewise.workload import Workload, volume
+
+__all__ = ["STRATEGIES", "Planned", "Strategy", "strategy"]
+
+
+class _Setting(NamedTuple):
+    """A case as strategies see it; the mask and its layout are made once."""
+
+    case: Case
+    mask: Mask
+
+    @property
+    def n(self) -> int:
+        return self.case.world_size
+
+    @property
+    def kv_bytes(self) -> float:
+        return 2 * self.case.num_kv_heads / self.case.num_heads
+
+    def nodes(self, name: str) -> tuple[int, int]:
+        """Hosts and the ranks on each; where there is but one of either, ranks are cut in two
+        factors."""
+        network = self.case.network
+        if min(network.hosts, network.ranks_per_host) > 1:
+            return network.hosts, network.ranks_per_host
+        return _factors(self.n, name)
+
+    def layout(self) -> Layout:
+        """The case's; "own": what levels the mask's work."""
+        num_tokens = self.case.num_tokens
+        match self.case.layout:
+            case "own":
+                return default_layout(self.mask, num_tokens, self.n)
+            case "balanced":
+                chunk = max(1, min(128, num_tokens // self.n))
+                return balanced(self.mask, num_tokens, self.n, chunk=chunk)
+        return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[self.case.layout](
+            num_tokens, self.n
+        )
+
+    def work(self, layout: Layout) -> Workload:
+        case = self.case
+        return Workload(
+            case.num_tokens, *case.heads, dtype=case.dtype, mask=self.mask, layout=layout
+        )
+
+
+def _on_layout(make: Callable[[_Setting], Plan]) -> Callable[[_Setting], Planned]:
+    """A strategy that runs on any layout."""
+    return lambda setting: Planned(make(setting), setting.layout())
+
+
+def _on_contiguous(make: Callable[[int], Plan]) -> Callable[[_Setting], Planned]:
+    """A strategy that levels by itself what contiguous shards leave uneven."""
+
+    def planned(setting: _Setting) -> Planned:
+        if setting.case.layout != "own":
+            return Planned(make(setting.n), setting.layout())
+        return Planned(make(setting.n), contiguous(setting.case.num_tokens, setting.n))
+
+    return planned
+
+
+def _needed(setting: _Setting) -> Planned:
+    layout = setting.layout()
+    return Planned(needed(setting.mask, layout), layout)
+
+
+def _tiled(setting: _Setting) -> Planned:
+    if setting.case.layout != "own":
+        raise ValueError(f"tiled makes its own layout, it cannot run on {setting.case.layout}")
+    kv_bytes = setting.kv_bytes
+    layout = tiled_layout(setting.mask, setting.case.num_tokens, setting.n, kv_bytes=kv_bytes)
+    return Planned(tiled(setting.mask, layout, kv_bytes=kv_bytes), layout)
+
+
+def _auto(setting: _Setting) -> Planned:
+    return planner_choice(setting.work(setting.layout()), setting.case)
+
+
+def _tree(setting: _Setting) -> Planned:
+    raise ValueError("tree is for decoding: its queries are a few tokens that every rank holds")
+
+
+def _wide(n: int) -> int:
+    """The largest divisor up to the square root."""
+    return max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+
+
+def _factors(n: int, name: str) -> tuple[int, int]:
+    """Two factors of a number of ranks, as equal as can be."""
+    wide = _wide(n)
+    if wide == 1:
+        raise ValueError(f"{name} needs a number of ranks that is a product, not {n}")
+    return wide, n // wide
+
+
+def _hierarchical(setting: _Setting) -> Plan:
+    """A tile of whole nodes, a ring inside each."""
+    num_nodes, node_size = setting.nodes("hierarchical")
+    return hierarchical(mesh(num_nodes, q_tile=_wide(num_nodes)), ring(node_size))
+
+
+def _hybrid(setting: _Setting, inner: Callable[[int], Plan], name: str) -> Plan:
+    """The largest Ulysses degree that the heads allow and that leaves an inner plan two ranks."""
+    case, n = setting.case, setting.n
+    for degree in (d for d in range(n // 2, 1, -1) if n % d == 0):
+        try:
+            head_groups(case.num_heads, case.num_kv_heads, degree)
+        except ValueError:
+            continue
+        return ulysses(degree, inner=inner(n // degree))
+    raise ValueError(
+        f"{name} needs a degree above 1 that divides the ranks ({n}) with two left over, and the "
+        f"heads ({case.num_heads}:{case.num_kv_heads})"
+    )
+
+
+STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
+    {
+        "ring": _on_layout(lambda s: ring(s.n)),
+        "ring_moves_q": _on_layout(lambda s: ring(s.n, moves="q")),
+        "all_gather": _on_layout(lambda s: all_gather(s.n)),
+        "double_ring": _on_layout(lambda s: double_ring(*s.nodes("double_ring"))),
+        "hierarchical": _on_layout(_hierarchical),
+        "balanced_ring": _on_contiguous(balanced_ring),
+        "attention2d": _on_layout(lambda s: attention2d(*_factors(s.n, "attention2d"))),
+        "mesh": _on_layout(lambda s: mesh(s.n, q_tile=_wide(s.n), kv_bytes=s.kv_bytes)),
+        "ulysses": _on_layout(lambda s: ulysses(s.n)),
+        "ulysses_ring": _on_layout(lambda s: _hybrid(s, ring, "ulysses_ring")),
+        "ulysses_mesh": _on_layout(
+            lambda s: _hybrid(s, lambda n: mesh(n, q_tile=_wide(n)), "ulysses_mesh")
+        ),
+        "needed": _needed,
+        "tiled": _tiled,
+        "auto": _auto,
+        "tree": _tree,
+    }
+)
+"""What each name means for a case."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy by its name in STRATEGIES, written as a call: "ulysses(2, inner=ring(2))", or the
+    file of a candidate: "plan.json"."""
+
+    name: str
+
+    @property
+    def library(self) -> str:
+        return "tilewise"
+
+    @property
+    def version(self) -> str:
+        return installed("tilewise")
+
+    def planned(self, case: Case, mask: Mask | None = None) -> Planned:
+        """Its plan and layout.
+
+        Raises:
+            ValueError: if the case is not for this strategy.
+        """
+        setting = _Setting(case, mask or case.make_mask())
+        if self.name in STRATEGIES:
+            planned = STRATEGIES[self.name](setting)
+        elif self.name.endswith(".json"):
+            return from_file(self.name, case)
+        else:
+            planned = Planned(read_plan(self.name, case.world_size), setting.layout())
+        plan = planned.plan.tuned(case.num_heads, case.num_kv_heads)
+        head_groups(case.num_heads, case.num_kv_heads, plan.num_head_groups)
+        return planned._replace(plan=plan)
+
+    def supports(self, case: Case) -> str | None:
+        try:
+            _asked(self, case)
+        except ValueError as error:
+            return " ".join(str(error).split())
+        return None
+
+    def predict(self, case: Case, machine: Machine) -> Prediction:
+        """As the simulator says, and tw.volume."""
+        (plan, layout, backward), mask = _asked(self, case)
+        work = Workload(case.num_tokens, *case.heads, dtype=case.dtype, mask=mask, layout=layout)
+        replayed = simulate(plan, work, machine, backward)
+        sent = volume(plan, work, backward)
+        passes = {
+            "forward": ((replayed.forward,), (sent.forward,)),
+            "backward": ((replayed.backward,), (sent.backward,)),
+            "both": ((replayed.forward, replayed.backward), tuple(sent)),
+        }
+        timelines, counts = passes[case.which]
+        return Prediction(
+            replayed.peak_bytes,
+            sum(timeline.seconds for timeline in timelines),
+            sum(max(use.exposed_seconds for use in timeline.ranks) for timeline in timelines),
+            max(map(sum, zip(*counts, strict=True))),
+            plan.name,
+        )
+
+    def prepare(self, case: Case, rank: int, group: Any) -> _Prepared:
+        mask = case.make_mask()
+        plan, layout, backward = self.planned(case, mask)
+        transport = WatchedTransport(transport_for(group))
+        return _Prepared(case, mask, plan, layout, backward, transport)
+
+
+@lru_cache(maxsize=8)
+def _asked(strategy: Strategy, case: Case) -> tuple[Planned, Mask]:
+    """For questions before a run, which come several at a time; ranks plan for themselves."""
+    mask = case.make_mask()
+    return strategy.planned(case, mask), mask
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    case: Case
+    mask: Mask
+    plan: Plan
+    layout: Layout
+    backward_plan: Plan | None
+    transport: WatchedTransport
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
+        out = attention(q, k, v, mask=self.mask, group=self.transport, **chosen)
+        assert isinstance(out, Tensor)
+        return out
+
+    def facts(self) -> Facts:
+        (waste,) = report(self.mask, self.layout, self.plan, ranks=[self.transport.rank])
+        heads = self.case.num_heads // self.plan.num_head_groups
+        return Facts(waste.allowed * heads, waste.computed * heads, waste.num_calls)
+
+    def traffic(self) -> Traffic:
+        return self.transport.traffic()
+
+
+def strategy(text: str) -> Strategy:
+    """A strategy by what a user writes.
+
+    Raises:
+        ValueError: in one line, with the names that are known.
+    """
+    if text not in STRATEGIES and not text.endswith(".json"):
+        if "(" not in text:
+            raise ValueError(
+                f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, write a "
+                "call, as in ulysses(2, inner=ring(2)), or name a candidate's file, plan.json"
+            )
+        read_plan(text)
+    return Strategy(text)

@@ -1,0 +1,162 @@
+"""Worlds of rank processes that stay for many cases, and start anew when one of them dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+from tilewise.tools.bench.measure import Announced, Figures, Job, Place, measure
+from tilewise.tools.lab.lab import Lab
+from tilewise.tools.lab.rate_limited import Nics
+from tilewise.tools.processes import RankError, RankFailure, gather_yields
+
+__all__ = ["Blamed", "LabWorld", "LocalWorld", "World"]
+
+
+class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an error of this program
+    """A contender ended the world: which one of the job's, its outcome and the message."""
+
+    def __init__(self, contender: int, outcome: str, message: str):
+        super().__init__(message)
+        self.contender, self.outcome, self.message = contender, outcome, message
+
+
+class World(Protocol):
+    """Processes that run jobs one after another."""
+
+    def run(self, job: Job) -> list[tuple[Figures, ...]]:
+        """Per contender the figures of every rank.
+
+        Raises:
+            Blamed: when a rank failed; the next run starts new processes.
+        """
+        ...
+
+
+class LocalWorld:
+    """Ranks on this machine, joined by gloo over loopback. A context: leaving it ends them.
+
+    Args:
+        timeout_seconds: for each step of a job.
+        nics: speeds that a transport keeps to; None: as fast as it goes.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float, nics: Nics | None = None):
+        self.world_size, self.timeout_seconds = world_size, timeout_seconds
+        self._place = Place(nics=nics)
+        self._senders: list[Connection] = []
+        self._answers: Iterator[tuple[Any, ...]] | None = None
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def run(self, job: Job) -> list[tuple[Figures, ...]]:
+        at = 0
+        try:
+            if self._answers is None:
+                self._start()
+            assert self._answers is not None
+            for sender in self._senders:
+                sender.send(job)
+            while True:
+                answers = next(self._answers)
+                if not isinstance(answers[0], Announced):
+                    return list(zip(*answers, strict=True))
+                at = answers[0].contender
+        except RankError as error:
+            self._stop()
+            raise Blamed(at, *_judged(error.failures)) from None
+        except BaseException:
+            self._stop()
+            raise
+
+    def _start(self) -> None:
+        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.world_size)]
+        self._senders = [sender for _, sender in pairs]
+        receivers = [receiver for receiver, _ in pairs]
+        self._answers = self._launch(_serve, receivers)
+
+    def _launch(
+        self, fn: Callable[..., Iterator[Any]], receivers: list[Connection]
+    ) -> Iterator[tuple[Any, ...]]:
+        return gather_yields(
+            self.world_size, fn, (receivers, self._place), timeout_seconds=self.timeout_seconds
+        )
+
+    def _stop(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        answers, self._answers, self._senders = self._answers, None, []
+        if answers is not None:
+            answers.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
+
+
+class LabWorld(LocalWorld):
+    """Ranks on the hosts of a network lab, which must be there for as long as the world is."""
+
+    def __init__(self, lab: Lab, timeout_seconds: float):
+        super().__init__(lab.world_size, timeout_seconds)
+        self._lab = lab
+
+    def _launch(
+        self, fn: Callable[..., Iterator[Any]], receivers: list[Connection]
+    ) -> Iterator[tuple[Any, ...]]:
+        place = Place(site=self._lab.site)
+        return self._lab.gather_yields(fn, receivers, place, timeout_seconds=self.timeout_seconds)
+
+
+def _serve(rank: int, receivers: list[Connection], place: Place) -> Iterator[Any]:
+    """A rank's life: jobs until the caller hangs up."""
+    joined = place.joined()
+    while True:
+        try:
+            job = receivers[rank].recv()
+        except EOFError:
+            return
+        yield from measure(rank, job, joined)
+
+
+SECONDARY = ("gloo", "Connection closed by peer", "Connection reset by peer")
+"""Words of errors that a rank has because another one failed."""
+OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "out of memory")
+
+
+def _judged(failures: tuple[RankFailure, ...]) -> tuple[str, str]:
+    """Outcome and one line of the failure that came first, by all that the ranks say."""
+    if not failures:
+        return "failed", "some ranks ended before the others"
+
+    def place(failure: RankFailure) -> int:
+        if failure.kind == "late":
+            return 2
+        return (
+            3 if any(word in _last_line(failure) for word in SECONDARY) else failure.kind != "died"
+        )
+
+    first = min(failures, key=place)
+    line = f"rank {first.rank}: {_last_line(first)}"
+    if first.kind == "late":
+        return "timed_out", line
+    if first.kind == "error" and any(word in first.text for word in OUT_OF_MEMORY):
+        return "out_of_memory", line
+    return "failed", line
+
+
+def _last_line(failure: RankFailure) -> str:
+    """The line that names the exception; of other failures, what is said of them."""
+    named = re.findall(
+        r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", failure.text, re.M
+    )
+    return (named or failure.text.strip().splitlines() or [failure.kind])[-1][:500]

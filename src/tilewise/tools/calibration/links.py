@@ -1,0 +1,137 @@
+"""What messages take: measured between the ranks of a group, through the executor's transport.
+
+On CPUs the processor time of both ends is measured too, of the thread that posts and of the whole
+process: where ranks share cores, a message costs what it keeps those busy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.simulation.machine import Link
+from tilewise.transport.protocol import Message, Transport
+
+SMALL = 1024
+FIRST, LARGEST = 1 << 17, 1 << 22
+LONG = 0.02  # seconds: a message that takes longer is on a slow link
+SLOW = 4  # a slow link's messages are this much longer again: NICs let short bursts pass faster
+TURNS = 40
+
+
+class Usage(NamedTuple):
+    """Processor seconds of one rank per message, one sent and one received.
+
+    Attributes:
+        own: of the thread that posts and waits.
+        whole: of the process, its transport's threads included.
+    """
+
+    own: float
+    whole: float
+
+
+class Prober:
+    """Messages between the ranks of one transport; every rank calls the same methods alike.
+
+    Args:
+        device: whose memory travels.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device):
+        self.transport, self.device = transport, device
+        self.rank, self.world_size = transport.rank, transport.world_size
+
+    def everyone(self, value: float) -> list[float]:
+        """Every rank's number, by rank."""
+        record = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+        found = self.transport.gather_records(record)
+        return [float(x.view(torch.float64)) for x in found]
+
+    def text(self, text: str) -> str:
+        """Rank 0's text, on all ranks."""
+        record = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        size = int(self.everyone(len(record))[0])
+        if self.rank:
+            record = torch.zeros(size, dtype=torch.uint8)
+        return bytes(self.transport.gather_records(record)[0].tolist()).decode()
+
+    def link(self, a: int, b: int) -> Link:
+        """Bandwidth and one-way latency between two ranks.
+
+        Of a slow link what twice the bytes take longer: a shaped NIC sends its first bytes at once.
+        """
+        latency, size = self._one_way(a, b, SMALL, TURNS), FIRST
+        while size < LARGEST:
+            if self._one_way(a, b, size, 3) > LONG:
+                long = SLOW * size
+                more = self._one_way(a, b, 2 * long, 4) - self._one_way(a, b, long, 4)
+                if more > SLOW / 2 * LONG:  # else one message was held up
+                    return Link(long / more, latency)
+            size *= 2
+        seconds = self._one_way(a, b, size, 10)
+        return Link(size / max(seconds - latency, seconds / 10), latency)
+
+    def usage(self, size: int, rounds: int) -> Usage:
+        """Of messages of a size that everybody sends to all others at once."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        sends, recvs = ([self._message(size, peer) for peer in peers] for _ in range(2))
+
+        def once() -> None:
+            self.transport.exchange(sends, recvs).wait()
+            self.transport.finish()
+
+        once()
+        taken: list[tuple[float, float]] = []
+        for _ in range(rounds):
+            own, whole = time.thread_time(), time.process_time()
+            once()
+            taken.append((time.thread_time() - own, time.process_time() - whole))
+        typical = (statistics.median(x) / len(peers) for x in zip(*taken, strict=True))
+        return Usage(*(statistics.median(self.everyone(x)) for x in typical))
+
+    def agreement(self, record_bytes: int) -> float:
+        """Processor seconds of one rank per other rank, for comparing records."""
+        record = torch.zeros(record_bytes, dtype=torch.uint8)
+        self.transport.gather_records(record)
+        taken = []
+        for _ in range(TURNS):
+            start = time.process_time()
+            self.transport.gather_records(record)
+            taken.append(time.process_time() - start)
+        typical = statistics.median(taken) / (self.world_size - 1)
+        return statistics.median(self.everyone(typical))
+
+    def _one_way(self, a: int, b: int, size: int, turns: int) -> float:
+        """Half the median seconds of a message there and back, as rank a sees it."""
+        seconds = self._ping(a + b - self.rank, size, turns) if self.rank in (a, b) else 0.0
+        return self.everyone(seconds)[a] / 2
+
+    def _ping(self, peer: int, size: int, turns: int) -> float:
+        out, back = self._message(size, peer), self._message(size, peer)
+        seconds = []
+        for turn in range(turns + 2):
+            start = time.perf_counter()
+            if self.rank < peer:
+                self.transport.exchange((out,), ())
+            self.transport.exchange((), (back,)).wait()
+            if self.rank > peer:
+                self.transport.exchange((out,), ())
+            self.finish()
+            if turn > 1:
+                seconds.append(time.perf_counter() - start)
+        self.transport.finish()
+        return statistics.median(seconds)
+
+    def _message(self, size: int, peer: int) -> Message:
+        content: Tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return Message(content, peer, "calibration")
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,111 @@
+"""Whole calls of attention, from which the share is fitted that no part shows by itself.
+
+Caches that others have emptied, threads that get in each other's way: two calls, one of little but
+messages and one of kernels, each say by how much such figures are off when all runs together. Only
+where all ranks are on one host: between hosts the links would hide it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.functional import attention
+from tilewise.plan.ir import Plan
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import simulate
+from tilewise.strategies.ring import ring
+from tilewise.tools.calibration.links import Prober
+from tilewise.workload import Workload
+
+REPEATS = 9
+ROUNDS = 3  # of fits: each changes a little what the others explain
+LEAST, MOST = 0.25, 16.0
+HALVINGS = 12
+
+
+class Trial(NamedTuple):
+    """A call whose time tells one factor."""
+
+    plan: Plan
+    work: Workload
+    slowed: Callable[[Machine, float], Machine]
+
+
+def trials(world_size: int, dtype: str) -> tuple[Trial, ...]:
+    def work(rows: int, heads: int, head_dim: int) -> Workload:
+        return Workload(rows * world_size, heads, heads, head_dim, dtype, layout="contiguous")
+
+    return (
+        Trial(ring(world_size), work(16, 4, 32), _overheads_slowed),
+        Trial(ring(world_size), work(512, 4, 64), _kernels_slowed),
+    )
+
+
+def run_trial(prober: Prober, trial: Trial) -> float:
+    """Median seconds of forward and backward, of the slowest rank; every rank calls it."""
+    plan, work, _ = trial
+    layout = work.layout_for(plan.world_size)
+    shape = layout.size(prober.rank), work.num_heads, work.head_dim
+    dtype = getattr(torch, work.dtype)
+    q, k, v, dout = torch.randn(4, *shape, device=prober.device).to(dtype).unbind()
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    seconds = []
+    for turn in range(REPEATS + 1):
+        prober.everyone(0.0)
+        start = time.perf_counter()
+        out = attention(q, k, v, plan=plan, layout=layout, mask=work.mask, group=prober.transport)
+        assert isinstance(out, Tensor)
+        out.backward(dout)
+        prober.finish()
+        slowest = max(prober.everyone(time.perf_counter() - start))
+        if turn:
+            seconds.append(slowest)
+    return statistics.median(seconds)
+
+
+def fitted(machine: Machine, measured: list[tuple[Trial, float]]) -> Machine:
+    """The machine, slowed or sped up so that it predicts the trials."""
+    for _ in range(ROUNDS):
+        for trial, seconds in measured:
+            machine = trial.slowed(machine, _factor(machine, trial, seconds))
+    return machine
+
+
+def _factor(machine: Machine, trial: Trial, seconds: float) -> float:
+    low, high = math.log(LEAST), math.log(MOST)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        slowed = trial.slowed(machine, math.exp(middle))
+        if simulate(trial.plan, trial.work, slowed).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def _overheads_slowed(machine: Machine, times: float) -> Machine:
+    forward, backward = machine.call_seconds
+    return replace(
+        machine,
+        launch_seconds=machine.launch_seconds * times,
+        message_seconds=machine.message_seconds * times,
+        carry_seconds=machine.carry_seconds * times,
+        agree_seconds=machine.agree_seconds * times,
+        call_seconds=(forward * times, backward * times),
+    )
+
+
+def _kernels_slowed(machine: Machine, times: float) -> Machine:
+    kernels = (
+        replace(kernel, flops=tuple(tuple(x / times for x in row) for row in kernel.flops))
+        for kernel in machine.kernels
+    )
+    return replace(machine, kernels=tuple(kernels))

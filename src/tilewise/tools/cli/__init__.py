@@ -1,0 +1,52 @@
+"""The command line: one file per command, all printing done here."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from tilewise.tools.cli.bench import bench_app
+from tilewise.tools.cli.calibrate import calibrate
+from tilewise.tools.cli.demo import demo
+from tilewise.tools.cli.doctor import doctor
+from tilewise.tools.cli.lab import lab_app
+from tilewise.tools.cli.mask import mask_command
+from tilewise.tools.cli.masks_command import masks_command
+from tilewise.tools.cli.plan import plan_command
+from tilewise.tools.cli.report import report
+from tilewise.tools.cli.show import show
+from tilewise.tools.cli.simulate import simulate_command
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("tilewise"))
+        raise typer.Exit
+
+
+@app.callback()
+def tilewise(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print it.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Exact attention over sequences split across many devices."""
+
+
+for command in (
+    demo,
+    show,
+    plan_command,
+    simulate_command,
+    mask_command,
+    masks_command,
+    doctor,
+    report,
+    calibrate,
+):
+    app.command()(command)
+app.add_typer(bench_app, name="bench")
+app.add_typer(lab_app, name="lab")

@@ -1,0 +1,163 @@
+"""tilewise bench: kernels, strategies and networks, measured into a results file."""
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import typer
+
+from tilewise.simulation.machine import Machine
+from tilewise.tools.bench.engine import Settings
+from tilewise.tools.bench.entrants import contenders_of, entered
+from tilewise.tools.bench.grid import Run, preset, read_cases
+from tilewise.tools.bench.results import Results
+from tilewise.tools.cli.bench_output import follow, summary
+from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+
+Many = list[str] | None
+Numbers = list[int] | None
+
+
+class BenchOptions(NamedTuple):
+    """What to run, and where its rows go. Lists replace those of the preset or the file."""
+
+    quick: Annotated[bool, typer.Option("--quick", help="Small: under 3 minutes on 2 cores.")] = (
+        False
+    )
+    cases: Annotated[Path | None, typer.Option(help="A TOML file with grids of cases.")] = None
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results, JSON lines.")] = Path(
+        "results.jsonl"
+    )
+    mask: Annotated[Many, typer.Option(help="One of the 14 patterns; may be repeated.")] = None
+    contender: Annotated[Many, typer.Option("--kernel", "--strategy", help="Who.")] = None
+    num_tokens: Annotated[Numbers, typer.Option(help="Of the whole sequence.")] = None
+    tokens_per_rank: Annotated[Numbers, typer.Option(help="Instead of --num-tokens.")] = None
+    world_size: Annotated[Numbers, typer.Option(help="Local processes.")] = None
+    hosts: Annotated[Numbers, typer.Option(help="Hosts of the network lab.")] = None
+    ranks_per_host: Annotated[Numbers, typer.Option(help="Ranks on each.")] = None
+    mbit: Annotated[list[float] | None, typer.Option(help="Of a host's NIC, each way.")] = None
+    limited: Annotated[
+        bool, typer.Option("--limited", help="No lab: a transport that keeps to the speed.")
+    ] = False
+    heads: Annotated[Many, typer.Option(help="Query and KV heads, as in 32:8.")] = None
+    head_dim: Annotated[Numbers, typer.Option(help="Elements of a head.")] = None
+    dtype: Annotated[Many, typer.Option(help="float64, float32, bfloat16 or float16.")] = None
+    passes: Annotated[Many, typer.Option("--pass", help="forward, backward or both.")] = None
+    layout: Annotated[Many, typer.Option(help="own, contiguous, zigzag, striped or balanced.")] = (
+        None
+    )
+    seed: Annotated[Numbers, typer.Option(help="Of masks and inputs.")] = None
+    device: Annotated[Many, typer.Option(help="cpu or cuda.")] = None
+    repeats: Annotated[int | None, typer.Option(help="Timed runs.")] = None
+    warmups: Annotated[int | None, typer.Option(help="Runs before those.")] = None
+    timeout_seconds: Annotated[float | None, typer.Option(help="Of one step of one case.")] = None
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Preset or TOML file: what predictions are for; unless given, assumed."),
+    ] = None
+    also: Annotated[
+        Many, typer.Option(help="A module whose contenders() take part, such as benchmarks.peers.")
+    ] = None
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what was not ok.")] = False
+    as_json: AsJson = False
+
+
+HOSTS = "hosts", "ranks_per_host", "mbit"
+LAB = *HOSTS, "limited"
+NOT_OF = {
+    "kernels": ("world_size", "tokens_per_rank", "layout", *LAB),
+    "strategies": ("device", *LAB),
+    "network": ("device", "world_size"),
+}.__getitem__
+LISTS = {
+    "mask": "mask",
+    "contender": "contender",
+    "passes": "pass",
+    **{name: name for name in ("num_tokens", "tokens_per_rank", "world_size", *HOSTS)},
+    **{name: name for name in ("heads", "head_dim", "dtype", "layout", "seed", "device")},
+}.items
+TIMES = "repeats", "warmups", "timeout_seconds"
+
+
+def kernels(options: BenchOptions) -> None:
+    """Every kernel on every mask, one rank: time, memory, errors."""
+    _bench("kernels", options)
+
+
+def strategies(options: BenchOptions) -> None:
+    """Every strategy on every mask, over local processes joined by gloo."""
+    _bench("strategies", options)
+
+
+def network(options: BenchOptions) -> None:
+    """Strategies over hosts that the network lab makes: Linux, root."""
+    _bench("network", options)
+
+
+def _bench(kind: str, options: BenchOptions) -> None:
+    with refusing_bad_input():
+        run = _run(kind, options)
+        others = [one for module in options.also or () for one in contenders_of(module)]
+        plan = entered(run, others)
+        settings = Settings(run.timing, _machine(options.machine), options.retry)
+        with Results(options.output) as results:
+            keys = follow(plan, results, settings)
+            rows = [results.rows[key] for key in keys]
+    if options.as_json:
+        print_json({"results": str(options.output), "lost": results.num_lost, "rows": rows})
+    else:
+        summary(rows, options.output)
+
+
+def _run(kind: str, options: BenchOptions) -> Run:
+    """The preset or file, with the options' lists and times in place of its own."""
+    if options.quick and options.cases is not None:
+        raise ValueError("--quick and --cases both say what to run; give one")
+    if options.cases is not None:
+        run = read_cases(options.cases, kind)
+    else:
+        run = preset(kind, "quick" if options.quick else "standard")
+    given = options._asdict()
+    times = {name: given[name] for name in TIMES if given[name] is not None}
+    lists = {name: given[option] for option, name in LISTS() if given[option]}
+    if options.limited:
+        lists["network"] = ["limited"]
+    return replace(run.narrowed(lists), timing=replace(run.timing, **times))
+
+
+def _machine(text: str | None) -> Machine | None:
+    if text is None:
+        return None
+    if text in Machine.presets():
+        return Machine.preset(text)
+    if not Path(text).is_file():
+        known = ", ".join(Machine.presets())
+        raise ValueError(f"machine {text!r} is neither a file nor one of {known}")
+    return Machine.load(text)
+
+
+def _options_of(kind: str) -> Any:
+    """BenchOptions without what does not belong to a kind of case."""
+    signature, hints = (
+        inspect.signature(BenchOptions),
+        get_type_hints(BenchOptions, include_extras=True),
+    )
+    kept = {n: p for n, p in signature.parameters.items() if n not in NOT_OF(kind)}
+
+    def options(**words: Any) -> BenchOptions:
+        return BenchOptions(**words)
+
+    options.__signature__ = signature.replace(parameters=list(kept.values()))  # pyright: ignore[reportFunctionMemberAccess]
+    options.__annotations__ = {name: hints[name] for name in kept}
+    return options
+
+
+bench_app = typer.Typer(
+    help="Measure kernels and strategies, ours and others', into a results file.",
+    no_args_is_help=True,
+)
+bench_app.command()(command_of(_options_of("kernels"), kernels))
+bench_app.command()(command_of(_options_of("strategies"), strategies))
+bench_app.command()(command_of(_options_of("network"), network))

@@ -1,0 +1,64 @@
+"""tilewise calibrate: measure this machine, into a file that plan and simulate read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tilewise.simulation.machine import Machine
+from tilewise.tools.calibration.local import calibrate_here
+from tilewise.tools.calibration.measure import Settings
+from tilewise.tools.cli.output import as_bytes, print_plain, refusing_bad_input
+from tilewise.tools.processes import RankError
+
+FAILED = 1
+
+
+def calibrate(
+    world_size: Annotated[
+        int | None, typer.Option(help="Processes; unless given twice the cores, 8 at most.")
+    ] = None,
+    node_size: Annotated[
+        int | None, typer.Option(help="Ranks per host; unless given, all are on one.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the machine here, not to stdout.")
+    ] = None,
+) -> None:
+    """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
+    with refusing_bad_input():
+        if output is not None and not output.parent.is_dir():
+            raise ValueError(f"{output.parent} is no folder to write {output.name} to")
+        try:
+            machine = _measured(world_size, Settings(node_size))
+        except RankError as error:
+            Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
+            raise typer.Exit(FAILED) from None
+    if output is None:
+        print_plain(machine.to_toml())
+        return
+    output.write_text(machine.to_toml(), encoding="utf-8")
+    Console().print(f"{output}: {_summary(machine)}", highlight=False, soft_wrap=True)
+
+
+def _measured(world_size: int | None, settings: Settings) -> Machine:
+    steps = calibrate_here(world_size, settings)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting the ranks", total=None)
+        while True:
+            try:
+                progress.update(task, description=next(steps))
+            except StopIteration as end:
+                return end.value
+
+
+def _summary(machine: Machine) -> str:
+    speed = machine.kernel("float32", False).speed(1024, 1024) / 1e9
+    inside = machine.inside
+    return (
+        f"{speed:.0f} GFLOP/s a rank in fp32, {machine.cores or machine.node_size:.1f} at once, "
+        f"{as_bytes(inside.bandwidth)}/s and {inside.latency * 1e6:.0f} us between two"
+    )

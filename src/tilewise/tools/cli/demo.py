@@ -1,0 +1,115 @@
+"""tilewise demo: every strategy on one real input, checked and counted."""
+
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise.compiler.pruning import prune
+from tilewise.expressions import read_plan
+from tilewise.layouts.layout import contiguous
+from tilewise.masks.base import Causal
+from tilewise.tools.cli.drawing import draw
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.demo import TOLERANCE, Demo, Row, cases, run_demo
+from tilewise.tools.processes import RankError
+
+FAILED = 1
+PIPED_WIDTH = 120
+
+
+def demo(
+    world_size: Annotated[int, typer.Option(help="Local processes, from 1 to 16.")] = 4,
+    num_tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 1021,
+    as_json: AsJson = False,
+) -> None:
+    """Run every strategy on real text over local processes, against dense attention."""
+    with refusing_bad_input():
+        settings = Demo(world_size, num_tokens).checked()
+        cu_seqlens = settings.input()[1]
+    try:
+        rows = _collect(settings)
+    except RankError as error:
+        Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
+        raise typer.Exit(FAILED) from None
+    faults = [row.fault for row in rows if row.fault]
+    if as_json:
+        heads = {"num_heads": settings.num_heads, "num_kv_heads": settings.num_kv_heads}
+        values = settings._asdict() | heads | {"cu_seqlens": cu_seqlens, "dtype": "float64"}
+        values |= {"tolerance": TOLERANCE, "faults": faults}
+        print_json(values | {"rows": [row._asdict() for row in rows]})
+    else:
+        _report(settings, len(cu_seqlens) - 1, rows)
+        for fault in faults:
+            Console().print(f"FAULT: {fault}", style="bold red", markup=False)
+    if faults:
+        raise typer.Exit(FAILED)
+
+
+def _collect(settings: Demo) -> list[Row]:
+    wanted = cases(settings)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    rows: list[Row] = []
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting the ranks", total=len(wanted))
+        for row in run_demo(settings):
+            rows.append(row)
+            following = wanted[len(rows)].plan.name if len(rows) < len(wanted) else "done"
+            progress.update(task, completed=len(rows), description=following)
+    return rows
+
+
+def _report(settings: Demo, num_documents: int, rows: list[Row]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    n = settings.world_size
+    console.print(
+        f"\n{settings.num_tokens} bytes of Python's standard library, in {num_documents} "
+        f"documents, split over {n} processes joined by gloo; {settings.num_heads} query and "
+        f"{settings.num_kv_heads} KV heads of {settings.head_dim}; fp64; forward and backward.\n\n"
+        "error: largest over all ranks, against dense attention. sent: by the busiest rank, as "
+        "counted on its transport; by formula: as tw.volume says. Layouts are zigzag, but striped "
+        "for attention2d, contiguous for balanced_ring and tree. tree decodes the last token.\n",
+        highlight=False,
+    )
+    console.print(_table(rows))
+    for title, text in (
+        ("A plan is a grid: here the mesh, of which every rank computes a tile", _tiled(n)),
+        ("Pruned by a mask: what is left of the ring under Causal, contiguous", f"ring({n})"),
+    ):
+        console.print(f"\n{title}:\n", style="bold")
+        plan = read_plan(text)
+        if plan.name.startswith("ring"):
+            plan = prune(plan, Causal(), contiguous(4 * n, n))
+        draw(plan, console)
+    console.print("\nMore: tilewise show --help", highlight=False)
+
+
+def _tiled(n: int) -> str:
+    return f"mesh({n}, q_tile={max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)})"
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("strategy", min_width=17, overflow="fold")
+    table.add_column("mask", no_wrap=True)
+    for name in ("out", "dq", "dk", "dv", "sent", "formula", "msgs", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for row in rows:
+        table.add_row(
+            "" if row.strategy == before else row.strategy,
+            row.mask,
+            *(f"{error:.0e}" for error in row.errors.values()),
+            as_bytes(max(row.counted)),
+            as_bytes(max(row.formula)),
+            str(max(row.messages)),
+            f"{1000 * row.seconds:.0f}",
+            style="bold red" if row.fault else "",
+        )
+        before = row.strategy
+    return table

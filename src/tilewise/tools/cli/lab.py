@@ -1,0 +1,223 @@
+"""tilewise lab: strategies on a network made for it, and what such networks leave behind."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise.expressions import read_mask, read_plan
+from tilewise.simulation.machine import Machine
+from tilewise.tools.calibration.local import TIMEOUT_SECONDS, measured, on_rank
+from tilewise.tools.calibration.measure import Settings
+from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.tools.lab.comparison import Contest, Lap, Limited, Row, compete, rows_of
+from tilewise.tools.lab.lab import Lab
+from tilewise.tools.lab.leftovers import clean
+from tilewise.tools.lab.site import LabError
+from tilewise.tools.processes import RankError
+from tilewise.workload import Workload, volume
+
+FAILED = 1
+PIPED_WIDTH = 120
+HEADS, HEAD_DIM = 16, 32
+
+lab_app = typer.Typer(
+    help="A network on this machine: hosts as namespaces, NICs of a chosen speed (Linux, root).",
+    no_args_is_help=True,
+)
+
+
+class LabOptions(NamedTuple):
+    """What is compared, and on what network."""
+
+    hosts: Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")] = 16
+    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1
+    mbit: Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")] = 50.0
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As in 'mesh(16, q_tile=4)'; may be repeated, the first is what the others are "
+            "compared with. Default: ring, a square mesh, ulysses."
+        ),
+    ] = None
+    tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 128
+    num_heads: Annotated[int, typer.Option(help="Query heads.")] = HEADS
+    num_kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many unless given.")] = None
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = HEAD_DIM
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32"
+    mask: Annotated[str, typer.Option(help="As in 'causal & window(63, 0)'.")] = "full"
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag"
+    backward: Annotated[bool, typer.Option(help="Forward and backward, or forward alone.")] = False
+    prune: Annotated[bool, typer.Option(help="Leave out what the mask makes needless.")] = True
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5
+    limited: Annotated[
+        bool,
+        typer.Option("--limited", help="No namespaces: a transport that keeps to the speed."),
+    ] = False
+    as_json: AsJson = False
+
+
+def run(options: LabOptions) -> None:
+    """Compare strategies on real sockets: interleaved, a ratio per repeat, bytes at the switch."""
+    with refusing_bad_input():
+        lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
+        contest = _contest(options)
+    with _reporting_failures(), _network(lab, options.limited) as network:
+        rows = rows_of(contest, _collect(network, contest), network)
+    if options.as_json:
+        values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
+        print_json(values | {"rows": [_as_json(row) for row in rows]})
+    else:
+        _report(options, rows)
+
+
+def clean_command(as_json: AsJson = False) -> None:
+    """Remove what labs whose process was killed have left behind; nothing else."""
+    with _reporting_failures():
+        removed = clean()
+    if as_json:
+        print_json(removed)
+    else:
+        print_plain("\n".join(f"removed {name}" for name in removed) or "nothing was left behind")
+
+
+def calibrate(
+    hosts: Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")] = 4,
+    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
+    mbit: Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")] = 50.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A machine file.")] = None,
+) -> None:
+    """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
+    with refusing_bad_input():
+        lab = Lab(hosts, ranks_per_host, mbit=mbit)
+        if lab.world_size < 2:
+            raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
+    settings = Settings(node_size=ranks_per_host, dtypes=("float32",), name="lab")
+    with _reporting_failures(), lab:
+        rows = lab.gather_yields(on_rank, settings, timeout_seconds=TIMEOUT_SECONDS)
+        steps = measured(rows, settings.name)
+        try:
+            while True:
+                Console(stderr=True).print(next(steps), markup=False)
+        except StopIteration as end:
+            machine: Machine = end.value
+    if output is None:
+        print_plain(machine.to_toml())
+    else:
+        output.write_text(machine.to_toml())
+
+
+lab_app.command("run")(command_of(LabOptions, run))
+lab_app.command("clean")(clean_command)
+lab_app.command("calibrate")(calibrate)
+
+
+@contextmanager
+def _reporting_failures() -> Iterator[None]:
+    try:
+        yield
+    except (LabError, RankError) as error:
+        Console(stderr=True).print(f"tilewise: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def _network(lab: Lab, limited: bool) -> Iterator[Lab | Limited]:
+    """The lab; where none can be made, a transport that keeps to its speeds, and a word why."""
+    network: Lab | Limited = Limited(lab.hosts, lab.ranks_per_host, lab.mbit)
+    with ExitStack() as stack:
+        if not limited:
+            try:
+                network = stack.enter_context(lab)
+            except LabError as error:
+                message = f"tilewise: no lab: {error}. Using a rate-limited transport instead."
+                Console(stderr=True).print(message, markup=False, soft_wrap=True)
+        yield network
+
+
+def _contest(options: LabOptions) -> Contest:
+    n = options.hosts * options.ranks_per_host
+    kv_heads = options.num_kv_heads or options.num_heads
+    work = Workload(
+        num_tokens=n * options.tokens_per_rank,
+        num_heads=options.num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        mask=read_mask(options.mask),
+        layout=options.layout,
+    )
+    texts = tuple(options.strategy or _usual(n, min(options.num_heads, kv_heads)))
+    for text in texts:
+        volume(read_plan(text, n), work)  # refuses what the heads or the layout do not allow
+    return Contest(texts, work, options.backward, options.prune, options.repeats)
+
+
+def _usual(n: int, heads: int) -> list[str]:
+    wide = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
+    degree = math.gcd(n, heads)
+    texts = [f"ring({n})"]
+    if wide > 1:
+        texts.append(f"mesh({n}, q_tile={wide})")
+    if degree == n:
+        texts.append(f"ulysses({n})")
+    elif degree > 1:
+        texts.append(f"ulysses({degree}, inner=ring({n // degree}))")
+    return texts
+
+
+def _collect(network: Lab | Limited, contest: Contest) -> list[Lap]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    total = contest.repeats * len(contest.strategies)
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("laps", total=total)
+        laps = []
+        for lap in compete(network, contest):
+            laps.append(lap)
+            progress.advance(task)
+    return laps
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return row._asdict() | {"ratio": row.ratio, "median_seconds": median(row.seconds)}
+
+
+def _report(options: LabOptions, rows: list[Row]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(
+        f"\n{options.hosts} hosts x {options.ranks_per_host} ranks, {options.mbit:g} Mbit/s a NIC; "
+        f"{rows[0].network}; {'forward and backward' if options.backward else 'forward'}.\n"
+        "ratio: the first strategy's time over this one's, in the same repeat: median (range). "
+        "bytes: the same by tw.volume, on the busiest NIC. line: time at line rate over time. "
+        "wire: counted at the switch over tw.volume.\n",
+        highlight=False,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column("strategy", overflow="fold")
+    for name in ("seconds", "ratio", "range", "bytes", "ratio/bytes", "line", "sent", "wire"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        counted = row.counted_bytes
+        table.add_row(
+            row.strategy,
+            f"{median(row.seconds):.3f}",
+            f"{row.ratio:.2f}",
+            f"{min(row.ratios):.2f}-{max(row.ratios):.2f}",
+            f"{row.byte_ratio:.2f}",
+            f"{row.ratio / row.byte_ratio:.2f}",
+            f"{row.line_share:.2f}",
+            as_bytes(row.formula_bytes),
+            "-" if counted is None else f"{counted / row.formula_bytes:.3f}",
+        )
+    console.print(table)

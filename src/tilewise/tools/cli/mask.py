@@ -1,0 +1,162 @@
+"""tilewise mask: a picture of a mask, and of who owns and computes what."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+
+from tilewise import masks
+from tilewise.expressions import read_mask
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Mask
+from tilewise.masks.components import row_areas
+from tilewise.masks.lengths import corpora
+from tilewise.plan.ir import Plan
+from tilewise.strategies.needed import needed
+from tilewise.tools.cli.mask_text import as_blocks, as_signs
+from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.tools.cli.quantities import read_count
+from tilewise.tools.cli.workload_options import NumTokens
+from tilewise.tools.mask_report.mask_figures import (
+    LAYOUTS,
+    Case,
+    Load,
+    drawn,
+    imbalance,
+    load,
+    planned,
+)
+from tilewise.tools.mask_report.mask_picture import draw
+from tilewise.tools.mask_report.mask_view import View, view
+
+CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
+PNG = ".png"
+MOST_BYTES = 120_000  # of a picture; a speckled one is drawn with larger cells
+HEADS, HEAD_DIM = 32, 128
+
+
+class MaskOptions(NamedTuple):
+    """What is drawn, and where to."""
+
+    name: Annotated[
+        str,
+        typer.Argument(
+            help=f"One of {', '.join(masks.NAMES)}; or an expression, as in 'causal & "
+            "window(1023, 0)'."
+        ),
+    ]
+    num_tokens: NumTokens = "64K"
+    world_size: Annotated[int, typer.Option(help="Ranks, up to 1024.")] = 8
+    layout: Annotated[
+        Literal["balanced", "zigzag", "contiguous", "striped", "tiled"],
+        typer.Option(help="Who owns which tokens; with tiled, also who computes which cell."),
+    ] = "balanced"
+    seed: Annotated[int, typer.Option(min=0, help="Of documents and random parameters.")] = 0
+    corpus: Annotated[str, typer.Option(help="Of document lengths.")] = "prolong512k"
+    png: Annotated[
+        Path | None, typer.Option(help="Write a picture here instead of text.", dir_okay=False)
+    ] = None
+    as_json: AsJson = False
+
+
+class Drawn(NamedTuple):
+    """A mask with its layout, the plan whose bytes are told, and its figures."""
+
+    mask: Mask
+    layout: Layout
+    plan: Plan
+    case: Case
+    load: Load
+    imbalance: float
+
+
+def mask(options: MaskOptions) -> None:
+    """Draw a mask with rank ownership: as a picture, or as text."""
+    with refusing_bad_input():
+        if options.png and not options.png.parent.is_dir():
+            raise ValueError(f"{options.png.parent} is no folder; make it, or write elsewhere")
+        if options.png and options.png.suffix.lower() != PNG:
+            raise ValueError(f"--png ({str(options.png)!r}) must be a name that ends in {PNG}")
+        found = _drawn(options)
+    plan = found.plan if options.layout == "tiled" else None
+    title = _title(options, found)
+    if options.png:
+        for cells in CELLS:
+            seen = view(found.mask, found.layout, cells, plan)
+            draw(seen, options.world_size, title, options.png)
+            if options.png.stat().st_size <= MOST_BYTES:
+                break
+    if options.as_json:
+        print_json(_figures(options, found))
+    elif options.png:
+        print_plain(f"{options.png}: {as_bytes(options.png.stat().st_size)}")
+    else:
+        _print(title, view(found.mask, found.layout, TEXT_CELLS, plan), options.world_size)
+
+
+def _drawn(options: MaskOptions) -> Drawn:
+    n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
+    if not 1 <= n <= 1024:
+        raise ValueError(f"world_size ({n}) must be from 1 to 1024")
+    if options.corpus not in corpora():
+        raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
+    if options.name in masks.NAMES:
+        found = drawn(options.name, num_tokens, options.seed, options.corpus)
+    else:
+        found = read_mask(options.name, also=masks.NAMES)
+        found.check_tokens(num_tokens)
+    case = Case(n, num_tokens, HEADS, HEADS, HEAD_DIM)
+    if options.layout == "tiled":
+        plan, layout = planned(found, case, "tiled")
+        moves, uneven = load(plan, found, layout, case)
+    else:
+        layout = LAYOUTS[options.layout](found, num_tokens, n)
+        plan = needed(found, layout)
+        moves, uneven = load(plan, found, layout, case)[0], imbalance(found, layout)
+    return Drawn(found, layout, plan, case, moves, uneven)
+
+
+def _title(options: MaskOptions, found: Drawn) -> tuple[str, ...]:
+    num_tokens = found.case.num_tokens
+    area = found.mask.area(*[(0, num_tokens)] * 2) / num_tokens**2
+    mean, busiest = (as_bytes(share * found.case.ring_bytes) for share in found.load)
+    who = "tiled" if options.layout == "tiled" else "needed"
+    return (
+        options.name,
+        f"{num_tokens:,} tokens on {options.world_size} ranks, {options.layout}",
+        f"area {100 * area:.3g} % of all pairs, imbalance {found.imbalance:.2f}",
+        f"{who} sends {mean} a rank, busiest {busiest}, a ring {as_bytes(found.case.ring_bytes)}",
+    )
+
+
+def _figures(options: MaskOptions, found: Drawn) -> dict[str, Any]:
+    n, num_tokens = options.world_size, found.case.num_tokens
+    areas = row_areas(found.mask, num_tokens)
+    given = options._asdict() | {"png": options.png and str(options.png)}
+    del given["as_json"]
+    return given | {
+        "num_tokens": num_tokens,
+        "area": found.mask.area((0, num_tokens), (0, num_tokens)),
+        "imbalance": found.imbalance,
+        "plan": "tiled" if options.layout == "tiled" else "needed",
+        "mean_bytes": found.load.mean * found.case.ring_bytes,
+        "busiest_bytes": found.load.busiest * found.case.ring_bytes,
+        "ring_bytes": found.case.ring_bytes,
+        "tokens": found.layout.sizes,
+        "areas_of_own_queries": [float(areas[found.layout.rows(r)].sum()) for r in range(n)],
+    }
+
+
+def _print(title: tuple[str, ...], seen: View, n: int) -> None:
+    console = Console()
+    for i, line in enumerate(title):
+        console.print(line, style="bold" if i == 0 else "", highlight=False, markup=False)
+    if console.is_terminal and console.color_system:
+        console.print(as_blocks(seen, n), soft_wrap=True)
+    else:
+        print_plain(as_signs(seen))
+
+
+mask_command = command_of(MaskOptions, mask)

@@ -1,0 +1,234 @@
+"""tilewise masks: what every pattern, or documents of every corpus, cost under each plan."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, NamedTuple, TypeVar
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise import masks as patterns
+from tilewise.plan.payload import head_groups
+from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+from tilewise.tools.mask_report.mask_figures import LAYOUTS, PLANS, Case
+from tilewise.tools.mask_report.table import (
+    CORPORA,
+    DocumentRow,
+    PatternRow,
+    by_draw,
+    document_row,
+    joined,
+    pattern_row,
+    seeds_of,
+    span,
+)
+
+PIPED_WIDTH = 130
+PATTERN_RANKS, DOCUMENT_RANKS = (16,), (8, 64)
+PATTERN_TOKENS, DOCUMENT_TOKENS = 4096, 8192
+PATTERN_HEADS, DOCUMENT_HEADS = ("32:32",), ("64:64", "64:8")
+MOST_RANKS = 512
+ABOUT_TILED = ("tiled:\nimbalance", "\nwaste", "\nseconds")
+T = TypeVar("T")
+
+
+class MasksOptions(NamedTuple):
+    """What the table is about. None: as the kind of table likes it."""
+
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks; unless given 16, of documents 8 and 64.")
+    ] = None
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(help="Unless given 4096, of documents 8192.")
+    ] = None
+    heads: Annotated[
+        str | None,
+        typer.Option(help="Query:KV heads; unless given 32:32, of documents 64:64 and 64:8."),
+    ] = None
+    head_dim: Annotated[int, typer.Option(help="Elements of a head, bf16.")] = 128
+    seeds: Annotated[int, typer.Option(help="Draws of what is random, from seed 0.")] = 5
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Causal documents by corpus, not the patterns.")
+    ] = False
+    as_json: AsJson = False
+
+
+def masks(options: MasksOptions) -> None:
+    """Balance, bytes and kernel calls of all 14 patterns, or of document corpora."""
+    with refusing_bad_input():
+        cases = _cases(options)
+        if options.seeds < 1:
+            raise ValueError(f"seeds ({options.seeds}) must be at least 1")
+    if options.documents:
+        _documents(options, cases)
+    else:
+        _patterns(options, cases[0])
+
+
+def _cases(options: MasksOptions) -> list[Case]:
+    ranks = (options.world_size,) if options.world_size is not None else None
+    heads = (options.heads,) if options.heads is not None else None
+    tokens = options.tokens_per_rank
+    if options.documents:
+        ranks, heads = ranks or DOCUMENT_RANKS, heads or DOCUMENT_HEADS
+        tokens = DOCUMENT_TOKENS if tokens is None else tokens
+    else:
+        ranks, heads = ranks or PATTERN_RANKS, heads or PATTERN_HEADS
+        tokens = PATTERN_TOKENS if tokens is None else tokens
+    for what, value, most in (
+        ("world_size", max(ranks), MOST_RANKS),
+        ("tokens_per_rank", tokens, 1 << 20),
+        ("head_dim", options.head_dim, 1 << 12),
+    ):
+        if not 1 <= value <= most:
+            raise ValueError(f"{what} ({value}) must be from 1 to {most}")
+    return [Case(n, n * tokens, *_heads(h), options.head_dim) for n in ranks for h in heads]
+
+
+def _heads(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"heads ({text!r}) must be query heads : KV heads, as in 32:8")
+    heads = int(parts[0]), int(parts[1])
+    head_groups(*heads, 1)
+    return heads
+
+
+def _patterns(options: MasksOptions, case: Case) -> None:
+    wanted = [(name, seed) for name in patterns.NAMES for seed in seeds_of(name, options.seeds)]
+    rows = [
+        pattern_row(name, case, seed)
+        for name, seed in _progress(wanted, lambda one: f"{one[0]}, seed {one[1]}")
+    ]
+    if options.as_json:
+        print_json([_plain(row) for row in rows])
+        return
+    lines = [joined([row for row in rows if row.mask == name]) for name in patterns.NAMES]
+    console = _console()
+    console.print(
+        f"{case.num_tokens:,} tokens on {case.world_size} ranks, {case.num_heads}:"
+        f"{case.num_kv_heads} heads of {case.head_dim}, bf16; {options.seeds} seeds: area, bytes "
+        "and calls are means, the others the worst.\n\nUnder a layout's name: largest over mean "
+        "area of ranks that compute their own queries. Calls: kernel calls of a rank.\nWaste: "
+        "computed over allowed cells. ring and mesh run on zigzag, needed on balanced, tiled on "
+        "tiled_layout.\n",
+        highlight=False,
+    )
+    console.print(_evenness(lines))
+    console.print(
+        "\nBytes sent in forward as a share of a ring that sends all keys to everybody: mean over "
+        "ranks / the most that\none sends or receives. In brackets largest over mean area.\n",
+        highlight=False,
+    )
+    console.print(_bytes(lines))
+
+
+def _documents(options: MasksOptions, cases: list[Case]) -> None:
+    wanted = [
+        (corpus, case, seed)
+        for case in cases
+        for corpus in CORPORA
+        for seed in range(options.seeds)
+    ]
+    rows = [
+        document_row(*one)
+        for one in _progress(wanted, lambda x: f"{x[0][0]}, {x[1].world_size} ranks, seed {x[2]}")
+    ]
+    if options.as_json:
+        print_json([_plain(row) for row in rows])
+        return
+    console = _console()
+    tokens = cases[0].num_tokens // cases[0].world_size
+    console.print(
+        f"Causal documents, {tokens:,} tokens on every rank, heads of {cases[0].head_dim}, bf16; "
+        f"least and most of {options.seeds} seeds. Documents\nare at most a quarter of the "
+        "sequence; with mix 0.6 of the tokens are in documents of 8192 to 30000, and none is cut."
+        "\n\nBytes sent in forward as a share of a ring that sends all keys to everybody: mean "
+        "over ranks; below it, the most\nthat one sends or receives. ring and mesh run on zigzag, "
+        "needed on balanced, tiled on tiled_layout.\n",
+        highlight=False,
+    )
+    console.print(_document_table(rows))
+
+
+def _evenness(rows: list[PatternRow]) -> Table:
+    table = _table("mask", "area %", *LAYOUTS, *(f"{who}\ncalls, waste" for who in PLANS))
+    for row in rows:
+        table.add_row(
+            row.mask,
+            f"{100 * row.area:.3g}",
+            *(f"{row.imbalance[layout]:.2f}" for layout in LAYOUTS),
+            *(f"{row.calls[who]:.0f}, {row.waste[who]:.2f}" for who in PLANS),
+        )
+    return table
+
+
+def _bytes(rows: list[PatternRow]) -> Table:
+    table = _table("mask", *PLANS)
+    for row in rows:
+        table.add_row(
+            row.mask,
+            *(
+                f"{row.bytes[who].mean:.3f} / {row.bytes[who].busiest:.3f} ({row.areas[who]:.2f})"
+                for who in PLANS
+            ),
+        )
+    return table
+
+
+def _document_table(rows: list[DocumentRow]) -> Table:
+    table = _table(
+        "documents", "ranks", "heads", *PLANS, "tiled:\nimbalance", "\nwaste", "\nseconds"
+    )
+    for mine in by_draw(rows):
+        first = mine[0]
+        cells = [
+            f"{span([row.bytes[who].mean for row in mine])}\n"
+            f"{span([row.bytes[who].busiest for row in mine])}"
+            for who in PLANS
+        ]
+        table.add_row(
+            first.corpus + ", mix" * bool(first.mix),
+            str(first.world_size),
+            first.heads,
+            *cells,
+            f"{max(row.imbalance for row in mine):.2f}",
+            f"{max(row.waste for row in mine):.2f}",
+            f"{max(row.seconds for row in mine):.2f}",
+        )
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _progress(wanted: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
+    """The wanted, one after the other, with a bar on the error stream."""
+    todo = list(wanted)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(todo))
+        for one in todo:
+            progress.update(task, description=name(one))
+            yield one
+            progress.advance(task)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+def _plain(row: PatternRow | DocumentRow) -> dict:
+    return row._asdict() | {"bytes": {who: x._asdict() for who, x in row.bytes.items()}}
+
+
+masks_command = command_of(MasksOptions, masks)

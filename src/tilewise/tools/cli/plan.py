@@ -1,0 +1,160 @@
+"""tilewise plan: the fastest ways to run a workload on a cluster, and why."""
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilewise.planning.candidate import Candidate
+from tilewise.planning.search import search
+from tilewise.simulation.network import LINKS
+from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.cli.quantities import read_bytes
+from tilewise.tools.cli.workload_options import (
+    Dtype,
+    HeadDim,
+    Heads,
+    LayoutName,
+    MachineName,
+    MaskText,
+    NumTokens,
+    Save,
+    WireDtype,
+    asked,
+    read_machine_option,
+)
+
+NARROW = 72  # columns of a terminal under which the table would be cut
+
+
+class PlanOptions(NamedTuple):
+    """What the command is told."""
+
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")]
+    num_tokens: NumTokens
+    heads: Heads = "32:8"
+    head_dim: HeadDim = 128
+    mask: MaskText = "causal"
+    machine: MachineName = "h100x8"
+    memory: Annotated[
+        str | None, typer.Option(help="Per rank, as in 20GiB; the machine's unless given.")
+    ] = None
+    layout: LayoutName = None
+    dtype: Dtype = "bfloat16"
+    wire_dtype: WireDtype = None
+    save: Save = None
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")
+    ] = None
+    as_json: AsJson = False
+
+
+def _plan(options: PlanOptions) -> None:
+    """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
+    with refusing_bad_input():
+        machine = read_machine_option(options.machine)
+        memory = None if options.memory is None else read_bytes("--memory", options.memory)
+        work = asked(options).workload(options.world_size)
+        found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
+    best, shown = found[0], found[: options.top]
+    if options.output is not None:
+        with refusing_bad_input():
+            _write(options.output, best)
+    if options.as_json:
+        print_json(_as_json(best, shown))
+    else:
+        _print(Console(), best, shown, options.output)
+
+
+_plan.__name__ = "plan"
+plan_command = command_of(PlanOptions, _plan)
+
+
+def _write(path: Path, best: Candidate) -> None:
+    try:
+        path.write_text(best.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
+    distances = best.distances
+    return {
+        "candidates": [
+            {"rank": number, **one.row._asdict(), "reason": one.reason}
+            for number, one in enumerate(shown, 1)
+        ],
+        "reason": best.reason,
+        "least_compute_seconds": distances.compute_seconds,
+        "least_bytes": distances.least_bytes,
+        "seconds_over_least": best.seconds / distances.compute_seconds,
+        "bytes_over_least": _over(sum(best.bytes_by_link.values()), distances.least_bytes),
+    }
+
+
+def _print(console: Console, best: Candidate, shown: list[Candidate], output: Path | None) -> None:
+    work, machine = best.work, best.machine
+    console.print(
+        f"[bold]{best.world_size} ranks of {machine.name}[/]: {work.num_tokens} tokens, "
+        f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
+        f"{work.mask!r}, {best.layout.name}",
+        highlight=False,
+    )
+    links = [x for x in LINKS if any(x in one.bytes_by_link for one in shown)]
+    console.print(_table(shown, links if console.width >= NARROW else None))
+    console.print(best.reason, highlight=False)
+    console.print(_distance(best), highlight=False)
+    console.print(f"forward   {best.plan.name}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"backward  {best.backward_plan.name}", highlight=False, markup=False, soft_wrap=True
+    )
+    if output is not None:
+        console.print(f"written to {output}: tw.load_candidate reads it", highlight=False)
+
+
+def _table(shown: list[Candidate], links: list[str] | None) -> Table:
+    """links: None: too narrow for more than time and memory."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("strategy", overflow="fold")
+    more = () if links is None else ("waits\nms", *(f"sent\n{link}" for link in links))
+    for column in ("ms", *more, "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if links is not None:
+        table.add_column("save", no_wrap=True)
+    for number, one in enumerate(shown, 1):
+        cells = [str(number), one.strategy, f"{one.seconds * 1e3:.4g}"]
+        memory = as_bytes(one.peak_bytes)
+        if links is None:
+            cells.append(memory)
+        else:
+            sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
+            cells += [f"{one.exposed_seconds * 1e3:.3g}", *sent, memory, one.save]
+        table.add_row(*cells, style="green" if number == 1 else None)
+    return table
+
+
+def _distance(best: Candidate) -> str:
+    distances = best.distances
+    sent = sum(best.bytes_by_link.values())
+    text = (
+        f"Kernels alone, at their best and equally shared, take "
+        f"{distances.compute_seconds * 1e3:.4g} ms: "
+        f"it is {best.seconds / distances.compute_seconds:.3g} times that."
+    )
+    over = _over(sent, distances.least_bytes)
+    if over is None:
+        return text
+    return (
+        f"{text} Its busiest rank sends {as_bytes(sent)}; with equal shares none can do with less "
+        f"than {as_bytes(distances.least_bytes)} ({over:.3g} times that)."
+    )
+
+
+def _over(count: float, least: float) -> float | None:
+    return count / least if least else None

@@ -1,0 +1,62 @@
+"""tilewise report: a page to look at, of a plan file or of a benchmark's rows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+
+if TYPE_CHECKING:
+    from tilewise.tools.report.report import Report
+
+PAGE = ".html"
+
+
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A plan file of tilewise plan; or results of tilewise bench (.jsonl) and of "
+            "LongCA-bench (.csv), several as one."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="A folder for the charts as pictures too.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one page that needs no network: what a plan does, or what a benchmark found."""
+    from tilewise.tools.report.report import read  # not before: the charts' library is large
+
+    with refusing_bad_input():
+        page = files[0].with_suffix(PAGE) if output is None else output
+        found = read(files, with_rows=csv is not None)
+        written = _write(found, page, png, csv)
+    if as_json:
+        print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
+        return
+    console = Console()
+    if found.num_lost:
+        lines = "line was" if found.num_lost == 1 else "lines were"
+        console.print(f"{found.num_lost} {lines} not whole and left out", markup=False)
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
+
+
+def _write(found: "Report", page: Path, png: Path | None, csv: Path | None) -> list[Path]:
+    try:
+        written = found.write(page)
+        if png is not None:
+            written += found.write_pictures(png)
+        if csv is not None:
+            written += found.write_rows(csv)
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
+    return written

@@ -1,0 +1,285 @@
+"""The demo: every strategy on one real input, over local processes, against dense attention.
+
+The input is text of Python's standard library, each byte a token, embedded by seeded projections.
+Everything is fp64, so that an error shows as more than rounding, about 1e-15.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.functional import attention
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks.base import Causal, Document, Mask
+from tilewise.plan.ir import Plan
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.balanced_ring import balanced_ring
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
+from tilewise.strategies.mesh import SCHEDULES, mesh
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tree import tree
+from tilewise.strategies.ulysses import ulysses
+from tilewise.tools.corpus import documents, pack
+from tilewise.tools.processes import gather_yields
+from tilewise.transport.resolve import transport_for
+from tilewise.workload import Workload, volume
+
+__all__ = ["TOLERANCE", "Case", "Demo", "Row", "cases", "run_demo"]
+
+TOLERANCE = 1e-12
+NAMES = ("out", "dq", "dk", "dv")
+
+
+class Demo(NamedTuple):
+    """What the demo computes; the number of tokens need not divide by that of the ranks."""
+
+    world_size: int = 4
+    num_tokens: int = 1021
+    head_dim: int = 32
+    seed: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return 2 * self.world_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Few, but such that each degree of ulysses in `cases` divides them or is divided."""
+        return self.world_size if self.world_size % 2 else 2
+
+    def input(self) -> tuple[Tensor, tuple[int, ...]]:
+        """Tokens [num_tokens] and cu_seqlens, no document over a quarter of the sequence."""
+        longest = max(self.num_tokens // 4, 64)
+        some = (text for text in documents() if len(text) <= longest)
+        tokens, cu_seqlens = pack(some, self.num_tokens)
+        return torch.from_numpy(tokens.astype("int64")), cu_seqlens
+
+    def checked(self) -> Demo:
+        """Itself.
+
+        Raises:
+            ValueError: if a number is out of range.
+        """
+        for what, value, least, most in (
+            ("world_size", self.world_size, 1, 16),
+            ("num_tokens", self.num_tokens, 1, 16384),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{what} ({value}) must be from {least} to {most}")
+        return self
+
+
+class Case(NamedTuple):
+    """One line of the demo."""
+
+    plan: Plan
+    mask_name: str
+    layout: Layout
+
+
+class Row(NamedTuple):
+    """What one case gave.
+
+    Attributes:
+        errors: largest error of out, dq, dk, dv against dense attention in fp64, over all ranks,
+            as max |x - y| / max(1, max |y|).
+        counted, formula: bytes sent by each rank in forward and backward together, as counted on
+            the transport and as tw.volume says.
+        messages: sent by each rank.
+        seconds: of forward and backward, on the slowest rank, once warm.
+    """
+
+    strategy: str
+    mask: str
+    layout: str
+    errors: dict[str, float]
+    counted: tuple[int, ...]
+    formula: tuple[int, ...]
+    messages: tuple[int, ...]
+    seconds: float
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with this row, if anything is."""
+        worst = max(self.errors.values())
+        if not worst <= TOLERANCE:
+            return f"{self.strategy}, {self.mask}: error {worst:.1e} is over {TOLERANCE:.0e}"
+        if self.counted != self.formula:
+            return (
+                f"{self.strategy}, {self.mask}: ranks sent {self.counted} bytes, but "
+                f"tw.volume says {self.formula}"
+            )
+        return None
+
+
+def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[Row]:
+    """Run all cases on local processes, one row after another.
+
+    Args:
+        timeout_seconds: for one row.
+    """
+    demo = demo.checked()
+    heads = demo.num_heads, demo.num_kv_heads, demo.head_dim
+    masks = _masks(demo)
+    rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=timeout_seconds)
+    for case, ranks in zip(cases(demo), rows, strict=True):
+        mask = masks[case.mask_name]
+        work = Workload(demo.num_tokens, *heads, dtype="float64", mask=mask, layout=case.layout)
+        moved = volume(case.plan, work)
+        yield Row(
+            case.plan.name,
+            case.mask_name,
+            case.layout.name,
+            {name: max(rank["errors"][name] for rank in ranks) for name in NAMES},
+            tuple(rank["bytes"] for rank in ranks),
+            tuple(map(sum, zip(*moved, strict=True))),
+            tuple(rank["messages"] for rank in ranks),
+            max(rank["seconds"] for rank in ranks),
+        )
+
+
+def cases(demo: Demo) -> list[Case]:
+    """Every strategy under both masks, each on the layout that suits it."""
+    n, num_tokens = demo.world_size, demo.num_tokens
+    wide = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+    degree = next((d for d in range(2, n) if n % d == 0), None)
+    balanced, regular, plain = (make(num_tokens, n) for make in (zigzag, striped, contiguous))
+    chosen = [
+        (ring(n), balanced),
+        (ring(n, moves="q"), balanced),
+        (all_gather(n), balanced),
+        (double_ring(wide, n // wide), balanced),
+        (balanced_ring(n), plain),
+        (attention2d(wide, n // wide), regular),
+        *((mesh(n, q_tile=wide, schedule=schedule), balanced) for schedule in SCHEDULES),
+        (hierarchical(ring(wide, moves="q"), ring(n // wide)), balanced),
+        (ulysses(n), balanced),
+    ]
+    if degree:
+        inner = n // degree
+        chosen += [
+            (ulysses(degree, inner=ring(inner)), balanced),
+            (ulysses(degree, inner=mesh(inner, q_tile=inner)), balanced),
+        ]
+    chosen.append((tree(n), plain))
+    return [Case(plan, name, layout) for plan, layout in chosen for name in ("causal", "documents")]
+
+
+def _masks(demo: Demo) -> dict[str, Mask]:
+    return {"causal": Causal(), "documents": Causal() & Document(demo.input()[1])}
+
+
+class _Operands(NamedTuple):
+    """fp64 [tokens, heads, head_dim]; the queries are at these positions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    q_positions: Tensor
+
+    def last_query(self) -> _Operands:
+        """As in decoding: one query, the last token."""
+        return _Operands(self.q[-1:], self.k, self.v, self.dout[-1:], self.q_positions[-1:])
+
+
+def _on_rank(rank: int, demo: Demo) -> Iterator[dict[str, Any]]:
+    """Each case's figures on one rank."""
+    whole, masks = _embed(demo), _masks(demo)
+    operands = {False: whole, True: whole.last_query()}
+    truth = {
+        (name, decoding): _dense(some, mask)
+        for name, mask in masks.items()
+        for decoding, some in operands.items()
+    }
+    for case in cases(demo):
+        mask, decoding = masks[case.mask_name], case.plan.replicated_queries
+        results, figures = _measure(case, operands[decoding], mask, rank)
+        pairs = zip(results, truth[case.mask_name, decoding], strict=True)
+        own = [
+            (x, y if decoding and name in ("out", "dq") else case.layout.shard(y, rank))
+            for name, (x, y) in zip(NAMES, pairs, strict=True)
+        ]
+        errors = {name: _error(*pair) for name, pair in zip(NAMES, own, strict=True)}
+        _, again = _measure(case, operands[decoding], mask, rank)
+        yield figures | {"errors": errors, "seconds": again["seconds"]}
+
+
+def _embed(demo: Demo) -> _Operands:
+    """Each byte's seeded embedding and a sinusoid of its position, through seeded projections."""
+    tokens, _ = demo.input()
+    make = torch.Generator().manual_seed(demo.seed)
+    width = 2 * demo.head_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    positions = torch.arange(demo.num_tokens)
+    rates = 10000.0 ** -torch.linspace(0, 1, width // 2, dtype=torch.float64)
+    angles = positions[:, None] * rates
+    x = normal(256, width)[tokens] + torch.cat([angles.sin(), angles.cos()], 1)
+    heads = demo.num_heads, demo.num_kv_heads, demo.num_kv_heads, demo.num_heads
+    q, k, v, dout = (
+        (x @ normal(width, h * demo.head_dim) / math.sqrt(width)).unflatten(1, (h, demo.head_dim))
+        for h in heads
+    )
+    return _Operands(q, k, v, dout, positions)
+
+
+def _measure(
+    case: Case, operands: _Operands, mask: Mask, rank: int
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """out, dq, dk, dv of this rank, and what they took."""
+    plan, layout = case.plan, case.layout
+    queries = not plan.replicated_queries
+    q, dout = (layout.shard(x, rank) if queries else x for x in (operands.q, operands.dout))
+    k, v = (layout.shard(x, rank) for x in (operands.k, operands.v))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    transport = transport_for(None)
+    dist.barrier()
+    start = time.perf_counter()
+    out = attention(q, k, v, plan=plan, layout=layout, mask=mask, group=transport)
+    assert isinstance(out, Tensor)
+    out.backward(dout)
+    seconds = time.perf_counter() - start
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    figures = {"bytes": transport.bytes_sent, "messages": transport.messages_sent}
+    return (out.detach(), q.grad, k.grad, v.grad), figures | {"seconds": seconds}
+
+
+def _dense(operands: _Operands, mask: Mask) -> list[Tensor]:
+    """out, dq, dk, dv of plain attention; each rank does some KV heads, then all have all."""
+    q, k, v, dout, q_positions = operands
+    allowed = torch.as_tensor(mask.dense(q_positions, torch.arange(len(k))))
+    ratio = q.shape[1] // k.shape[1]
+    whole = [torch.zeros_like(x) for x in (q, q, k, v)]
+    for head in range(dist.get_rank(), k.shape[1], dist.get_world_size()):
+        mine = slice(head * ratio, (head + 1) * ratio)
+        some = (q[:, mine], k[:, head], v[:, head])
+        qs, keys, values = (x.detach().requires_grad_() for x in some)
+        scores = torch.einsum("qhd,kd->hqk", qs, keys) / math.sqrt(q.shape[2])
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        out = torch.einsum("hqk,kd->qhd", weights, values)
+        grads = torch.autograd.grad(out, (qs, keys, values), dout[:, mine])
+        for total, heads, part in zip(whole, (mine, mine, head, head), (out, *grads), strict=True):
+            total[:, heads] = part.detach()
+    for total in whole:
+        dist.all_reduce(total)
+    return whole
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    if not y.numel():
+        return 0.0
+    if not x.isfinite().all():
+        return math.inf  # nan would pass for small in a maximum
+    return float((x - y).abs().max() / y.abs().max().clamp_min(1))

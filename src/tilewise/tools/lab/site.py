@@ -1,0 +1,212 @@
+"""What a lab is made of: a bridge in a namespace of its own, and a namespace for each host.
+
+host 0            host 1                 everything is in namespaces of ours,
+[ranks 0..r-1]    [ranks r..2r-1]        so that the machine's own network
+  eth0 (tbf)        eth0 (tbf)           sees none of it
+    |                 |
+  port0 (tbf)       port1 (tbf)
+[ ------ bridge ------------- ]          the switch
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewise.tools.lab.namespaces import become_host, inside, read_counters, set_options
+
+__all__ = ["LabError", "Site", "Traffic", "build", "demolish", "missing"]
+
+MOST_HOSTS = 250  # the last number of an address
+# 64 kB make the kernel cut every packet in software: 40 % slower on two cores.
+BURST = "160kb"
+# Deep enough never to drop: a dropped packet measures TCP, not the strategy.
+LIMIT = "32mb"
+HEADER_BYTES = 66  # Ethernet 14, IP 20, TCP 20 and its timestamps 12
+CONGESTION = "reno"  # bbr paces by itself, which slows a ring and flatters a mesh
+_TCP_OPTIONS = (
+    ("ipv4/tcp_congestion_control", CONGESTION),
+    ("ipv4/tcp_slow_start_after_idle", "0"),
+)
+_NO_IPV6 = (("ipv6/conf/all/disable_ipv6", "1"),)  # its announcements would be counted
+
+
+class LabError(RuntimeError):
+    """A lab cannot be made here; the message says what is missing."""
+
+
+class Traffic(NamedTuple):
+    """What one host's NIC moved since the lab was made, as its port of the switch counted it.
+
+    Bytes are those of Ethernet frames: payload, headers and acknowledgements. Packets that TCP
+    hands over uncut count as one, with one header.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    sent_packets: int
+    received_packets: int
+
+    @property
+    def sent_payload(self) -> int:
+        """What TCP was given to send: no headers, no acknowledgements."""
+        return self.sent_bytes - HEADER_BYTES * self.sent_packets
+
+
+class Site(NamedTuple):
+    """The names and numbers of one lab; a rank's process gets it too.
+
+    Attributes:
+        name: what the names of all its namespaces begin with.
+        mbit: of every NIC and in each direction, 10^6 bits of Ethernet frames a second.
+    """
+
+    name: str
+    hosts: int
+    ranks_per_host: int
+    mbit: float
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def switch(self) -> str:
+        return f"{self.name}-switch"
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        return (self.switch, *map(self.host, range(self.hosts)))
+
+    def host(self, host: int) -> str:
+        return f"{self.name}-host{host}"
+
+    def enter(self, rank: int) -> None:
+        """Make this process a rank's: it moves to the rank's host."""
+        host = rank // self.ranks_per_host
+        become_host(self.host(host), _address(host))
+
+    def counters(self) -> tuple[Traffic, ...]:
+        """Of every host, read at the switch; from any process of this machine."""
+        ports = inside(self.switch, read_counters)
+        counted = [ports[_port(host)] for host in range(self.hosts)]
+        # What a port receives its host has sent.
+        return tuple(
+            Traffic(c.received_bytes, c.sent_bytes, c.received_packets, c.sent_packets)
+            for c in counted
+        )
+
+
+def missing() -> str | None:
+    """What a lab needs and this machine lacks; None if it may work."""
+    if sys.platform != "linux":
+        return f"network namespaces need Linux, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root; run it with sudo"
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            return f"the command {command!r} is missing; install iproute2"
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    if CONGESTION not in allowed:
+        return f"TCP {CONGESTION} is not in net.ipv4.tcp_allowed_congestion_control; add it"
+    return None
+
+
+def build(site: Site) -> None:
+    """Make everything; what stands when it raises is demolish's to remove."""
+    hosts = range(site.hosts)
+    _ip([f"netns add {name}" for name in site.namespaces])
+    switch = ["link add name bridge0 type bridge stp_state 0 mcast_snooping 0"]
+    for host in hosts:
+        switch += [
+            f"link add name {_port(host)} type veth "
+            f"peer name eth0 address {_mac(host)} netns {site.host(host)}",
+            f"link set dev {_port(host)} master bridge0 up",
+        ]
+    inside(site.switch, _silence)
+    _ip([*switch, "link set dev bridge0 up"], site.switch)
+    _tc([_bucket(_port(host), site.mbit) for host in hosts], site.switch)
+    for host in hosts:
+        name = site.host(host)
+        inside(name, _set_up_tcp)
+        _ip(
+            [
+                "link set dev lo up",
+                f"addr add {_address(host)}/24 dev eth0",
+                "link set dev eth0 up",
+                *(
+                    f"neigh add {_address(other)} lladdr {_mac(other)} dev eth0 nud permanent"
+                    for other in hosts
+                    if other != host
+                ),
+            ],
+            name,
+        )
+        _tc([_bucket("eth0", site.mbit)], name)
+
+
+def demolish(namespaces: tuple[str, ...]) -> None:
+    """Remove namespaces that were made for a lab, the switch first, and all that is in them."""
+    known = {line.split()[0] for line in _ip(["netns list"]).splitlines() if line}
+    for name in namespaces:
+        if name not in known:
+            continue
+        # A namespace lives on while a process is in it; its links need not.
+        links = [
+            link for link in inside(name, read_counters) if link.startswith(("port", "bridge"))
+        ]
+        _ip([f"link delete dev {link}" for link in links], name)
+        _ip([f"netns delete {name}"])
+
+
+def _set_up_tcp() -> None:
+    set_options(_TCP_OPTIONS)
+    _silence()
+
+
+def _silence() -> None:
+    if Path("/proc/sys/net/ipv6").exists():
+        set_options(_NO_IPV6)
+
+
+def _bucket(interface: str, mbit: float) -> str:
+    rate = f"{round(mbit * 1e6)}bit"
+    return f"qdisc add dev {interface} root tbf rate {rate} burst {BURST} limit {LIMIT}"
+
+
+def _port(host: int) -> str:
+    return f"port{host}"
+
+
+def _address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def _mac(host: int) -> str:
+    return f"02:77:00:00:00:{host + 1:02x}"
+
+
+def _ip(lines: list[str], namespace: str | None = None) -> str:
+    return _batch("ip", lines, namespace)
+
+
+def _tc(lines: list[str], namespace: str) -> str:
+    return _batch("tc", lines, namespace)
+
+
+def _batch(command: str, lines: list[str], namespace: str | None) -> str:
+    where = ["-n", namespace] if namespace else []
+    done = subprocess.run(
+        [command, *where, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        errors = " ".join(done.stderr.split())
+        raise LabError(f"{command} in {namespace or 'this namespace'}: {errors}")
+    return done.stdout

@@ -1,0 +1,98 @@
+"""A view of a mask as a picture: one colour a rank, strips along both sides for who owns what."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tilewise.tools.mask_report.mask_view import View
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["colours", "draw", "painted"]
+
+INCHES, TABLE, DPI = 3.6, 3.0, 120  # width; that of the table, 360 pixels at a whole one
+FEW = (
+    *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1"),
+    *("#edc948", "#76b7b2", "#9c755f", "#ff9da7", "#7f7f7f"),
+)  # up to ten ranks: Tableau's
+GOLDEN = 0.61803398875
+FAINTEST = 0.3  # of a colour, where a cell has any allowed pair
+STRIP = 1 / 30  # of the table's side
+LEVELS = 5  # of paleness: few, so that a picture of many partial cells stays small
+NUMBERED = 16  # ranks up to which a key names them
+
+
+def colours(n: int) -> np.ndarray:
+    """float [n, 3]: red, green, blue of every rank, neighbours far apart."""
+    if n <= len(FEW):
+        return np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in FEW[:n]])
+    light = (0.45, 0.62, 0.36)
+    return np.array(
+        [colorsys.hls_to_rgb(i * GOLDEN % 1, light[i % len(light)], 0.62) for i in range(n)]
+    )
+
+
+def painted(seen: View, n: int) -> np.ndarray:
+    """float [cells, cells, 3]: the colour of who computes a cell, paler where less is allowed."""
+    level = (np.ceil(seen.shares * LEVELS) - 1) / (LEVELS - 1)
+    strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
+    return 1 - strength * (1 - colours(n)[seen.ranks])
+
+
+def draw(seen: View, n: int, title: tuple[str, ...], path: Path) -> None:
+    """Write a PNG.
+
+    Args:
+        n: number of ranks.
+        title: lines; the first is the name.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    side = (1 + 2 * STRIP) * TABLE
+    top, foot = 0.2 * (len(title) - 1) + 0.4, 0.3 if n <= NUMBERED else 0.1
+    height = side + top + foot
+    figure = Figure(figsize=(INCHES, height), dpi=DPI)
+    place = 0.2 / INCHES, foot / height, side / INCHES, side / height
+    axes = figure.add_axes(place)
+    axes.axis("off")
+    axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest")
+    owned = colours(n)[seen.owners]
+    axes.imshow(owned[:, None], extent=(-2 * STRIP, -STRIP, 1, 0), interpolation="nearest")
+    axes.imshow(owned[None], extent=(0, 1, -STRIP, -2 * STRIP), interpolation="nearest")
+    axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")
+    frame = Rectangle((0, 0), 1, 1, fill=False, linewidth=0.6, edgecolor="#777777", clip_on=False)
+    axes.add_patch(frame)
+    for i, line in enumerate(title):
+        y = 1 - (0.17 + 0.2 * i) / height
+        weight, size = ("bold", 9) if i == 0 else ("normal", 7)
+        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, fontweight=weight)
+    if n <= NUMBERED:
+        _key(figure, n, height)
+    figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _key(figure: Figure, n: int, height: float) -> None:
+    """A numbered square for every rank, below the table."""
+    from matplotlib.patches import Rectangle
+
+    width = 0.19 / INCHES
+    for rank, colour in enumerate(colours(n)):
+        left = 0.5 + (rank - n / 2) * width
+        box = Rectangle((left, 0.07 / height), width * 0.92, 0.15 / height, color=tuple(colour))
+        figure.add_artist(box)
+        dark = float(colour @ [0.3, 0.59, 0.11]) < 0.6
+        figure.text(
+            left + width * 0.46,
+            0.14 / height,
+            str(rank),
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="white" if dark else "black",
+        )

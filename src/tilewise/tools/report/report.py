@@ -1,0 +1,89 @@
+"""From files to a report: what kind of file it is, what its page says, and writing it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tilewise.planning.candidate_file import load_candidate
+from tilewise.tools.report import bench_report, plan_report
+from tilewise.tools.report.bench_cases import Row
+from tilewise.tools.report.page import Page, written
+from tilewise.tools.report.picture import draw
+
+__all__ = ["Report", "read"]
+
+RESULTS = (".jsonl", ".csv")
+
+
+class Report(NamedTuple):
+    """A page that is ready to be written.
+
+    Attributes:
+        rows: of a benchmark.
+        num_lost: lines that were no whole row.
+    """
+
+    page: Page
+    rows: Sequence[Row] = ()
+    num_lost: int = 0
+
+    def write(self, path: Path) -> list[Path]:
+        """Write the page; like the others, give what was written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(written(self.page), encoding="utf-8")
+        return [path]
+
+    def write_pictures(self, folder: Path) -> list[Path]:
+        """Write every figure as a PNG of its name."""
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = [figure for section in self.page.sections for figure in section.figures]
+        paths = [folder / f"{figure.name}.png" for figure in figures]
+        for figure, path in zip(figures, paths, strict=True):
+            draw(figure, path)
+        return paths
+
+    def write_rows(self, path: Path) -> list[Path]:
+        """Write the rows as CSV."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        bench_report.write_csv(self.rows, path)
+        return [path]
+
+
+def read(paths: Sequence[Path], with_rows: bool = False) -> Report:
+    """The report of one plan file, or of one or more files of results.
+
+    Args:
+        with_rows: whether rows are wanted, which a plan file has none of.
+    Raises:
+        ValueError: if a file cannot be read, or is of no kind that is known.
+    """
+    if all(_holds_results(path) for path in paths):
+        found = bench_report.read_rows(paths)
+        return Report(bench_report.page_of(found), found.rows, found.num_lost)
+    if len(paths) > 1:
+        raise ValueError(
+            f"{len(paths)} files were given; give one plan file, or results alone "
+            f"({', '.join(RESULTS)})"
+        )
+    if with_rows:
+        raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
+    try:
+        candidate = load_candidate(paths[0])
+    except OSError as error:
+        raise ValueError(f"{paths[0]} cannot be read: {error.strerror}") from None
+    return Report(plan_report.page_of(plan_report.subject_of(candidate)))
+
+
+def _holds_results(path: Path) -> bool:
+    """By the name; of other names by the first line, since a plan file's is no whole row."""
+    if path.suffix in RESULTS:
+        return True
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "contender" in first

@@ -1,0 +1,1 @@
+"""How messages get from rank to rank: process groups, threads, and what ranks agree on."""

@@ -1,0 +1,137 @@
+"""Ranks compare one fixed-size record before anything is posted, so that all fail alike or none.
+
+It stands alone because it must come before every other message: on gloo a size mismatch aborts
+the process, and a rank that fails alone leaves the others waiting.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.transport.protocol import Transport
+
+RECORD_BYTES = 2048
+_DIGEST_BYTES = 16
+_FIELD, _ERROR = b"F", b"E"
+_ABSENT = "nothing"
+# Per field: name length (1), text length (2), digest.
+_FIELD_BYTES = 3 + _DIGEST_BYTES
+
+
+class _Value(NamedTuple):
+    text: str  # cut to fit the record
+    digest: bytes  # of the whole text
+
+
+class _Record(NamedTuple):
+    error: str | None
+    fields: dict[str, _Value]
+
+
+def agree(transport: Transport, fields: Mapping[str, str] | None, error: str | None = None) -> None:
+    """Return if all ranks pass the same fields and no error; else raise the same on every rank.
+
+    Every rank calls it, also one whose own checks failed: that one passes what is wrong.
+
+    Args:
+        fields: what must be equal, in order of importance: name -> value as text. Long values
+            are compared by digest, so their text may be long, but it must differ if they do.
+        error: what this rank found wrong with its own input; fields may then be None.
+    Raises:
+        ValueError: "rank 2: ..." for the lowest rank with an error, else "ranks disagree on ..."
+            for the first field that differs, with both values. A world of one raises error as is.
+    """
+    if transport.world_size == 1:
+        if error is not None:
+            raise ValueError(error)
+        return
+    records = transport.gather_records(_encode(fields or {}, error))
+    contents = [record.numpy().tobytes() for record in records]
+    if error is not None or any(content != contents[0] for content in contents):
+        raise ValueError(_verdict([_decode(content) for content in contents]))
+
+
+def _verdict(records: Sequence[_Record]) -> str:
+    for rank, record in enumerate(records):
+        if record.error is not None:
+            return f"rank {rank}: {record.error}"
+    names = dict.fromkeys(name for record in records for name in record.fields)
+    for name in names:
+        first, *others = [record.fields.get(name) for record in records]
+        for rank, other in enumerate(others, start=1):
+            # By digest alone: how much of a text fits depends on the other fields.
+            if (other and other.digest) != (first and first.digest):
+                return _difference(name, first, rank, other)
+    return "ranks pass the same fields in another order; run the same program on every rank"
+
+
+def _difference(name: str, first: _Value | None, rank: int, other: _Value | None) -> str:
+    left, right = (value.text if value else _ABSENT for value in (first, other))
+    if left == right:  # they differ in what was cut
+        left, right = (
+            f"{value.text} (digest {value.digest.hex()[:8]})" if value else _ABSENT
+            for value in (first, other)
+        )
+    return (
+        f"ranks disagree on {name}: rank 0 has {left}, rank {rank} has {right}; "
+        "pass the same value on every rank"
+    )
+
+
+def _encode(fields: Mapping[str, str], error: str | None) -> Tensor:
+    if error is not None:
+        content = _ERROR + _cut(error.encode(errors="backslashreplace"), RECORD_BYTES - 1)
+    else:
+        names = [name.encode() for name in fields]
+        texts = [text.encode(errors="backslashreplace") for text in fields.values()]
+        room = RECORD_BYTES - 1 - sum(_FIELD_BYTES + len(name) for name in names)
+        assert room >= 0, f"{len(names)} fields do not fit a record of {RECORD_BYTES} bytes"
+        limit = _fair_limit([len(text) for text in texts], room)
+        content = _FIELD + b"".join(map(_field, names, texts, [limit] * len(texts)))
+    padded = bytearray(content.ljust(RECORD_BYTES, b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8)
+
+
+def _fair_limit(lengths: Sequence[int], room: int) -> int:
+    """Return the largest limit such that the lengths, each cut to it, fit the room."""
+    if sum(lengths) <= room:
+        return max(lengths, default=0)
+    return (
+        bisect_right(range(room), room, key=lambda limit: sum(min(x, limit) for x in lengths)) - 1
+    )
+
+
+def _field(name: bytes, text: bytes, limit: int) -> bytes:
+    digest = blake2b(text, digest_size=_DIGEST_BYTES).digest()
+    shown = _cut(text, limit)
+    return bytes([len(name)]) + name + len(shown).to_bytes(2, "big") + shown + digest
+
+
+def _cut(text: bytes, limit: int) -> bytes:
+    """Shorten a text in its middle; what is left of a split character is dropped."""
+    if len(text) <= limit:
+        return text
+    half = max(limit - 3, 0) // 2
+    head = text[:half].decode(errors="ignore").encode()
+    tail = text[len(text) - half :].decode(errors="ignore").encode()
+    return (head + b"..." + tail)[:limit]
+
+
+def _decode(content: bytes) -> _Record:
+    kind, body = content[:1], content[1:]
+    if kind == _ERROR:
+        return _Record(body.rstrip(b"\0").decode(), {})
+    fields = {}
+    while body[:1].strip(b"\0"):
+        name_end = 1 + body[0]
+        text_start = name_end + 2
+        text_end = text_start + int.from_bytes(body[name_end:text_start], "big")
+        digest_end = text_end + _DIGEST_BYTES
+        value = _Value(body[text_start:text_end].decode(), body[text_end:digest_end])
+        fields[body[1:name_end].decode()] = value
+        body = body[digest_end:]
+    return _Record(None, fields)

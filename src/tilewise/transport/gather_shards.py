@@ -1,0 +1,86 @@
+"""A tensor's shards from all ranks put together on each, differentiably."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewise.arguments import must_be
+from tilewise.layouts.layout import Layout
+from tilewise.transport.agreement import agree
+from tilewise.transport.protocol import Message, Transport
+
+
+def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> Tensor:
+    """The whole tensor on every rank, from each rank's rows along dim.
+
+    Backward sums the whole tensor's gradient over ranks, then keeps this rank's rows.
+
+    Raises:
+        ValueError: the same on every rank, if one rank's rows do not fit the layout or ranks
+            disagree on shape or dtype.
+    """
+    try:
+        fields, error = _fields(x, layout, transport.rank, dim), None
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
+        fields, error = None, str(raised)
+    agree(transport, fields, error)
+    return _Gather.apply(x, layout, transport, dim)  # pyright: ignore[reportReturnType]
+
+
+def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
+    """What the ranks must have in common, of a tensor that is right by itself."""
+    must_be(Tensor, "x", x, "what cp.attention returned")
+    wanted, others = layout.size(rank), list(x.shape)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}")
+    if x.shape[dim] != wanted:
+        raise ValueError(
+            f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
+        )
+    others[dim] = -1
+    texts = layout.fingerprint, str(others), str(dim), str(x.dtype)
+    return dict(zip(("layout", "shape", "dim", "dtype"), texts, strict=True))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport, dim: int) -> Tensor:
+        ctx.layout, ctx.transport, ctx.dim = layout, transport, dim
+        rows = x.detach().movedim(dim, 0).contiguous()
+        sizes = [layout.size(rank) for rank in range(transport.world_size)]
+        shards = _exchange(transport, [rows] * len(sizes), sizes)
+        return layout.unshard(shards).movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, whole: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        layout, transport = ctx.layout, ctx.transport
+        rows = whole.movedim(ctx.dim, 0)
+        parts = [layout.shard(rows, rank).contiguous() for rank in range(transport.world_size)]
+        mine = _exchange(transport, parts, [len(parts[transport.rank])] * len(parts))
+        return torch.stack(mine).sum(0).movedim(0, ctx.dim), None, None, None
+
+
+def _exchange(transport: Transport, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Send outgoing[r] to rank r; return what each rank sent here, sizes[r] rows from rank r."""
+    mine = outgoing[transport.rank]
+    incoming = [mine.new_empty((size, *mine.shape[1:])) for size in sizes]
+    incoming[transport.rank] = mine
+    others = [rank for rank in range(transport.world_size) if rank != transport.rank]
+    sends, recvs = (
+        [Message(_bytes(tensors[rank]), rank, "gathering shards") for rank in others]
+        for tensors in (outgoing, incoming)
+    )
+    transport.exchange(sends, recvs).wait()
+    transport.finish()
+    return incoming
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)

@@ -1,0 +1,242 @@
+"""A world in one process: ranks are threads that pass a baton, messages are copies.
+
+It stands alone because it needs no torch.distributed, is deterministic, and can say who waits for
+whom when nobody can go on.
+
+On CUDA the baton orders only what ranks launch. Each rank has a stream of its own and one for each
+of its lanes, and events order them: a copy waits for what sender and receiver had launched when
+they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from tilewise.transport.cooperative_threads import Baton
+from tilewise.transport.protocol import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
+from tilewise.transport.streams import (
+    Moment,
+    Stream,
+    current_moment,
+    follow,
+    forked,
+    new_stream,
+    on_stream,
+)
+
+Result = TypeVar("Result")
+
+
+def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Result]:
+    """Run fn(rank, group) on n ranks, each a thread of this process; return the n results.
+
+    A rank runs until it has to wait for a message; then the next one that can go on runs, in the
+    order in which they became able to. Grad mode and context variables are the caller's. Backward
+    passes run in the rank's own thread. If CUDA is in use, every rank has a stream of its own on
+    the current device; what the caller has launched comes before, what it launches after.
+
+    Args:
+        fn: its group has rank, world_size, bytes_sent and messages_sent (of this rank) and is
+            accepted wherever a ProcessGroup is.
+    Raises:
+        ValueError: if n is less than 1.
+        RuntimeError: if every rank waits, naming ranks and the step and item they wait for.
+        BaseException: what the lowest rank raised. The other ranks go on as far as they can and
+            are then released from their waits.
+    """
+    if n < 1:
+        raise ValueError(f"n ({n}) must be at least 1: the number of ranks")
+    world = _World(n)
+    results: list[Result | None] = [None] * n
+    grad_enabled = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        # autograd's thread for a device is one for all ranks: a rank that waits in it for another
+        # would wait for ever.
+        autograd = torch.autograd.set_multithreading_enabled(False)
+        with torch.set_grad_enabled(grad_enabled), autograd, fork():
+            results[rank] = fn(rank, LoopbackGroup(world, rank))
+
+    with forked() as fork:
+        world.baton.run(run)
+    return cast(list[Result], results)
+
+
+class LoopbackGroup:
+    """One rank's end of a loopback world: the group that it passes on, and its transport.
+
+    A message is copied into the receiver's tensor when both sides have posted it. Where CUDA is in
+    use, an exchange is one batch that is over as a whole, as on NCCL.
+    """
+
+    node_size: int | None = None
+
+    def __init__(self, world: "_World", rank: int) -> None:
+        self.rank = rank
+        self.world_size = world.size
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self.receives_ahead = 0 if torch.cuda.is_initialized() else 1
+        self._world = world
+        self._all = _Outstanding(world.baton, rank)
+        self._num_gathers = 0
+        self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        sends = travelling(sends, self.rank, self.world_size)
+        recvs = travelling(recvs, self.rank, self.world_size)
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.messages_sent += len(sends)
+        received = _Outstanding(self._world.baton, self.rank)
+        sending = _Outstanding(self._world.baton, self.rank) if self.receives_ahead else received
+        for message in recvs:
+            parcel = _Parcel(message, False, (self._all, received))
+            self._world.post(_Route(message.peer, self.rank, lane), parcel)
+        for message in sends:
+            parcel = _Parcel(message, True, (self._all, sending))
+            self._world.post(_Route(self.rank, message.peer, lane), parcel)
+        if sends:
+            self._reap(lane, sending)
+        return received
+
+    def _reap(self, lane: int, sending: "_Outstanding") -> None:
+        # No deadlock: programs launch in the plan's step order, so the peer of a send of an
+        # earlier launch posts its receive without any launch of ours that is yet to come.
+        launched = self._sending[lane]
+        launched.append(sending)
+        while len(launched) > LAUNCHES_IN_FLIGHT:
+            launched.popleft().wait()
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        self._num_gathers += 1
+        return self._world.gather(self._num_gathers, self.rank, record)
+
+    def finish(self) -> None:
+        self._all.wait()
+        self._sending.clear()
+
+
+class _Route(NamedTuple):
+    src: int
+    dst: int
+    lane: int
+
+
+class _Parcel:
+    """One side of a message, until it meets the other."""
+
+    __slots__ = ("is_send", "message", "outstanding", "posted")
+
+    def __init__(
+        self, message: Message, is_send: bool, outstanding: "tuple[_Outstanding, ...]"
+    ) -> None:
+        self.message = message
+        self.is_send = is_send
+        self.outstanding = outstanding
+        self.posted = current_moment(message.tensor.device)
+        for messages in outstanding:
+            messages.add(self)
+
+    def close(self, copied: Moment | None) -> None:
+        for messages in self.outstanding:
+            messages.remove(self, copied)
+
+    def __str__(self) -> str:
+        _, peer, label = self.message
+        return (
+            f"until rank {peer} takes {label}" if self.is_send else f"for {label} from rank {peer}"
+        )
+
+
+class _Outstanding:
+    """Parcels of one rank that have not met their other side, and the wait for them.
+
+    The host waits until all have, the current stream then for their copies.
+    """
+
+    def __init__(self, baton: Baton, rank: int) -> None:
+        self._baton = baton
+        self._rank = rank
+        self._parcels: dict[_Parcel, None] = {}
+        self._copies: list[tuple[Moment, Tensor]] = []  # and the tensors, alive till then
+        self._blocked = False
+
+    def add(self, parcel: _Parcel) -> None:
+        self._parcels[parcel] = None
+
+    def remove(self, parcel: _Parcel, copied: Moment | None) -> None:
+        del self._parcels[parcel]
+        if copied is not None:
+            self._copies.append((copied, parcel.message.tensor))
+        if self._blocked and not self._parcels:
+            self._blocked = False
+            self._baton.wake(self._rank)
+
+    def wait(self) -> None:
+        if self._parcels:
+            self._blocked = True
+            try:
+                self._baton.wait(self._rank, lambda: str(next(iter(self._parcels))))
+            finally:
+                self._blocked = False
+        for copied, _ in self._copies:
+            follow(copied)
+        self._copies.clear()
+
+
+class _World:
+    """What the ranks share; the baton makes it safe."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.baton = Baton(size)
+        self._boxes: dict[_Route, deque[_Parcel]] = {}
+        self._boards: dict[int, dict[int, Tensor]] = {}
+        self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}
+
+    def post(self, route: _Route, parcel: _Parcel) -> None:
+        """Deliver if the other side is there, else leave the parcel in the route's box."""
+        box = self._boxes.setdefault(route, deque())
+        if not box or box[0].is_send == parcel.is_send:
+            box.append(parcel)
+            return
+        other = box.popleft()
+        send, receive = (parcel, other) if parcel.is_send else (other, parcel)
+        source, target = send.message.tensor, receive.message.tensor
+        if source.nbytes != target.nbytes:
+            raise RuntimeError(
+                f"rank {route.src} sends {source.nbytes} bytes ({send.message.label}), but rank "
+                f"{route.dst} expects {target.nbytes} ({receive.message.label})"
+            )
+        with on_stream(self._stream(route, target.device)):
+            follow(send.posted)
+            follow(receive.posted)
+            target.view(-1).copy_(source.view(-1), non_blocking=True)
+            copied = current_moment(target.device)
+        send.close(copied)
+        receive.close(copied)
+
+    def _stream(self, route: _Route, device: torch.device) -> Stream | None:
+        """The receiver's, for this lane."""
+        key = route.dst, route.lane, device
+        if key not in self._streams:
+            self._streams[key] = new_stream(device)
+        return self._streams[key]
+
+    def gather(self, number: int, rank: int, record: Tensor) -> list[Tensor]:
+        board = self._boards.setdefault(number, {})
+        board[rank] = record
+        if len(board) < self.size:
+            self.baton.wait(rank, lambda: f"for the agreement record of {self._missing(board)}")
+        else:
+            del self._boards[number]
+            for other in board:
+                if other != rank:
+                    self.baton.wake(other)
+        return [board[other] for other in range(self.size)]
+
+    def _missing(self, board: dict[int, Tensor]) -> str:
+        return f"rank {next(rank for rank in range(self.size) if rank not in board)}"

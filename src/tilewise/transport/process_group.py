@@ -1,0 +1,270 @@
+"""Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+
+It stands alone because it holds every workaround for the backends, and nothing else does.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, warm_up
+from tilewise.transport.nodes import local_world_size, node_size_of
+from tilewise.transport.protocol import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
+
+# Tags of our own, so that a caller's point-to-point messages in the group never match ours.
+_RECORD_TAG = 7_416_000
+_LANE_TAG = _RECORD_TAG + 1
+_DIGEST_BYTES = 16
+# As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
+# More than that one: the buffers of its passes are never bound ahead.
+_UNWAITED = 2
+_BRANCHES = 4
+_DIGEST, _VERDICT = "agreement digest", "agreement verdict"
+# An NCCL group of operations fails above 256; half of them are sends.
+_NCCL_PAIRS = 128
+
+
+class _Posted:
+    """One torch.distributed Work, waited for at most once (on gloo a second wait blocks)."""
+
+    def __init__(self, work: dist.Work, messages: Sequence[Message], verb: str) -> None:
+        self._work: dist.Work | None = work
+        self._messages: Sequence[Message] = messages  # keeps the tensors alive
+        self._verb = verb
+
+    @property
+    def waited(self) -> bool:
+        return self._work is None
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            first = self._messages[0]
+            raise RuntimeError(
+                f"{first.label}: {self._verb} rank {first.peer} failed: {error}"
+            ) from error
+        self._messages = ()
+
+
+class _Exchange:
+    def __init__(self, receives: Sequence[_Posted]) -> None:
+        self._receives = receives
+
+    def wait(self) -> None:
+        for receive in self._receives:
+            receive.wait()
+
+
+class DistTransport:
+    """The transport of one ProcessGroup; each object counts its own traffic.
+
+    Receives are posted before sends: gloo's ready notification otherwise queues behind bulk data.
+    Collectives are sent point to point: between gloo ranks on one host that is 2 to 6 times as
+    fast as all_to_all_single and all_gather, needs no packing, and gloo's reduce_scatter sends
+    twice the bytes.
+
+    On an NCCL group the first object is made by all ranks together: it warms the communicator up,
+    without which a batch that involves only some ranks hangs, and creates a gloo group for the
+    agreement records. torch keeps both under the group's name, so later objects find them.
+
+    Args:
+        group: a group that this process is in.
+        node_size: neighbouring ranks of the group that share a node: messages between nodes get a
+            lane, and on NCCL a communicator, of their own. None: on NCCL as torchrun says, if all
+            nodes hold equally many neighbours; else one lane.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
+        self.rank, self.world_size = group.rank(), group.size()
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        config = str(dist.get_backend_config(group))
+        self._backends = dict(part.split(":") for part in config.split(","))
+        batched = self._backends.get("cuda") == "nccl"
+        self.receives_ahead = 0 if batched else 1
+        self._records = group
+        self._lanes = [group]
+        self.node_size = node_size
+        if batched and self.world_size > 1:
+            if self._backends.get("cpu") != "gloo":
+                self._records = records_group(group)
+            if node_size is None:
+                node_size = node_size_of(dist.get_process_group_ranks(group), local_world_size())
+            warm_up(group)
+            self.node_size = agreed_node_size(group, node_size)
+            if self.node_size:
+                self._lanes.append(lane_group(group))
+        self._receiving: deque[_Posted] = deque()
+        self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        sends = travelling(sends, self.rank, self.world_size)
+        recvs = travelling(recvs, self.rank, self.world_size)
+        if not sends and not recvs:
+            return _Exchange(())
+        backend = self._backend([*sends, *recvs])
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.messages_sent += len(sends)
+        if backend == "nccl":
+            sending = self._post_batches(sends, recvs, lane)
+            receives = sending if recvs else []
+        else:
+            receives, sending = self._post_each(sends, recvs, self._lanes[0], _LANE_TAG + lane)
+        while self._receiving and self._receiving[0].waited:
+            self._receiving.popleft()
+        self._receiving.extend(receives)
+        if sends:
+            self._sending[lane].append(sending)
+        self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
+        return _Exchange(receives)
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        if self._same_everywhere(record):
+            return [record] * self.world_size
+        # Point to point: gloo's all_gather is a ring, with a latency that grows with world size.
+        records = [torch.empty_like(record) for _ in range(self.world_size)]
+        records[self.rank] = record
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        recvs = [Message(records[peer], peer, "agreement record") for peer in others]
+        sends = [Message(record, peer, "agreement record") for peer in others]
+        receives, sending = self._post_each(sends, recvs, self._records, _RECORD_TAG)
+        for posted in (*receives, *sending):
+            posted.wait()
+        return records
+
+    def _same_everywhere(self, record: Tensor) -> bool:
+        """Whether all ranks have the same record; all of them get the same answer.
+
+        Digests go up a tree, with whether all below were the same; the verdict comes down: few
+        messages, 2 (n - 1), since where ranks share cores each one costs all of them.
+        """
+        digest = blake2b(record.numpy().tobytes(), digest_size=_DIGEST_BYTES).digest()
+        first = self.rank * _BRANCHES + 1
+        children = range(first, min(first + _BRANCHES, self.world_size))
+        parent = (self.rank - 1) // _BRANCHES
+        heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in children]
+        verdict = torch.zeros(1, dtype=torch.uint8)
+        coming = [Message(x, peer, _DIGEST) for x, peer in zip(heard, children, strict=True)]
+        above = [Message(verdict, parent, _VERDICT)] if self.rank else []
+        receives, _ = self._post_each((), [*coming, *above], self._records, _RECORD_TAG)
+        for receive in receives[: len(coming)]:
+            receive.wait()
+        same = all(x.numpy().tobytes() == digest + b"\1" for x in heard)
+        sending: list[_Posted] = []
+        if self.rank:
+            told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
+            up = [Message(told, parent, _DIGEST)]
+            sending += self._post_each(up, (), self._records, _RECORD_TAG)[1]
+            receives[-1].wait()
+            same = bool(verdict)
+        verdict = torch.tensor([same], dtype=torch.uint8)
+        down = [Message(verdict, child, _VERDICT) for child in children]
+        sending += self._post_each(down, (), self._records, _RECORD_TAG)[1]
+        self._sending[0].append(sending)  # waited for when later messages are
+        return same
+
+    def finish(self) -> None:
+        while self._receiving:
+            self._receiving.popleft().wait()
+        for lane in tuple(self._sending):
+            self._reap(lane, 0)
+
+    def _backend(self, messages: Sequence[Message]) -> str:
+        devices = sorted({message.tensor.device.type for message in messages})
+        names = [self._backends.get(device, "none") for device in devices]
+        if len(devices) > 1 or (devices[0], names[0]) in {("cuda", "gloo"), ("cpu", "nccl")}:
+            raise ValueError(
+                f"tensors on {' and '.join(devices)} cannot travel over {' and '.join(names)}; "
+                "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
+                "with the backend of their device"
+            )
+        if names[0] == "none":
+            raise ValueError(
+                f"the group has no backend for {devices[0]} tensors, it has {self._backends}"
+            )
+        return names[0]
+
+    def _post_each(
+        self, sends: Sequence[Message], recvs: Sequence[Message], group: dist.ProcessGroup, tag: int
+    ) -> tuple[list[_Posted], list[_Posted]]:
+        receives = []
+        for message in recvs:
+            work = dist.irecv(message.tensor, group=group, tag=tag, group_src=message.peer)
+            receives.append(_Posted(_started(work), (message,), "receiving from"))
+        sending = []
+        for message in sends:
+            work = dist.isend(message.tensor, group=group, tag=tag, group_dst=message.peer)
+            sending.append(_Posted(_started(work), (message,), "sending to"))
+        return receives, sending
+
+    def _post_batches(
+        self, sends: Sequence[Message], recvs: Sequence[Message], lane: int
+    ) -> list[_Posted]:
+        group = self._lanes[lane % len(self._lanes)]
+        posted = []
+        for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
+            messages = [message for _, message in batch]
+            posted.append(_Posted(_post_batch(group, batch), messages, "exchanging with"))
+        return posted
+
+    def _reap(self, lane: int, keep: int) -> None:
+        # No deadlock: programs launch in the plan's step order, so the peer of a send of an
+        # earlier launch posts its receive without any launch of ours that is yet to come.
+        sending = self._sending[lane]
+        while len(sending) > keep:
+            for posted in sending.popleft():
+                posted.wait()
+
+
+def _post_batch(group: dist.ProcessGroup, batch: Sequence[tuple[bool, Message]]) -> dist.Work:
+    """Start a batch's sends and receives as one operation.
+
+    As dist.batch_isend_irecv does, which knows no groups but those of new_group.
+    """
+    device = batch[0][1].tensor.device
+    if not group._get_backend(device).supports_coalescing:
+        raise ValueError(
+            f"the group's backend for {device.type} tensors cannot start sends and receives "
+            "together; leave out TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps it"
+        )
+    group._start_coalescing(device)
+    for is_send, (tensor, peer, _) in batch:
+        post = group.send if is_send else group.recv
+        post([tensor], peer, 0)
+    return group._end_coalescing(device)
+
+
+def nccl_batches(
+    sends: Sequence[Message], recvs: Sequence[Message], rank: int, world_size: int
+) -> list[list[tuple[bool, Message]]]:
+    """Split an exchange into batches that NCCL takes, the same way on both ends of each message.
+
+    The i-th message from rank a to rank b has the number i world_size + (b - a) mod world_size.
+    Both ends know it, a rank has at most one send and one receive of a number, and all ranks
+    run the batches in the order of their numbers, so no batch waits for a later one.
+
+    Returns:
+        Batches of at most 256 (is_send, message).
+    """
+    batches: dict[int, list[tuple[bool, Message]]] = {}
+    for is_send, messages in ((True, sends), (False, recvs)):
+        seen: Counter[int] = Counter()
+        for message in messages:
+            distance = (message.peer - rank if is_send else rank - message.peer) % world_size
+            number = seen[message.peer] * world_size + distance
+            seen[message.peer] += 1
+            batches.setdefault(number // _NCCL_PAIRS, []).append((is_send, message))
+    return [batches[number] for number in sorted(batches)]
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "torch returns None only to ranks outside the group"
+    return work

@@ -1,0 +1,108 @@
+"""What ranks hand to a transport: flat bytes, one peer, one label.
+
+It stands alone because every transport and its users need these values, and they need no transport.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
+
+__all__ = ["LAUNCHES_IN_FLIGHT", "Handle", "Message", "Transport", "travelling"]
+
+
+class Message(NamedTuple):
+    """One tensor on its way to or from one peer.
+
+    Args:
+        tensor: contiguous uint8 of any shape; both ends name the same number of bytes.
+        peer: the other end's rank in the group.
+        label: what travels and when, for errors; its str is as "step 3, kv2".
+    """
+
+    tensor: Tensor
+    peer: int
+    label: object
+
+
+class Handle(Protocol):
+    """A launched exchange."""
+
+    def wait(self) -> None:
+        """Return once every receive of the exchange has arrived; again, at once.
+
+        On CUDA the current stream waits, not the host.
+        """
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves messages between the ranks of one group.
+
+    Messages between two ranks on one lane match in the order both ranks launch them, never in the
+    order of their waits. Empty messages are skipped on both sides. A tensor that is sent stays
+    unmodified until finish() returns; the transport keeps it alive. A transport for CUDA tensors
+    also sees to it that it has left when LAUNCHES_IN_FLIGHT later launches with sends on its lane
+    have returned and, if receives_ahead is 0, when a receive of its own launch has been waited for.
+    There all this is order on the current stream, which the host does not wait for.
+
+    Attributes:
+        receives_ahead: launches by which a receive may be posted before its send's own launch;
+            0: send and receive belong to the same launch on both ranks (NCCL).
+        node_size: neighbouring ranks that share a node, if messages between nodes are to have a
+            lane of their own; None: one lane for all.
+        bytes_sent, messages_sent: totals of this object, without agreement records.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def receives_ahead(self) -> int: ...
+    @property
+    def node_size(self) -> int | None: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def messages_sent(self) -> int: ...
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        """Launch sends and receives and return at once.
+
+        Lanes are independent: a message on one never waits for another lane's.
+        """
+        ...
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        """Return every rank's record, by rank; all are uint8 on the CPU, of one agreed size."""
+        ...
+
+    def finish(self) -> None:
+        """Return once everything launched has arrived, at both ends."""
+        ...
+
+
+def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[Message]:
+    """Return the messages that are not empty, each checked.
+
+    Raises:
+        ValueError: if a peer is this rank or outside the group, or a tensor is not flat bytes.
+    """
+    kept = [message for message in messages if message.tensor.numel()]
+    for tensor, peer, label in kept:
+        if peer == rank or not 0 <= peer < world_size:
+            raise ValueError(
+                f"{label}: peer ({peer}) must be another rank of the group "
+                f"(this is rank {rank} of {world_size}); what a rank owns stays at home"
+            )
+        if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{label}: a message is contiguous uint8, not {tensor.dtype} with strides "
+                f"{tensor.stride()}; use tensor.contiguous().view(torch.uint8)"
+            )
+    return kept

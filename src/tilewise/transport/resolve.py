@@ -1,0 +1,71 @@
+"""Choose the transport that belongs to what a caller passes as `group`.
+
+It stands alone so that neither the protocol nor a transport knows of the others.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.transport.process_group import DistTransport
+from tilewise.transport.protocol import Handle, Message, Transport, travelling
+
+__all__ = ["Handle", "LocalTransport", "Message", "Transport", "transport_for"]
+
+
+class LocalTransport:
+    """A world of one: nothing travels."""
+
+    rank = 0
+    world_size = 1
+    receives_ahead = 1
+    node_size = None
+    bytes_sent = 0
+    messages_sent = 0
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        travelling([*sends, *recvs], self.rank, self.world_size)
+        return _Done()
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        return [record]
+
+    def finish(self) -> None:
+        return
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+def transport_for(group: object = None) -> Transport:
+    """Return the transport of a group.
+
+    Args:
+        group: None (the default group; one rank if torch.distributed is not initialised), a
+            ProcessGroup, the group that loopback passes to a rank, or a Transport, which is
+            returned as it is, so that its totals count what calls move:
+
+                group = transport_for(process_group)
+                attention(q, k, v, plan=plan, layout=layout, mask=mask, group=group)
+                group.bytes_sent
+
+    On an NCCL group the first call is collective: see DistTransport.
+
+    Raises:
+        ValueError: if group is something else, or this process is not in it.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return LocalTransport()
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return DistTransport(group)
+    if isinstance(group, Transport):
+        return group
+    raise ValueError(
+        f"group ({type(group).__name__}) must be None, a ProcessGroup that this process is in, "
+        "or the group that loopback passes"
+    )

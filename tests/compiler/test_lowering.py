@@ -1,0 +1,278 @@
+"""Programs: waits at first use, frees after last use, receives that meet their sends."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import pytest
+from conformance.table import plans
+
+import tilewise as tw
+from tilewise.compiler.lowering import tile_operands
+from tilewise.compiler.program import Collective, Free, Instruction, Launch, Program, Run, Wait
+from tilewise.plan.builder import operand
+from tilewise.plan.ir import Item, Plan, Role, Side
+
+SIZES = (2, 3, 4, 6)
+
+
+def some_plans(n: int) -> Iterator[Plan]:
+    """Every strategy, as it is and pruned in two ways."""
+    for plan in plans(n):
+        yield plan
+        yield tw.prune(plan, tw.Causal(), tw.zigzag(4 * n, n))
+        yield tw.prune(plan, tw.Document([0, n + 1, 4 * n]), tw.contiguous(4 * n, n))
+
+
+def used(instruction: Instruction) -> set[Item]:
+    """The items whose values an instruction needs."""
+    match instruction:
+        case Run(tile):
+            return set(tile_operands(tile))
+        case Launch(sends=sends) | Collective(sends=sends):
+            items = {hop.item for hop in sends}
+            results = {item for item in items if item.role is Role.RESULT}
+            return items | {item._replace(role=Role.PARTIAL) for item in results}
+    return set()
+
+
+def launches(program: Program) -> list[Launch | Collective]:
+    return [i for i in program.instructions if isinstance(i, Launch | Collective)]
+
+
+def arrived(program: Program, wait: Wait) -> list[Item]:
+    (launch,) = [one for one in launches(program) if one.handle == wait.handle]
+    return [launch.recvs[index].item for index in wait.arrivals]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("n", SIZES)
+def test_every_receive_is_waited_for_once_and_before_its_use(n: int, ahead: int):
+    for plan in some_plans(n):
+        for rank in range(n):
+            program = tw.lower(plan, rank, ahead=ahead)
+            under_way: dict[Item, int] = Counter()
+            for instruction in program.instructions:
+                if isinstance(instruction, Wait):
+                    for item in arrived(program, instruction):
+                        under_way[item] -= 1
+                assert not any(under_way[item] for item in used(instruction)), (plan, rank)
+                if isinstance(instruction, Launch | Collective):
+                    under_way.update(hop.item for hop in instruction.recvs)
+            assert not any(under_way.values())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_waits_stand_at_the_first_use(n: int):
+    """Between a wait and the instruction that uses its arrival stand only other waits."""
+    for plan in some_plans(n):
+        for rank in range(n):
+            program = tw.lower(plan, rank)
+            instructions = program.instructions
+            for place, wait in enumerate(instructions):
+                if not isinstance(wait, Wait):
+                    continue
+                rest = instructions[place + 1 :]
+                nearest = next((i for i in rest if not isinstance(i, Wait)), None)
+                if nearest is None:
+                    continue
+                # Several launches may begin one step: all that its sends need comes before.
+                step = [i for i in rest if isinstance(i, Launch | Collective)]
+                same = [i for i in step if step[0].step == i.step] if nearest in step else []
+                needed = set().union(*map(used, [nearest, *same]))
+                assert needed.intersection(arrived(program, wait)), (plan, rank, wait, nearest)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_received_operands_are_freed_once_after_their_last_use(n: int):
+    for plan in some_plans(n):
+        for rank in range(n):
+            program = tw.lower(plan, rank)
+            received = {
+                hop.item
+                for launch in launches(program)
+                for hop in launch.recvs
+                if hop.item.role is Role.OPERAND
+            }
+            freed: set[Item] = set()
+            for instruction in program.instructions:
+                if isinstance(instruction, Free):
+                    assert instruction.item in received - freed
+                    freed.add(instruction.item)
+                assert not used(instruction) & freed, (plan, rank)
+            assert freed == received
+
+
+def test_a_ring_holds_two_received_shards_at_most():
+    held, most = 0, 0
+    for instruction in tw.lower(tw.ring(8), 3).instructions:
+        if isinstance(instruction, Launch):
+            held += sum(hop.item.role is Role.OPERAND for hop in instruction.recvs)
+        held -= isinstance(instruction, Free)
+        most = max(most, held)
+    assert (held, most) == (0, 2)
+
+
+@pytest.mark.parametrize("node_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("n", SIZES)
+def test_receives_meet_their_sends_in_launch_order(n: int, ahead: int, node_size: int | None):
+    for plan in some_plans(n):
+        sent: dict[tuple, list] = defaultdict(list)
+        received: dict[tuple, list] = defaultdict(list)
+        for rank in range(n):
+            for launch in launches(tw.lower(plan, rank, ahead=ahead, node_size=node_size)):
+                for hop in launch.sends:
+                    sent[hop.src, hop.dst, launch.lane].append((hop.item, hop.rows))
+                for hop in launch.recvs:
+                    received[hop.src, hop.dst, launch.lane].append((hop.item, hop.rows))
+        assert sent == received, plan
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6, 8])
+def test_every_rank_finds_the_same_collectives(n: int):
+    for plan in some_plans(n):
+        per_rank = {
+            tuple(
+                (c.step, c.kind, c.lane, {(h.item.side, h.item.role) for h in c.sends})
+                for c in tw.lower(plan, rank).instructions
+                if isinstance(c, Collective)
+            ).__repr__()
+            for rank in range(n)
+        }
+        assert len(per_rank) == 1, (plan, per_rank)
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [c.kind for c in tw.lower(plan, 0).instructions if isinstance(c, Collective)]
+
+
+def test_complete_transfer_sets_are_collectives():
+    assert kinds(tw.all_gather(4)) == ["all_gather", "reduce_scatter"]
+    assert kinds(tw.ulysses(4)) == ["all_to_all"] * 4
+    assert kinds(tw.mesh(4, q_tile=4, schedule="gather")) == ["all_gather", "reduce_scatter"]
+    assert kinds(tw.ring(4)) == kinds(tw.tree(4)) == kinds(tw.attention2d(2, 2)) == []
+    assert kinds(tw.all_gather(2)) == [], "two ranks exchange point to point"
+
+
+def test_a_pruned_set_that_is_incomplete_on_one_rank_is_none_on_all():
+    mask, layout = tw.Causal(), tw.contiguous(16, 4)
+    pruned = tw.prune(tw.all_gather(4), mask, layout)
+    assert all(
+        not isinstance(i, Collective) for r in range(4) for i in tw.lower(pruned, r).instructions
+    )
+
+
+def test_a_collective_has_one_send_and_one_receive_per_peer():
+    for rank in range(4):
+        for c in tw.lower(tw.ulysses(4), rank).instructions:
+            if isinstance(c, Collective):
+                others = [other for other in range(4) if other != rank]
+                assert sorted(hop.dst for hop in c.sends) == others
+                assert sorted(hop.src for hop in c.recvs) == others
+
+
+def test_transfers_inside_a_node_and_between_nodes_take_lanes_of_their_own():
+    plan = tw.double_ring(3, 4)
+    lanes = {
+        (launch.lane, hop.src // 4 != hop.dst // 4)
+        for rank in range(12)
+        for launch in launches(tw.lower(plan, rank, node_size=4))
+        for hop in (*launch.sends, *launch.recvs)
+    }
+    assert lanes == {(0, False), (1, True)}
+    assert {one.lane for one in launches(tw.lower(plan, 0))} == {0}
+
+
+def test_a_collective_between_nodes_takes_their_lane():
+    collectives = [
+        c
+        for c in tw.lower(tw.all_gather(4), 0, node_size=2).instructions
+        if isinstance(c, Collective)
+    ]
+    assert [c.lane for c in collectives] == [1, 1]
+
+
+def test_receives_ahead_are_posted_before_the_launch_of_their_step():
+    plan, posted = tw.ring(5), {}
+    for ahead in (0, 1, 2):
+        program = tw.lower(plan, 2, ahead=ahead)
+        seen = 0
+        for instruction in program.instructions:
+            seen += isinstance(instruction, Run)
+            if isinstance(instruction, Launch):
+                for hop in instruction.recvs:
+                    posted[ahead, hop.item, hop.src] = seen
+    late = [posted[0, item, src] - posted[1, item, src] for a, item, src in posted if a == 0]
+    later = [posted[0, item, src] - posted[2, item, src] for a, item, src in posted if a == 0]
+    assert max(late) == 1 and max(later) == 2 and min(late) == 0
+
+
+def test_handles_are_distinct():
+    for plan in some_plans(4):
+        for ahead in (0, 1, 2):
+            handles = [one.handle for one in launches(tw.lower(plan, 1, ahead=ahead))]
+            assert len(set(handles)) == len(handles)
+
+
+def test_operands_of_one_call_lie_side_by_side_in_its_order():
+    for rank in range(4):
+        (tile,) = [
+            i.tile for i in tw.lower(tw.all_gather(4), rank).instructions if isinstance(i, Run)
+        ]
+        arenas = tw.lower(tw.all_gather(4), rank).arenas
+        assert arenas == (tuple(operand(Side.KV, shard) for shard in tile.kv),)
+    q, kv = tw.lower(tw.attention2d(2, 3), 1).arenas
+    assert {item.side for item in q} == {Side.Q} and {item.side for item in kv} == {Side.KV}
+    assert (len(q), len(kv)) == (3, 2)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n: int):
+    for plan in some_plans(n):
+        for rank in range(n):
+            program = tw.lower(plan, rank)
+            items = [item for arena in program.arenas for item in arena]
+            assert len(set(items)) == len(items)
+            for arena in program.arenas:
+                freed = False
+                for instruction in program.instructions:
+                    freed |= isinstance(instruction, Free) and instruction.item in arena
+                    if isinstance(instruction, Launch | Collective):
+                        assert not (freed and {hop.item for hop in instruction.recvs} & set(arena))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        tw.ring(4096),
+        tw.double_ring(512, 8),
+        tw.hierarchical(tw.mesh(512, q_tile=16), tw.ring(8)),
+        tw.balanced_ring(4096),
+        tw.attention2d(64, 64),
+        tw.mesh(4096, q_tile=64),
+        tw.mesh(4096, q_tile=64, schedule="gather"),
+        tw.ulysses(8, inner=tw.mesh(512, q_tile=16)),
+        tw.tree(4096),
+    ],
+    ids=repr,
+)
+def test_a_rank_of_4096_builds_its_own_program_alone(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    build = Plan.rank_steps
+
+    def watched(self: Plan, rank: int):
+        asked.append((self.world_size, rank))
+        return build(self, rank)
+
+    monkeypatch.setattr(Plan, "rank_steps", watched)
+    monkeypatch.setattr(Plan, "steps", property(lambda self: pytest.fail("all ranks are built")))
+    program = tw.lower(plan, 1234)
+    assert asked[0] == (4096, 1234) and {*asked[1:]} <= {(512, 1234 // 8), (8, 1234 % 8)}
+    assert any(isinstance(instruction, Run) for instruction in program.instructions)
+
+
+def test_there_is_no_such_rank():
+    with pytest.raises(ValueError, match=r"rank \(4\) must be in 0..3"):
+        tw.lower(tw.ring(4), 4)

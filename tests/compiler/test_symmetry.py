@@ -1,0 +1,208 @@
+"""Ranks that are alike: found where they are, simulated and counted as every one by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from conformance.table import plans
+from support.described import MACHINES, machine, workload
+
+import tilewise as tw
+from tilewise.compiler.symmetry import find_symmetry
+from tilewise.plan.ir import Plan
+from tilewise.simulation.machine import Link, Machine
+from tilewise.simulation.simulator import Simulation, simulate
+
+
+def seen(found: Simulation, rank: int) -> list:
+    """What a rank did, without who stands for it."""
+    return [use._replace(rank=0, members=0) for use in found.use(rank)]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("n", (4, 12))
+def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
+    fewer = 0
+    unlike = [plan for plan in plans(n, "tree") if "balanced" not in plan.name]
+    for plan in unlike[[*MACHINES].index(name) % 4 :: 1 if n < 12 else 4]:
+        work = workload(n, num_kv_heads=24, num_heads=48, save=None)
+        try:
+            work.payload(plan, False)
+        except ValueError:
+            continue
+        every = simulate(plan, work, MACHINES[name], exact=True)
+        found = simulate(plan, work, MACHINES[name])
+        fewer += found.symmetries[0].num_classes < n
+        assert found.forward_seconds == pytest.approx(every.forward_seconds, rel=1e-6)
+        assert found.backward_seconds == pytest.approx(every.backward_seconds, rel=1e-6)
+        assert found.peak_bytes == every.peak_bytes, plan
+        assert found.bytes_by_link == every.bytes_by_link
+        assert found.total_bytes_by_link == every.total_bytes_by_link
+        for rank in range(n):
+            for mine, theirs in zip(seen(found, rank), seen(every, rank), strict=True):
+                assert mine.compute_seconds == pytest.approx(theirs.compute_seconds, rel=1e-6)
+                assert mine.bytes_by_link == theirs.bytes_by_link, (plan, rank)
+                assert mine.exposed_seconds == pytest.approx(
+                    theirs.exposed_seconds, rel=1e-5, abs=1e-6 * every.seconds
+                )
+    assert fewer or (name == "odd" and n % 3)
+
+
+def test_causal_ranks_are_simulated_each_and_taken_as_alike_if_that_is_asked_for():
+    cluster = machine(1e9, 1e12, node_size=4, nics=4, inside=Link(8e9))
+    for plan in (tw.mesh(32, q_tile=4), tw.attention2d(8, 4)):
+        work = workload(32, num_kv_heads=4, mask=tw.Causal())
+        found, every = (simulate(plan, work, cluster, exact=e) for e in (None, True))
+        assert found.seconds == every.seconds and found.peak_bytes == every.peak_bytes
+        for rank in range(32):
+            uses = zip(found.use(rank), every.use(rank), strict=True)
+            assert all(one == other._replace(peak_bytes=one.peak_bytes) for one, other in uses)
+        rough = simulate(plan, work, cluster, exact=False)
+        assert rough.symmetries[0].num_classes < 32
+        assert rough.seconds == pytest.approx(every.seconds, rel=0.05), plan
+        assert rough.compute_seconds == pytest.approx(every.compute_seconds)
+    work = workload(128, num_kv_heads=4, mask=tw.Causal())
+    assert simulate(tw.mesh(128, q_tile=8), work, cluster).symmetries[0].num_classes == 128
+
+
+def test_many_ranks_that_are_not_alike_are_refused():
+    work = workload(2048, 2)
+    with pytest.raises(ValueError, match=r"no ranks of balanced_ring\(2048\) .* exact=True"):
+        simulate(tw.balanced_ring(2048), work, machine())
+
+
+def test_classes_are_found_and_false_ones_are_not():
+    assert find_symmetry(tw.ring(64)).num_classes == 1
+    assert find_symmetry(tw.ring(64), (8,)).num_classes == 8
+    assert find_symmetry(tw.ring(64), (6,)).num_classes == 64
+    assert find_symmetry(tw.mesh(64, q_tile=8), (8,)).num_classes == 1
+    assert find_symmetry(tw.mesh(64, q_tile=8), (2, 8)).num_classes == 2
+    assert find_symmetry(tw.mesh(64, q_tile=16), (8,)).num_classes == 8
+    assert find_symmetry(tw.ulysses(8, inner=tw.mesh(32, q_tile=4)), (8,)).num_classes == 1
+    assert find_symmetry(tw.balanced_ring(16)).num_classes == 16
+    assert find_symmetry(tw.attention2d(8, 8), (8,)).num_classes == 8
+    assert find_symmetry(tw.attention2d(16, 4), (8,)).num_classes == 4
+    assert find_symmetry(tw.attention2d(64, 64), (8,)).num_classes == 64
+    nested = tw.hierarchical(tw.mesh(32, q_tile=4), tw.mesh(8, q_tile=2))
+    assert find_symmetry(nested, (8,)).num_classes == 1
+    assert find_symmetry(tw.ulysses(4, inner=nested), (8,)).num_classes == 1
+    assert find_symmetry(tw.needed(tw.Causal(), tw.zigzag(64, 8))).num_classes == 8
+
+
+BIG: tuple[tuple[Callable[[], Plan], float, float, int], ...] = (
+    (lambda: tw.ring(4096), 0, 4095, 1),
+    (lambda: tw.all_gather(4096), 0, 4095, 1),
+    (lambda: tw.double_ring(512, 8), 0, 4095, 1),
+    (lambda: tw.mesh(4096, q_tile=64), 63, 63, 1),
+    (lambda: tw.ulysses(8, inner=tw.mesh(512, q_tile=16)), 7 / 8 + 15, 7 / 8 + 31, 8),
+    (lambda: tw.ulysses(64, inner=tw.ring(64)), 63 / 64, 63 / 64 + 63, 64),
+    (lambda: tw.hierarchical(tw.mesh(512, q_tile=16), tw.ring(8)), 15, 31 + 7 * 32, 1),
+    (
+        lambda: tw.ulysses(8, inner=tw.hierarchical(tw.mesh(64, q_tile=8), tw.ring(8))),
+        *(7 / 8 + 7, 7 / 8 + 7 + 7 * 8, 8),
+    ),
+)
+
+
+@pytest.mark.parametrize(("make", "x", "y", "degree"), BIG)
+def test_volumes_and_simulated_bytes_at_4096_ranks_are_the_closed_forms(
+    make: Callable[[], Plan], x: float, y: float, degree: int
+):
+    plan, cluster = make(), Machine.preset("h100x8")
+    for heads, wire in ((64, "bfloat16"), (8, "float32")):
+        work = tw.Workload(4096 * 64, 64, heads, 32, wire_dtype=wire, save="replay")
+        u, l, w = 64 * 64 * 32 * 2, 64 * 64 * 4, 2 if wire == "float32" else 1  # noqa: E741
+        rho = max(heads, degree) / 64
+        forward = x * (u + w * u + l) + y * 2 * rho * u
+        backward = x * (2 * u + 2 * l + w * u) + y * 2 * rho * u * (1 + w)
+        sent = tw.volume(plan, work)
+        assert {*sent.forward} == {forward} and {*sent.backward} == {backward}
+    if "ring(4096" not in plan.name:
+        found = simulate(plan, work, cluster)
+        assert sum(found.bytes_by_link.values()) == forward + backward
+
+
+@pytest.mark.parametrize("n", (8, 16, 128, 256, 1024))
+def test_volumes_are_the_closed_forms_in_between(n: int):
+    """x and y hops of u and 2 u, lse with the partials, as in test_volume.py up to 64 ranks."""
+    work = tw.Workload(n * 8, 32, 32, 16, layout="contiguous", save="replay")
+    u, l = 8 * 32 * 16 * 2, 8 * 32 * 4  # noqa: E741
+    hops = [
+        (tw.ring(n), 0, n - 1),
+        (tw.ring(n, moves="q"), n - 1, 0),
+        (tw.all_gather(n), 0, n - 1),
+        (tw.double_ring(n // 8, 8), 0, n - 1),
+        (tw.mesh(n, q_tile=8, schedule="kv_first"), 7, n // 8 - 1),
+        (tw.hierarchical(tw.ring(n // 8, moves="q"), tw.ring(8)), n // 8 - 1, 7),
+        (tw.hierarchical(tw.ring(n // 4), tw.ring(4, moves="q")), 3, n // 4 - 1),
+        (tw.ulysses(8, inner=tw.ring(n // 8)), 7 / 8, 7 / 8 + n // 8 - 1),
+        (tw.ulysses(4, inner=tw.mesh(n // 4, q_tile=2)), 3 / 4 + 1, 3 / 4 + n // 8 - 1),
+    ]
+    for plan, x, y in hops:
+        sent = tw.volume(plan, work)
+        assert {*sent.forward} == {x * (2 * u + l) + y * 2 * u}, plan
+        assert {*sent.backward} == {x * (3 * u + 2 * l) + y * 4 * u}, plan
+
+
+@pytest.mark.parametrize("n", (8, 32, 128, 512))
+def test_volumes_of_uneven_shards_are_those_of_every_rank(n: int):
+    """Relabelled hops weigh what the relabelled shards have."""
+    work = tw.Workload(5 * n + 3, 8, 8, 16, "float32", layout="contiguous", save="replay")
+    sizes = work.layout_for(n).sizes
+    for plan in (tw.ring(n), tw.all_gather(n)):
+        sent = tw.volume(plan, work)
+        row = 2 * 8 * 16 * 4
+        total = sum(sizes)
+        missing = {"ring": 1, "all_gather": 0}[plan.name.split("(")[0]]
+        expected = [
+            (total - sizes[(rank - missing) % n]) * row if missing else (n - 1) * sizes[rank] * row
+            for rank in range(n)
+        ]
+        assert list(sent.forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "degree"), ((64, 8, 1), (256, 32, 1), (4096, 64, 1), (4096, 16, 4))
+)
+def test_volumes_of_attention2d_and_of_heads_around_it_are_the_closed_forms(
+    n: int, rows: int, degree: int
+):
+    """One more KV hop where a rank's own shard is not in its column."""
+    inner = n // degree
+    columns = inner // rows
+    plan = tw.attention2d(rows, columns)
+    if degree > 1:
+        plan = tw.ulysses(degree, inner=plan)
+    work = tw.Workload(n * 8, 32, 32, 16, layout="contiguous", save="replay")
+    u, l = 8 * 32 * 16 * 2, 8 * 32 * 4  # noqa: E741
+    sent, share = tw.volume(plan, work), (degree - 1) / degree
+    for rank in range(0, n, 37):
+        own = rank // degree
+        x = share + columns - 1
+        y = share + rows - 1 + (own // rows != own % columns)
+        assert sent.forward[rank] == x * (2 * u + l) + y * 2 * u
+        assert sent.backward[rank] == x * (3 * u + 2 * l) + y * 4 * u
+
+
+def test_simulated_bytes_of_attention2d_at_4096_ranks_are_the_volume():
+    plan, cluster = tw.attention2d(64, 64), Machine.preset("h100x8")
+    work = tw.Workload(4096 * 64, 64, 8, 32, save="replay")
+    found, sent = simulate(plan, work, cluster), tw.volume(plan, work)
+    for rank in range(0, 4096, 511):
+        got = tuple(sum(use.bytes_by_link.values()) for use in found.use(rank))
+        assert got == (sent.forward[rank], sent.backward[rank])
+
+
+def test_at_256_ranks_the_best_mesh_saves_88_percent_and_the_best_hybrid_95():
+    work = tw.Workload(256 * 2, 64, 64, 128, save="replay")
+    divisors = [1 << k for k in range(9)]
+    sent = {
+        (u, a): max(tw.volume(tw.ulysses(u, inner=tw.mesh(256 // u, q_tile=a)), work).forward)
+        for u in divisors[:4]
+        for a in divisors
+        if a <= 256 // u
+    }
+    ring = max(tw.volume(tw.ring(256), work).forward)
+    assert min(x for (u, _), x in sent.items() if u == 1) / ring == pytest.approx(0.12, abs=0.005)
+    assert min(sent.values()) / ring <= 0.05

@@ -1,0 +1,163 @@
+"""What is run on a played device: every strategy, both passes, over loopback or a played NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from cuda_model.played_cuda import PlayedDevice, PlayedStream, play
+from cuda_model.played_nccl import PlayedGroup, PlayedNccl
+from cuda_model.watched import Watch, WatchedKernel
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.execution import allocator, problem
+from tilewise.kernels.providers import kernel_named
+from tilewise.transport import process_group
+from tilewise.transport.loopback import LoopbackGroup
+from tilewise.transport.process_group import DistTransport
+
+TOKENS, HEADS, WIDTH = 24, (4, 2), 4
+MASKS = {
+    "full": tw.Full(),
+    "causal": tw.Causal(),
+    "documents": tw.Document([0, 3, 15, 20, TOKENS]) & tw.Causal(),
+    "by head": tw.PerHead([tw.Causal(), tw.Full()]),
+}
+PLANS = {
+    "ring": tw.ring(4),
+    "ring q": tw.ring(3, moves="q"),
+    "all gather": tw.all_gather(4),
+    "double ring": tw.double_ring(2, 2),
+    "balanced ring": tw.balanced_ring(4),
+    "attention2d": tw.attention2d(2, 2),
+    "mesh": tw.mesh(4, q_tile=2),
+    "mesh gather": tw.mesh(4, q_tile=2, schedule="gather"),
+    "mesh eager": tw.mesh(4, q_tile=2, schedule="eager"),
+    "ulysses": tw.ulysses(2, inner=tw.ring(2)),
+}
+NODES = {"ring": 2, "double ring": 2, "mesh": 2, "all gather": 2, "ulysses": 2}
+ONE_WAY = tw.ring(4), tw.Causal(), tw.contiguous  # the first rank only sends, the last receives
+
+
+class Case(NamedTuple):
+    """What is run on each rank."""
+
+    plan: tw.Plan
+    mask: tw.Mask
+    make_layout: Callable[[int, int], tw.Layout] = tw.zigzag
+    passes: int = 3
+    options: Mapping[str, Any] = {}
+
+    @property
+    def layout(self) -> tw.Layout:
+        return self.make_layout(TOKENS, self.plan.world_size)
+
+
+def watched_device(monkeypatch: Any) -> PlayedDevice:
+    device = play(monkeypatch)
+    use(monkeypatch, WatchedKernel(kernel_named("cpu"), device))
+    return device
+
+
+def use(monkeypatch: Any, kernel: WatchedKernel) -> None:
+    monkeypatch.setattr(problem, "kernel_for", lambda *_: kernel)
+
+
+def bind(monkeypatch: Any, bound: bool) -> None:
+    monkeypatch.setattr(allocator, "BOUND_DEVICES", ("cpu", "cuda") if bound else ())
+
+
+def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **options: Any) -> Any:
+    """rank's end of loopback -> a DistTransport whose groups are played."""
+    worlds: dict[int, PlayedNccl] = {}
+
+    def group_of(rank: int, group: LoopbackGroup, name: str) -> PlayedGroup:
+        baton = group._world.baton
+        nccl = worlds.setdefault(id(baton), PlayedNccl(device, baton, **options))
+        return PlayedGroup(nccl, name, rank, group.world_size)
+
+    def transport(rank: int, group: LoopbackGroup) -> DistTransport:
+        lane1 = group_of(rank, group, "lane1")
+        monkeypatch.setattr(process_group, "lane_group", lambda _: lane1)
+        made: Any = group_of(rank, group, "lane0")
+        return DistTransport(made, node_size=node_size)
+
+    for name, played in {
+        "records_group": lambda group: group,
+        "warm_up": lambda _: None,
+        "agreed_node_size": lambda _, size: size,
+    }.items():
+        monkeypatch.setattr(process_group, name, played)
+    monkeypatch.setattr(process_group.dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(process_group.dist, "get_process_group_ranks", lambda _: [])
+    monkeypatch.setattr(DistTransport, "_backend", lambda *_: "nccl")
+    return transport
+
+
+def run(case: Case, device: PlayedDevice, transport: Any = None) -> list[list[Tensor]]:
+    """Several passes of every rank; the last one's results.
+
+    The caller makes the tensors, and changes them when loopback has returned.
+    """
+    with Watch(device):
+        tensors = [drawn(case, rank) for rank in range(case.plan.world_size)]
+
+        def on_rank(rank: int, group: LoopbackGroup) -> list[Tensor]:
+            with Watch(device):
+                end = transport(rank, group) if transport else group
+                return passes(case, device, tensors[rank], end)
+
+        results = tw.loopback(case.plan.world_size, on_rank)
+        for ends in (*tensors, *results):
+            for x in ends:
+                x.mul_(1.0)
+    device.kept.append(results)  # memory of the ranks' streams, which nobody uses any more
+    return results
+
+
+def drawn(case: Case, rank: int) -> list[Tensor]:
+    """q, k, v, dout of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    heads = HEADS[0], HEADS[1], HEADS[1], HEADS[0]
+    rows = case.layout.size(rank)
+    return [torch.randn(rows, n, WIDTH, generator=generator) for n in heads]
+
+
+def passes(case: Case, device: PlayedDevice, tensors: list[Tensor], group: Any) -> list[Tensor]:
+    """Forward and backward through autograd, in turn on two streams unknown to each other.
+
+    After each, as an optimizer would, its stream changes all that was read. The first is forward
+    alone, so that a slab grows later, on another stream than it was made on.
+    """
+    here, other = device.current, PlayedStream(device)
+    other.wait_stream(here)
+    with device.entered(other):
+        copies = [x.clone() for x in tensors]
+    here.wait_stream(other)
+    results: list[Tensor] = []
+    for number in range(case.passes):
+        with device.entered(other if number % 2 else here):
+            *operands, dout = copies if number % 2 else tensors
+            operands = [x.detach().requires_grad_() for x in operands]
+            out = tw.attention(
+                *operands,
+                plan=case.plan,
+                layout=case.layout,
+                mask=case.mask,
+                group=group,
+                validate="never",
+                **case.options,
+            )
+            assert isinstance(out, Tensor)
+            grads = torch.autograd.grad(out, operands, dout) if number else ()
+            for x in (*operands, dout):
+                x.detach().mul_(1.0)
+            results = [x.detach().mul_(1.0) for x in (out, *grads)]
+    here.wait_stream(other)
+    return results
+
+
+def case_of(plan: str) -> Case:
+    return Case(*ONE_WAY) if plan == "one way" else Case(PLANS[plan], tw.Causal())

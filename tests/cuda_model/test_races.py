@@ -1,0 +1,164 @@
+"""No race on a device: every strategy, both passes, on played streams and a played NCCL.
+
+See played_cuda.py for what is a race; test_race_seeds.py shows that races are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cuda_model.played_cuda import PlayedDevice
+from cuda_model.race_cases import (
+    MASKS,
+    NODES,
+    PLANS,
+    TOKENS,
+    WIDTH,
+    Case,
+    bind,
+    case_of,
+    over_nccl,
+    run,
+    use,
+    watched_device,
+)
+from cuda_model.watched import Watch, WatchedKernel
+
+import tilewise as tw
+from tilewise.decoding import kv_cache
+from tilewise.execution import problem
+from tilewise.kernels.providers import kernel_named
+from tilewise.transport import streams
+from tilewise.transport.loopback import LoopbackGroup
+
+CUDA = torch.device("cuda")
+ENDS = "loopback", "one lane", "two lanes"
+OFTEN = ("loopback", "double ring"), ("loopback", "one way"), ("two lanes", "mesh")
+
+
+def crossed() -> Iterator[Any]:
+    """All there is; of loopback and of fresh buffers a part is enough for every day."""
+    for plan, where, bound in product((*PLANS, "one way"), ENDS, (True, False)):
+        often = (where, plan) in OFTEN or (bound and where == "one lane")
+        yield pytest.param(plan, where, bound, marks=[] if often else [pytest.mark.slow])
+
+
+@pytest.fixture
+def device(monkeypatch) -> PlayedDevice:
+    return watched_device(monkeypatch)
+
+
+@pytest.mark.parametrize(("plan", "where", "bound"), [*crossed()])
+def test_no_strategy_has_a_race(plan, where, bound, device, monkeypatch):
+    bind(monkeypatch, bound)
+    run(case_of(plan), device, transports(where, plan, device, monkeypatch))
+    assert device.races == [] and device.operations > 100
+
+
+def transports(where: str, plan: str, device: PlayedDevice, monkeypatch: Any) -> Any:
+    """None: loopback."""
+    if where == "loopback":
+        return None
+    node_size = NODES.get(plan, 2) if where == "two lanes" else None
+    return over_nccl(monkeypatch, device, node_size, blocking=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_nccl_gives_what_loopback_gives(plan, mask, device, monkeypatch):
+    """Also where the host waits for every batch, as when NCCL connects two ranks."""
+    bind(monkeypatch, True)
+    case = Case(PLANS[plan], MASKS[mask])
+    want = run(case, device)
+    for node_size in {None, NODES.get(plan)}:
+        for blocking in (False, True):
+            transport = over_nccl(monkeypatch, device, node_size, blocking=blocking)
+            for ours, theirs in zip(run(case, device, transport), want, strict=True):
+                for x, y in zip(ours, theirs, strict=True):
+                    assert torch.equal(x, y)
+    assert device.races == []
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gathered": {"save": "gathered"},
+    "narrow": {"wire_dtype": "bfloat16"},
+    "two plans": {"backward_plan": tw.mesh(4, q_tile=2)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_have_no_race(variant, device, monkeypatch):
+    bind(monkeypatch, True)
+    case = Case(tw.mesh(4, q_tile=4), MASKS["by head"], options=VARIANTS[variant])
+    run(case, device, over_nccl(monkeypatch, device, 2, blocking=False))
+    assert device.races == [] and device.operations > 100
+
+
+def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
+    bind(monkeypatch, True)
+    kernel = WatchedKernel(kernel_named("reference"), device, whole_tile=True)
+    use(monkeypatch, kernel)
+    run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device)
+    assert device.races == []
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])
+def test_a_graph_takes_in_all_streams_and_nothing_from_before(nccl, device, monkeypatch):
+    bind(monkeypatch, True)
+    transport = over_nccl(monkeypatch, device, 2, blocking=False) if nccl else None
+    case = Case(PLANS["double ring"], MASKS["documents"], passes=2)
+    run(case, device, transport)
+    kernel = problem.kernel_for()  # pyright: ignore[reportCallIssue]
+    assert isinstance(kernel, WatchedKernel)
+    known = {*kernel.ways}
+    with device.capturing():
+        assert streams.is_capturing(CUDA)
+        run(case, device, transport)
+    assert kernel.ways == known  # nothing is compiled in a capture
+    run(case, device, transport)
+    assert device.races == []
+
+
+def test_what_is_wrong_with_a_capture_is_found(device):
+    early = streams.current_moment(CUDA)
+    device.launch("before", [], [])
+    moment = streams.current_moment(CUDA)
+    with device.capturing():
+        streams.follow(early)
+        assert not device.races
+        streams.follow(moment)
+        assert device.races.pop().startswith("a captured stream waits for an event outside")
+        inside = streams.current_moment(CUDA)
+        with streams.on_stream(streams.new_stream(CUDA)):
+            streams.follow(inside)
+            device.launch("lost", [], [])
+    assert device.races.pop() == "a captured stream does not come back to the one it began on"
+    streams.follow(inside)
+    assert device.races == ["a stream waits for an event of a capture that is over"]
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])
+def test_decoding_has_no_race(nccl, device, monkeypatch):
+    kernel = WatchedKernel(kernel_named("cpu"), device)
+    monkeypatch.setattr(kv_cache, "kernel_for", lambda *_: kernel)
+    transport = over_nccl(monkeypatch, device, None, blocking=False) if nccl else None
+
+    def on_rank(rank: int, group: LoopbackGroup) -> None:
+        with Watch(device), torch.no_grad():
+            end = transport(rank, group) if transport else group
+            options = {"num_kv_heads": 2, "head_dim": WIDTH, "batch": 2, "group": end}
+            made = tw.KVCache(TOKENS, validate="never", **options)
+            for tokens in (5, 1, 1, 2):
+                q = torch.ones(2, tokens, 4, WIDTH)
+                k, v = torch.ones(2, 2, tokens, 2, WIDTH).unbind()
+                out = made.decode(q, k, v)
+                for x in (q, k, v, out):
+                    x.mul_(2.0)
+
+    tw.loopback(3, on_rank)
+    assert device.races == [] and device.operations > 100

@@ -1,0 +1,63 @@
+"""What a decoding step reads of the cache: how many calls, and of which cells."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bound_passes import Counting, Exempt
+
+import tilewise as tw
+from tilewise.decoding import kv_cache
+from tilewise.decoding.step import Place, Rank, reads
+from tilewise.kernels.call_masks import call_mask
+from tilewise.kernels.providers import kernel_named
+from tilewise.tiles.call_rows import Cut
+
+MASKS = {
+    "causal": tw.Causal(),
+    "window": tw.Window(4, 0),
+    "sinks": tw.Window(4, 0) | tw.Slices([((0, 40), (0, 3), "full")]) & tw.Causal(),
+}
+PLACES = [Place(10, 14), Place(10, 14), Place(25, 29), Place(0, 0)]
+
+
+def cells(mask: tw.Mask, cut: Cut, here: Rank) -> tuple[int, np.ndarray]:
+    """How many calls there are, and how often each has [sequence, query, cached row]."""
+    count, calls = np.zeros((len(PLACES), 4, 40), int), 0
+    for read in reads(mask, PLACES, here, (4, 2), cut):
+        q, k = (np.concatenate([np.arange(*r) for r in rows]) for rows in read.call[:2])
+        calls += 1
+        count[read.sequences, q[:, None], k] += call_mask(read.call).numpy()
+    return calls, count
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_kernels_of_whole_tiles_get_one_call_for_neighbours_alike(mask):
+    here = Rank(1, 3)
+    calls, count = cells(mask, Cut(whole_tile=True), here)
+    assert calls == 2
+    many, same = cells(mask, Cut(square_causal=True), here)
+    assert many >= calls and (same == count).all()
+    for b, place in enumerate(PLACES):
+        positions = here.positions(place.stop)
+        want = mask.dense(range(place.start, place.stop), positions)
+        assert (count[b, : len(want), : len(positions)] == want).all()
+        assert count[b].sum() == want.sum()
+
+
+def test_a_step_asks_the_device_for_nothing(monkeypatch):
+    counting = Counting()
+    kernel = Exempt(kernel_named("cpu"), counting)
+    monkeypatch.setattr(kv_cache, "kernel_for", lambda *_: kernel)
+
+    def on_rank(rank: int, group: Any) -> None:
+        options = {"num_kv_heads": 2, "head_dim": 8, "batch": 2, "group": group}
+        made = tw.KVCache(16, **options)
+        for counts in ((5, 1), (1, 1), (1, 0)):
+            q, k = torch.ones(2, max(counts), 4, 8), torch.ones(2, max(counts), 2, 8)
+            with counting:
+                made.decode(q, k, k, counts=counts)
+
+    tw.loopback(3, on_rank)
+    assert counting.allocated and not counting.asked

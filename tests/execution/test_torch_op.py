@@ -1,0 +1,198 @@
+"""The registered operator: compiled whole, checkpointed selectively, checked by torch's opcheck."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+from conformance.oracle import dense, draw
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import tilewise as tw
+from tilewise.execution.problem import Call
+from tilewise.execution.torch_op import MASKS
+from tilewise.expressions import read_plan
+from tilewise.tools.processes import run_ranks
+
+TOKENS, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
+ATTENTION = torch.ops.tilewise.attention
+
+
+def call(plan: tw.Plan) -> Call:
+    layout = tw.contiguous(TOKENS, plan.world_size)
+    return Call(plan, layout, tw.Causal(), save="replay", needs_grad=True)
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(TOKENS, heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes
+    ]
+
+
+def test_every_mask_is_registered():
+    """torch 2.11 looks up the very class."""
+
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    ours = {kind for kind in below(tw.Mask) if kind.__module__.startswith("tilewise.")}
+    assert ours == set(MASKS)
+
+
+def test_frozen_values_are_their_own_copies():
+    made = call(tw.ring(2))
+    for value in (made, made.plan, made.layout, made.mask):
+        assert copy.deepcopy(value) is value
+
+
+def test_no_two_names_in_written_code_are_the_same():
+    made = call(tw.ring(2))
+    names = [made.__fx_repr__() for _ in range(3)]
+    assert len({name for name, _ in names}) == 3
+    assert all(name.isidentifier() and where == {name: made} for name, where in names)
+
+
+def test_torchs_checks_of_an_operator_pass():
+    torch.library.opcheck(ATTENTION.default, (*inputs(), call(tw.ring(1))))
+
+
+def test_torchs_checks_of_the_backward_operator_pass():
+    q, k, v = (x.detach() for x in inputs())
+    made = call(tw.ring(1))
+    out, lse, kept = ATTENTION(q, k, v, made)
+    saved = q, k, v, out, lse, kept, made
+    tests = "test_schema", "test_faketensor", "test_autograd_registration"
+    for grads in ((torch.ones_like(out), None), (None, torch.ones_like(lse))):
+        torch.library.opcheck(
+            torch.ops.tilewise.attention_backward.default, (*grads, *saved), test_utils=tests
+        )
+
+
+class Model(torch.nn.Module):
+    """Attention between two pointwise layers, its lse in the loss."""
+
+    def __init__(self, cp: tw.ContextParallel):
+        super().__init__()
+        self.cp, self.scale = cp, torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, q, k, v, mask=None):
+        out, lse = self.cp.attention(q * self.scale, k, v, mask=mask, return_lse=True)
+        return out.sin().sum() + lse.clamp(min=-9).sum()
+
+
+def gradients(model, tensors, mask=None):
+    model(*tensors, mask).backward()
+    grads = [x.grad for x in (*tensors, model.scale)]
+    for x in (*tensors, model.scale):
+        x.grad = None
+    return grads
+
+
+def compiled_rank(rank: int, world_size: int, plan: tw.Plan, backend: str) -> int:
+    """Compare a compiled model with itself uncompiled; returns how often it was compiled."""
+    layout = tw.zigzag(TOKENS, world_size)
+    cp = tw.ContextParallel(num_tokens=TOKENS, mask=tw.Causal(), strategy=plan, layout=layout)
+    model = Model(cp)
+    tensors = [cp.shard(x.detach(), dim=0).clone().requires_grad_() for x in inputs()]
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for mask in (None, tw.Full(), tw.Causal() & tw.Window(5, 0), None):
+        expected = gradients(model, tensors, mask)
+        compiled(*tensors, mask).backward()
+        for x, wanted in zip((*tensors, model.scale), expected, strict=True):
+            torch.testing.assert_close(x.grad, wanted, rtol=0, atol=1e-12)
+            x.grad = None
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_it_compiles_whole_and_anew_for_another_mask(backend):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own, about its compiler
+        assert compiled_rank(0, 1, tw.ring(1), backend) == 3
+
+
+def _silent(rank: int, plan: str) -> int:
+    warnings.simplefilter("ignore")
+    return compiled_rank(rank, 2, read_plan(plan), "aot_eager")
+
+
+@pytest.mark.parametrize("plan", ["mesh(2, q_tile=2)", "ulysses(2)"])
+def test_compiled_ranks_of_a_process_group_agree_with_eager_ones(plan):
+    assert run_ranks(2, _silent, plan) == [3, 3]
+
+
+def checkpointed_bytes(kind: str) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that rank 0 of 2 sends in forward and backward, and its gradients."""
+    plan, layout = tw.ring(2), tw.zigzag(TOKENS, 2)
+    attend = partial(tw.attention, plan=plan, layout=layout, mask=tw.Full())
+    policy = {ATTENTION.default: CheckpointPolicy.MUST_SAVE}
+
+    def rank_main(rank, group):
+        tensors = [layout.shard(x.detach(), rank, 0).clone().requires_grad_() for x in inputs()]
+
+        def layer(q, k, v):
+            return attend(q.sin(), k, v, group=group).cos()
+
+        if kind == "none":
+            out = layer(*tensors)
+        else:
+            contexts = partial(
+                create_selective_checkpoint_contexts,
+                lambda ctx, op, *args, **kwargs: policy.get(op, CheckpointPolicy.PREFER_RECOMPUTE),
+            )
+            chosen = {"context_fn": contexts} if kind == "selective" else {}
+            out = checkpoint(layer, *tensors, use_reentrant=False, **chosen)
+        out.sum().backward()
+        return group.bytes_sent, [x.grad for x in tensors]
+
+    return tw.loopback(2, rank_main)[0]
+
+
+def test_selective_checkpointing_does_not_send_forward_again():
+    plain, wanted = checkpointed_bytes("none")
+    full, again = checkpointed_bytes("full")
+    selective, saved = checkpointed_bytes("selective")
+    layout = tw.zigzag(TOKENS, 2)
+    work = tw.Workload(TOKENS, HEADS, KV_HEADS, WIDTH, "float64", mask=tw.Full(), layout=layout)
+    forward = tw.volume(tw.ring(2), work).forward[0]
+    assert plain > forward > 0
+    assert full == plain + forward
+    assert selective == plain
+    for left, middle, right in zip(wanted, again, saved, strict=True):
+        assert torch.equal(left, middle) and torch.equal(left, right)
+
+
+def test_the_operator_computes_attention():
+    x = draw((TOKENS, HEADS, WIDTH), (TOKENS, KV_HEADS, WIDTH), seed=1)
+    out, lse, kept = ATTENTION(*x[:3], call(tw.ring(1)))
+    wanted = dense(x, tw.Causal())
+    torch.testing.assert_close(out, wanted.out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-12)
+    assert kept == []
+
+
+def test_compiled_code_says_what_it_cannot_do():
+    plan, layout, (q, k, v) = tw.ring(1), tw.contiguous(TOKENS, 1), inputs()
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def keeping(q, k, v):
+        return tw.attention(q, k, v, plan=plan, layout=layout, mask=tw.Full(), save="gathered")
+
+    with pytest.raises(Exception, match="must be 'replay' in compiled code"):
+        keeping(q, k, v)
+    undecided = Model(tw.ContextParallel(num_tokens=TOKENS, layout=layout))
+    with pytest.raises(Exception, match=r"call ContextParallel\.plan"):
+        torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v)
+    undecided.cp.plan(q, k)
+    assert torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v).isfinite()

@@ -1,0 +1,176 @@
+"""Models of transformers with their sequence split: the unsplit model's loss and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+
+from support.hf_models import (
+    Case,
+    build,
+    case,
+    errors,
+    run_split,
+    run_whole,
+    split_in_threads,
+    summed,
+)
+from transformers import BertConfig, BertModel
+
+import tilewise as tw
+from tilewise.integrations import hf
+from tilewise.tools.processes import run_ranks
+
+N = 4
+WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
+WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3", "cohere2")
+MODELS = ("llama", "qwen3", "mixtral", "gpt2", *WINDOWED)
+
+
+def compare(name: str, given: Case, **options: Any) -> None:
+    got, want = split_in_threads(name, given, **options), run_whole(build(name), given)
+    wrong = {what: error for what, error in errors(got, want).items() if not error < 1e-5}
+    assert not wrong, name
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_a_split_model_is_the_unsplit_model(name: str):
+    compare(name, case(PACKED))
+
+
+@pytest.mark.parametrize("cu_seqlens", [WHOLE, SHORT], ids=["whole", "short"])
+def test_one_document_and_ranks_without_tokens(cu_seqlens: tuple[int, ...]):
+    compare("gemma3", case(cu_seqlens))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cu_seqlens", [WHOLE, PACKED, SHORT], ids=["whole", "packed", "short"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_models_in_all_cases(name: str, cu_seqlens: tuple[int, ...]):
+    compare(name, case(cu_seqlens))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_in_bfloat16_a_split_model_errs_at_most_twice_as_much(name: str):
+    given = case((0, 20, 64))
+    exact = build(name, dtype=torch.bfloat16).float()
+    want = run_whole(exact, given)
+    dense = run_whole(build(name, dtype=torch.bfloat16), given)
+    split = split_in_threads(name, given, dtype=torch.bfloat16)
+    allowed, got = errors(dense, want, mean=True), errors(split, want, mean=True)
+    assert not {n: (e, allowed[n]) for n, e in got.items() if e > 2 * allowed[n]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": tw.ring(N)},
+        {"strategy": tw.mesh(N, q_tile=2), "layout": tw.contiguous(22, N)},
+        {"strategy": tw.ulysses(2, inner=tw.ring(2)), "layout": tw.striped(22, N)},
+    ],
+    ids=["ring", "mesh", "usp"],
+)
+def test_any_strategy_and_layout(options: dict):
+    compare("qwen2", case(PACKED), **options)
+
+
+def test_each_layer_keeps_its_own_mask():
+    """With windows only in the sliding layers, other results than with all or none."""
+    want = run_whole(build("gemma3"), case(WHOLE)).logits
+    kinds = ["full_attention", "sliding_attention"]
+    for kind in kinds:
+        other = run_whole(build("gemma3", layer_types=[kind] * 3), case(WHOLE)).logits
+        assert (other - want).abs().max() > 1e-2
+
+
+def test_a_batch_of_rows_with_the_same_documents():
+    compare("llama", case(PACKED, batch=3))
+
+
+def test_documents_from_position_ids_alone():
+    """No cu_seq_lens: the ranks put their position_ids together."""
+    given = case(PACKED)
+    want = run_whole(build("gemma2"), given).logits
+
+    def on_rank(rank: int, group) -> torch.Tensor:
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        model = build("gemma2", hf.register(cp, f"tilewise_{rank}"))
+        ids, positions = (cp.shard(x, 1) for x in (given.input_ids, given.position_ids))
+        return cp.unshard(model(ids, position_ids=positions, use_cache=False).logits, 1)
+
+    assert all((got - want).abs().max() < 1e-5 for got in tw.loopback(N, on_rank))
+
+
+def test_a_bidirectional_model_sees_everything():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    config = BertConfig(vocab_size=50, num_hidden_layers=2, **sizes)
+    whole = BertModel._from_config(config, attn_implementation="eager").eval()
+    ids = case(WHOLE, batch=2).input_ids
+    want = whole(ids).last_hidden_state
+
+    def on_rank(rank: int, group) -> torch.Tensor:
+        cp = tw.ContextParallel(group, num_tokens=22)
+        name = hf.register(cp, f"tilewise_{rank}")
+        model = BertModel._from_config(BertConfig(**config.to_dict()), attn_implementation=name)
+        model.eval().load_state_dict(whole.state_dict())
+        out = model(cp.shard(ids, 1), position_ids=cp.position_ids[None])
+        return cp.unshard(out.last_hidden_state, 1)
+
+    assert all((got - want).abs().max() < 1e-5 for got in tw.loopback(N, on_rank))
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    given = case(PACKED)
+    want = run_whole(build("llama"), given)
+
+    def on_rank(rank: int, group):
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        model = build("llama", hf.register(cp, f"tilewise_{rank}"))
+        model.activation_checkpointing_enable()
+        return run_split(model, cp, given)
+
+    assert max(errors(summed(tw.loopback(2, on_rank)), want).values()) < 1e-5
+
+
+def test_two_names_serve_two_contexts_in_one_process():
+    cases = {"short": case((0, 7)), "long": case((0, 9, 31))}
+    contexts = {n: tw.ContextParallel(num_tokens=c.cu_seqlens[-1]) for n, c in cases.items()}
+    models = {n: build("llama", hf.register(cp, f"tilewise_{n}")) for n, cp in contexts.items()}
+    for name, given in cases.items():
+        got = run_split(models[name], contexts[name], given)
+        assert max(errors(got, run_whole(build("llama"), given)).values()) < 1e-5
+
+
+def test_registering_again_replaces_the_context():
+    given = case((0, 4, 9))
+    for num_tokens in (5, 9):
+        cp = tw.ContextParallel(num_tokens=num_tokens, mask=tw.Causal())
+        name = hf.register(cp)
+    got = run_split(build("llama", name), cp, given)
+    assert name == "tilewise"
+    assert max(errors(got, run_whole(build("llama"), given)).values()) < 1e-5
+
+
+def split_over_gloo(rank: int, names: tuple[str, ...], given: Case) -> dict:
+    cp = tw.ContextParallel(num_tokens=given.cu_seqlens[-1], mask=tw.Causal())
+    return {n: run_split(build(n, hf.register(cp)), cp, given) for n in names}
+
+
+def over_gloo(names: tuple[str, ...], cu_seqlens: tuple[int, ...]) -> None:
+    given = case(cu_seqlens)
+    # Four processes that import transformers at once take their time.
+    ranks = run_ranks(N, split_over_gloo, names, given, timeout_seconds=240)
+    for name in names:
+        got = summed([rank[name] for rank in ranks])
+        assert max(errors(got, run_whole(build(name), given)).values()) < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cu_seqlens", [(0, 131), (0, 3), (0, 40, 41, 131)], ids=str)
+def test_all_models_over_gloo(cu_seqlens: tuple[int, ...]):
+    over_gloo(MODELS, cu_seqlens)

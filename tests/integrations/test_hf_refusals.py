@@ -1,0 +1,254 @@
+"""What tilewise cannot honour in a model of transformers is refused by name, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+
+from support.hf_models import build, case
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    T5Config,
+)
+from transformers import masking_utils as mu
+
+import tilewise as tw
+from tilewise.integrations import hf
+from tilewise.integrations.hf_masks import packs, read_mask
+
+N, NUM_TOKENS = 2, 22
+IDS = case((0, NUM_TOKENS)).input_ids
+PACKED = case((0, 5, NUM_TOKENS)).position_ids
+TINY = {"vocab_size": 50, "hidden_size": 32}
+
+Call = Callable[[tw.ContextParallel, Any], Any]
+
+
+def plain(cp: tw.ContextParallel, **more: Any) -> dict[str, Any]:
+    """This rank's tokens and their positions."""
+    return {"input_ids": cp.shard(IDS, 1), "position_ids": cp.position_ids[None], **more}
+
+
+def refusal(call: Call, make: Callable[[str], Any], mask: tw.Mask | None = None, **options) -> str:
+    """The message of all ranks."""
+
+    def on_rank(rank: int, group) -> str:
+        fields = {"num_tokens": NUM_TOKENS, "mask": mask or tw.Causal(), **options}
+        cp = tw.ContextParallel(group, **fields)
+        model = make(hf.register(cp, f"tilewise_{rank}"))
+        with pytest.raises(ValueError) as raised:
+            call(cp, model)
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(N, on_rank))
+    return message
+
+
+def llama(name: str, **changes: Any) -> Any:
+    return build("llama", name, **changes)
+
+
+def test_softcap_and_sinks_are_refused_by_name():
+    soft = lambda name: build("gemma2", name, attn_logit_softcapping=50.0)  # noqa: E731
+    assert "softcap=50.0 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), soft)
+    sinks = lambda name: build("gpt_oss", name)  # noqa: E731
+    assert "s_aux=Parameter cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), sinks)
+
+
+def test_dropout_is_refused_in_training_and_runs_in_evaluation():
+    dropped = lambda name: llama(name, attention_dropout=0.1)  # noqa: E731
+    assert "dropout=0.1 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), dropped)
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
+    model = dropped(hf.register(cp)).eval()
+    assert model(**plain(cp)).logits.shape == (1, NUM_TOKENS, 50)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"head_mask": torch.ones(2)}, "head_mask=Tensor cannot be honoured"),
+        ({"softcap": 30.0}, "softcap=30.0 cannot be honoured"),
+        ({"sliding_window": 4}, "sliding_window=4 cannot be honoured"),
+        ({"output_attentions": True}, "output_attentions=True cannot be honoured"),
+        ({"attention_mask": torch.zeros(1, 1, 11, 11)}, "an attention_mask of its own (Tensor)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 11])}, "must go from 0 to 22"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 22])}, None),
+        ({"cu_seq_lens_k": torch.tensor([0, 22])}, "cu_seq_lens_k=Tensor cannot be honoured"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_keywords(more: dict, message: str | None):
+    if message is None:  # documents given beside positions that go on: both say what they mean
+        cp = tw.ContextParallel(num_tokens=NUM_TOKENS, mask=tw.Causal())
+        got = llama(hf.register(cp))(**plain(cp, **more)).logits
+        apart = llama("eager")(IDS, position_ids=case((0, 3, 22)).position_ids, use_cache=False)
+        assert (got - apart.logits).abs().max() < 1e-5
+        return
+    assert message in refusal(lambda cp, m: m(**plain(cp, **more)), llama)
+
+
+def test_is_causal_false_is_honoured_as_transformers_does():
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
+    got = llama(hf.register(cp))(**plain(cp, is_causal=False)).logits
+    causal, wanted = (
+        llama("eager")(IDS, use_cache=False, is_causal=x).logits for x in (True, False)
+    )
+    assert (got - wanted).abs().max() < 1e-5 < (causal - wanted).abs().max()
+
+
+def test_forgotten_position_ids_are_noticed_in_every_layout():
+    for layout in (tw.contiguous, tw.zigzag, tw.striped):
+        text = refusal(lambda cp, m: m(cp.shard(IDS, 1)), llama, layout=layout(NUM_TOKENS, N))
+        assert "start at 0 on every rank" in text and "cp.position_ids" in text
+
+
+def test_position_ids_of_another_layout_are_noticed():
+    other = tw.contiguous(NUM_TOKENS, N)
+    call = lambda cp, m: m(cp.shard(IDS, 1), position_ids=other.positions(cp.rank)[None])  # noqa: E731
+    assert "neither goes on nor starts a document" in refusal(call, llama)
+    inputs = lambda cp: hf.shard(cp, IDS) | {"position_ids": other.positions(cp.rank)[None]}  # noqa: E731
+    assert "not those of this rank's tokens" in refusal(lambda cp, m: m(**inputs(cp)), llama)
+
+
+def test_documents_that_transformers_would_ignore_are_refused():
+    """With a cache, an attention_mask, or a model that does not pack, documents would leak."""
+    packed = lambda cp: plain(cp, position_ids=cp.shard(PACKED, 1))  # noqa: E731
+    ones = torch.ones(1, NUM_TOKENS)
+    calls: list[Call] = [
+        lambda cp, m: m(**packed(cp), use_cache=True),
+        lambda cp, m: m(**packed(cp), use_cache=False, attention_mask=cp.shard(ones, 1)),
+    ]
+    for call in calls:
+        assert "start 2 documents, which transformers ignores here" in refusal(call, llama)
+    opt = lambda name: build("opt", name)  # noqa: E731
+    text = refusal(lambda cp, m: m(**packed(cp), use_cache=False), opt)
+    assert "which transformers ignores here" in text
+
+
+def test_padding_is_refused_on_all_ranks_also_where_one_alone_has_it():
+    padded = torch.ones(1, NUM_TOKENS)
+    padded[0, 8] = 0
+    text = refusal(lambda cp, m: m(**plain(cp, attention_mask=cp.shard(padded, 1))), llama)
+    assert text.startswith("rank 1: attention_mask hides padding") and "ShardingCollator" in text
+
+
+def test_rows_of_different_documents_are_refused():
+    rows = torch.cat([PACKED, torch.arange(NUM_TOKENS)[None]])
+    call = lambda cp, m: m(cp.shard(IDS.expand(2, -1), 1), position_ids=cp.shard(rows, 1))  # noqa: E731
+    assert "rows 0 and 1 of the batch have different position_ids" in refusal(call, llama)
+
+
+def test_a_filled_cache_is_refused():
+    def call(cp: tw.ContextParallel, model: Any) -> None:
+        cache = model(**plain(cp), use_cache=True).past_key_values
+        model(IDS[:, :1], position_ids=torch.tensor([[NUM_TOKENS]]), past_key_values=cache)
+
+    assert "past_key_values that hold tokens (use_cache)" in refusal(call, llama)
+
+
+def test_the_whole_sequence_on_every_rank_is_refused():
+    text = refusal(lambda cp, m: m(IDS), llama)
+    assert "the model runs on 22 tokens, but the layout gives this rank 11" in text
+
+
+def test_a_rank_without_tokens_says_what_pads_it():
+    ids = IDS[:, :1]
+    call = lambda cp, m: m(cp.shard(ids, 1), position_ids=cp.position_ids[None])  # noqa: E731
+    assert "models cannot run on none: hf.shard pads" in refusal(call, llama, num_tokens=1)
+
+
+def test_documents_of_cp_that_the_batch_does_not_have():
+    documents = tw.Causal() & tw.Document((0, 5, NUM_TOKENS))
+    text = refusal(lambda cp, m: m(**plain(cp)), llama, mask=documents)
+    assert "cp.mask has documents Document((0, 5, 22)), but the batch has" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"),
+        (JambaConfig(**TINY, num_hidden_layers=8), "carries a state along the sequence"),
+        (Llama4TextConfig(**TINY, num_hidden_layers=4), "layers of type chunked_attention"),
+    ],
+    ids=["bloom", "jamba", "llama4"],
+)
+def test_models_that_cannot_be_split(config: Any, message: str):
+    config.num_attention_heads, config.num_key_value_heads, config.intermediate_size = 4, 2, 32
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
+    name = hf.register(cp)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    with pytest.raises(ValueError, match=message):
+        model(**plain(cp))
+    with pytest.raises(ValueError, match=message):
+        hf.check_model(model)
+
+
+def test_check_model_sees_what_never_asks_for_attention():
+    model = AutoModelForCausalLM.from_config(MambaConfig(**TINY, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="MambaConfig: the model carries a state"):
+        hf.check_model(model)
+    hf.check_model(llama("eager"))
+
+
+def test_cross_attention_is_refused():
+    from transformers import T5Model
+
+    config = T5Config(vocab_size=50, d_model=32, num_layers=1, num_heads=4, d_ff=32, d_kv=8)
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
+    with pytest.raises(ValueError, match="T5Config"):
+        hf.check_model(T5Model._from_config(config, attn_implementation=hf.register(cp)))
+
+
+def test_attention_written_by_hand_is_noticed_when_it_takes_the_mask():
+    layer = hf.LayerMask(tw.ContextParallel(num_tokens=3), tw.Causal(), False)
+    for use in (lambda: torch.zeros(3, 3) + layer, lambda: torch.where(layer, 0, 1)):
+        with pytest.raises(ValueError, match="tilewise cannot reach it"):
+            use()
+
+
+def test_mask_functions_are_read_by_their_structure():
+    window = mu.sliding_window_causal_mask_function(4)
+    ids = torch.tensor([[0, 1, 0, 1]])
+    packed = mu.packed_sequence_compatibility_function(window, ids, torch.tensor([[0, 0, 1, 1]]))
+    for function in (window, packed):
+        mask = read_mask(function)
+        for q in range(12):
+            for k in range(12):
+                wanted = k <= q and k > q - 4
+                assert mask.area((q, q + 1), (k, k + 1)) == wanted
+    assert packs(packed) and not packs(window)
+    assert read_mask(mu.causal_mask_function) == tw.Causal()
+    assert read_mask(mu.bidirectional_mask_function) == tw.Full()
+    both = mu.or_masks(mu.causal_mask_function, mu.sliding_window_bidirectional_overlay(2))
+    assert read_mask(both) == tw.Causal() | tw.Window(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (mu.blockwise_overlay(torch.zeros(1, 4, dtype=torch.int64)), "blockwise_overlay"),
+        (mu.chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
+        (mu.and_masks(mu.causal_mask_function, lambda b, h, q, k: q > 3), "<lambda>"),
+        (mu.padding_mask_function(torch.ones(1, 4)), "padding_mask_function"),
+    ],
+    ids=["blockwise", "chunked", "own", "padding"],
+)
+def test_a_mask_function_that_is_not_known_is_refused_by_name(function: Any, name: str):
+    with pytest.raises(ValueError, match="which tilewise cannot represent") as raised:
+        read_mask(function)
+    assert name in str(raised.value) or "test_hf_refusals" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "my_flash", "eager", ""])
+def test_names_that_transformers_treats_its_own_way(name: str):
+    with pytest.raises(ValueError, match="must not be empty or hold any of"):
+        hf.register(tw.ContextParallel(num_tokens=3), name)

@@ -1,0 +1,174 @@
+"""What the planner hands out and reads: candidate files, quantities, the commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.oracle import dense, draw, error
+from support.described import machine, workload
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise.tools.cli import app
+from tilewise.tools.cli.quantities import read_bytes, read_count, read_heads
+
+
+def test_a_narrow_terminal_gets_whole_numbers():
+    words = ["plan", "--world-size", "16", "--num-tokens", "64K"]
+    wide, narrow = (
+        CliRunner().invoke(app, words, env={"COLUMNS": columns}).stdout for columns in ("80", "40")
+    )
+    assert "gathered" in wide and "waits" in wide
+    assert "\u2026" not in wide + narrow
+    assert re.search(r"ulysses\(8\) x ring +[\d.]+ +[\d.]+ MB", narrow)
+
+
+def test_a_candidate_runs_after_it_was_read(tmp_path: Path):
+    n, num_tokens = 4, 22
+    work = tw.Workload(num_tokens, 4, 2, 4, "float64", mask=tw.Causal())
+    slow = tw.Machine.preset("cpu-gloo")
+    best = tw.search(work, slow, world_size=n)[0]
+    path = tmp_path / "plan.json"
+    path.write_text(best.to_json())
+    read = tw.load_candidate(path)
+    assert read.plan == best.plan and read.backward_plan == best.backward_plan
+    assert (read.layout, read.save, read.row) == (best.layout, best.save, best.row)
+    assert read.machine == slow and read.work == best.work
+    x = draw((num_tokens, 4, 4), (num_tokens, 2, 4), seed=0)
+    want = dense(x._replace(dlse=0 * x.dlse), tw.Causal())
+
+    def on_rank(rank: int, group) -> list[torch.Tensor]:
+        mine = [read.layout.shard(t, rank).clone().requires_grad_() for t in x[:3]]
+        out = tw.attention(
+            *mine,
+            plan=read.plan,
+            backward_plan=read.backward_plan,
+            layout=read.layout,
+            mask=read.work.mask,
+            group=group,
+            save=read.save,
+            wire_dtype=read.wire_dtype,
+        )
+        assert isinstance(out, torch.Tensor)
+        out.backward(read.layout.shard(x.dout, rank))
+        return [out.detach(), *(t.grad for t in mine)]
+
+    results = tw.loopback(n, on_rank)
+    for parts, expected in zip(zip(*results, strict=True), (want.out, *want[2:]), strict=True):
+        assert error(read.layout.unshard(list(parts)), expected) <= 1e-12
+
+
+def test_a_mask_aware_candidate_is_read_for_its_mask_and_layout(tmp_path: Path):
+    mask = tw.Causal() & tw.Document([0, 5, 9, 40, 64])
+    work = tw.Workload(64, 4, 2, 4, mask=mask, layout="contiguous", save="replay")
+    found = tw.search(work, machine(1e5), world_size=4)
+    aware = next(one for one in found if one.strategy in ("tiled", "needed"))
+    path = tmp_path / "plan.json"
+    path.write_text(aware.to_json())
+    read = tw.load_candidate(path)
+    assert read.plan == aware.plan and read.work.mask == mask
+    again = tw.simulate(read.plan, work, read.machine, backward_plan=read.backward_plan)
+    assert again.seconds == pytest.approx(aware.seconds)
+
+
+def _edited(tmp_path: Path, change) -> Path:
+    best = tw.search(workload(4), machine(), world_size=4)[0]
+    data = json.loads(best.to_json())
+    change(data)
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def _drop_a_tile(data: dict) -> None:
+    steps = data["plan"]["steps"]["steps"]
+    next(step for step in steps if step["tiles"][0])["tiles"][0] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (_drop_a_tile, "plan: "),
+        (lambda data: data.update(world_size=5), "5"),
+        (lambda data: data.update(world_size="4"), "world_size ('4') must be a whole number"),
+        (lambda data: data.pop("machine"), "machine lacks 'machine'"),
+        (lambda data: data.update(save="never"), "save ('never') must be"),
+        (lambda data: data.update(format="tilewise plan 1"), "format is 'tilewise plan 1'"),
+        (lambda data: data["workload"].update(num_heads=9), "workload: num_heads (9)"),
+        (lambda data: data["predicted"].pop("peak_bytes"), "lacks 'peak_bytes'"),
+    ),
+)
+def test_an_edited_file_is_refused(tmp_path: Path, change, message: str):
+    path = _edited(tmp_path, change)
+    with pytest.raises(ValueError) as raised:
+        tw.load_candidate(path)
+    assert message in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    path = tmp_path / "half.json"
+    path.write_text(tw.search(workload(4), machine(), world_size=4)[0].to_json()[:900])
+    with pytest.raises(ValueError, match="no complete JSON"):
+        tw.load_candidate(path)
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    (
+        (lambda: read_count("x", "1M"), 1 << 20),
+        (lambda: read_count("x", "128K"), 1 << 17),
+        (lambda: read_heads("32:8"), (32, 8)),
+        (lambda: read_heads("16"), (16, 16)),
+        (lambda: read_bytes("x", "20GiB"), 20 << 30),
+        (lambda: read_bytes("x", "1.5GB"), 1_500_000_000),
+        (lambda: read_bytes("x", "77"), 77),
+    ),
+)
+def test_quantities_are_read(read, value):
+    assert read() == value
+
+
+def test_plan_command_ranks_and_writes(tmp_path: Path):
+    path = tmp_path / "best.json"
+    words = ["plan", "--world-size", "8", "--num-tokens", "16K", "--heads", "8:2", "--json"]
+    run = CliRunner().invoke(app, [*words, "-o", str(path)])
+    assert run.exit_code == 0, run.output
+    data = json.loads(run.output)
+    seconds = [row["seconds"] for row in data["candidates"]]
+    assert seconds == sorted(seconds) and data["seconds_over_least"] >= 1
+    assert tw.load_candidate(path).seconds == pytest.approx(seconds[0])
+    table = CliRunner().invoke(app, words[:-1])
+    assert table.exit_code == 0 and "of which a rank waits" in " ".join(table.output.split())
+
+
+def test_simulate_command_tells_both_passes(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    words = ["simulate", "mesh(8, q_tile=2)", "--num-tokens", "16K", "--trace", str(path)]
+    run = CliRunner().invoke(app, [*words, "--json"])
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.output)["forward_seconds"] > 0
+    assert json.loads(path.read_text())["traceEvents"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    (
+        (["--machine", "h100x7"], "presets are"),
+        (["--heads", "8:3"], "num_heads (8)"),
+        (["--memory", "much"], "--memory ('much')"),
+        (["--memory", "1kB"], "needs least"),
+        (["--num-tokens", "many"], "--num-tokens ('many')"),
+        (["--mask", "moon"], "moon"),
+        (["--layout", "spiral"], "spiral"),
+    ),
+)
+def test_bad_options_end_with_code_2_and_one_line(words: list[str], message: str):
+    base = ["plan", "--world-size", "4", "--num-tokens", "4K", "--heads", "8:2"]
+    run = CliRunner().invoke(app, [*base, *words])
+    assert run.exit_code == 2
+    assert message in run.output and len(run.output.strip().splitlines()) == 1

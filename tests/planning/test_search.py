@@ -1,0 +1,250 @@
+"""The planner: never beaten by hand, bounds below times, candidates that run, files checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.described import machine, workload
+
+import tilewise as tw
+from tilewise.layouts.default import default_layout
+from tilewise.planning.bounds import moved_bound, shape_bound, steps_bound
+from tilewise.planning.candidate import Row
+from tilewise.planning.least_bytes import least_bytes
+from tilewise.planning.mask_bounds import MaskBounds
+from tilewise.planning.options import Option, options
+from tilewise.planning.pass_model import Scene
+from tilewise.planning.reasons import reason
+from tilewise.planning.trials import Plans, Trials
+from tilewise.simulation.machine import Link
+from tilewise.simulation.simulator import simulate_pass
+
+CLUSTERS = {
+    "nodes": machine(1e9, 1e12, node_size=2, nics=2, inside=Link(8e9, 1e-7), launch_seconds=1e-6),
+    "one NIC": machine(1e9, 1e13, node_size=2, nics=1, inside=Link(8e9)),
+    "slow": machine(1e6, node_size=2, nics=2, inside=Link(4e6, 1e-6)),
+}
+
+
+def by_hand(n: int, work: tw.Workload) -> list[tw.Plan]:
+    """What somebody would try: all strategies, tiles and schedules under every split by heads."""
+    found = [tw.balanced_ring(n)]
+    for degree in (d for d in range(1, n + 1) if n % d == 0 and work.num_kv_heads % d == 0):
+        m = n // degree
+        sizes = [d for d in range(1, m + 1) if m % d == 0]
+        inner = [tw.ring(m), tw.ring(m, moves="q"), tw.all_gather(m)]
+        inner += [tw.double_ring(m // d, d) for d in sizes]
+        inner += [tw.attention2d(d, m // d) for d in sizes]
+        for schedule in ("greedy", "eager", "kv_first", "gather"):
+            inner += [tw.mesh(m, q_tile=d, schedule=schedule) for d in sizes]
+        found += inner if degree == 1 else [tw.ulysses(degree, inner=plan) for plan in inner]
+    return found
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)
+def test_nothing_tried_by_hand_is_faster(name: str, mask: tw.Mask):
+    n = 6
+    work, cluster = workload(n, num_kv_heads=2, mask=mask, save=None), CLUSTERS[name]
+    best = tw.search(work, cluster, world_size=n)[0]
+    again = tw.simulate(best.plan, work, cluster, backward_plan=best.backward_plan)
+    assert again.seconds == pytest.approx(best.seconds)
+    assert again.peak_bytes == best.peak_bytes
+    passes = []
+    for plan in by_hand(n, work):
+        found = tw.simulate(plan, work, cluster)
+        assert best.seconds <= found.seconds * (1 + 1e-9), plan
+        replayed = tw.simulate(plan, replace(work, save="replay"), cluster)
+        passes.append((replayed.forward_seconds, replayed.backward_seconds))
+    apart = sum(min(times) for times in zip(*passes, strict=True))
+    assert best.seconds <= apart * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    ("n", "mask"),
+    (
+        (8, tw.Causal()),
+        pytest.param(24, tw.Causal(), marks=pytest.mark.slow),
+        (12, tw.Full()),
+        (6, tw.Causal() & tw.Document([0, 5, 9, 40, 96])),
+        pytest.param(8, tw.Causal() & tw.Window(20, 0), marks=pytest.mark.slow),
+    ),
+)
+def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
+    work = workload(n, num_kv_heads=4, mask=mask)
+    layout = default_layout(mask, work.num_tokens, n)
+    work = replace(work, layout=layout)
+    tried = options(work, n, CLUSTERS[name].node_size)
+    for backward in (False, True):
+        scene = Scene(work, CLUSTERS[name], n, backward)
+        for option in tried[:: max(1, len(tried) // 12)]:
+            _check_bounds(scene, option, tried)
+
+
+def _check_bounds(scene: Scene, option: Option, tried: list[Option]) -> None:
+    plan = option.make()
+    timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
+    bounds = [shape_bound(scene, option), steps_bound(scene, option, plan)]
+    if scene.alike is None and plan.cuts is None:
+        bounds.append(MaskBounds(scene).seconds(plan))
+    if option.twin is not None:
+        bounds.append(moved_bound(scene, option, tried[option.twin].make()))
+    assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
+    if scene.alike and scene.world_size > 16 and scene.share(option) == 1:
+        assert symmetry.members > 1, plan
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_more_bandwidth_is_never_slower_and_no_time_below_its_bounds(name: str):
+    work, cluster = workload(4, num_kv_heads=4, mask=tw.Causal(), save=None), CLUSTERS[name]
+    slow = tw.search(work, cluster, world_size=4)
+    assert tw.search(work, cluster.scaled(3), world_size=4)[0].seconds <= slow[0].seconds * 1.01
+    seconds = [one.seconds for one in slow]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-11)
+    for one in slow:
+        assert one.seconds >= one.distances.compute_seconds
+        assert sum(one.bytes_by_link.values()) >= one.distances.least_bytes
+
+
+@pytest.mark.parametrize("num_kv_heads", (1, 2, 8))
+@pytest.mark.parametrize("n", (2, 6, pytest.param(16, marks=pytest.mark.slow)))
+def test_no_plan_moves_less_than_the_least(n: int, num_kv_heads: int):
+    for mask in (tw.Full(), tw.Causal()):
+        work = workload(n, num_kv_heads=num_kv_heads, mask=mask, save=None)
+        least = least_bytes(work, n)
+        for option in options(work, n, 1)[::3]:
+            plan = option.make()
+            for save in ("replay", "gathered"):
+                sent = tw.volume(plan, replace(work, save=save))
+                busiest = max(map(sum, zip(*sent, strict=True)))
+                assert busiest >= least, (plan, save)
+
+
+def two_sided(plan: tw.Plan) -> bool:
+    """Whether a plan moves both queries and keys beside the exchange of a split by heads."""
+    inner = plan.head_split[1] if plan.head_split else plan
+    sides = {hop.item.side for step in inner.rank_steps(0) for hop in step.sends}
+    return len(sides) == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "n"),
+    ((2, 3), (2, 4), (4, 6), (4, 8), (8, 8), (8, 12), (8, 16)),
+)
+def test_few_kv_heads_and_few_ranks_need_no_second_dimension(group: int, n: int):
+    """Bound by one link's bandwidth: n <= 2 Hq / Hkv forward, n <= 1.5 Hq / Hkv backward."""
+    work = workload(n, num_heads=8, num_kv_heads=8 // group, save="replay", layout="contiguous")
+    best = tw.search(work, machine(1e6), world_size=n)[0]
+    assert not two_sided(best.plan)
+    assert n > 1.5 * group or not two_sided(best.backward_plan)
+
+
+@pytest.mark.parametrize("times", (1.25, 7))
+@pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)
+def test_more_bandwidth_everywhere_never_slows_the_choice(mask: tw.Mask, times: float):
+    n = 4
+    work = workload(n, num_heads=6, num_kv_heads=2, mask=mask, save=None)
+    for cluster in CLUSTERS.values():
+        slow, fast = (
+            tw.search(work, one, world_size=n)[0].seconds
+            for one in (cluster, cluster.scaled(times))
+        )
+        assert fast <= 1.01 * slow, cluster
+
+
+@pytest.mark.slow
+def test_a_token_more_on_some_ranks_is_planned_for_as_if_all_had_it():
+    n, preset = 72, tw.Machine.preset("h100x8")
+    uneven = tw.Workload(n * 128 - 5, 8, 8, 64, mask=tw.Causal(), save="replay")
+    best = tw.search(uneven, preset, world_size=n)[0]
+    assert f"those of {n * 128} tokens" in best.reason
+    assert best.layout == tw.zigzag(n * 128 - 5, n) and best.work.num_tokens == n * 128 - 5
+    even = tw.search(replace(uneven, num_tokens=n * 128), preset, world_size=n)[0]
+    assert (even.plan.name, even.seconds) == (best.plan.name, best.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("nodes", "one NIC"))
+def test_the_first_of_many_causal_ranks_has_its_exact_time(name: str):
+    n = 96
+    work = workload(n, num_kv_heads=2, mask=tw.Causal(), save=None)
+    found = tw.search(work, CLUSTERS[name], world_size=n)
+    best = found[0]
+    every = tw.simulate(
+        best.plan, work, CLUSTERS[name], backward_plan=best.backward_plan, exact=True
+    )
+    assert best.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert best.bytes_by_link == every.bytes_by_link
+    assert best.seconds == min(one.seconds for one in found)
+
+
+def test_a_node_partly_full_does_not_end_the_search_early():
+    n, preset = 80, tw.Machine.preset("nvl72")
+    work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
+    work = replace(work, layout=work.layout_for(n))
+    tried = options(work, n, preset.node_size)
+    best = Trials(Scene(work, preset, n, False), Plans(tried)).settle(1 << 60, range(len(tried)))
+    hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
+    assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    (
+        (1.0, "Just as long as ring: it "),
+        (1.00329, "0.329% longer than ring: it "),
+        (1.9999, "100% longer than ring: it "),
+        (2.5, "2.5 times as long as ring: it "),
+        (1234.5, "1,234 times as long as ring: it "),
+    ),
+)
+def test_a_reason_says_how_much_longer(times: float, said: str):
+    best = Row("ring", "", "", "replay", 1.0, 0.5, 0.5, 0.25, {"inside": 8}, 1)
+    row = best._replace(strategy="mesh", seconds=times)
+    assert reason(row, (best, row), (1.0, False)).startswith(said)
+
+
+@pytest.mark.slow
+def test_the_best_hybrid_of_256_ranks_sends_a_twentieth_of_the_ring():
+    work = workload(256, num_heads=32, num_kv_heads=32, head_dim=128, dtype="bfloat16")
+    best = tw.search(work, machine(1e6, node_size=1), world_size=256)[0]
+    ring = max(tw.volume(tw.ring(256), work).forward)
+    assert max(tw.volume(best.plan, work).forward) <= 0.05 * ring
+
+
+def test_memory_that_nothing_fits_names_what_needs_least():
+    work = workload(8, save=None)
+    with pytest.raises(ValueError, match=r"no plan fits into 1000 bytes a rank; .* needs least, "):
+        tw.search(work, machine(), world_size=8, memory_bytes=1000)
+    found = tw.search(work, machine(), world_size=8)
+    least = min(one.peak_bytes for one in found)
+    assert tw.search(work, machine(), world_size=8, memory_bytes=least)[0].peak_bytes <= least
+
+
+@pytest.mark.parametrize("n", (1, 7, 100))
+def test_any_number_of_ranks(n: int):
+    work = workload(n, num_heads=6, num_kv_heads=3)
+    assert tw.search(work, machine(node_size=4, nics=4), world_size=n)[0].world_size == n
+
+
+def test_meshes_that_free_shards_early_are_tried_where_others_do_not_fit():
+    n = 12
+    work, cluster = workload(n, num_kv_heads=8, save="replay"), machine(1e8, 1e12)
+    least = tw.mesh(n, 3, held=6)
+    memory = tw.simulate(least, work, cluster).peak_bytes
+    best = tw.search(work, cluster, world_size=n, memory_bytes=memory)[0]
+    assert best.peak_bytes <= memory
+    assert best.seconds <= tw.simulate(least, work, cluster).seconds * (1 + 1e-9)
+
+
+def test_the_smallest_that_fits_is_named():
+    n = 6
+    work, cluster = workload(n, num_kv_heads=2, save=None), CLUSTERS["nodes"]
+    with pytest.raises(ValueError, match="needs least, ") as raised:
+        tw.search(work, cluster, world_size=n, memory_bytes=1)
+    told = int(str(raised.value).split("needs least, ")[1].split()[0])
+    peaks = [tw.simulate(plan, work, cluster).peak_bytes for plan in by_hand(n, work)]
+    assert told <= min(peaks)
+    assert tw.search(work, cluster, world_size=n, memory_bytes=told)[0].peak_bytes == told

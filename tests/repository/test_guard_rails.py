@@ -1,0 +1,260 @@
+"""The rules of the architecture, read off the source tree: they hold or these tests fail.
+
+Everything is read with ast, so a rule sees what a module says, not what an import happens to do.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+
+from support.source_tree import (
+    IMPORTS,
+    MODULES,
+    NAMES,
+    ROOT,
+    Module,
+    at_import,
+    code_lines,
+    docstrings,
+    functions,
+    imports,
+    named,
+    num_arguments,
+    reached,
+    top,
+    words,
+)
+
+STRATEGY_MODULES = tuple(m for m in MODULES if m.name.startswith("tilewise.strategies."))
+
+# The modules right of Program, and what runs or shows them. All others are torch-free.
+TORCH_SIDE = {
+    *("tile", "execute", "transport", "transport_dist", "messages", "threads", "agreement"),
+    *("attend", "calibration", "context", "kernels", "bench", "lab", "report", "cli", "demo"),
+    "integrations",
+    *(
+        "binding",
+        "blocks",
+        "buffers",
+        "frame",
+        "nccl_groups",
+        "streams",
+        "tape",
+        "two_passes",
+        "gathering",
+        "operators",
+        "pass_work",
+        "passes",
+        "problem",
+        "work",
+        "processes",
+        "doctor",
+        "cache",
+        "cache_checks",
+        "decoding",
+        "storage",
+        "totals",
+        "slabs",
+    ),
+}
+
+
+TRITON = tuple(
+    m
+    for m in MODULES
+    if m.name.startswith("tilewise.kernels.triton_") and "triton" in top(IMPORTS[m.name])
+)
+
+
+def strategies() -> set[str]:
+    """Names of the public strategies: functions of strategies/ that return a Plan."""
+    return {
+        node.name
+        for module in STRATEGY_MODULES
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if node.returns is not None and ast.unparse(node.returns).strip("'\"") == "Plan"
+    }
+
+
+def parse_tests(pattern: str) -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob(pattern))]
+
+
+def test_torch_free_modules_reach_no_torch():
+    free = [m for m in MODULES if m.name != "tilewise" and m.stem not in TORCH_SIDE]
+    offenders = [
+        f"{module} reaches {via}, which imports torch"
+        for module in free
+        for via in sorted(reached(module.name))
+        if "torch" in top(IMPORTS[via])
+    ]
+    offenders += [
+        f"{module} imports torch in a function"
+        for module in free
+        if module.stem != "layout" and "torch" in top(imports(module, bodies=True))
+    ]
+    assert not offenders
+
+
+def test_modules_import_only_what_every_installation_has():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {*sys.stdlib_module_names, "tilewise"}
+    allowed |= {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
+    offenders = {str(m): top(IMPORTS[m.name]) - allowed for m in MODULES if m not in TRITON}
+    assert not {name: extra for name, extra in offenders.items() if extra}
+
+
+def test_triton_is_imported_by_its_kernels_alone_and_they_by_nobody_at_import():
+    names = {module.name for module in TRITON}
+    assert names
+    others = [module.name for module in MODULES if module not in TRITON]
+    assert not {name for name in others if reached(name) & names}
+
+
+def test_imports_have_no_cycles():
+    TopologicalSorter({name: seen & NAMES for name, seen in IMPORTS.items()}).prepare()
+
+
+def test_functions_take_at_most_six_arguments():
+    def exempt(module: Module, name: str) -> bool:
+        # What Triton compiles takes pointers, strides and sizes one by one.
+        kernel = module.stem == "kernels" and name in ("forward", "backward")
+        return kernel or module in TRITON or name in ("__init__", "__new__", "attention")
+
+    offenders = [
+        f"{module}: {name} takes {num_arguments(args)}"
+        for module in MODULES
+        for name, args in functions(module.tree)
+        if num_arguments(args) > 6 and not exempt(module, name)
+    ]
+    assert not offenders
+
+
+def test_the_executor_is_short_and_knows_no_strategy():
+    for module in named("execute"):
+        assert len(module.path.read_text().splitlines()) < 150
+        assert not [name for name in reached(module.name) if "strategies" in name]
+        # "all_gather" is a kind of collective as well, so only the function's name is forbidden.
+        assert not words(module.tree) & (strategies() - {"all_gather"})
+        assert not words(module.tree, strings=False) & strategies()
+
+
+def test_there_are_at_most_six_opcodes():
+    for module in named("program"):
+        opcodes: set[str] = set()
+        for node in module.tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.BinOp):
+                union = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+                opcodes = max(opcodes, union, key=len)
+        assert 1 <= len(opcodes) <= 6, "program.py names its opcodes in one union: A | B | ..."
+        for execute in named("execute"):
+            cases = [n for n in ast.walk(execute.tree) if isinstance(n, ast.MatchClass)]
+            assert {ast.unparse(n.cls).rpartition(".")[2] for n in cases} <= opcodes
+
+
+def test_one_file_at_most_reads_the_environment():
+    readers = {"environ", "environb", "getenv", "getenvb"}
+    assert len([str(m) for m in MODULES if words(m.tree, strings=False) & readers]) <= 1
+
+
+def test_no_module_holds_mutable_state():
+    literals = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    makers = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "bytearray"}
+    makers |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "count", "cycle"}
+    arrays = {"array", "zeros", "ones", "empty", "full", "arange", "tensor", "asarray"}
+
+    def mutable(node: ast.expr | None) -> bool:
+        match node:
+            case ast.Tuple(elts=parts):
+                return any(mutable(part) for part in parts)
+            case ast.IfExp(body=body, orelse=orelse):
+                return mutable(body) or mutable(orelse)
+            case ast.Call(func=ast.Name(id=maker)):
+                return maker in makers
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=maker)):
+                return maker in makers or (owner in ("np", "numpy", "torch") and maker in arrays)
+        return isinstance(node, literals)
+
+    offenders = []
+    for module in MODULES:
+        for node in at_import(module.tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and mutable(node.value):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if [ast.unparse(target) for target in targets] != ["__all__"]:
+                    offenders.append(f"{module}:{node.lineno}: {ast.unparse(node)[:60]}")
+        walked = ast.walk(module.tree)
+        offenders += [f"{module}:{n.lineno}: global" for n in walked if isinstance(n, ast.Global)]
+    assert not offenders
+
+
+def test_no_file_is_over_300_lines():
+    folders = ("src", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in paths}
+    assert not {path: lines for path, lines in lengths.items() if lines > 300}
+
+
+def test_a_strategy_is_small():
+    lengths = {module.name.split(".")[2]: code_lines(module) for module in STRATEGY_MODULES}
+    mesh = {stem: lines for stem, lines in lengths.items() if stem.startswith("mesh")}
+    assert not {stem: lines for stem, lines in lengths.items() if lines > 60 and stem not in mesh}
+    assert sum(mesh.values()) <= 150
+
+
+def test_the_strategies_package_re_exports_nothing():
+    for module in named("strategies"):
+        assert len(module.tree.body) == len(docstrings(module.tree))
+
+
+def test_the_library_does_not_print():
+    offenders = [
+        f"{module}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        if ast.unparse(node) in ("print", "sys.stdout") and module.stem not in ("cli", "bench")
+    ]
+    assert not offenders
+
+
+def test_import_is_silent_and_touches_no_device():
+    program = """
+import threading, torch
+def refuse(*args, **kwargs): raise AssertionError("a device was touched")
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = refuse
+before = torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed()
+import tilewise
+assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.initial_seed())
+assert not torch.distributed.is_initialized()
+assert threading.active_count() == 1
+"""
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_no_module_bears_a_public_functions_name():
+    modules = {module.stem for module in MODULES}
+    for module in MODULES:
+        if module.name == "tilewise":
+            nodes = [n for n in at_import(module.tree) if isinstance(n, ast.ImportFrom)]
+            exported = {(n.module, a.asname or a.name) for n in nodes for a in n.names}
+            values = {name for base, name in exported if base not in (None, "tilewise")}
+            assert not values & modules
+
+
+def test_every_strategy_is_documented_and_tried():
+    wanted = strategies()
+    pages = [path.read_text() for path in sorted((ROOT / "docs" / "strategies").glob("*.md"))]
+    shown = {call for page in pages for call in re.findall(r"\b(\w+)\(", page)}
+    assert not wanted - shown
+    table = parse_tests("conformance/table.py")
+    assert not wanted - {word for tree in table for word in words(tree)}
+    assert not wanted or any("STRATEGIES" in words(tree) for tree in table)
+    # The checker's own tests go over the same table, or name the strategy themselves.
+    checked = [words(tree) for tree in parse_tests("**/test_*.py") if "check" in words(tree)]
+    assert not {n for n in wanted if not any({n, "STRATEGIES"} & seen for seen in checked)}

@@ -1,0 +1,46 @@
+"""The site: every page is in its navigation, every public name in its API page, and it builds."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tilewise as tw
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def pages(entry) -> list[str]:
+    """The pages of a navigation entry, in order."""
+    match entry:
+        case str():
+            return [entry]
+        case dict():
+            return [page for value in entry.values() for page in pages(value)]
+    return [page for value in entry for page in pages(value)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
+
+
+def test_the_api_page_has_every_public_name():
+    listed = re.findall(r"^::: tilewise\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(tw.__all__)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    api = (tmp_path / "api" / "index.html").read_text()
+    for name in tw.__all__:
+        assert f'id="tilewise.{name}"' in api, name
+    scripts = [p for p in tmp_path.rglob("*.html") if re.search(r'src="https?://', p.read_text())]
+    assert not scripts, "pages must load nothing from elsewhere"

@@ -1,0 +1,172 @@
+"""Machines: presets, files, errors that say what is wrong, kernel speeds between table entries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilewise.simulation.machine import Kernel, Link, Machine
+
+
+def grid(**fields) -> Kernel:
+    good = {
+        "dtype": "float32",
+        "backward": False,
+        "queries": (16.0, 256.0),
+        "keys": (16.0, 64.0),
+        "flops": ((1e9, 4e9), (4e9, 16e9)),
+    }
+    return Kernel(**{**good, **fields})
+
+
+@pytest.mark.parametrize("name", Machine.presets())
+def test_a_preset_is_complete_and_survives_its_file(name: str, tmp_path: Path):
+    machine = Machine.preset(name)
+    assert machine.name == name and machine.source and machine.memory_bytes > 1e9
+    for dtype in ("float64", "float32", "bfloat16", "float16"):
+        for backward in (False, True):
+            assert machine.kernel(dtype, backward).speed(4096, 4096) > 1e9
+    path = tmp_path / "machine.toml"
+    path.write_text(machine.to_toml())
+    assert Machine.load(path) == machine
+
+
+def test_presets_cover_the_devices_and_their_numbers_of_nics():
+    names = {f"{d}x8{nics}" for d in ("a100", "h100", "h200", "b200") for nics in NICS}
+    assert {*names, "nvl72", "cpu-gloo"} == set(Machine.presets())
+    for name in names:
+        assert Machine.preset(name).nics == NICS[name[6:]]
+    assert Machine.preset("nvl72").node_size == 72
+
+
+NICS = {"": 8, "-4nic": 4, "-1nic": 1}
+
+
+def test_every_field_survives_a_file(tmp_path: Path):
+    machine = Machine(
+        name='odd "name"\\',
+        node_size=4,
+        inside=Link(1e9, 1e-6),
+        between=Link(12345678.9),
+        kernels=(grid(), grid(backward=True, head_dim=64, launch_seconds=2e-5, edge_keys=31.5)),
+        nics=2,
+        pooled=True,
+        launch_seconds=1e-6,
+        message_seconds=3e-4,
+        carry_seconds=1e-4,
+        call_seconds=(1e-4, 2e-4),
+        agree_seconds=5e-5,
+        merge_seconds=6e-5,
+        merge_bandwidth=7e9,
+        pack_bandwidth=8e9,
+        memory_bytes=123,
+        rack_nodes=8,
+        across=Link(1e8, 1e-3),
+        cores=1.5,
+        core_sharers=16,
+        copy_cores=0.25,
+        source="two\nlines",
+    )
+    path = tmp_path / "machine.toml"
+    path.write_text(machine.to_toml())
+    assert Machine.load(path) == machine
+
+
+def test_an_unknown_preset_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match=r"no preset 'h100x9'; there are a100x8, .*nvl72"):
+        Machine.preset("h100x9")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", r"machine\.toml is no TOML"),
+        ('name = "x"', "missing .* required"),
+        ("colour = 1", "unexpected keyword argument 'colour'"),
+        ('[[kernel]]\ndtype = "float32"', r"a \[\[kernel\]\] table has no good 'pass'"),
+        ('[[kernel]]\npass = "sideways"', r"pass \('sideways'\)"),
+        ("[inside]\nspeed = 1", "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        Machine.load(path)
+    assert "machine.toml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"node_size": 0}, r"node_size \(0\) must be at least 1"),
+        ({"node_size": 6, "nics": 4}, r"nics \(4\) must divide node_size \(6\)"),
+        ({"rack_nodes": 2}, "rack_nodes and across"),
+        ({"between": Link(0.0)}, "bandwidth above 0"),
+        ({"launch_seconds": -1.0}, r"launch_seconds \(-1.0\) must be at least 0"),
+        ({"cores": 0.0}, r"cores \(0.0\) must be above 0"),
+        ({"kernels": (grid(keys=(64.0, 16.0)),)}, "keys .* must be positive and ascend"),
+        ({"kernels": (grid(flops=((1e9, 1e9),)),)}, "flops must be 2 rows of 2 positive"),
+    ],
+)
+def test_a_field_out_of_range_is_named(fields: dict, message: str):
+    good = {"name": "x", "node_size": 2, "inside": Link(1.0), "between": Link(1.0), "kernels": ()}
+    with pytest.raises(ValueError, match=message):
+        Machine(**{**good, **fields})
+
+
+def test_speeds_are_those_of_the_table_and_grow_between_them():
+    kernel = grid()
+    assert kernel.speed(16, 16) == pytest.approx(1e9)
+    assert kernel.speed(256, 64) == pytest.approx(16e9)
+    assert kernel.speed(64, 32) == pytest.approx(4e9)  # half way on both axes, in log scale
+    assert kernel.speed(1, 1) == pytest.approx(1e9)
+    assert kernel.speed(1 << 20, 1 << 20) == pytest.approx(16e9)
+    speeds = [kernel.speed(q, 40) for q in range(8, 300, 7)]
+    assert speeds == sorted(speeds)
+    one = grid(queries=(1.0,), keys=(1.0,), flops=((5e9,),))
+    assert one.speed(1e-3, 1e6) == pytest.approx(5e9)
+
+
+def test_half_precisions_stand_in_for_each_other_and_others_do_not():
+    machine = Machine("x", 1, Link(1.0), Link(1.0), (grid(dtype="float16"),))
+    assert machine.kernel("bfloat16", False).dtype == "float16"
+    with pytest.raises(ValueError, match="no forward kernel speeds for float64, only for float16"):
+        machine.kernel("float64", False)
+    with pytest.raises(ValueError, match="no backward kernel speeds"):
+        machine.kernel("float16", True)
+
+
+def test_scaled_scales_every_link():
+    machine = replace(Machine.preset("h100x8"), rack_nodes=4, across=Link(10.0, 1.0))
+    faster = machine.scaled(3)
+    assert faster.inside.bandwidth == 3 * machine.inside.bandwidth
+    assert faster.between.bandwidth == 3 * machine.between.bandwidth
+    assert faster.across == Link(30.0, 1.0)
+
+
+def test_between_two_head_dims_the_time_of_a_pair_is_interpolated():
+    """A pair of rows takes 32 / 2e9 and 128 / 4e9 seconds: half of the way, 24 ns."""
+    narrow = grid(flops=((2e9, 2e9), (2e9, 2e9)), head_dim=32, launch_seconds=1e-5)
+    wide = grid(flops=((4e9, 4e9), (4e9, 4e9)), head_dim=128, launch_seconds=3e-5, edge_keys=8)
+    machine = Machine("two", 1, Link(1e9), Link(1e9), (wide, narrow))
+    middle = machine.kernel("float32", False, 80)
+    assert middle.speed(16, 16) == pytest.approx(80 / 24e-9)
+    assert middle.launch_seconds == pytest.approx(2e-5) and middle.edge_keys == pytest.approx(4)
+    assert machine.kernel("float32", False, 16) == machine.kernel("float32", False, 32) == narrow
+    assert machine.kernel("float32", False, 256) == machine.kernel("float32", False) == wide
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"call_seconds": (1e-4,)}, r"call_seconds \(\(0.0001,\)\) must be two numbers"),
+        ({"merge_bandwidth": 0.0}, r"merge_bandwidth \(0.0\) must be above 0, or left out"),
+        ({"carry_seconds": -1.0}, r"carry_seconds \(-1.0\) must be at least 0"),
+    ],
+)
+def test_overheads_out_of_range_are_refused(fields: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Machine("odd", 1, Link(1e9), Link(1e9), (grid(),), **fields)

@@ -1,0 +1,120 @@
+"""Causal zigzag by relabelled programs: the rows, seconds and bytes of every rank's own program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.described import MACHINES, workload
+
+import tilewise as tw
+from tilewise.compiler.symmetry import find_symmetry
+from tilewise.plan.ir import Plan, RankStep
+from tilewise.simulation.halves import Halves
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
+
+CAUSAL = tw.Causal()
+SCHEDULES = ("greedy", "eager", "kv_first", "gather")
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def plans(draw: st.DrawFn, world_size: int) -> Plan:
+    """Any strategy of the library for so many ranks, most of them in a split by heads."""
+    degree = draw(st.sampled_from([d for d in divisors(world_size) if d in (1, 2, 4, 8)]))
+    n = world_size // degree
+    some = draw(st.sampled_from(divisors(n)))
+    makes: dict[str, Callable[[], Plan]] = {
+        "ring": lambda: tw.ring(n, moves=draw(st.sampled_from(("kv", "q")))),
+        "all_gather": lambda: tw.all_gather(n),
+        "double_ring": lambda: tw.double_ring(n // some, some),
+        "attention2d": lambda: tw.attention2d(some, n // some),
+        "mesh": lambda: tw.mesh(n, q_tile=some, schedule=draw(st.sampled_from(SCHEDULES))),
+        "backward": lambda: tw.mesh(n, q_tile=some, backward=True, kv_bytes=0.5),
+        "hierarchical": lambda: tw.hierarchical(tw.ring(n // some), tw.mesh(some, q_tile=some)),
+    }
+    plan = makes[draw(st.sampled_from(sorted(makes)))]()
+    return plan if degree == 1 else tw.ulysses(degree, inner=plan)
+
+
+def check(plan: Plan, work: tw.Workload, machine: Machine) -> None:
+    for backward in (False, True):
+        (fast, symmetry), (slow, _) = (
+            simulate_pass(plan, work, machine, backward, exact) for exact in (None, True)
+        )
+        assert symmetry.members == 1
+        assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
+        for mine, theirs in zip(fast.ranks, slow.ranks, strict=True):
+            assert mine.bytes_by_link == theirs.bytes_by_link, (plan, mine.rank)
+            assert mine.compute_seconds == pytest.approx(theirs.compute_seconds, rel=1e-9)
+            assert mine.exposed_seconds == pytest.approx(
+                theirs.exposed_seconds, rel=1e-7, abs=1e-9 * slow.seconds
+            )
+
+
+def draws(sizes: list[int]) -> st.SearchStrategy[Plan]:
+    return st.sampled_from(sizes).flatmap(lambda n: plans(n))
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    draws([2, 6, 8, 12, 16]),
+    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from(("replay", "gathered")),
+)
+def test_every_rank_does_what_its_own_pruned_program_does(
+    plan: Plan, name: str, num_kv_heads: int, save: str
+):
+    work = workload(plan.world_size, num_kv_heads=num_kv_heads, mask=CAUSAL, save=save)
+    check(plan, work, MACHINES[name])
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=5, derandomize=True)
+@given(draws([40, 72]), st.sampled_from(sorted(MACHINES)))
+def test_every_rank_of_many_does_what_its_own_pruned_program_does(plan: Plan, name: str):
+    check(plan, workload(plan.world_size, num_kv_heads=2, mask=CAUSAL), MACHINES[name])
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(draws([4, 6, 16, 24]))
+def test_the_rows_of_transfers_are_those_that_pruning_leaves(plan: Plan):
+    n = plan.world_size
+    shifts = find_symmetry(plan).plan_shifts
+    halves = Halves(plan, shifts, 8)
+    pruned = tw.prune(plan, CAUSAL, tw.zigzag(8 * n, n))
+    dropped = [len(x.transfers) for x in pruned.steps] != [len(x.transfers) for x in plan.steps]
+    assert halves.complete or dropped
+    for written in {halves.symmetry.written(rank) for rank in range(n) if halves.complete}:
+        members = halves.members(written)
+        busy = [k for k, step in enumerate(plan.steps) if step.transfers or any(step.tiles)]
+        for place, number in enumerate(busy):
+            mine = dict(enumerate(plan.rank_steps(written))).get(number, RankStep())
+            wholes = [halves.whole(number, hop, members) for hop in mine.sends]
+            for index, rank in enumerate(members.tolist()):
+                kept = [hop.rows is None for hop in pruned.rank_steps(rank)[place].sends]
+                assert sorted(kept) == sorted(whole[index] for whole in wholes), (plan, number)
+
+
+def test_so_many_messages_are_replayed_that_it_takes_seconds_and_no_more():
+    work = workload(128, 2, num_kv_heads=8, mask=CAUSAL)
+    few, many = tw.mesh(128, q_tile=8), tw.ring(384)
+    assert num_messages(few) == 128 * 2 * (7 + 15)
+    assert num_messages(many) == 384 * 2 * 383 > MOST_MESSAGES
+    exact, rough = (simulate(few, work, MACHINES["nodes"], exact=e) for e in (None, False))
+    assert exact.symmetries[0].members == 1 < rough.symmetries[0].members
+    found = simulate(many, workload(384, 2, mask=CAUSAL), MACHINES["nodes"])
+    assert found.symmetries[0].members > 1
+
+
+def test_a_plan_with_needless_hops_is_pruned_rank_by_rank():
+    plan = tw.ulysses(2, inner=tw.attention2d(3, 4))
+    assert not Halves(plan, find_symmetry(plan).plan_shifts, 8).complete
+    check(plan, workload(24, num_kv_heads=2, mask=CAUSAL), MACHINES["nodes"])

@@ -1,0 +1,258 @@
+"""What the strategies are: their grids, their equalities, and that check accepts all of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from conformance.table import divisors, plans
+from support.golden_plans import FOLDER, GOLDEN
+
+import tilewise as tw
+from tilewise.plan.ir import Plan, Role, Side
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_grid_is_the_golden_one(name: str):
+    assert tw.show(GOLDEN[name]) == (FOLDER / f"{name}.txt").read_text(), (
+        "if the change is meant, run: python tests/support/golden_plans.py"
+    )
+
+
+def test_every_golden_file_has_a_plan():
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(GOLDEN)
+
+
+@pytest.mark.parametrize("n", [*range(1, 17), 24])
+def test_check_accepts_every_strategy_and_no_hop_can_be_dropped(n: int):
+    for plan in plans(n):
+        assert plan.world_size == n
+        tw.check(plan)
+        assert tw.droppable(plan) == (), plan
+
+
+def _shapes_of_64() -> list[Plan]:
+    """One of each kind; the whole table takes minutes, see the slow test."""
+    return [
+        tw.ring(64),
+        tw.ring(64, moves="q"),
+        tw.all_gather(64),
+        tw.double_ring(8, 8),
+        tw.balanced_ring(64),
+        tw.attention2d(8, 8),
+        tw.attention2d(4, 16),
+        tw.hierarchical(tw.mesh(8, q_tile=2), tw.ring(8)),
+        tw.hierarchical(tw.mesh(16, q_tile=4), tw.mesh(4, q_tile=2)),
+        *(tw.mesh(64, q_tile=8, schedule=s) for s in ("greedy", "eager", "kv_first", "gather")),
+        tw.mesh(64, q_tile=4),
+        tw.ulysses(8, inner=tw.ring(8)),
+        tw.ulysses(8, inner=tw.mesh(8, q_tile=2)),
+        tw.ulysses(64),
+        tw.tree(64),
+    ]
+
+
+@pytest.mark.parametrize("plan", _shapes_of_64(), ids=repr)
+def test_check_accepts_every_strategy_on_64_ranks(plan: Plan):
+    tw.check(plan)
+    assert tw.droppable(plan) == ()
+
+
+@pytest.mark.slow
+def test_check_accepts_the_whole_table_on_64_ranks():
+    for plan in plans(64):
+        tw.check(plan)
+        assert tw.droppable(plan) == (), plan
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
+def test_the_ring_is_a_mesh_and_a_double_ring_of_one_node(n: int):
+    ring = tw.ring(n)
+    assert tw.mesh(n, q_tile=1, schedule="eager") == ring
+    assert tw.mesh(n, q_tile=1) == tw.mesh(n, q_tile=1, schedule="kv_first") == ring
+    assert tw.mesh(n, q_tile=n) == tw.ring(n, moves="q")
+    assert tw.double_ring(1, n) == tw.double_ring(n, 1) == ring
+    gathers = tw.mesh(n, q_tile=1, schedule="gather"), tw.all_gather(n)
+    assert len({tuple(step.transfers for step in plan.steps) for plan in gathers}) == 1
+
+
+def test_a_ring_receives_from_the_next_rank_and_its_gradients_follow_one_hop_behind():
+    plan = tw.ring(5)
+    for hop in (hop for step in plan.steps for hop in step.transfers):
+        home = plan.home(hop.item.side, hop.item.shard)
+        assert hop.dst == (hop.src - 1) % 5
+        assert hop.item.role is Role.OPERAND or hop.src != home
+    assert [step.tiles[0][0].kv for step in plan.steps[:5]] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def cells(plan: Plan, rank: int) -> set[tuple[int, int]]:
+    tiles = [tile for step in plan.rank_steps(rank) for tile in step.tiles]
+    return {(q, kv) for tile in tiles for q in tile.q for kv in tile.kv}
+
+
+def test_a_hierarchical_cell_is_computed_where_both_plans_say():
+    outer, inner = tw.mesh(6, q_tile=2), tw.mesh(4, q_tile=2)
+    plan = tw.hierarchical(outer, inner)
+    for rank in range(24):
+        node, local = divmod(rank, 4)
+        nested = {
+            (4 * q + i, 4 * kv + j) for q, kv in cells(outer, node) for i, j in cells(inner, local)
+        }
+        assert cells(plan, rank) == nested
+        for step in plan.rank_steps(rank):
+            for hop in step.sends:
+                assert hop.dst // 4 == node or hop.dst % 4 == local, "one NIC for each local rank"
+
+
+def test_rings_in_rings_are_double_rings_and_meshes_of_nodes():
+    rings = tw.ring(3), tw.ring(4)
+    assert tw.hierarchical(*rings) == tw.double_ring(3, 4)
+    assert tw.hierarchical(tw.ring(1), rings[1]) == rings[1]
+    assert tw.hierarchical(rings[0], tw.ring(1)) == rings[0]
+    turned, flat = tw.hierarchical(tw.ring(3), tw.ring(4, moves="q")), tw.mesh(12, q_tile=4)
+    assert all(cells(turned, rank) == cells(flat, rank) for rank in range(12))
+    split = tw.ulysses(2, inner=tw.hierarchical(tw.ring(2), tw.ring(2)))
+    tw.check(split)
+    exchanged = {hop.dst // 2 for hop in split.rank_steps(5)[0].sends}
+    assert exchanged == {2}, "heads are split between neighbours"
+
+
+def test_heads_are_split_around_a_grid():
+    for rows, columns in ((2, 2), (3, 2), (2, 4)):
+        tw.check(tw.ulysses(2, inner=tw.attention2d(rows, columns)))
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first", "gather"])
+@pytest.mark.parametrize(("n", "a"), [(9, 3), (12, 3), (12, 4), (16, 4)])
+def test_mesh_tiles_are_those_of_the_assignment_matrix(n: int, a: int, schedule: str):
+    plan = tw.mesh(n, q_tile=a, schedule=schedule)
+    for rank in range(n):
+        cells = {
+            (q, kv)
+            for step in plan.steps
+            for tile in step.tiles[rank]
+            for q in tile.q
+            for kv in tile.kv
+        }
+        queries = {rank // a * a + t for t in range(a)}
+        keys = {rank % a + t * a for t in range(n // a)}
+        assert cells == {(q, kv) for q in queries for kv in keys}
+        assert rank in queries and rank in keys, "the local Q-KV property"
+
+
+@pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first"])
+@pytest.mark.parametrize(("n", "a"), [(9, 3), (12, 3), (12, 4), (8, 2)])
+def test_mesh_hops_go_to_neighbours_in_local_order(n: int, a: int, schedule: str):
+    """Queries come from the right in their group, KV from a ranks below; #k is the k-th to come."""
+    plan = tw.mesh(n, q_tile=a, schedule=schedule)
+    arrived = {(rank, side): [rank] for rank in range(n) for side in Side}
+    for step in plan.steps:
+        for hop in step.transfers:
+            first, local = hop.dst // a * a, hop.dst % a
+            right = first + (local + 1) % a if hop.item.side is Side.Q else (hop.dst + a) % n
+            assert hop.src == right
+            if hop.item.role is Role.OPERAND:
+                arrived[hop.dst, hop.item.side].append(hop.item.shard)
+    for rank in range(n):
+        first, local = rank // a * a, rank % a
+        assert arrived[rank, Side.Q] == [first + (local + k) % a for k in range(a)]
+        assert arrived[rank, Side.KV] == [(rank + k * a) % n for k in range(n // a)]
+
+
+@pytest.mark.parametrize("n", [4, 6, 9, 16])
+def test_the_diagonal_block_is_local_and_runs_first(n: int):
+    for a in divisors(n):
+        for schedule in ("greedy", "eager", "kv_first"):
+            first = tw.mesh(n, q_tile=a, schedule=schedule).steps[0]
+            assert all(tile[0][:2] == ((r,), (r,)) for r, tile in enumerate(first.tiles))
+
+
+def test_greedy_overlaps_one_transfer_of_each_kind_with_a_few_blocks():
+    """The paper's 3 x 3 example: two KV and two query shards arrive, the first beside a block."""
+    plan = tw.mesh(9, q_tile=3)
+    arrivals = [
+        hop.item.side
+        for step in plan.steps
+        for hop in step.transfers
+        if hop.dst == 3 and hop.item.role is Role.OPERAND
+    ]
+    assert sorted(arrivals) == [Side.Q, Side.Q, Side.KV, Side.KV]
+    assert plan.steps[0].tiles[0] and plan.steps[0].transfers
+
+
+@pytest.mark.parametrize("n", range(1, 13))
+def test_causal_balanced_ring_has_at_most_half_the_tiles_and_one(n: int):
+    mask, layout = tw.Causal(), tw.contiguous(4 * n, n)
+    pruned = tw.prune(tw.balanced_ring(n), mask, layout)
+    per_rank = Counter(r for step in pruned.steps for r, t in enumerate(step.tiles) for _ in t)
+    assert max(per_rank.values()) <= n // 2 + 1
+    assert sum(per_rank.values()) == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 16, 33, 64])
+def test_tree_hops_in_sequence_are_at_most_twice_the_logarithm(n: int):
+    steps = [step for step in tw.tree(n).steps if step.transfers]
+    assert len(steps) <= 2 * math.ceil(math.log2(n)) if n > 1 else not steps
+    assert sum(len(step.transfers) for step in steps) == 2 * (n - 1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (2, 3), (3, 2), (4, 2), (1, 5)])
+def test_attention2d_gathers_residues(rows: int, columns: int):
+    plan = tw.attention2d(rows, columns)
+    for rank in range(rows * columns):
+        column, row = divmod(rank, rows)
+        (tile,) = [tile for step in plan.steps for tile in step.tiles[rank]]
+        assert set(tile.q) == set(range(row, rows * columns, rows))
+        assert set(tile.kv) == set(range(column, rows * columns, columns))
+
+
+def test_ulysses_cuts_heads_and_keeps_what_it_gathered_if_alone():
+    plan = tw.ulysses(2, inner=tw.ulysses(3))
+    assert (plan.world_size, plan.num_head_groups) == (6, 6)
+    assert tw.ulysses(4).default_save == "gathered"
+    assert tw.ulysses(2, inner=tw.ring(2)).default_save == "replay"
+    assert "inner=mesh(4, q_tile=2" in tw.ulysses(2, inner=tw.mesh(4, q_tile=2)).name
+    for rank in range(4):
+        groups = {t.heads for s in tw.ulysses(2, inner=tw.ring(2)).rank_steps(rank) for t in s[0]}
+        assert groups == {rank % 2}, "rank = inner_rank * degree + head_rank"
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 6])
+def test_only_tree_has_results_and_replicated_queries(n: int):
+    for plan in plans(n):
+        roles = {hop.item.role for step in plan.steps for hop in step.transfers}
+        assert (Role.RESULT in roles) == (plan.replicated_queries and n > 1)
+        assert plan.replicated_queries == plan.name.startswith("tree")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tw.ring(0), r"world_size \(0\) must be at least 1"),
+        (lambda: tw.all_gather(-1), r"world_size \(-1\) must be at least 1"),
+        (lambda: tw.balanced_ring(0), r"world_size \(0\) must be at least 1"),
+        (lambda: tw.tree(0), r"world_size \(0\) must be at least 1"),
+        (lambda: tw.ring(4, moves="k"), r"moves \('k'\) must be 'kv' or 'q'"),
+        (lambda: tw.double_ring(0, 2), r"num_nodes \(0\) and node_size \(2\)"),
+        (lambda: tw.attention2d(2, 0), r"rows \(2\) and columns \(0\)"),
+        (lambda: tw.mesh(6, q_tile=4), r"q_tile \(4\) must divide world_size \(6\).*1, 2, 3, 6"),
+        (lambda: tw.mesh(6, q_tile=0), r"q_tile \(0\) must divide"),
+        (lambda: tw.mesh(6, q_tile=2, schedule="lazy"), r"schedule \('lazy'\) must be one of gre"),
+        (lambda: tw.ulysses(0), r"degree \(0\) must be at least 1"),
+        (
+            lambda: tw.hierarchical(tw.ring(2), tw.ulysses(2)),
+            r"splits no heads, but its inner plan is ulysses\(2\); write ulysses\(degree",
+        ),
+        (lambda: tw.hierarchical(tw.tree(2), tw.ring(2)), r"outer plan .* not tree\(2\)"),
+        (
+            lambda: tw.hierarchical(tw.ring(2), tw.attention2d(2, 2)),
+            r"every rank reads its own shards; in attention2d\(2, 2\) rank 1",
+        ),
+        (lambda: tw.hierarchical(tw.ring(2), tw.balanced_ring(4)), "all compute in the same st"),
+        (lambda: tw.ulysses(2, inner=tw.tree(2)), r"rank r owns shard r, not tree\(2\)"),
+    ],
+)
+def test_bad_arguments_name_the_number_and_what_is_allowed(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()

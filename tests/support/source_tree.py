@@ -1,0 +1,140 @@
+"""The package's sources as syntax trees, and what the guard rails ask of them."""
+
+import ast
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "tilewise"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class Module(NamedTuple):
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def stem(self) -> str:
+        """The module's place directly under the package: 'kernels' for tilewise.kernels.cpu."""
+        return (self.name + ".").split(".")[1]
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+
+def read(path: Path) -> Module:
+    parts = ("tilewise", *path.relative_to(PACKAGE).with_suffix("").parts)
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Module(name, path, ast.parse(path.read_text(), str(path)))
+
+
+MODULES = tuple(read(path) for path in sorted(PACKAGE.rglob("*.py")))
+NAMES = frozenset(module.name for module in MODULES)
+
+
+def at_import(tree: ast.AST, *, bodies: bool = False) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported; with bodies also those inside functions.
+
+    What stands under `if TYPE_CHECKING` never runs.
+    """
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, FUNCTIONS) and not bodies:
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from at_import(other, bodies=bodies)
+        else:
+            yield from at_import(node, bodies=bodies)
+
+
+def imports(module: Module, *, bodies: bool = False) -> set[str]:
+    """Full names of the modules a module imports; `from a import b` is a.b if that is a module."""
+    found = set()
+    for node in at_import(module.tree, bodies=bodies):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                is_package = module.path.name == "__init__.py"
+                above = module.name.split(".")
+                above = above[: len(above) - node.level + is_package]
+                base = ".".join([*above, base] if base else above)
+            inside = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in NAMES else base for name in inside}
+    return found
+
+
+IMPORTS = {module.name: imports(module) for module in MODULES}
+
+
+def reached(name: str) -> set[str]:
+    """The package's modules that importing one brings in, itself included.
+
+    Parents count, but for tilewise itself: its __init__ brings in everything by design.
+    """
+    seen, todo = set(), [name]
+    while todo:
+        name = todo.pop()
+        if name in NAMES and name not in seen:
+            seen.add(name)
+            todo += IMPORTS[name]
+            parent = name.rpartition(".")[0]
+            todo += [parent] if parent != "tilewise" else []
+    return seen
+
+
+def top(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, ast.arguments]]:
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            yield getattr(node, "name", "lambda"), node.args
+
+
+def num_arguments(args: ast.arguments) -> int:
+    named = [a.arg for a in (*args.posonlyargs, *args.args)]
+    variadic = sum(a is not None for a in (args.vararg, args.kwarg))
+    return len(named) - (named[:1] in (["self"], ["cls"])) + len(args.kwonlyargs) + variadic
+
+
+def docstrings(tree: ast.AST) -> list[ast.Constant]:
+    """Strings that stand alone as statements: docstrings, of values too."""
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return [v for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+
+
+def code_lines(module: Module) -> int:
+    """Lines that hold code: neither blank, nor comment, nor docstring."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    no_code |= {tokenize.ENCODING, tokenize.ENDMARKER}
+    lines = set()
+    with tokenize.open(module.path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in no_code:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for text in docstrings(module.tree):
+        lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+    return len(lines)
+
+
+def words(tree: ast.AST, *, strings: bool = True) -> set[str]:
+    """Every identifier of a tree, and its strings except docstrings."""
+    found = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    found |= {n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
+    if strings:
+        docs = {id(text) for text in docstrings(tree)}
+        constants = (n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docs)
+        found |= {n.value for n in constants if isinstance(n.value, str)}
+    return found
+
+
+def named(stem: str) -> list[Module]:
+    return [module for module in MODULES if module.name == f"tilewise.{stem}"]

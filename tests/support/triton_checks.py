@@ -1,0 +1,190 @@
+"""The Triton kernels against dense attention, in Triton's interpreter; run by test_triton_slices.
+
+A process of its own, because Triton reads TRITON_INTERPRET when its kernels are defined. Prints one
+JSON line: the largest error of every case.
+"""
+
+import json
+import math
+import sys
+import warnings
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from support.kernel_cases import CALLS, SCALE, call_of, dense, draw, error, run
+
+import tilewise as tw
+from tilewise import masks
+from tilewise.kernels.call_masks import call_mask
+from tilewise.kernels.triton.kernel import TritonSlices
+from tilewise.kernels.triton.tuning import Blocks, Tuning
+from tilewise.masks.base import Mask
+from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.cover import tile_calls
+
+CU_SEQLENS = [0, 3, 4, 21, 40, 45]
+NUM_TOKENS = 45
+MASKS: dict[str, Mask] = {
+    "full": masks.full(NUM_TOKENS),
+    "causal": masks.causal(NUM_TOKENS),
+    "full_document": masks.full_document(CU_SEQLENS),
+    "causal_document": masks.causal_document(CU_SEQLENS),
+    "sliding_window": masks.sliding_window(NUM_TOKENS, 5),
+    "sliding_window_causal": masks.sliding_window_causal(NUM_TOKENS, 20),
+    "share_question": masks.share_question(CU_SEQLENS),
+    "causal_blockwise": masks.causal_blockwise(CU_SEQLENS),
+    "global_sliding_window": masks.global_sliding_window(NUM_TOKENS, 4),
+    "prefix_lm_causal": masks.prefix_lm_causal(NUM_TOKENS, 18),
+    "prefix_lm_document": masks.prefix_lm_document(CU_SEQLENS, [2, 1, 9, 4, 5]),
+    "block_causal_document": masks.block_causal_document(CU_SEQLENS, 8),
+    "block_sparse_uniform": masks.block_sparse(np.eye(3, 3, 1, dtype=bool), 15),
+    "block_sparse_variable": masks.block_sparse_variable(
+        np.array([[True, False], [True, True]]), [0, 20, 45], [0, 13, 45]
+    ),
+}
+
+
+AT_ONCE = ("causal_document", "global_sliding_window", "prefix_lm_document")
+# dq, dk and dv in passes of their own; dk with dv; all at once with atomics
+PASSES = {"three": (2, False), "two": (1, False), "one": (1, True)}
+
+
+def kernel(rows: int = 32, keys: int = 16, passes: str = "two") -> TritonSlices:
+    blocks, (by_keys, at_once) = Blocks(rows, keys), PASSES[passes]
+    tuning = Tuning(blocks, blocks, (blocks,) * by_keys, blocks if at_once else None)
+    return TritonSlices(tuning, deterministic=not at_once)
+
+
+def of_mask(mask: Mask) -> Call:
+    (call,) = tile_calls(np.arange(NUM_TOKENS), np.arange(NUM_TOKENS), mask, whole_tile=True)
+    return call
+
+
+def errors_of(
+    call: Call, heads: tuple[int, int], dtype: torch.dtype, passes: str = "two", **shape: int
+) -> float:
+    """Of out, lse, dq, dk, dv, given the whole attention's lse and delta."""
+    case = draw(call, heads, dtype, **shape)
+    answer = dense(case, call)
+    got = run(kernel(passes=passes), case, answer, call)
+    wanted = (answer.out, answer.lse, *answer.grads)
+    assert all(x.dtype == torch.float32 for x in got)
+    assert [x.shape for x in got] == [y.shape for y in wanted]
+    return max(error(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def error_of_parts(passes: str) -> float:
+    """A tile in two calls: merged in place, and gradients by the lse and delta of both."""
+    part_kernel = kernel(passes=passes)
+    whole, left, right = call_of(20, 40), call_of(20, 17), call_of(20, 23)
+    case = draw(whole, (4, 2), torch.float32, batch=1)
+    answer = dense(case, whole)
+    out, lse = torch.zeros_like(case.q), torch.full(case.q.shape[:3], -math.inf)
+    totals = tuple(map(torch.zeros_like, case[:3]))
+    for part, keys in ((left, slice(0, 17)), (right, slice(17, 40))):
+        k, v = case.k[keys], case.v[keys]
+        assert part_kernel.forward(case.q, k, v, part, SCALE, (out, lse))[0] is out
+        into = totals[0], totals[1][keys], totals[2][keys]
+        given = answer.lse.float(), answer.delta.float()
+        grads = part_kernel.backward(case.q, k, v, case.dout, *given, part, SCALE, into)
+        assert grads is into
+    wanted = (answer.out, answer.lse, *answer.grads)
+    return max(error(x, y) for x, y in zip((out, lse, *totals), wanted, strict=True))
+
+
+def error_of_views() -> float:
+    """Operands and accumulators that are every other head of wider tensors, and scale below 0."""
+    call = CALLS["holes"]
+    case = draw(call, (8, 4), torch.float32, batch=1)
+    thin = type(case)(*(x[:, :, ::2] for x in case))
+    out, lse = torch.zeros_like(case.q)[:, :, ::2], torch.full((30, 1, 8), -math.inf)[..., ::2]
+    kernel().forward(-thin.q, thin.k, thin.v, call, -SCALE, (out, lse))
+    answer = dense(thin, call)
+    return max(error(out, answer.out), error(lse, answer.lse))
+
+
+def error_without_scale() -> float:
+    """Scale 0: every allowed key has the same weight."""
+    call = CALLS["holes"]
+    case = draw(call, (2, 1), torch.float32, batch=1)
+    out, lse = kernel().forward(*case[:3], call, 0.0)
+    allowed = call_mask(call).float()
+    count = allowed.sum(1)
+    mean = allowed @ case.v[:, 0, 0] / count.clamp(min=1)[:, None]
+    return max(error(out[:, 0, 1], mean), error(lse[:, 0, 1], count.log()))
+
+
+def error_of_executor() -> float:
+    """A ring of two ranks whose tiles are one call each, beside the cpu kernel."""
+    mask, layout = MASKS["causal_document"], tw.zigzag(NUM_TOKENS, 2)
+    given = [torch.randn(NUM_TOKENS, h, 8) for h in (2, 1, 1, 2)]
+
+    def on_rank(rank: int, group: Any) -> list[torch.Tensor]:
+        q, k, v, dout = (layout.shard(x, rank).clone() for x in given)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        call = {"plan": tw.ring(2), "layout": layout, "mask": mask, "group": group}
+        out = tw.attention(*leaves, **call)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    wanted = tw.loopback(2, on_rank)
+    with patch("tilewise.execution.problem.kernel_for", lambda *arguments: kernel()):
+        got = tw.loopback(2, on_rank)
+    pairs = zip(chain(*got), chain(*wanted), strict=True)
+    return max(error(x, y) for x, y in pairs)
+
+
+def same_bits() -> bool:
+    """Twice the same result, and the same for a call that skips blocks without work."""
+    call = CALLS["holes"]
+    case = draw(call, (4, 2), torch.float16, batch=1)
+    answer = dense(case, call)
+    once, again = (run(kernel(16, 16), case, answer, call) for _ in range(2))
+    return all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
+
+
+def nothing() -> bool:
+    """Calls without rows, keys or slices, and rows without keys."""
+    for sizes in ((0, 4), (4, 0), (0, 0)):
+        call = call_of(*sizes)
+        case = draw(call, (2, 1), torch.float32)
+        out, lse = kernel().forward(*case[:3], call, SCALE)
+        grads = kernel().backward(*case[:4], lse, torch.zeros_like(lse), call, SCALE)
+        assert not out.any() and (lse == -math.inf).all() and not any(g.any() for g in grads)
+    call = call_of(5, 4, Kind.SLICES)
+    case = draw(call, (2, 1), torch.float32)
+    out, lse = kernel().forward(*case[:3], call, SCALE)
+    grads = kernel().backward(*case[:4], lse, torch.ones_like(lse), call, SCALE)
+    assert not out.any() and (lse == -math.inf).all() and not any(g.any() for g in grads)
+    return True
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    found: dict[str, float | bool] = {}
+    for name, mask in MASKS.items():
+        passes = "one" if name in AT_ONCE else "two"
+        found[f"{name}, fp32"] = errors_of(of_mask(mask), (2, 1), torch.float32, passes, batch=1)
+    for passes in PASSES:
+        shape = {"batch": 2, "head_dim": 64}
+        largest = errors_of(CALLS["holes"], (2, 2), torch.float16, passes, **shape)
+        found[f"{passes}, MHA, fp16"] = largest
+    found["GQA, fp16"] = errors_of(CALLS["causal"], (4, 2), torch.float16, batch=1, head_dim=128)
+    found["MQA, fp32"] = errors_of(CALLS["full"], (4, 1), torch.float32, "one", batch=2)
+    found["head_dim 256, fp32"] = errors_of(
+        CALLS["bands"], (2, 1), torch.float32, "three", head_dim=256
+    )
+    lower = call_of(7, 40, Kind.CAUSAL)
+    found["bottom right, fp32"] = errors_of(lower, (2, 2), torch.float32, batch=1)
+    found |= {f"parts {x}, fp32": error_of_parts(x) for x in PASSES}
+    found["views, fp32"], found["no scale, fp32"] = error_of_views(), error_without_scale()
+    found["executor, fp32"] = error_of_executor()
+    found["same bits"], found["nothing"] = same_bits(), nothing()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

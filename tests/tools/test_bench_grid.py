@@ -1,0 +1,145 @@
+"""What a run consists of: presets, case files, filters, keys."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench_contenders import Bad
+
+from tilewise import masks
+from tilewise.expressions import STRATEGIES as WRITABLE
+from tilewise.tools.bench import environment
+from tilewise.tools.bench.case import KINDS, Case, Network, Timing, key_of
+from tilewise.tools.bench.entrants import entered
+from tilewise.tools.bench.grid import preset, read_cases
+from tilewise.tools.bench.our_kernels import DENSE, PROVIDERS
+from tilewise.tools.bench.our_strategies import STRATEGIES
+from tilewise.tools.doctor import examine
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE = Case("strategies", "causal", 64, world_size=2, network=Network("loopback", 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["kernels", "strategies"])
+def test_quick_has_all_masks_and_everybody(kind: str):
+    plan = entered(preset(kind, "quick"))
+    assert {case.mask for case, _ in plan} == set(masks.NAMES)
+    everybody = {*PROVIDERS, *DENSE} if kind == "kernels" else set(STRATEGIES)
+    assert all({one.name for one in contenders} == everybody for _, contenders in plan)
+
+
+def test_every_kernel_and_strategy_of_the_library_takes_part():
+    assert {found.name for found in examine() if found.part == "kernel"} == set(PROVIDERS)
+    assert set(WRITABLE) | {"needed", "tiled"} <= set(STRATEGIES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["quick", "standard"])
+def test_presets_can_be_read_and_entered(kind: str, name: str):
+    assert entered(preset(kind, name))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "cases").glob("*.toml")), ids=str)
+def test_case_files_can_be_read_and_entered(path: Path):
+    kind = path.stem.partition("_")[0]
+    assert entered(read_cases(path, kind))
+
+
+@pytest.mark.parametrize("kind", ["kernels", "strategies"])
+def test_sources_that_are_only_on_the_path_have_no_version(kind: str, monkeypatch):
+    def missing(name: str) -> str:
+        raise environment.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment.metadata, "version", missing)
+    contenders = {one for _, several in entered(preset(kind, "quick")) for one in several}
+    ours = [one for one in contenders if one.library == "tilewise"]
+    assert ours and {one.version for one in ours} == {"not installed"}
+
+
+def test_a_filter_takes_the_place_of_a_list():
+    run = preset("strategies", "quick")
+    (case,) = [case for case, _ in run.narrowed({"mask": ["causal"], "num_tokens": [100]}).cases()]
+    assert (case.mask, case.num_tokens, case.world_size) == ("causal", 100, 4)
+    two = run.narrowed({"mask": ["causal"], "world_size": [2, 3], "tokens_per_rank": [8]})
+    assert {(c.world_size, c.num_tokens) for c, _ in two.cases()} == {(2, 16), (3, 24)}
+
+
+def test_network_cases_count_their_ranks():
+    run = preset("network", "quick").narrowed({"hosts": [3], "ranks_per_host": [2], "mbit": [7]})
+    case, _ = next(run.cases())
+    assert (case.world_size, case.network) == (6, Network("lab", 3, 2, 7.0))
+
+
+CHANGES: dict[str, Any] = {
+    **{"kind": "kernels", "mask": "full", "num_tokens": 65, "num_heads": 16, "num_kv_heads": 4},
+    **{"head_dim": 32, "dtype": "bfloat16", "which": "forward", "world_size": 4},
+    **{"layout": "zigzag", "seed": 1, "device": "cuda", "network": Network("lab", 2, 1, 50.0)},
+}
+
+
+def test_a_key_depends_on_everything_that_defines_a_row():
+    assert set(CHANGES) == {field.name for field in fields(Case)}
+    who, versions = {"name": "ring", "version": "1"}, {"torch": "2"}
+    plain = CASE, Timing(), who, versions
+    others = [
+        *((replace(CASE, **{name: value}), *plain[1:]) for name, value in CHANGES.items()),
+        (CASE, Timing(repeats=6), who, versions),
+        (CASE, Timing(), {**who, "version": "2"}, versions),
+        (CASE, Timing(), who, {"torch": "3"}),
+    ]
+    keys = {key_of(*one) for one in (plain, *others)}
+    assert len(keys) == len(others) + 1
+    assert key_of(*plain) == key_of(replace(CASE), Timing(), dict(who), dict(versions))
+
+
+GOOD = 'kind = "kernels"\n[[grid]]\nnum_tokens = [64]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind = ", "is no TOML"),
+        ('kind = "strategies"\n[[grid]]\n', "this command wants 'kernels'"),
+        ('kind = "kernels"\n', r"at least one \[\[grid\]\]"),
+        ("grids = 1\n" + GOOD, "'grids' is not known; take one of kind, timing, grid"),
+        (GOOD + "masks = ['causal']\n", "'masks' is not known; take one of mask, contender"),
+        (GOOD + "heads = [8]\n", r"heads \(\[8\]\) must be a list of str"),
+        (GOOD + "head_dim = []\n", "head_dim .* must be a list of int"),
+        (GOOD + "heads = ['8']\n", "query heads : KV heads"),
+        (GOOD + "heads = ['8:3']\n", r"num_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
+        (GOOD + "mask = ['round']\n", "mask 'round' is not known; take one of full, causal"),
+        (GOOD + "pass = ['twice']\n", "pass 'twice' is not known; take one of forward, backward"),
+        (GOOD + "dtype = ['int8']\n", "dtype"),
+        (GOOD + "layout = ['odd']\n", "layout 'odd' is not known; take one of own"),
+        (GOOD + "hosts = [2]\n", "hosts: not of kernels"),
+        (GOOD + "contender = ['fast']\n", "kernel 'fast' is not known; take one of cpu, cuda"),
+        ('kind = "kernels"\n[[grid]]\nhead_dim = [64]\n', "needs num_tokens or tokens_per_rank"),
+        (GOOD + "[timing]\nrepeats = 0\n", r"repeats \(0\) must be at least 1"),
+        (GOOD + "[timing]\nrounds = 1\n", "'rounds' is not known; take one of repeats, warmups"),
+    ],
+)
+def test_case_files_with_mistakes_are_refused(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "cases.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        entered(read_cases(path, "kernels"))
+
+
+def test_others_take_part_beside_those_named_or_alone_where_they_are_named():
+    run, others = preset("strategies", "quick"), (Bad("a"), Bad("b"))
+    for named, wanted in (
+        (["ring"], ["ring", "a", "b"]),
+        (["ring", "b"], ["ring", "b"]),
+        ([], [*STRATEGIES, "a", "b"]),
+    ):
+        _, contenders = entered(run.narrowed({"contender": named}), others)[0]
+        assert [one.name for one in contenders] == wanted
+
+
+def test_unknown_strategies_are_refused_with_those_known():
+    run = preset("strategies", "quick")
+    with pytest.raises(ValueError, match=r"strategy 'rings' is not known; take one of ring, "):
+        entered(run.narrowed({"contender": ["rings"]}))
+    with pytest.raises(ValueError, match="take one of ring, all_gather"):
+        entered(run.narrowed({"contender": ["rings(4)"]}))

@@ -1,0 +1,234 @@
+"""The command line, as its users type it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from inspect import isfunction, signature
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+import tilewise as tw
+from tilewise.expressions import STRATEGIES, read_mask, read_plan
+from tilewise.tools.cli import app, demo
+from tilewise.tools.cli.drawing import draw
+from tilewise.tools.cli.output import as_bytes
+
+PIECES = ("ring", "all_gather", "balanced_ring", "tree", "ulysses")
+
+
+def tilewise(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize(
+    "text, plan",
+    [
+        ("ring(5)", tw.ring(5)),
+        ("ring(world_size=3, moves='q')", tw.ring(3, moves="q")),
+        ("mesh(16, q_tile=4)", tw.mesh(16, q_tile=4)),
+        ("mesh(4, 2, 'gather')", tw.mesh(4, 2, "gather")),
+        ("double_ring(2, 3)", tw.double_ring(2, 3)),
+        (" ulysses(2, inner=mesh(4, q_tile=2)) ", tw.ulysses(2, inner=tw.mesh(4, q_tile=2))),
+        (
+            "ulysses(2, inner=ulysses(2, inner=ring(2)))",
+            tw.ulysses(2, inner=tw.ulysses(2, inner=tw.ring(2))),
+        ),
+    ],
+)
+def test_piped_grids_can_be_parsed_back(text: str, plan: tw.Plan):
+    shown = tilewise("show", text)
+    assert shown.exit_code == 0
+    assert shown.stdout == tw.show(plan)
+    assert tw.parse(shown.stdout) == plan
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_name_alone_takes_the_world_size(name: str):
+    shown = tilewise("show", name, "--world-size", "4")
+    assert tw.parse(shown.stdout) == getattr(tw, name)(4)
+
+
+def test_show_writes_json():
+    shown = tilewise("show", "mesh(6, q_tile=2)", "--json")
+    assert tw.from_json(shown.stdout) == tw.mesh(6, q_tile=2)
+
+
+def test_a_planners_file_is_shown_and_simulated(tmp_path: Path):
+    path, size = str(tmp_path / "plan.json"), ("--num-tokens", "4K")
+    assert tilewise("plan", "--world-size", "4", *size, "-o", path).exit_code == 0
+    best = tw.load_candidate(path)
+    assert tw.parse(tilewise("show", path).stdout) == best.plan
+    found = tilewise("simulate", path, *size, "--save", best.save, "--json")
+    assert json.loads(found.stdout)["seconds"] == pytest.approx(best.seconds)
+    for words, part in (
+        (("show", path, "--world-size", "3"), "is for 4 ranks, but --world-size is 3"),
+        (("show", str(tmp_path / "no.json")), "cannot be read: No such file"),
+    ):
+        ended = tilewise(*words)
+        assert ended.exit_code == 2 and part in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_the_version_is_told():
+    assert tilewise("--version").stdout == f"{version('tilewise')}\n"
+
+
+def test_no_help_text_is_taken_for_markup():
+    """[default: ...] in a help text would vanish from the page."""
+
+    def texts(command: Any) -> Iterator[str]:
+        for option in command.params:
+            yield getattr(option, "help", None) or ""
+        for inner in getattr(command, "commands", {}).values():
+            yield from texts(inner)
+
+    assert not [text for text in texts(get_command(app)) if re.search(r"\[[a-z]", text)]
+
+
+def test_show_prunes():
+    words = ("--mask", "causal & document([0, 9, 20])", "--layout", "striped", "--num-tokens", "20")
+    shown = tilewise("show", "ring(3)", *words)
+    mask = tw.Causal() & tw.Document([0, 9, 20])
+    assert tw.parse(shown.stdout) == tw.prune(tw.ring(3), mask, tw.striped(20, 3))
+
+
+def test_masks_are_read_with_their_precedence():
+    mask = read_mask("full & causal | window(2, right=0)")
+    assert mask == tw.Full() & tw.Causal() | tw.Window(2, 0)
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (["foo"], "strategy 'foo' is not known; take one of ring, all_gather"),
+        (["foo(3)"], "strategy 'foo' is not known"),
+        (["ring"], "write ring(8), or --world-size 8"),
+        (["mesh", "--world-size", "4"], "more than a number of ranks: mesh(world_size, q_tile)"),
+        (["mesh(4)"], "missing a required argument: 'q_tile'"),
+        (["mesh(4, q_tile=3)"], "q_tile (3) must divide world_size (4)"),
+        (["ring(4)", "--world-size", "5"], "ring(4) is for 4 ranks, but --world-size is 5"),
+        (["ring(0)"], "world_size (0) must be at least 1"),
+        (["ring(2.5)"], "cannot be interpreted as an integer"),
+        (["ring(True)"], "True and False are not numbers"),
+        (["ring(4"], "cannot be read"),
+        (["ring(n)"], "'n' in 'ring(n)' is neither a literal nor a strategy"),
+        (["ring(*[4])"], "neither a literal nor a strategy"),
+        (["ring(**{'world_size': 4})"], "** cannot be read"),
+        (["7"], "'7' is not a strategy"),
+        (["ring(1000000000)"], "is over 1048576 in all"),
+        (["double_ring(5000, 5000)"], "is over 1048576 in all"),
+        (["ring(513)"], "513 ranks cannot be shown, at most 512 can"),
+        (["ring(4)", "--num-tokens", "8"], "pruned by --mask; add it"),
+        (["ring(4)", "--mask", "nothing"], "mask 'nothing' is not known; take one of full, causal"),
+        (["ring(4)", "--mask", "causal & 3"], "is not a mask"),
+        (["ring(4)", "--mask", "window(-1, 0)"], "left (-1) must be at least 0"),
+        (["ring(4)", "--mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),
+        (["(" * 300 + ")" * 300], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(words: list[str], part: str):
+    ended = tilewise("show", *words)
+    assert ended.exit_code == 2
+    assert part in ended.stderr
+    assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+
+
+def test_expressions_run_no_code(tmp_path: Path):
+    made = tmp_path / "made"
+    for text in (
+        f"__import__('pathlib').Path({str(made)!r}).touch()",
+        f"ring(open({str(made)!r}, 'w').write('x'))",
+        "ring.__globals__",
+        "ulysses(2, inner=(lambda: 1)())",
+    ):
+        with pytest.raises(ValueError, match=r"is not known|neither a literal"):
+            read_plan(text)
+    assert not made.exists()
+
+
+def test_every_strategy_that_sees_no_mask_can_be_written():
+    functions = {name: f for name, f in vars(tw).items() if isfunction(f)}
+    made = {name: f for name, f in functions.items() if "strategies" in f.__module__}
+    assert {n: f for n, f in made.items() if "mask" not in signature(f).parameters} == STRATEGIES
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_terminal_gets_the_whole_grid_within_its_width(width: int):
+    plan, file = tw.ulysses(2, inner=tw.mesh(6, q_tile=2)), StringIO()
+    console = Console(file=file, force_terminal=True, color_system=None, width=width)
+    draw(plan, console)
+    text = file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    words = {word for line in tw.show(plan).splitlines()[6:] for word in line.split("|")[1:]}
+    assert all(part in text for word in words for part in word.split())
+    assert all(f"rank {rank}" in text for rank in range(12))
+
+
+def test_doctor_lists_what_is_here():
+    found = json.loads(tilewise("doctor", "--json").stdout)
+    here = {(one["part"], one["name"]): one["is_here"] for one in found}
+    assert here["kernel", "cpu"] and here["transport", "loopback"] and here["version", "torch"]
+    assert all(one["detail"] for one in found)
+    table = tilewise("doctor")
+    assert table.exit_code == 0 and "loopback" in table.stdout
+
+
+def test_demo_prints_a_table_and_grids():
+    ended = tilewise("demo", "--world-size", "2", "--num-tokens", "60")
+    assert ended.exit_code == 0, ended.output
+    assert all(name in ended.stdout for name in STRATEGIES)
+    assert "FAULT" not in ended.stdout and "step | rank 0" in ended.stdout
+
+
+def test_demo_writes_json():
+    ended = tilewise("demo", "--world-size", "2", "--num-tokens", "60", "--json")
+    data = json.loads(ended.stdout)
+    assert data["num_tokens"] == 60 and data["cu_seqlens"][-1] == 60 and data["faults"] == []
+    assert all(row["counted"] == row["formula"] for row in data["rows"])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fault_ends_the_demo_with_code_1(as_json: bool, monkeypatch: pytest.MonkeyPatch):
+    genuine = demo.run_demo
+
+    def with_a_lost_byte(settings):
+        for row in genuine(settings):
+            yield row._replace(counted=(row.counted[0] - 1, *row.counted[1:]))
+
+    monkeypatch.setattr(demo, "run_demo", with_a_lost_byte)
+    words = ["--world-size", "1", "--num-tokens", "20", *["--json"] * as_json]
+    ended = tilewise("demo", *words)
+    assert ended.exit_code == 1
+    assert "tw.volume says (0,)" in ended.stdout
+
+
+def test_demo_refuses_bad_numbers():
+    ended = tilewise("demo", "--world-size", "99")
+    assert (ended.exit_code, ended.stderr) == (
+        2,
+        "tilewise: world_size (99) must be from 1 to 16\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "count, text", [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (2_220_032, "2.22 MB")]
+)
+def test_bytes_are_legible(count: int, text: str):
+    assert as_bytes(count) == text
+    assert as_bytes(999_900) == "1 MB"
+
+
+def test_the_installed_command_runs():
+    command = [sys.executable, "-c", "from tilewise.cli import app; app()", "show", "ring(2)"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == tw.show(tw.ring(2))

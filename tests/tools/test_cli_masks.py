@@ -1,0 +1,216 @@
+"""`tilewise mask` and `tilewise masks`, as their users type them, and the figures behind them."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import tilewise as tw
+from tilewise.layouts.balanced import balanced
+from tilewise.tools.cli import app
+from tilewise.tools.cli.mask_text import as_blocks, as_signs
+from tilewise.tools.mask_report import mask_figures
+from tilewise.tools.mask_report.mask_figures import PLANS, Case, drawn, imbalance, load, planned
+from tilewise.tools.mask_report.mask_view import view
+from tilewise.tools.mask_report.table import (
+    Load,
+    PatternRow,
+    by_draw,
+    document_row,
+    joined,
+    pattern_row,
+    span,
+)
+
+SMALL = ("--num-tokens", "1000", "--world-size", "3")
+CASE = Case(4, 1000, 4, 2, 16)
+
+
+def tilewise(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize("name", tw.masks.NAMES)
+def test_every_pattern_can_be_drawn_as_text(name: str):
+    shown = tilewise("mask", name, *SMALL)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0] == name and "1,000 tokens on 3 ranks, balanced" in lines[1]
+    assert {*"".join(lines[6:])} <= {*" 012."}
+
+
+@pytest.mark.parametrize("layout", ["balanced", "zigzag", "contiguous", "striped", "tiled"])
+def test_a_picture_is_written(layout: str, tmp_path: Path):
+    path = tmp_path / "out.png"
+    shown = tilewise("mask", "causal_document", *SMALL, "--layout", layout, "--png", str(path))
+    assert shown.exit_code == 0, shown.output
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 60_000
+    assert shown.stdout.startswith(f"{path}: ")
+
+
+def test_a_speckled_picture_is_small_too(tmp_path: Path):
+    path = tmp_path / "out.png"
+    words = ("--world-size", "64", "--layout", "striped", "--png", str(path))
+    shown = tilewise("mask", "block_sparse_uniform", *words)
+    assert shown.exit_code == 0, shown.output
+    assert path.stat().st_size < 200_000
+
+
+def test_an_expression_is_drawn():
+    text = "causal & document([0, 500, 1000])"
+    found = json.loads(tilewise("mask", text, *SMALL, "--json").stdout)
+    assert found["area"] == 2 * (500 * 501 // 2)
+    assert sum(found["tokens"]) == 1000 and max(found["tokens"]) - min(found["tokens"]) <= 1
+    assert sum(found["areas_of_own_queries"]) == found["area"]
+
+
+def test_the_figures_of_a_mask_are_those_of_its_plan():
+    found = json.loads(tilewise("mask", "causal", *SMALL, "--layout", "zigzag", "--json").stdout)
+    layout = tw.zigzag(1000, 3)
+    work = tw.Workload(1000, 32, 32, 128, mask=tw.Causal(), layout=layout)
+    sent = tw.volume(tw.needed(tw.Causal(), layout), work).forward
+    assert found["plan"] == "needed" and found["mean_bytes"] == pytest.approx(np.mean(sent))
+    assert found["busiest_bytes"] >= max(sent) - 1e-6
+    assert found["ring_bytes"] == pytest.approx(2 / 3 * 1000 * 2 * 32 * 128 * 2)
+
+
+def test_signs_say_who_computes():
+    seen = view(tw.Causal(), tw.contiguous(4, 2), 4)
+    assert as_signs(seen).splitlines() == ["    0011", "", "0   00..", "1   1111"]
+
+
+@pytest.mark.parametrize("cells", [4, 5])
+def test_a_terminal_gets_colours(cells: int):
+    seen, file = view(tw.Causal(), tw.contiguous(40, 2), cells), StringIO()
+    Console(file=file, force_terminal=True, color_system="truecolor").print(as_blocks(seen, 2))
+    text = file.getvalue()
+    assert text.count("▀") == -(-cells // 2) * (cells + 2) and "78;121;167" in text
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (["mask", "nothing"], "take one of full, causal, window, document, full_document"),
+        (["mask", "causal", "--num-tokens", "0"], "--num-tokens ('0') must be a number"),
+        (["mask", "causal &"], "cannot be read; write it as in causal & window(1023, 0)"),
+        (["mask", "causal", "--png", "x.txt"], "--png ('x.txt') must be a name that ends in .png"),
+        (["mask", "causal", "--world-size", "0"], "world_size (0) must be from 1 to 1024"),
+        (["mask", "causal", "--corpus", "x"], "corpus 'x' is not known; take one of"),
+        (["mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),
+        (["mask", "causal", "--num-tokens", "9", "--png", "no/where/x.png"], "is no folder"),
+        (["masks", "--world-size", "0"], "world_size (0) must be from 1 to 512"),
+        (["masks", "--tokens-per-rank", "0"], "tokens_per_rank (0) must be from 1"),
+        (["masks", "--heads", "32"], "must be query heads : KV heads, as in 32:8"),
+        (["masks", "--heads", "32:5"], "num_heads (32) must be a multiple"),
+        (["masks", "--heads", "0:0"], "num_heads (0) must be a multiple"),
+        (["masks", "--seeds", "0"], "seeds (0) must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(words: list[str], part: str):
+    ended = tilewise(*words)
+    assert ended.exit_code == 2
+    assert part in ended.stderr and ended.stdout == ""
+    assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
+
+
+def test_masks_has_a_line_for_every_pattern():
+    small = ("--world-size", "2", "--tokens-per-rank", "128", "--seeds", "1")
+    shown = tilewise("masks", *small)
+    assert shown.exit_code == 0, shown.output
+    lines = [line.split()[0] for line in shown.stdout.splitlines() if line.strip()]
+    assert all(lines.count(name) == 2 for name in tw.masks.NAMES)
+    rows = json.loads(tilewise("masks", *small, "--json").stdout)
+    assert [row["mask"] for row in rows] == list(tw.masks.NAMES)
+    assert rows[0]["area"] == 1 and rows[0]["bytes"]["ring"] == {"mean": 1, "busiest": 1}
+
+
+def test_documents_has_a_line_for_every_corpus():
+    small = ("--documents", "--world-size", "4", "--tokens-per-rank", "512", "--seeds", "1")
+    shown = tilewise("masks", *small)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("64:64") == shown.stdout.count("64:8") == 4
+    rows = json.loads(tilewise("masks", *small, "--heads", "8:2", "--json").stdout)
+    assert [(row["corpus"], row["mix"]) for row in rows] == [
+        ("prolong512k", 0),
+        ("pile", 0),
+        ("prolong512k", 0.6),
+        ("pile", 0.6),
+    ]
+    assert all(row["heads"] == "8:2" and set(row["bytes"]) == set(PLANS) for row in rows)
+
+
+@pytest.mark.parametrize("name", ["causal_document", "sliding_window", "block_sparse_variable"])
+def test_imbalance_is_that_of_the_dense_mask(name: str):
+    mask = drawn(name, 300, seed=1)
+    rows = mask.dense(range(300), range(300)).sum(1)
+    for layout in (tw.contiguous(300, 4), tw.striped(300, 4), balanced(mask, 300, 4)):
+        areas = [rows[layout.rows(rank)].sum() for rank in range(4)]
+        assert imbalance(mask, layout) == pytest.approx(max(areas) / np.mean(areas))
+
+
+@pytest.mark.parametrize("who", PLANS)
+@pytest.mark.parametrize("name", ["causal", "share_question"])
+def test_bytes_are_those_of_volume(name: str, who: str):
+    mask = drawn(name, CASE.num_tokens, seed=0)
+    plan, layout = planned(mask, CASE, who)
+    tw.check(plan, mask, layout)
+    found = load(plan, mask, layout, CASE)[0]
+    sent = tw.volume(plan, CASE.workload(mask, layout)).forward
+    assert found.mean == pytest.approx(np.mean(sent) / CASE.ring_bytes)
+    assert found.busiest >= max(sent) / CASE.ring_bytes
+
+
+def test_an_unknown_plan_is_refused():
+    with pytest.raises(ValueError, match="plan 'x' is not known; take one of ring, mesh"):
+        planned(tw.Full(), CASE, "x")
+
+
+def test_one_rank_sends_nothing():
+    row = pattern_row("causal_document", Case(1, 500, 4, 4, 16), seed=0)
+    assert all(moved == Load(0, 0) for moved in row.bytes.values())
+    assert set(row.imbalance.values()) == {1.0} and set(row.areas.values()) == {1.0}
+
+
+def test_seeds_are_joined():
+    def row(area: float, ratio: float, sent: float) -> PatternRow:
+        one = {"x": ratio}
+        return PatternRow("m", area, one, {"x": Load(sent, 2 * sent)}, one, {"x": area}, one)
+
+    assert joined([row(0.2, 1.5, 0.1), row(0.4, 1.0, 0.3)]) == (
+        "m",
+        pytest.approx(0.3),
+        {"x": 1.5},
+        {"x": pytest.approx((0.2, 0.4))},
+        {"x": 1.5},
+        {"x": pytest.approx(0.3)},
+        {"x": 1.5},
+    )
+    assert span([0.1, 0.1]) == "0.100" and span([0.2, 0.1]) == "0.100-0.200"
+
+
+def test_draws_of_one_workload_are_put_together():
+    rows = [document_row(("pile", 4, 0.0), CASE, seed) for seed in (0, 1)]
+    other = document_row(("pile", 1, 0.6), CASE, 0)
+    assert list(by_draw([rows[0], other, rows[1]])) == [rows, [other]]
+
+
+def test_only_what_is_drawn_differs_by_seed():
+    from tilewise.tools.mask_report.table import FIXED, seeds_of
+
+    for name in tw.masks.NAMES:
+        same = drawn(name, 4096, 0) == drawn(name, 4096, 1)
+        assert same == (name in FIXED)
+        assert list(seeds_of(name, 3)) == ([0] if same else [0, 1, 2])
+
+
+def test_layouts_of_the_table_are_those_of_the_package():
+    for name, make in mask_figures.LAYOUTS.items():
+        if name != "balanced":
+            assert make(tw.Causal(), 100, 4) == getattr(tw, name)(100, 4)
+    ours = mask_figures.LAYOUTS["balanced"]
+    assert ours(tw.Causal(), 1000, 4) == balanced(tw.Causal(), 1000, 4)
+    assert ours(tw.Causal(), 100, 4) == balanced(tw.Causal(), 100, 4, chunk=100)

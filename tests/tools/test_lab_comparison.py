@@ -1,0 +1,162 @@
+"""Strategies compared on a lab, on the transport that stands in for one, and bytes per NIC."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise.tools.cli import app
+from tilewise.tools.lab import Lab
+from tilewise.tools.lab.comparison import Contest, Limited, compete, rows_of, schedule
+from tilewise.tools.lab.nic_bytes import nic_bytes
+from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
+from tilewise.tools.lab.site import missing
+from tilewise.tools.processes import run_ranks
+
+REASON = missing()
+needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no network lab: {REASON}")
+
+SMALL = ("--hosts", "2", "--tokens-per-rank", "16", "--repeats", "1")
+
+
+def workload(num_tokens: int, mask: tw.Mask | None = None) -> tw.Workload:
+    return tw.Workload(num_tokens, 4, 4, 16, dtype="float32", mask=mask or tw.Full())
+
+
+@pytest.mark.parametrize("mask", [tw.Full(), tw.Causal()])
+@pytest.mark.parametrize("plan", [tw.ring(6), tw.mesh(6, q_tile=2), tw.ulysses(2, tw.ring(3))])
+def test_with_one_rank_a_host_a_nic_sends_what_volume_says(plan: tw.Plan, mask: tw.Mask):
+    work = workload(100, mask)
+    sent = [nic_bytes(plan, work, 1, backward=backward) for backward in (False, True)]
+    assert sent == list(tw.volume(plan, work))
+
+
+def test_without_pruning_a_mask_changes_nothing():
+    sent = nic_bytes(tw.ring(6), workload(96, tw.Causal()), 2, backward=False, prune=False)
+    assert sent == nic_bytes(tw.ring(6), workload(96), 2, backward=False)
+
+
+def test_transfers_inside_a_host_do_not_count():
+    work = workload(96)
+    shard = 2 * 16 * 4 * 16 * 4  # k and v of 16 tokens, 4 heads of 16, 4 bytes
+    assert nic_bytes(tw.ring(6), work, 3, backward=False) == (5 * shard, 5 * shard)
+    assert nic_bytes(tw.ring(6), work, 6, backward=True) == (0,)
+    with pytest.raises(ValueError, match=r"world_size \(6\) must be a multiple"):
+        nic_bytes(tw.ring(6), work, 4, backward=False)
+
+
+def test_rounds_run_there_and_back():
+    contest = Contest(("ring(2)", "all_gather(2)"), workload(8), repeats=2)
+    order = [(-1, 1), (-1, 0), (0, 0), (0, 1), (1, 1), (1, 0)]
+    assert list(schedule(contest)) == order
+
+
+@needs_lab
+def test_in_a_lab_the_wire_carries_what_volume_says():
+    contest = Contest(
+        ("ring(3)", "ulysses(3)"),
+        tw.Workload(768, 6, 6, 32, dtype="float32"),
+        backward=True,
+        repeats=1,
+    )
+    with Lab(3, mbit=200) as lab:
+        rows = rows_of(contest, list(compete(lab, contest)), lab)
+    for row in rows:
+        assert row.network == "network namespaces"
+        volume = tw.volume(tw.ring(3) if row.strategy == "ring(3)" else tw.ulysses(3), contest.work)
+        assert row.formula_bytes == sum(map(sum, volume))
+        assert row.counted_bytes is not None
+        assert row.formula_bytes < row.counted_bytes < 1.02 * row.formula_bytes
+        assert len(row.seconds) == len(row.ratios) == 1
+    assert rows[0].ratios == (1.0,)
+    assert rows[1].byte_ratio > 1.5
+
+
+def exactly(rank: int, speeds: Nics) -> tuple[float, int, int]:
+    world = dist.group.WORLD
+    assert world is not None
+    transport = RateLimited(world, speeds)
+    layout = tw.contiguous(48, 4)
+    make = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn((3, 48, 4, 16), generator=make, dtype=torch.float64)
+    shards = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+    plan = tw.mesh(4, q_tile=2)
+    out = tw.attention(*shards, plan=plan, layout=layout, mask=tw.Full(), group=transport)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    rows = torch.einsum("qhd,khd->hqk", q, k).div(4).softmax(-1)
+    dense = torch.einsum("hqk,khd->qhd", rows, v)
+    error = (out - layout.shard(dense, rank)).abs().max().item()
+    return error, transport.bytes_sent, len(transport._sent)
+
+
+def test_the_rate_limited_transport_carries_every_byte():
+    work = tw.Workload(48, 4, 4, 16, dtype="float64", layout="contiguous")
+    with nics(2, 2, 100.0) as speeds:
+        ranks = run_ranks(4, exactly, speeds)
+    assert max(error for error, _, _ in ranks) < 1e-12
+    sent = list(map(sum, zip(*tw.volume(tw.mesh(4, q_tile=2), work), strict=True)))
+    assert [num_bytes for _, num_bytes, _ in ranks] == sent
+    assert [unfinished for _, _, unfinished in ranks] == [0] * 4
+
+
+def test_the_rate_limited_transport_is_no_faster_than_its_nics():
+    contest = Contest(("ring(2)",), workload(1024), repeats=1)
+    network = Limited(2, 1, 20.0)
+    (row,) = rows_of(contest, list(compete(network, contest)), network)
+    assert row.network == "rate-limited transport"
+    assert row.counted_bytes is None
+    assert row.line_share <= 1.1  # a bucket is 10 ms deep
+
+
+def test_of_the_nics_the_first_free_is_taken():
+    with nics(3, 1, 8.0) as speeds:
+        first, end = speeds.reserve(0, [(1, 0), (2, 0)], 1000)
+        assert first == (1, 0)
+        # Rank 2's NIC can still receive, but rank 0's sends until then.
+        second, later = speeds.reserve(0, [(2, 0)], 1000)
+        assert second == (2, 0)
+        assert later == pytest.approx(end + 0.001)
+        third, _ = speeds.reserve(1, [(2, 0), (0, 0)], 1000)
+        assert third == (0, 0)
+
+
+def test_the_command_compares_and_labels_what_is_no_lab():
+    result = CliRunner().invoke(app, ["lab", "run", "--limited", "--json", *SMALL])
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["strategy"] for row in rows] == ["ring(2)", "ulysses(2)"]
+    assert {row["network"] for row in rows} == {"rate-limited transport"}
+
+
+def test_without_root_the_command_says_so_and_falls_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    result = CliRunner().invoke(app, ["lab", "run", *SMALL])
+    assert result.exit_code == 0
+    assert "need root" in result.stderr
+    assert "rate-limited transport" in result.stdout
+    refused = CliRunner().invoke(app, ["lab", "clean"])
+    assert refused.exit_code == 1
+    assert "need root" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--strategy ring(3)", "ring(3) is for 3 ranks, but --world-size is 2"),
+        ("--strategy rong(2)", "strategy 'rong' is not known"),
+        ("--mbit 0", "mbit (0.0) must be from 1 to 100000"),
+        ("--mask nothing", "mask 'nothing' is not known"),
+        ("--num-heads 3 --strategy ulysses(2)", "degree"),
+        ("--layout spiral", "layout ('spiral') must be one of"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(words: str, message: str):
+    result = CliRunner().invoke(app, ["lab", "run", "--hosts", "2", *words.split()])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

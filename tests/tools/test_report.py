@@ -1,0 +1,210 @@
+"""The page of a plan: it shows what the plan and the simulator say, and asks for nothing else."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from support.report_pages import MACHINE, subject
+
+import tilewise as tw
+from tilewise.tools.report import assignment, plan_charts
+from tilewise.tools.report.axes import log_axis
+from tilewise.tools.report.chart import Chart, Figure, Tiles, Timeline
+from tilewise.tools.report.page import Page, written
+from tilewise.tools.report.picture import draw, draw_timeline
+from tilewise.tools.report.plan_report import page_of
+from tilewise.tools.report.studies import Entry, Studies
+from tilewise.tools.report.timeline import timeline
+from tilewise.tools.report.units import count, quantity, times
+
+VOID = {"meta", "link", "img", "br"}
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return page_of(subject(tw.mesh(8, q_tile=2)))
+
+
+def figures(page: Page) -> list[Figure]:
+    return [figure for section in page.sections for figure in section.figures]
+
+
+def test_numbers_have_three_digits_and_a_prefix():
+    assert [quantity(x, "s") for x in (0.0123, 2e-6, 0, 90)] == ["12.3 ms", "2 µs", "0 s", "90 s"]
+    assert [quantity(x, "B") for x in (999_900, 1.5e9, 0.25)] == ["1 MB", "1.5 GB", "0.25 B"]
+    assert quantity(float("nan"), "s") == "–"  # noqa: RUF001 - the dash that is shown
+    assert [count(n) for n in (1 << 20, 4096, 1000, 1536)] == ["1M", "4k", "1,000", "1.5k"]
+    assert times(2.345)[:-1] == "2.35"
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.98, 1.0], [0.3, 0.9], [1e-6, 40.0], [0.0, 2.0]])
+def test_logarithmic_axes_always_have_ticks_and_hold_their_values(values: list[float]):
+    axis = log_axis("time", "s", values)
+    low, high = axis.bounds
+    assert all(low < value < high for value in values if value)
+    places = [place for place, _ in axis.ticks]
+    assert len(places) >= 2 and all(low <= place <= high for place in places)
+    assert len({text for _, text in axis.ticks}) == len(places)
+
+
+@pytest.mark.parametrize(
+    "plan", [tw.ring(4), tw.mesh(6, q_tile=2), tw.ulysses(2, inner=tw.ring(3)), tw.all_gather(5)]
+)
+def test_every_cell_has_the_colour_of_the_rank_that_computes_it(plan: tw.Plan):
+    layout = tw.contiguous(60, plan.world_size)
+    found = assignment.figures(plan, tw.Full(), layout)
+    assert len(found) == min(plan.num_head_groups, 2)
+    for group, figure in enumerate(found):
+        assert isinstance(figure.drawing, Tiles)
+        wanted = {
+            (q, kv): rank
+            for rank in range(plan.world_size)
+            for step in plan.rank_steps(rank)
+            for tile in step.tiles
+            if tile.heads == group
+            for q in tile.q
+            for kv in tile.kv
+        }
+        shown = {place: int(rank) for place, rank in np.ndenumerate(figure.drawing.cells)}
+        assert shown == wanted
+
+
+def test_cells_that_a_mask_makes_needless_are_blank():
+    (figure,) = assignment.figures(tw.ring(6), tw.Causal(), tw.contiguous(60, 6))
+    assert isinstance(figure.drawing, Tiles)
+    blank = {place for place, rank in np.ndenumerate(figure.drawing.cells) if rank < 0}
+    assert blank == {(q, kv) for q in range(6) for kv in range(6) if kv > q}
+
+
+def test_large_tables_are_thinned_and_keep_their_ranks():
+    (figure,) = assignment.figures(tw.mesh(1024, q_tile=32), tw.Full(), tw.contiguous(4096, 1024))
+    assert isinstance(figure.drawing, Tiles)
+    assert figure.drawing.cells.shape == (256, 256)
+    assert set(figure.drawing.cells.ravel().tolist()) <= set(range(1024))
+
+
+def test_the_timeline_has_all_compute_and_waiting():
+    work = tw.Workload(1 << 14, 8, 8, 64)
+    found = tw.simulate(tw.double_ring(2, 4), work, tw.Machine.preset("a100x8"), exact=True)
+    drawn = timeline(found)
+    assert [rank for rank, _ in drawn.ranks] == list(range(8))
+    assert drawn.end == pytest.approx(found.seconds)
+    for row, (rank, _) in enumerate(drawn.ranks):
+        bars = [bar for bar in drawn.bars if bar.row == row]
+        assert all(0 <= bar.start <= bar.start + bar.seconds <= drawn.end * 1.0001 for bar in bars)
+        busy = sum(bar.seconds for bar in bars if bar.lane == "compute")
+        wanted = sum(use.compute_seconds for use in found.use(rank))
+        assert busy == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_timeline_of_many_ranks_shows_some():
+    work = tw.Workload(1 << 12, 8, 8, 64, mask=tw.Causal())
+    found = tw.simulate(tw.ring(16), work, MACHINE, exact=True)
+    assert len(timeline(found).ranks) == 12
+
+
+def test_bytes_by_link_are_the_simulators():
+    work = tw.Workload(1 << 12, 8, 2, 64)
+    entries = Studies(work, MACHINE).compared(16)
+    figure = plan_charts.bytes_by_link(entries)
+    assert isinstance(figure.drawing, Chart)
+    drawn = [sum(parts) for parts in zip(*(s.y for s in figure.drawing.series), strict=True)]
+    wanted = sorted(sum(entry.simulation.bytes_by_link.values()) for entry in entries)
+    assert drawn == wanted
+    assert {entry.family for entry in entries} >= {"ring", "mesh", "hybrid", "double ring"}
+
+
+def test_scaling_goes_from_8_to_4096_where_the_sequence_is_long():
+    studies = Studies(tw.Workload(1 << 20, 8, 8, 64, mask=tw.Causal()), MACHINE)
+    assert studies.sizes() == [1 << power for power in range(3, 13)]
+    short = Studies(tw.Workload(64, 8, 8, 64), MACHINE)
+    assert short.sizes() == [8, 16, 32]
+    (ring,) = (entry for n, entry in short.scaled() if n == 16 and entry.family == "ring")
+    assert ring.simulation.seconds == tw.simulate(tw.ring(16), short.work, MACHINE).seconds
+
+
+def test_more_bandwidth_is_never_slower():
+    studies = Studies(tw.Workload(1 << 12, 8, 8, 64), MACHINE)
+    plan = tw.ring(16)
+    this = Entry("this plan", plan, tw.simulate(plan, studies.work, MACHINE))
+    found = [e.simulation.seconds for _, e in studies.rescaled(this, None) if e.family == "ring"]
+    assert len(found) == 5 and found == sorted(found, reverse=True)
+
+
+class Reader(HTMLParser):
+    """Collects addresses, scripts, and the elements left open."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses, self.scripts, self.open, self.plots = [], [], [], []
+        self.kind = ""
+
+    def handle_starttag(self, tag, attrs):
+        words = dict(attrs)
+        self.addresses += [words[name] for name in ("src", "href") if name in words]
+        self.plots += [words] if "plot" in (words.get("class") or "").split() else []
+        if tag not in VOID:
+            self.open.append(tag)
+        self.kind = words.get("type", tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append((self.kind, data))
+
+
+def test_the_page_is_one_file_and_needs_no_network(page: Page):
+    html = written(page)
+    reader = Reader()
+    reader.feed(html)
+    assert not reader.open
+    assert all(address.startswith("#") for address in reader.addresses)
+    assert "default-src 'none'" in html
+    assert html.count("plotly.js v") == 1
+    assert "It is &lt;small&gt; &amp; fast." in html
+    drawn = [json.loads(text) for kind, text in reader.scripts if kind == "application/json"]
+    assert len(drawn) == len(reader.plots) + 1 == len(figures(page)) + 1
+    assert not re.search(r"url\(|@import", html.partition("</style>")[0])
+
+
+def test_every_figure_has_words_and_numbers(page: Page):
+    reader = Reader()
+    reader.feed(written(page))
+    assert all(len(words["aria-label"]) > 60 and words["role"] == "img" for words in reader.plots)
+    names = [figure.name for figure in figures(page)]
+    assert len(set(names)) == len(names)
+    for figure in figures(page):
+        assert figure.title and figure.caption.endswith(".") and figure.rows
+        if isinstance(figure.drawing, Chart):
+            assert figure.drawing.x.title and (figure.drawing.y.title or figure.drawing.bars)
+
+
+def test_the_head_says_what_the_simulator_says(page: Page):
+    mine = tw.simulate(tw.mesh(8, q_tile=2), subject(tw.ring(8)).work, MACHINE)
+    facts = {fact.name: fact.value for fact in page.facts}
+    assert facts["Time per layer"] == quantity(mine.seconds, "s")
+    assert facts["Sent by a rank"] == quantity(sum(mine.bytes_by_link.values()), "B")
+    assert facts["Peak memory"] == quantity(mine.peak_bytes, "B")
+
+
+def test_documents_and_two_plans_have_a_page():
+    two = subject(tw.ulysses(2, inner=tw.mesh(4, q_tile=2)), mask=tw.Document((0, 30, 64)))
+    two = type(two)(two.plan, two.work, MACHINE, tw.mesh(8, q_tile=4))
+    page = page_of(two)
+    assert "then mesh(8, q_tile=4)" in page.title
+    assert any(isinstance(figure.drawing, Timeline) for figure in figures(page))
+
+
+def test_pictures_are_written(page: Page, tmp_path):
+    for figure in figures(page):
+        draw(figure, tmp_path / f"{figure.name}.png")
+    found = tw.simulate(tw.ring(4), tw.Workload(64, 4, 4, 16), MACHINE)
+    draw_timeline(found, tmp_path / "alone.png")
+    for path in tmp_path.glob("*.png"):
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 5000
+    assert len(list(tmp_path.glob("*.png"))) == len(figures(page)) + 1

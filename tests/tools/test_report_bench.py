@@ -1,0 +1,180 @@
+"""The page of a benchmark: winners, failures, scaling and predictions as the rows say."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from support.report_pages import many_rows, row, write_rows
+
+import tilewise as tw
+from tilewise.tools.report.bench_cases import cases, facets, slowdowns
+from tilewise.tools.report.bench_charts import heat_map, predictions, winners
+from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
+from tilewise.tools.report.chart import Chart, Figure, Grid
+from tilewise.tools.report.longca import read_csv
+from tilewise.tools.report.page import Page, written
+from tilewise.tools.report.picture import draw
+
+DISTRIBUTED = "baseline,masktype,world_size,wd,ulysses,ring,mean_tflops,mean_peak_mems\n"
+
+
+def figures(page: Page) -> dict[str, Figure]:
+    return {figure.name: figure for section in page.sections for figure in section.figures}
+
+
+def grid_of(figure: Figure) -> dict[tuple[str, str], tuple[str, str]]:
+    """Level and text by mask and contender."""
+    grid = figure.drawing
+    assert isinstance(grid, Grid)
+    return {
+        (mask, name): (grid.levels[level][0] if level >= 0 else "", text)
+        for mask, levels, texts in zip(grid.rows, grid.cells, grid.texts, strict=True)
+        for name, level, text in zip(grid.columns, levels, texts, strict=True)
+    }
+
+
+def test_the_fastest_of_each_case_wins_it():
+    rows = [
+        row("a", "full", median_seconds=1.0),
+        row("b", "full", median_seconds=2.0),
+        row("a", "full", num_tokens=2048, median_seconds=3.0),
+        row("b", "full", num_tokens=2048, median_seconds=2.9),
+        row("a", "causal", median_seconds=5.0),
+        row("c", "causal", outcome="failed", median_seconds=0.1),
+    ]
+    figure = winners("kernels", cases(rows), {"a": 0, "b": 1, "c": 2})
+    assert isinstance(figure.drawing, Chart)
+    won = {s.name: dict(zip(s.x, s.y, strict=True)) for s in figure.drawing.series}
+    assert won == {"a": {"full": 1, "causal": 1}, "b": {"full": 1, "causal": 0}}
+
+
+def test_the_heat_map_tells_slow_from_failed():
+    rows = [
+        row("a", median_seconds=1.0),
+        row("b", median_seconds=2.0),
+        row("c", median_seconds=40.0),
+        row("d", outcome="unsupported", message="no windows"),
+        row("e", outcome="out_of_memory"),
+        row("f", outcome="timed_out"),
+        row("g", median_seconds=1.0, is_exact=False),
+        row("a", "full"),
+    ]
+    names = {name: place for place, name in enumerate("abcdefg")}
+    cells = grid_of(heat_map("kernels", cases(rows), names))
+    assert [cells["causal", name][0] for name in "abcdefg"] == [
+        *("fastest, or within 5 %", "up to 3 times slower", "slower still", "unsupported"),
+        *("out of memory", "failed or timed out", "wrong results"),
+    ]
+    assert cells["causal", "b"][1].startswith("2.00")
+    assert cells["full", "b"] == ("", "")
+
+
+def test_only_rows_of_the_same_case_are_compared():
+    rows = [
+        row("a", median_seconds=1.0),
+        row("b", median_seconds=3.0),
+        row("b", head_dim=128, median_seconds=9.0),
+    ]
+    assert slowdowns(cases(rows)) == {"a": [1.0], "b": [3.0, 1.0]}
+
+
+def test_scaling_takes_rows_that_differ_in_nothing_else():
+    rows = [row("a", num_tokens=n, median_seconds=float(n)) for n in (256, 512, 1024)]
+    rows += [row("a", "full", num_tokens=n) for n in (256, 512)]
+    found = facets(rows, "num_tokens", 2)
+    assert [len(one.rows) for one in found] == [3, 2]
+    assert "causal mask" in found[0].about and not facets(rows, "world_size", 2)
+    weak = [row("a", world_size=n, num_tokens=512 * n) for n in (2, 4)]
+    (one,) = facets(weak, "world_size", 2)
+    assert "512 tokens a rank" in one.about
+
+
+def test_predictions_state_their_median_error():
+    rows = [row("a", median_seconds=1.0, predicted_seconds=x) for x in (0.5, 0.9, 1.0)]
+    figure = predictions(rows, {"a": 0})
+    assert figure is not None and "Median error 10 %" in figure.caption
+    assert predictions([row("a")], {"a": 0}) is None
+
+
+def test_every_chart_of_a_page_has_its_rows(tmp_path: Path):
+    rows = many_rows()
+    page = page_of(read_rows([write_rows(tmp_path / "r.jsonl", rows)]))
+    found = figures(page)
+    assert len(found) >= 7
+    for name, figure in found.items():
+        assert figure.rows and figure.rows.rows and figure.caption, name
+        draw(figure, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    heat = found["heat-strategies"].drawing
+    assert isinstance(heat, Grid) and set(heat.rows) == set(tw.masks.NAMES)
+    assert "a library with a long name" in written(page)
+
+
+def test_a_file_cut_off_in_the_middle_gives_its_whole_rows(tmp_path: Path):
+    path = write_rows(tmp_path / "r.jsonl", many_rows())
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    whole = data[: len(data) // 2].count(b"\n")
+    found = read_rows([path])
+    assert (len(found.rows), found.num_lost) == (whole, 1)
+    assert page_of(found).notice.startswith("1 line was not whole")
+
+
+def test_csv_holds_every_field_of_every_row(tmp_path: Path):
+    rows = [row("a", bytes_by_rank=[1, 2]), row("b", outcome="failed", message='a "b", c')]
+    write_csv(rows, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        back = list(csv.DictReader(file))
+    assert [one["contender"] for one in back] == ["a", "b"]
+    assert json.loads(back[0]["bytes_by_rank"]) == [1, 2]
+    assert back[1]["message"] == 'a "b", c' and back[1]["bytes_by_rank"] == ""
+
+
+def test_published_distributed_rows_are_read(tmp_path: Path):
+    path = tmp_path / "output-8-causal.csv"
+    lines = "usp,causal,8,fwd,4,2,410.5,2.5e9\nring_p2p,causal,8,bwd,-1,8,-1000.0,-1000.0\nuls"
+    path.write_text(DISTRIBUTED + lines)
+    rows, num_lost = read_csv(path)
+    assert num_lost == 1
+    assert [one["outcome"] for one in rows] == ["ok", "out_of_memory"]
+    assert (rows[0]["pass"], rows[0]["tflops"], rows[0]["num_tokens"]) == ("forward", 410.5, 65536)
+    assert (rows[0]["peak_bytes"], rows[1]["pass"]) == (2.5e9, "backward")
+
+
+def test_published_kernel_rows_are_read(tmp_path: Path):
+    folder = tmp_path / "attn-bwd with causal_document mask"
+    folder.mkdir()
+    names = "seqlen,fa3,flex,fa3-min,flex-min,fa3-max,flex-max\n"
+    (folder / "flops.csv").write_text(
+        names + "1024.0,300,100,290,90,310,110\n2048,600,-2,1,2,3,4\n"
+    )
+    rows, num_lost = read_csv(folder / "flops.csv")
+    assert num_lost == 0
+    assert [(one["contender"], one["num_tokens"]) for one in rows] == [
+        ("fa3", 1024), ("flex", 1024), ("fa3", 2048), ("flex", 2048)
+    ]  # fmt: skip
+    assert {(one["mask"], one["pass"]) for one in rows} == {("causal_document", "backward")}
+    assert rows[3]["outcome"] == "unsupported"
+
+
+def test_published_speeds_and_our_times_share_a_page(tmp_path: Path):
+    published = tmp_path / "output-8-full.csv"
+    lines = [f"{who},full,{n},fwd,1,{n},{400 - n},1e9\n" for who in ("usp", "x") for n in (8, 16)]
+    published.write_text(DISTRIBUTED + "".join(lines))
+    found = read_rows([write_rows(tmp_path / "r.jsonl", many_rows()), published])
+    page = page_of(found)
+    assert len(found.rows) == len(many_rows()) + 4
+    speed = [f for f in figures(page).values() if f.title == "Speed against ranks"]
+    assert page_of(read_rows([published])).facts[0].value == "2"
+    assert all("Higher is faster" in figure.caption for figure in speed)
+    assert "Speed against ranks" in {
+        f.title for f in figures(page_of(read_rows([published]))).values()
+    }
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "seqlen\n1\n"])
+def test_other_csv_files_are_refused(tmp_path: Path, text: str):
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(ValueError, match="not those of LongCA-bench"):
+        read_csv(tmp_path / "x.csv")

@@ -1,0 +1,81 @@
+"""tilewise report on files, good and bad."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.report_pages import MACHINE, many_rows, write_rows
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise.tools.cli import app
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["report", *map(str, words)])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tw.Workload(64, 8, 2, 64, mask=tw.Causal())
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(tw.search(work, MACHINE, world_size=8)[0].to_json())
+    return path
+
+
+def test_a_plan_file_gives_a_page_with_its_ranked_table(plan_file: Path, tmp_path: Path):
+    code, said = run(plan_file, "-o", tmp_path / "deep" / "page.html", "--png", tmp_path / "png")
+    assert code == 0 and "page.html" in said
+    html = (tmp_path / "deep" / "page.html").read_text()
+    best = tw.load_candidate(plan_file)
+    assert best.reason.split(",")[0] in html and "Over the byte bound" in html
+    assert all(row.strategy in html for row in best.rows)
+    assert (tmp_path / "png" / "timeline.png").stat().st_size > 5000
+
+
+def test_results_give_a_page_beside_them_pictures_and_csv(tmp_path: Path):
+    path = write_rows(tmp_path / "results.jsonl", many_rows())
+    with path.open("a") as file:
+        file.write('{"format": 1, "key": "torn')
+    code, said = run(path, "--csv", tmp_path / "rows.csv", "--png", tmp_path / "png", "--json")
+    found = json.loads(said)
+    assert code == 0 and found["lost_lines"] == 1
+    assert found["files"][0] == str(tmp_path / "results.html")
+    assert all(Path(file).stat().st_size > 100 for file in found["files"])
+    assert len(found["files"]) >= 8
+
+
+def test_results_are_known_by_their_rows_whatever_the_name(tmp_path: Path):
+    path = write_rows(tmp_path / "results.json", many_rows()[:4])
+    assert run(path)[0] == 0 and (tmp_path / "results.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1, 2]", '{"format": 9}', "no JSON", "\x00\x01"])
+def test_other_files_are_refused_in_one_line(text: str, tmp_path: Path):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    code, said = run(path)
+    assert code == 2 and said.count("\n") == 1 and "x.json" in said
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_missing_files_and_mixed_kinds_are_refused(plan_file: Path, tmp_path: Path):
+    rows = write_rows(tmp_path / "results.jsonl", many_rows()[:2])
+    assert run(tmp_path / "none.json")[0] == run(tmp_path / "none.jsonl")[0] == 2
+    assert run(tmp_path)[0] == 2
+    code, said = run(rows, plan_file)
+    assert code == 2 and "2 files" in said
+    code, said = run(plan_file, "--csv", tmp_path / "rows.csv")
+    assert code == 2 and "plan file" in said
+    code, said = run(rows, "-o", rows / "page.html")
+    assert code == 2 and "cannot be written" in said
+
+
+def test_an_edited_plan_file_is_refused(plan_file: Path, tmp_path: Path):
+    data = json.loads(plan_file.read_text())
+    data["world_size"] = 4
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(data))
+    code, said = run(edited)
+    assert code == 2 and "edited.json" in said
