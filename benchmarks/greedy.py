@@ -15,10 +15,9 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats
+from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import Costs, moved, seconds_of
 from tilewise.strategies.mesh_schedules.optimal import optimum
-from tilewise.strategies.mesh_schedules.stepwise import stepwise_beats
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.layouts.support import cells
+from tilewise.layouts.cells import cells
 from tilewise.plan.row_ranges import count as rows_in
-from tilewise.strategies.tiling.assignment import assign
+from tilewise.strategies.tiling.placement import assign
 from tilewise.strategies.tiling.routing import LSE
 
 CHUNK = 1024

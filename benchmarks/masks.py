@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tilewise.masks import NAMES
 from tilewise.tools.cli.mask import MaskOptions, mask
-from tilewise.tools.cli.masks_command import MasksOptions, masks
+from tilewise.tools.cli.masks import MasksOptions, masks
 
 TOKENS, RANKS, SEED = 8192, 8, 5
 MORE = (("causal", "zigzag"), ("causal", "tiled"), ("causal_document", "tiled"))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.expressions import read_plan
-from tilewise.tools.calibration.local import calibrate_here
+from tilewise.tools.calibration.measure import calibrate_here
 from tilewise.tools.processes import gather_yields
 
 APART = 1.15

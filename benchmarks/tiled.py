@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.tools.mask_report.measuring import moved
+from tilewise.tools.mask_report.figures import moved
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
 HEADS = ((64, 64), (64, 16), (64, 8))  # query heads, KV heads: MHA, 32:8 as well, 64:8

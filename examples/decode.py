@@ -23,7 +23,8 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.expressions import read_plan
-from tilewise.transport.resolve import Transport, transport_for
+from tilewise.transport.protocol import Transport
+from tilewise.transport.resolve import transport_for
 
 try:
     from examples.train_lm import Attention, Config, Llama, Whole, ranks

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import tilewise as tw
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator, pack
-from tilewise.tools import corpus
+from tilewise.tools import demo
 
 Examples = list[dict[str, Tensor]]
 CONFIG = LlamaConfig(
@@ -52,7 +52,7 @@ def batches(documents: Examples, collate: ShardingCollator) -> DataLoader:
 
 def documents(num_tokens: int, count: int) -> Examples:
     """Texts of Python's standard library as bytes, those that fit."""
-    texts = [text for text in corpus.documents() if len(text) <= num_tokens][:count]
+    texts = [text for text in demo.documents() if len(text) <= num_tokens][:count]
     return [{"input_ids": torch.tensor(list(text))} for text in texts]
 
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import tilewise as tw
 from tilewise import lengths
 from tilewise.expressions import read_plan
-from tilewise.tools import corpus
+from tilewise.tools import demo
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Largest difference of a loss, relative, and of a parameter. The default run over 4 ranks has
@@ -117,11 +117,11 @@ class Batch:
 
 def batches(num_tokens: int, seed: int) -> Iterator[Batch]:
     """Packed documents without end, in a seeded order."""
-    texts = corpus.documents()
+    texts = demo.documents()
     make = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randint(len(texts), (num_tokens,), generator=make).tolist()
-        packed, cu_seqlens = corpus.pack((texts[i] for i in order), num_tokens)
+        packed, cu_seqlens = demo.pack((texts[i] for i in order), num_tokens)
         tokens = torch.from_numpy(packed.astype("int64"))
         yield Batch(
             tokens,

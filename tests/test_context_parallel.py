@@ -12,7 +12,7 @@ from conformance.oracle import dense, draw, error
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilewise as tw
-from tilewise.layouts.default import default_layout
+from tilewise.layouts.balanced import default_layout
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Link
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu_parts import correctness, executor, kernels, scaling
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, about
-from tilewise.kernels.providers import PROVIDERS, kernel_named
+from tilewise.kernels.registry import PROVIDERS, kernel_named
 from tilewise.tools.doctor import examine
 
 

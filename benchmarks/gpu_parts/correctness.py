@@ -24,9 +24,9 @@ from benchmarks.gpu_parts.sizes import CHECKED_PLANS, mask_named
 from tilewise.execution.problem import Call
 from tilewise.execution.torch_op import settled
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.bench.whole_mask import placed, whole_mask
+from tilewise.tools.bench.our_kernels import placed, whole_mask
 
 NAMES = ("out", "dq", "dk", "dv")
 # All but cuDNN's, so that the bound does not depend on what torch prefers on a device: with a dense

@@ -20,7 +20,7 @@ from benchmarks.gpu_parts.sizes import mask_named
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import Call, Problem, make_problem
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.tiles.calls import Call as KernelCall
 from tilewise.tiles.calls import Kind

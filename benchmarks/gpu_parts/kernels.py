@@ -26,7 +26,7 @@ from benchmarks.gpu_parts.sizes import documents, mask_named, window_of
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import Call, make_problem
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import Call as KernelCall
 from tilewise.tiles.calls import Kind
 from tilewise.tiles.cover import tile_calls

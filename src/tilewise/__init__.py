@@ -16,8 +16,7 @@ from tilewise.masks.tables import PerHead, Slices
 from tilewise.plan.ir import Plan, PlanError
 from tilewise.plan.json import from_json, to_json
 from tilewise.plan.text import parse, show
-from tilewise.planning.candidate import Candidate
-from tilewise.planning.candidate_file import load_candidate
+from tilewise.planning.candidate import Candidate, load_candidate
 from tilewise.planning.search import search
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate

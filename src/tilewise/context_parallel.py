@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import must_be
 from tilewise.functional import attention
-from tilewise.layouts.default import default_layout
+from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Plan

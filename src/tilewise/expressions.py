@@ -24,8 +24,6 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 
-__all__ = ["MASKS", "STRATEGIES", "read_mask", "read_plan"]
-
 LARGEST = 1 << 20  # a plan's numbers multiplied: far above any use, far below any memory
 
 STRATEGIES: Mapping[str, Callable[..., Plan]] = MappingProxyType(

@@ -10,12 +10,20 @@ import numpy as np
 from tilewise.arguments import must_be
 from tilewise.compiler.pruning import prune_shards
 from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts
-from tilewise.compiler.symmetry import Symmetry, absolute, find_symmetry
+from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan
-from tilewise.plan.payload import ITEM_BYTES, Payload, head_groups
+from tilewise.plan.payload import (
+    Payload,
+    check_dtype,
+    check_gathered,
+    check_save,
+    head_groups,
+    saving,
+)
 from tilewise.plan.row_ranges import count
+from tilewise.plan.shifts import Symmetry, absolute
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
@@ -101,35 +109,6 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     if backward_plan is not None and saving(plan, work.save) == "gathered":
         check_gathered(plan, backward_plan)
     return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))
-
-
-def saving(plan: Plan, save: str | None) -> str:
-    """What backward does about operands: "replay" their transfers, or use those "gathered"."""
-    check_save(save)
-    return save or plan.default_save
-
-
-def check_save(save: str | None) -> None:
-    if save not in (None, "replay", "gathered"):
-        raise ValueError(f"save ({save!r}) must be 'replay' or 'gathered'")
-
-
-def check_gathered(plan: Plan, backward_plan: Plan) -> None:
-    """Operands gathered by one plan serve only the same plan in backward."""
-    if backward_plan != plan:
-        raise ValueError(
-            "save='gathered' needs the same plan in backward, not "
-            f"{plan.name} and {backward_plan.name}; use save='replay'"
-        )
-
-
-def check_dtype(what: str, name: str) -> None:
-    try:
-        ITEM_BYTES(name)
-    except KeyError:
-        raise ValueError(
-            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
-        ) from None
 
 
 def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:

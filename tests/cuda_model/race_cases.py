@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.execution import allocator, problem
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.transport import process_group
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.process_group import DistTransport

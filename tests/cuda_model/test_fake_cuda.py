@@ -14,7 +14,7 @@ from tilewise.execution.problem import Call as Attention
 from tilewise.execution.torch_op import settled
 from tilewise.kernels import torch_sdpa
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import Call, Kind
 from tilewise.transport.loopback import LoopbackGroup
 

@@ -11,8 +11,8 @@ from cuda_model.played_cuda import PlayedDevice
 from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run, watched_device
 
 import tilewise as tw
-from tilewise.compiler.ledger import Ledger
-from tilewise.execution import executor, forward_backward, workspace
+from tilewise.compiler.liveness import Ledger
+from tilewise.execution import executor, forward_backward, memory_plan
 from tilewise.transport import loopback, process_group, streams
 from tilewise.transport.process_group import DistTransport
 
@@ -40,8 +40,8 @@ LOOPBACK_SEEDS = {
     "nobody waits for a copy": (loopback._Outstanding, "wait", "follow(copied)"),
     "ranks do not wait for the caller": (streams, "forked", "follow(before)"),
     "the caller does not wait for ranks": (streams, "forked", "follow(end)"),
-    "a slab is not waited for": (workspace.Slab, "enter", "follow(self._left, self._buffer)"),
-    "a slab is left before its pass": (workspace.Slab, "leave", "self._left = ", "moment = "),
+    "a slab is not waited for": (memory_plan.Slab, "enter", "follow(self._left, self._buffer)"),
+    "a slab is left before its pass": (memory_plan.Slab, "leave", "self._left = ", "moment = "),
     "a slab's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
     "an arrival is not waited for": (executor, "execute", "started.wait()"),
 }
@@ -69,7 +69,7 @@ def plant(monkeypatch: Any, seed: tuple[Any, ...]) -> None:
     bind(monkeypatch, True)
     seeded(monkeypatch, *seed)
     monkeypatch.setattr(loopback, "forked", streams.forked)
-    for module in (loopback, workspace):
+    for module in (loopback, memory_plan):
         monkeypatch.setattr(module, "follow", streams.follow)
     monkeypatch.setattr(forward_backward, "execute", executor.execute)
 

@@ -31,7 +31,7 @@ from cuda_model.watched import Watch, WatchedKernel
 import tilewise as tw
 from tilewise.decoding import kv_cache
 from tilewise.execution import problem
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.transport import streams
 from tilewise.transport.loopback import LoopbackGroup
 

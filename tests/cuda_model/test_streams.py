@@ -13,9 +13,10 @@ import torch
 from cuda_model.played_cuda import Clock, PlayedDevice, play
 from cuda_model.watched import Watch
 
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport import streams
 from tilewise.transport.loopback import LoopbackGroup, loopback
-from tilewise.transport.protocol import LAUNCHES_IN_FLIGHT, Message
+from tilewise.transport.protocol import Message
 
 
 class Named:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tilewise.decoding.chunk import Chunk, Growing
+from tilewise.decoding.chunk import Chunk
+from tilewise.masks.sequences import Growing
 
 FIRST = tw.Slices([((0, 40), (0, 3), "full")])
 FAR = tw.Window(4, 0) | FIRST & tw.Causal()

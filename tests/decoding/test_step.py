@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.decoding import kv_cache
 from tilewise.decoding.step import Place, Rank, reads
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.call_rows import Cut
 
 MASKS = {

@@ -10,8 +10,7 @@ from support.bound_passes import Case, Counting, on_ranks, uncounted
 
 import tilewise as tw
 from tilewise.execution import allocator, work
-from tilewise.execution.memory_plan import Request, Tape, places
-from tilewise.execution.workspace import Shelf
+from tilewise.execution.memory_plan import Request, Shelf, Tape, places
 from tilewise.kernels.merge import merge_into
 
 MASKS = {

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilewise as tw
 from tilewise.execution import problem
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.providers import kernel_named
+from tilewise.kernels.registry import kernel_named
 from tilewise.kernels.triton.merge import merge_rows
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.protocol import Message

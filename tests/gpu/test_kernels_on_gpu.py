@@ -14,7 +14,7 @@ from support.kernel_cases import CALLS, HEADS, SCALE, Answer, Case, call_of, den
 from support.triton_checks import MASKS, NUM_TOKENS
 
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import PROVIDERS, kernel_named
+from tilewise.kernels.registry import PROVIDERS, kernel_named
 from tilewise.tiles.calls import Call, Kind, Slice
 from tilewise.tiles.cover import tile_calls
 

@@ -6,8 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.kernels.providers import PROVIDERS, abilities, kernel_named
-from tilewise.kernels.registry import Use, choose, kernel_for, mask_kind, order, read_table, use_of
+from tilewise.kernels.registry import (
+    PROVIDERS,
+    Use,
+    abilities,
+    choose,
+    kernel_for,
+    kernel_named,
+    mask_kind,
+    order,
+    read_table,
+    use_of,
+)
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.masks.base import Causal, Full, Window
 from tilewise.tools import doctor

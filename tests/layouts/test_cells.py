@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, boundaries, layouts, masks
 
-from tilewise.layouts import joins, support
+from tilewise.layouts import cells as joins
+from tilewise.layouts import cells as support
 from tilewise.layouts.layout import Layout, contiguous, from_positions, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.tables import PerHead

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.tools.cli import app
-from tilewise.tools.cli.quantities import read_bytes, read_count, read_heads
+from tilewise.tools.cli.options import read_bytes, read_count, read_heads
 
 
 def test_a_narrow_terminal_gets_whole_numbers():

@@ -8,10 +8,9 @@ import pytest
 from support.described import machine, workload
 
 import tilewise as tw
-from tilewise.layouts.default import default_layout
-from tilewise.planning.bounds import moved_bound, shape_bound, steps_bound
+from tilewise.layouts.balanced import default_layout
+from tilewise.planning.bounds import least_bytes, moved_bound, shape_bound, steps_bound
 from tilewise.planning.candidate import Row
-from tilewise.planning.least_bytes import least_bytes
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
 from tilewise.planning.pass_model import Scene

@@ -12,9 +12,9 @@ from support.described import MACHINES, workload
 import tilewise as tw
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.plan.ir import Plan, RankStep
-from tilewise.simulation.halves import Halves
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
+from tilewise.simulation.zigzag_causal import Halves
 
 CAUSAL = tw.Causal()
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")

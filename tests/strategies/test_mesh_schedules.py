@@ -16,13 +16,12 @@ from tilewise.compiler.program import Free, Launch
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules import relaxed as relaxed_module
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats
+from tilewise.strategies.mesh_schedules.beam import least, search
+from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import Costs, moved, seconds_of
 from tilewise.strategies.mesh_schedules.optimal import optimum
 from tilewise.strategies.mesh_schedules.orders import least_held
-from tilewise.strategies.mesh_schedules.programs import least, search
 from tilewise.strategies.mesh_schedules.relaxed import relaxed
-from tilewise.strategies.mesh_schedules.stepwise import stepwise_beats
 
 FORWARD, BACKWARD = Costs(1, 2, 1, 0), Costs(2, 2, 1, 2)
 GQA, GQA_BACKWARD = Costs(1, 0.5, 1, 0), Costs(2, 0.5, 1, 0.5)

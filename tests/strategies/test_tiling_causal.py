@@ -13,9 +13,8 @@ from benchmarks.tiled import best_mesh
 from tilewise.compiler.program import Collective
 from tilewise.plan.builder import REACH
 from tilewise.plan.ir import Plan, Role
-from tilewise.strategies.tiling.causal.blocks import causal_blocks
-from tilewise.strategies.tiling.causal.rects import Rect, cells
-from tilewise.tools.mask_report.measuring import moved
+from tilewise.strategies.tiling.causal.blocks import Rect, causal_blocks, cells
+from tilewise.tools.mask_report.figures import moved
 
 CAUSAL = tw.Causal()
 HEADS = ((32, 32), (32, 8), (64, 8))

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.tiles.calls import Call, Kind, Slice, row_index, to_ranges
-from tilewise.tiles.cover import tile_calls, waste
+from tilewise.tiles.cover import tile_calls
 from tilewise.tiles.pieces import MAX_CELLS
+from tilewise.tools.mask_report.figures import waste
 
 
 def cells(call: Call) -> np.ndarray:

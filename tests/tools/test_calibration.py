@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.simulation.machine import Link
-from tilewise.tools.calibration.clock import Clock
 from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables
 from tilewise.tools.calibration.measure import Settings, calibrate
+from tilewise.tools.calibration.trial import Clock
 from tilewise.tools.cli import app
 from tilewise.tools.processes import run_ranks
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 import tilewise as tw
 from tilewise.expressions import STRATEGIES, read_mask, read_plan
 from tilewise.tools.cli import app, demo
-from tilewise.tools.cli.drawing import draw
 from tilewise.tools.cli.output import as_bytes
+from tilewise.tools.cli.show import draw
 
 PIECES = ("ring", "all_gather", "balanced_ring", "tree", "ulysses")
 

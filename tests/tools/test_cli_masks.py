@@ -12,10 +12,9 @@ from typer.testing import CliRunner, Result
 import tilewise as tw
 from tilewise.layouts.balanced import balanced
 from tilewise.tools.cli import app
-from tilewise.tools.cli.mask_text import as_blocks, as_signs
-from tilewise.tools.mask_report import mask_figures
-from tilewise.tools.mask_report.mask_figures import PLANS, Case, drawn, imbalance, load, planned
-from tilewise.tools.mask_report.mask_view import view
+from tilewise.tools.cli.mask import as_blocks, as_signs
+from tilewise.tools.mask_report import figures
+from tilewise.tools.mask_report.figures import PLANS, Case, drawn, imbalance, load, planned
 from tilewise.tools.mask_report.table import (
     Load,
     PatternRow,
@@ -25,6 +24,7 @@ from tilewise.tools.mask_report.table import (
     pattern_row,
     span,
 )
+from tilewise.tools.mask_report.view import view
 
 SMALL = ("--num-tokens", "1000", "--world-size", "3")
 CASE = Case(4, 1000, 4, 2, 16)
@@ -208,9 +208,9 @@ def test_only_what_is_drawn_differs_by_seed():
 
 
 def test_layouts_of_the_table_are_those_of_the_package():
-    for name, make in mask_figures.LAYOUTS.items():
+    for name, make in figures.LAYOUTS.items():
         if name != "balanced":
             assert make(tw.Causal(), 100, 4) == getattr(tw, name)(100, 4)
-    ours = mask_figures.LAYOUTS["balanced"]
+    ours = figures.LAYOUTS["balanced"]
     assert ours(tw.Causal(), 1000, 4) == balanced(tw.Causal(), 1000, 4)
     assert ours(tw.Causal(), 100, 4) == balanced(tw.Causal(), 100, 4, chunk=100)

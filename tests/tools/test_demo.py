@@ -10,7 +10,8 @@ import torch
 
 import tilewise as tw
 from tilewise.expressions import STRATEGIES
-from tilewise.tools import corpus, demo
+from tilewise.tools import demo
+from tilewise.tools import demo as corpus
 from tilewise.tools.processes import RankError, gather_yields, run_ranks
 
 

@@ -7,8 +7,7 @@ import pytest
 from matplotlib import image
 
 import tilewise as tw
-from tilewise.tools.mask_report.mask_picture import colours, draw, painted
-from tilewise.tools.mask_report.mask_view import owner_of_tokens, view
+from tilewise.tools.mask_report.view import colours, draw, owner_of_tokens, painted, view
 
 
 def test_cells_are_the_allowed_share_of_their_pairs():

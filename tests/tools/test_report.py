@@ -10,14 +10,21 @@ from support.report_pages import MACHINE, subject
 
 import tilewise as tw
 from tilewise.tools.report import assignment, plan_charts
-from tilewise.tools.report.axes import log_axis
-from tilewise.tools.report.chart import Chart, Figure, Tiles, Timeline
+from tilewise.tools.report.chart import (
+    Chart,
+    Figure,
+    Tiles,
+    Timeline,
+    count,
+    log_axis,
+    quantity,
+    times,
+)
 from tilewise.tools.report.page import Page, written
 from tilewise.tools.report.picture import draw, draw_timeline
 from tilewise.tools.report.plan_report import page_of
 from tilewise.tools.report.studies import Entry, Studies
 from tilewise.tools.report.timeline import timeline
-from tilewise.tools.report.units import count, quantity, times
 
 VOID = {"meta", "link", "img", "br"}
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from tilewise.arguments import must_be
 from tilewise.compiler.shards import everything_needed, shard_layouts, table_cells
+from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.support import Cell
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Rows, Side, Step, Tile, Transfer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout, from_positions
-from tilewise.layouts.support import Cell, cells
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, PlanError, Side

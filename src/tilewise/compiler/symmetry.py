@@ -18,9 +18,7 @@ from tilewise.compiler.shards import everything_needed
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import Plan, Side, own_shards
-from tilewise.plan.shifts import Shift, Symmetry, absolute, relative, span
-
-__all__ = ["Symmetry", "absolute", "all_alike", "find_symmetry", "relative"]
+from tilewise.plan.shifts import Shift, Symmetry, relative, span
 
 Array = np.ndarray
 

@@ -20,13 +20,10 @@ from tilewise.kernels.registry import kernel_for
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import head_groups
+from tilewise.plan.payload import check_dtype, head_groups
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for
-from tilewise.workload import check_dtype
-
-__all__ = ["KVCache"]
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]

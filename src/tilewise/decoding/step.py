@@ -15,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.lifetimes import Lifetimes
+from tilewise.compiler.liveness import Lifetimes
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.executor import execute
 from tilewise.execution.forward_backward import with_unit_stride
-from tilewise.execution.frame import Frame
 from tilewise.execution.partials import Tensors
 from tilewise.execution.pass_run import Run
 from tilewise.execution.problem import Problem
-from tilewise.execution.work import Forward
+from tilewise.execution.work import Forward, Frame
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
 from tilewise.masks.base import Mask

@@ -16,9 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tilewise.compiler.ledger import CALLERS, Ledger
-from tilewise.execution.memory_plan import Request, Tape
-from tilewise.execution.workspace import Shelf
+from tilewise.compiler.liveness import CALLERS, Ledger
+from tilewise.execution.memory_plan import Request, Shelf, Tape
 
 # On the CPU views bound ahead save nothing worth the memory that they keep.
 BOUND_DEVICES = ("cuda",)

@@ -1,8 +1,4 @@
-"""A tape: the buffers that a pass takes, in order, each with its place in one slab of memory.
-
-Buffers that are never needed together may share a place. It stands alone because it knows sizes
-and times only.
-"""
+"""Static memory planning: what a pass asks for is recorded once, placed in one buffer, and reused."""
 
 from __future__ import annotations
 
@@ -11,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.ledger import ALIGNMENT, aligned
+from tilewise.compiler.liveness import ALIGNMENT, aligned
+from tilewise.transport.streams import Moment, current_moment, follow
 
 Array = np.ndarray
 MOST_TRIES, MOST_PLACED = 32, 4096
@@ -164,3 +162,53 @@ def _lowest(low: Sequence[Array], high: Sequence[Array]) -> int:
     tops = np.maximum.accumulate(np.concatenate([[0], highs[order]]))
     nexts = np.append(lows[order], np.iinfo(np.int64).max)
     return int(tops[np.argmax(nexts >= tops)])
+
+
+class Slab:
+    """Memory that one pass at a time uses, and what tapes see of it."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._views: WeakKeyDictionary[Tape, list[Tensor]] = WeakKeyDictionary()
+        self._left: Moment | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    @torch.inference_mode(False)  # else later passes outside of it could not write
+    def enter(self, tape: Tape, device: torch.device) -> list[Tensor]:
+        """The buffers of a tape, for a pass that begins now on the current stream."""
+        if self._buffer is not None:
+            follow(self._left, self._buffer)
+        if self.num_bytes < tape.num_bytes:
+            self._views.clear()
+            self._buffer = None  # before the larger one is made
+            self._buffer = torch.empty(tape.num_bytes, dtype=torch.uint8, device=device)
+        views = self._views.get(tape)
+        if views is None:
+            whole = torch.empty(0, device=device) if self._buffer is None else self._buffer
+            views = self._views[tape] = tape.views(whole.view(torch.uint8))
+        return views
+
+    def leave(self) -> None:
+        """The pass has launched all that it does with the buffers."""
+        if self._buffer is not None:
+            self._left = current_moment(self._buffer.device)
+
+
+class Shelf:
+    """The slabs of one rank and device, as many as there were passes at once.
+
+    A pass takes one from the shelf and puts it back when it ends, so no two ever share one, of
+    whatever threads or layers they are. A pass that fails does not put its slab back.
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[Slab] = []
+
+    def take(self) -> Slab:
+        try:
+            return self.slabs.pop()
+        except IndexError:
+            return Slab()

@@ -8,18 +8,17 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from tilewise.compiler.lifetimes import Lifetimes, lifetimes
+from tilewise.compiler.liveness import Lifetimes, lifetimes
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program, arrivals
 from tilewise.compiler.pruning import prune_shards
 from tilewise.execution import allocator
 from tilewise.execution.allocator import Binding, Captured, Fresh, Lender
-from tilewise.execution.frame import Frame, packings
 from tilewise.execution.gather import Binder
+from tilewise.execution.memory_plan import Shelf
 from tilewise.execution.packing import Arena, Block
-from tilewise.execution.pass_work import PassWork
 from tilewise.execution.problem import Problem
-from tilewise.execution.workspace import Shelf
+from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Rows, Side

@@ -19,8 +19,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import Constant
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.payload import HeadGroups, head_groups
-from tilewise.workload import check_dtype, check_gathered, saving
+from tilewise.plan.payload import HeadGroups, check_dtype, check_gathered, head_groups, saving
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch.autograd.function import once_differentiable
 
-from tilewise.decoding.chunk import Growing
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import Call, Problem, agreement_fields, make_problem
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
+from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import ConstantType
 from tilewise.plan.ir import Plan

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.documents import checked_documents, gathered_documents
-from tilewise.integrations.hf_masks import documents_of, packs, parts, read_mask
-from tilewise.integrations.hf_refusals import check_model, refused_keyword, refused_model
+from tilewise.integrations.hf_masks import (
+    check_model,
+    documents_of,
+    packs,
+    parts,
+    read_mask,
+    refused_keyword,
+    refused_model,
+)
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for

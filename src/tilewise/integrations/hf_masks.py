@@ -1,19 +1,100 @@
-"""Mask functions of transformers, read as masks: by their structure, never by sampling pairs.
-
-transformers describes a layer's mask as nested closures of a few known functions. Each of them has
-one meaning; any other function is refused by name. What they say about packing is left out: they
-see this rank's rows alone, so documents come from the whole sequence (documents.py).
-"""
+"""What a transformers model asks of attention: its mask as ours, and what is refused."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from operator import and_, or_
 from typing import Any
 
+from torch import nn
+
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# What models pass on to their attention that says nothing about its result, or is read elsewhere.
+READ = frozenset(
+    (
+        *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
+        *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
+        *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
+        *("output_router_logits", "is_training"),
+    )
+)
+
+
+def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> str | None:
+    """Why a layer cannot be run as it asks; None if it can.
+
+    Args:
+        given: the keywords that the layer passes to its attention.
+    """
+    found = tuple(parts(mask))
+    for name, value in given.items():
+        match name, value:
+            case _, None | False if name != "is_causal":
+                continue
+            case "dropout", rate if rate == 0:
+                continue
+            case "sliding_window", w if Window(w - 1, None) in found or Window(w, w) in found:
+                continue
+            case "is_causal", causal if causal in (None, Causal() in found):
+                continue
+            case "cu_seq_lens_k", k if _same(k, given.get("cu_seq_lens_q")):
+                continue
+        if name not in READ:
+            return f"{name}={_shown(value)} cannot be honoured by tilewise; turn it off"
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return "output_attentions=True cannot be honoured by tilewise; turn it off"
+    return None
+
+
+def refused_model(config: Any) -> str | None:
+    """Why a model of this configuration cannot run with its sequence split; None if it can."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    model = MODEL_MAPPING.get(type(config), None)
+    name = type(config).__name__
+    if model is not None and not isinstance(model, tuple):
+        if getattr(model, "_is_stateful", False):
+            return f"{name}: the model carries a state along the sequence; tilewise splits it"
+        if not getattr(model, "_supports_attention_backend", False):
+            return (
+                f"{name}: the model's attention does not go through transformers' "
+                "AttentionInterface, so tilewise cannot reach it"
+            )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
+        return f"{name}: the model has cross attention, which tilewise does not run"
+    others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if others:
+        return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
+    if getattr(config, "attn_temperature_tuning", False):
+        return f"{name}: attn_temperature_tuning counts this rank's rows as positions"
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError if a model of transformers cannot run with its sequence split.
+
+    A model that reaches tilewise's attention is checked when it runs; one that never asks for it
+    (a state space model, a hand-written attention) can only be seen here.
+    """
+    config: Any = model.config
+    error = refused_model(config.get_text_config())
+    if error is None and not getattr(model, "_supports_attention_backend", False):
+        error = f"{type(model).__name__} does not use transformers' AttentionInterface"
+    if error:
+        raise ValueError(error)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return b is not None and a.tolist() == b.tolist()
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, int | float | str) else type(value).__name__
+
 
 MODULE = "transformers.masking_utils"
 

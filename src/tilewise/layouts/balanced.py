@@ -1,10 +1,4 @@
-"""Layouts that balance: equal tokens and equal areas when every rank computes its own rows.
-
-Components are ranges of rows and keys that no allowed pair connects: the documents of a document
-mask, the whole sequence of most others. They are halved into runs of rows that are even: all rows
-alike, or alike if they are taken from both ends at once ("folded", as zigzag does). Then it
-suffices to mix, on each rank, rows of heavy and of light runs in the right proportion.
-"""
+"""Layouts whose ranks have equal work under a mask (load balancing), and the layout by default."""
 
 from __future__ import annotations
 
@@ -15,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from tilewise.layouts.layout import Layout, Run, contiguous
-from tilewise.masks.base import Mask
+from tilewise.layouts.cells import cells
+from tilewise.layouts.layout import Layout, Run, contiguous, zigzag
+from tilewise.masks.base import Causal, Full, Mask
 from tilewise.masks.components import components, row_areas
 
 Owned = tuple[int, int, int]  # start, stop, rank
@@ -206,3 +201,22 @@ def _joined(owned: list[Owned]) -> list[Owned]:
         else:
             joined.append((start, stop, rank))
     return joined
+
+
+ZIGZAG_LEVEL = 1.03
+"""max / mean of the ranks' work up to which a layout counts as level."""
+
+
+def default_layout(mask: Mask, num_tokens: int, world_size: int) -> Layout:
+    """Contiguous for Full; zigzag for Causal, and where it is level; else balanced."""
+    if isinstance(mask, Full):
+        return contiguous(num_tokens, world_size)
+    layout = zigzag(num_tokens, world_size)
+    if isinstance(mask, Causal):
+        return layout
+    work = [0] * world_size
+    for (rank, _), cell in cells(mask, layout, layout).items():
+        work[rank] += cell.area
+    if max(work) * world_size <= ZIGZAG_LEVEL * sum(work):
+        return layout
+    return balanced(mask, num_tokens, world_size, chunk=max(1, min(128, num_tokens // world_size)))

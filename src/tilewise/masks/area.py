@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike
 
 from tilewise.masks.strips import LIMIT, Strips, expand
 
-__all__ = ["area", "areas", "clipped", "coverage"]
-
 Array = np.ndarray
 INT64_SAFE = 2**61
 CELLS_AT_ONCE = 2**19  # a working set of a few MB

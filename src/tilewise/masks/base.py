@@ -24,19 +24,6 @@ from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import Constant
 
-__all__ = [
-    "And",
-    "Causal",
-    "Document",
-    "Full",
-    "Mask",
-    "Or",
-    "Window",
-    "as_ints",
-    "digest",
-    "positions",
-]
-
 Array = np.ndarray
 
 

@@ -12,11 +12,8 @@ import numpy as np
 from tilewise.masks import strips
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
-from tilewise.strategies.tiling.regions import Grid, Table, Triangle
 
 Array = np.ndarray
-CELLS = 1024  # of the grid's lines on either side, over all components
-LEAST = 8  # lines of a component, if it has so many rows
 
 
 def documents(mask: Mask, num_tokens: int) -> Array | None:
@@ -65,17 +62,3 @@ def components(mask: Mask, num_tokens: int) -> Array:
         np.subtract.at(crossed, np.maximum(last, first + 1), 1)
     free = np.flatnonzero(np.cumsum(crossed) == 0)
     return np.unique([0, *free.tolist(), num_tokens])
-
-
-def tables(mask: Mask, num_tokens: int) -> list[Table]:
-    """Every component as a table that can be cut: closed forms for causal documents, else grids."""
-    cu = documents(mask, num_tokens)
-    if cu is not None:
-        return [Triangle(m) for m in np.diff(cu).tolist()]
-    edges = components(mask, num_tokens)
-    found: list[Table] = []
-    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        lines = min(stop - start, max(LEAST, CELLS * (stop - start) // num_tokens))
-        at = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
-        found.append(Grid(np.asarray(mask.areas(at, at), float), at))
-    return found

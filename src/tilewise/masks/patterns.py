@@ -1,40 +1,43 @@
-"""The fourteen patterns of the long-context attention benchmark, as compositions of plain masks.
-
-Source: arXiv 2510.17896, by the paper's definitions. Its published code departs from them in
-places (windows counted by half, the strips of the global mask, prefixes off by one), so every
-pattern here is tested pair by pair against its definition.
-"""
+"""The mask patterns of the Long-Context Attention Benchmark and their like, as functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tilewise.masks import draws, lengths
+from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.tables import Blocks, PerHead, Slices
 
-__all__ = [
-    "NAMES",
-    "block_causal_document",
-    "block_sparse",
-    "block_sparse_variable",
-    "causal",
-    "causal_blockwise",
-    "causal_document",
-    "full",
-    "full_document",
-    "global_sliding_window",
-    "prefix_lm_causal",
-    "prefix_lm_document",
-    "random",
-    "share_question",
-    "sliding_window",
-    "sliding_window_causal",
-]
+
+def top_blocks(
+    shape: tuple[int, int], num_kv_heads: int | None, share: float, rng: np.random.Generator
+) -> np.ndarray:
+    """The highest of random scores: the same number of key blocks for every query block."""
+    whole = shape if num_kv_heads is None else (num_kv_heads, *shape)
+    count = max(1, int(share * shape[1]))
+    best = np.argpartition(rng.random(whole), shape[1] - count, axis=-1)[..., shape[1] - count :]
+    table = np.zeros(whole, bool)
+    np.put_along_axis(table, best, True, axis=-1)
+    return table
+
+
+def block_edges(num_tokens: int, rng: np.random.Generator) -> list[int]:
+    """Blocks of 128 to 1024 tokens, the last one cut."""
+    sizes = rng.integers(128, 1025, -(-num_tokens // 128))
+    ends = np.cumsum(sizes)
+    return [0, *ends[ends < num_tokens].tolist(), num_tokens]
+
+
+def prefixes_for(cu: Sequence[int], rng: np.random.Generator) -> list[int]:
+    """One length up to the first document's, cut to each document's own."""
+    first = cu[1] if len(cu) > 1 else 0
+    prefix = int(rng.integers(min(1, first), first + 1))
+    return [min(prefix, stop - start) for start, stop in pairwise(cu)]
+
 
 NAMES = (
     "full",
@@ -238,7 +241,7 @@ def _draw(name: str, num_tokens: int, cu: tuple[int, ...], rng: np.random.Genera
         case "prefix_lm_causal":
             return prefix_lm_causal(num_tokens, int(rng.integers(1, num_tokens + 1)))
         case "prefix_lm_document":
-            return prefix_lm_document(cu, draws.prefixes_for(cu, rng))
+            return prefix_lm_document(cu, prefixes_for(cu, rng))
         case "block_causal_document":
             return block_causal_document(cu, BLOCK)
     raise AssertionError(name)
@@ -250,12 +253,10 @@ def _draw_blocks(
     if name == "block_sparse_uniform":
         block = int(rng.choice((64, 128)))
         count = -(-num_tokens // block)
-        return block_sparse(draws.top_blocks((count, count), num_kv_heads, share, rng), block)
-    q_edges, k_edges = draws.block_edges(num_tokens, rng), draws.block_edges(num_tokens, rng)
+        return block_sparse(top_blocks((count, count), num_kv_heads, share, rng), block)
+    q_edges, k_edges = block_edges(num_tokens, rng), block_edges(num_tokens, rng)
     shape = len(q_edges) - 1, len(k_edges) - 1
-    return block_sparse_variable(
-        draws.top_blocks(shape, num_kv_heads, share, rng), q_edges, k_edges
-    )
+    return block_sparse_variable(top_blocks(shape, num_kv_heads, share, rng), q_edges, k_edges)
 
 
 def _by_head(table: np.ndarray, make: Callable[[np.ndarray], Mask]) -> Mask:

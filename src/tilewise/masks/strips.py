@@ -19,20 +19,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = [
-    "LIMIT",
-    "Strips",
-    "bands",
-    "coalesce",
-    "complement",
-    "expand",
-    "first_overlap",
-    "intersect",
-    "make",
-    "overlaps",
-    "union",
-]
-
 LIMIT = (
     2**40
 )  # positions are in [0, LIMIT): past any sequence, and products of slopes stay in int64

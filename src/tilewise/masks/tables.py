@@ -18,8 +18,6 @@ from tilewise.masks import strips
 from tilewise.masks.base import And, Mask, Or, as_ints, digest, positions
 from tilewise.masks.strips import Strips
 
-__all__ = ["Blocks", "PerHead", "Slices"]
-
 Array = np.ndarray
 Slice = tuple[tuple[int, int], tuple[int, int], str]
 KINDS = ("full", "causal", "invcausal", "bicausal")

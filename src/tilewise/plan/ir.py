@@ -1,35 +1,72 @@
-"""The plan: who computes which tile when, and which values travel when, for all ranks.
+"""A plan: which rank computes which tiles of the query x key table, and what travels when.
 
-A plan is the one thing a strategy produces and the only thing that the checker, the lowering, the
-executor and the simulator read. It knows no mask, no token and no tensor: shards are numbers.
+Two sides (Q, KV) and two roles (operand, partial) name all that can travel. No torch.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from tilewise.opaque import Constant
-from tilewise.plan.items import Item, Role, Rows, Side, Transfer, transfer_order
 
-__all__ = [
-    "Item",
-    "Owners",
-    "Plan",
-    "PlanError",
-    "RankStep",
-    "Role",
-    "Rows",
-    "Side",
-    "Step",
-    "Tile",
-    "Transfer",
-    "own_shards",
-    "transfer_order",
-]
+Rows = tuple[tuple[int, int], ...]
+"""Half-open ranges of local rows of a shard, ascending and disjoint."""
+
+
+class Side(IntEnum):
+    """Which side of the query x key table an item belongs to."""
+
+    Q = 0
+    KV = 1
+
+    __hash__ = int.__hash__  # items are dictionary keys everywhere: Enum's own hash is slow
+
+
+class Role(IntEnum):
+    """What a travelling value is, and so what its arrival means.
+
+    OPERAND is copied. PARTIAL moves, and is merged into what the receiver has of it. RESULT is a
+    finished partial that its home copies to the other holders of a replicated shard.
+    """
+
+    OPERAND = 0
+    PARTIAL = 1
+    RESULT = 2
+
+    __hash__ = int.__hash__
+
+
+class Item(NamedTuple):
+    """What can travel: one role of one shard of one side, for one head group."""
+
+    side: Side
+    role: Role
+    shard: int
+    heads: int = 0
+
+    def __str__(self) -> str:
+        stem = {Role.OPERAND: "", Role.PARTIAL: "*", Role.RESULT: "!"}[self.role]
+        group = f"/{self.heads}" if self.heads else ""
+        return f"{self.side.name.lower()}{self.shard}{group}{stem}"
+
+
+class Transfer(NamedTuple):
+    """One hop of an item between two ranks; rows None means the whole shard."""
+
+    item: Item
+    src: int
+    dst: int
+    rows: Rows | None = None
+
+
+def transfer_order(transfer: Transfer) -> tuple:
+    """The canonical order of a step's transfers, in which both ends of a pair post them."""
+    return transfer.item, transfer.src, transfer.dst, transfer.rows or ()
 
 
 class Tile(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.plan.ir import Item, Role, Side
+from tilewise.plan.ir import Item, Plan, Role, Side
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
 
@@ -136,3 +136,32 @@ def head_groups(num_heads: int, num_kv_heads: int, groups: int) -> HeadGroups:
             f"degrees that work: {', '.join(map(str, good))}"
         )
     return HeadGroups(num_heads, num_kv_heads, groups)
+
+
+def saving(plan: Plan, save: str | None) -> str:
+    """What backward does about operands: "replay" their transfers, or use those "gathered"."""
+    check_save(save)
+    return save or plan.default_save
+
+
+def check_save(save: str | None) -> None:
+    if save not in (None, "replay", "gathered"):
+        raise ValueError(f"save ({save!r}) must be 'replay' or 'gathered'")
+
+
+def check_gathered(plan: Plan, backward_plan: Plan) -> None:
+    """Operands gathered by one plan serve only the same plan in backward."""
+    if backward_plan != plan:
+        raise ValueError(
+            "save='gathered' needs the same plan in backward, not "
+            f"{plan.name} and {backward_plan.name}; use save='replay'"
+        )
+
+
+def check_dtype(what: str, name: str) -> None:
+    try:
+        ITEM_BYTES(name)
+    except KeyError:
+        raise ValueError(
+            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
+        ) from None

@@ -1,15 +1,19 @@
-"""A candidate: everything that a run of attention needs, and what it was predicted to take."""
+"""A candidate: what a search found, with its figures; read from and written to a file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
+from tilewise.plan.payload import check_dtype, head_groups
 from tilewise.planning import candidate_format
-from tilewise.simulation.machine import Machine
+from tilewise.simulation.machine import Machine, read_machine
 from tilewise.workload import Workload
 
 
@@ -127,3 +131,95 @@ PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
     *("bytes_by_link", "peak_bytes"),
 )
+
+
+def load_candidate(path: str | Path) -> Candidate:
+    """The candidate that to_json wrote.
+
+    Raises:
+        ValueError: naming the file and the entry that is wrong: no JSON, an entry that is missing,
+            a plan for another world, one that does not compute attention, heads that it cannot
+            split.
+        OSError: if the file cannot be read.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no complete JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{path} is no candidate: its format is {found!r}, not {FORMAT!r}")
+    return _candidate(data, str(path))
+
+
+def _candidate(data: dict[str, Any], path: str) -> Candidate:
+    world_size = _whole(data, "world_size", path)
+    with _reading(path, "layout"):
+        num_tokens = int(data["workload"]["num_tokens"])
+        layout = candidate_format.read_layout(data["layout"], num_tokens, world_size)
+    with _reading(path, "workload"):
+        work = candidate_format.read_workload(data["workload"], layout)
+    with _reading(path, "save and wire_dtype"):
+        check_dtype("wire_dtype", data["wire_dtype"])
+        plain = data["save"]
+        if plain not in ("replay", "gathered"):
+            raise ValueError(f"save ({plain!r}) must be 'replay' or 'gathered'")
+    plans = [_plan(data, name, work, plain, path) for name in ("plan", "backward_plan")]
+    plan, backward = plans[0], plans[1] or plans[0]
+    assert plan and backward
+    with _reading(path, "backward_plan"):
+        if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
+            raise ValueError(f"{backward.name} and {plan.name} own shards differently")
+        if plain == "gathered" and backward is not plan:
+            raise ValueError("save='gathered' needs the same plan in backward")
+    with _reading(path, "machine"):
+        machine = read_machine("\n".join(data["machine"]), "TOML")
+    with _reading(path, "predicted, distances and rows"):
+        told = data["predicted"]
+        return Candidate(
+            work,
+            machine,
+            str(data["strategy"]),
+            plan,
+            backward,
+            layout,
+            plain,
+            data["wire_dtype"],
+            float(told["forward_seconds"]),
+            float(told["backward_seconds"]),
+            float(told["exposed_seconds"]),
+            {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
+            int(told["peak_bytes"]),
+            Distances(**data["distances"]),
+            str(data["reason"]),
+            tuple(Row(**row) for row in data["rows"]),
+        )
+
+
+def _plan(data: dict[str, Any], name: str, work: Workload, save: str, path: str) -> Plan | None:
+    with _reading(path, name):
+        if data[name] is None and name == "backward_plan":
+            return None
+        world_size = data["world_size"]
+        where = work.mask, work.layout_for(world_size)
+        plan = candidate_format.read_plan(data[name], world_size, save, where)
+        head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
+        return plan
+
+
+def _whole(data: dict[str, Any], name: str, path: str) -> int:
+    value = data.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path}: {name} ({value!r}) must be a whole number, at least 1")
+    return value
+
+
+@contextmanager
+def _reading(path: str, entry: str) -> Iterator[None]:
+    """Errors of the block name the file and the entry."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path}: {entry} lacks {error}") from None
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path}: {entry}: {error}") from None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.layouts.support import cells
+from tilewise.layouts.cells import cells
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
 from tilewise.plan.row_ranges import count
 from tilewise.planning.bounds import SAFE

@@ -1,12 +1,13 @@
-"""One pass of a workload on a machine, seen by those who weigh plans for it."""
+"""What a search knows of one pass of its workload on its machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilewise.compiler.symmetry import all_alike
 from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
@@ -15,7 +16,26 @@ from tilewise.simulation.machine import Kernel, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.strategies.ring import ring
-from tilewise.workload import Workload
+from tilewise.workload import LAYOUTS, Workload
+
+
+def evened(work: Workload, world_size: int) -> Workload:
+    """The workload with the next multiple of twice the ranks as its number of tokens.
+
+    As it is if that makes ranks no more alike: for other masks than full and causal ones, and for
+    layouts that are made otherwise.
+    """
+    layout = work.layout_for(world_size)
+    tokens = -(-work.num_tokens // (2 * world_size)) * 2 * world_size
+    named = dict(LAYOUTS).get(layout.name)
+    if tokens == work.num_tokens or named is None or not isinstance(work.mask, Full | Causal):
+        return work
+    if layout != named(work.num_tokens, world_size):
+        return work
+    even = named(tokens, world_size)
+    if all_alike(ring(world_size), work.mask, (even, even)) is None:
+        return work
+    return replace(work, num_tokens=tokens, layout=even)
 
 
 @dataclass(frozen=True)

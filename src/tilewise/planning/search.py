@@ -15,13 +15,12 @@ from functools import lru_cache
 from tilewise.arguments import must_be
 from tilewise.plan.gc_pause import collector_at_rest
 from tilewise.plan.ir import Plan
-from tilewise.planning.bounds import least_seconds
+from tilewise.planning.bounds import least_bytes, least_seconds
 from tilewise.planning.candidate import Candidate, Distances
 from tilewise.planning.candidate_format import with_save
-from tilewise.planning.evening import evened
-from tilewise.planning.least_bytes import least_bytes
 from tilewise.planning.options import EVERY_RANK, options
 from tilewise.planning.pairs import Effort, Pair, Pairs
+from tilewise.planning.pass_model import evened
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS, Simulation

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewise.compiler.symmetry import Symmetry
 from tilewise.plan.ir import Plan
+from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, steps_bound
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option

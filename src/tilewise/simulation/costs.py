@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.support import Cell
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
 from tilewise.plan.row_ranges import count

@@ -18,10 +18,9 @@ from tilewise.compiler.program import Program
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import ITEM_BYTES, accumulator
 from tilewise.simulation.copies import Copies, copies, whole
-from tilewise.simulation.halves import Halves
-from tilewise.simulation.members import Members
 from tilewise.simulation.setting import Setting
 from tilewise.simulation.walk import Look, Walk
+from tilewise.simulation.zigzag_causal import Halves, Members
 
 LOOKS = 8
 """Tiles that are looked at for what they copy: those that may take most."""

@@ -6,7 +6,7 @@ each.
 
 from __future__ import annotations
 
-from tilewise.compiler.symmetry import Symmetry
+from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.fair_share import Route
 from tilewise.simulation.machine import Link, Machine
 

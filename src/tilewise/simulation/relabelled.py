@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait
-from tilewise.plan.ir import Plan, Tile
-from tilewise.plan.items import Item, Role, Side, Transfer
+from tilewise.plan.ir import Item, Plan, Role, Side, Tile, Transfer
 from tilewise.plan.shifts import absolutes
 from tilewise.simulation.costs import Costs
-from tilewise.simulation.halves import Halves
 from tilewise.simulation.network import Network
 from tilewise.simulation.timeline_ops import (
     LOST,
@@ -29,6 +27,7 @@ from tilewise.simulation.timeline_ops import (
     Score,
     Track,
 )
+from tilewise.simulation.zigzag_causal import Halves
 
 Array = np.ndarray
 

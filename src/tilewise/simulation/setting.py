@@ -10,9 +10,9 @@ from typing import NamedTuple
 from tilewise.compiler.shards import everything_needed
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import Payload, head_groups
+from tilewise.plan.payload import Payload, head_groups, saving
 from tilewise.tiles.call_rows import Cut, Table
-from tilewise.workload import Workload, saving
+from tilewise.workload import Workload
 
 
 class Setting(NamedTuple):

@@ -18,19 +18,21 @@ from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program
 from tilewise.compiler.pruning import prune_shards
 from tilewise.compiler.shards import check_made_for, shard_layouts, table_cells
-from tilewise.compiler.symmetry import Symmetry, all_alike, find_symmetry
+from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.plan.ir import Plan
+from tilewise.plan.payload import check_gathered, saving
+from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.chrome_trace import trace_text
 from tilewise.simulation.costs import Costs
 from tilewise.simulation.engine import RankUse, Replay, Timeline
 from tilewise.simulation.footprint import written_peaks
-from tilewise.simulation.halves import Halves
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.relabelled import compile_relabelled
 from tilewise.simulation.setting import setting_of
 from tilewise.simulation.timeline_ops import compile_tracks
-from tilewise.workload import Workload, check_gathered, saving
+from tilewise.simulation.zigzag_causal import Halves
+from tilewise.workload import Workload
 
 EXACT_RANKS = 64
 """Up to so many ranks every one is simulated as pruned under a causal mask."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tilewise.compiler.ledger import CALLERS, Ledger, aligned
-from tilewise.compiler.lifetimes import lifetimes
+from tilewise.compiler.liveness import CALLERS, Ledger, aligned, lifetimes
 from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait, arrivals
 from tilewise.masks.base import Causal
 from tilewise.plan.builder import operand, partial

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tilewise.compiler.side_by_side import Group, SideBySide
-from tilewise.plan.items import Item, Side
+from tilewise.execution.partials import Group, SideBySide
+from tilewise.plan.ir import Item, Side
 
 
 class WalkedTotals(SideBySide):

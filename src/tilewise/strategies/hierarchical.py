@@ -1,38 +1,181 @@
-"""Hierarchical: one plan between nodes, another inside each of them.
-
-    outer = mesh(4, q_tile=2)           inner = ring(2)       cell ((I, i), (J, j)) is computed in
-         kv0   kv1   kv2   kv3               kv0 kv1          the node that outer names for (I, J),
-    q0  node0 node1 node0 node1         q0    r0  r0          by the rank that inner names for
-    q1  node0 node1 node0 node1         q1    r1  r1          (i, j)
-    q2  node2 node3 node2 node3
-    q3  node2 node3 node2 node3
-
-Between nodes a shard travels from a rank to the one in the same place of another node, so that
-every NIC carries its own; from there it goes round the node, once. Partials go the way back: they
-are summed inside the node before they leave it.
-Source: a ring of rings is LoongTrain's double ring (arXiv 2406.18485); the tile of whole nodes is
-Mesh-Attention's (arXiv 2512.20968) at the level of nodes.
-"""
+"""A plan between groups of ranks, and another one inside each group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
 
+from tilewise.arguments import must_be
 from tilewise.plan.builder import Script
-from tilewise.plan.ir import Plan, RankStep, Role, own_shards
-from tilewise.strategies.nesting import (
-    Clock,
-    beats_of,
-    check_alike,
-    check_nests,
-    check_reads_its_own,
-    compute,
-    joined,
-    kinds_of,
-    make_clock,
-    post,
-    rounds_of,
-)
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer, own_shards
+
+Shards = tuple[tuple[int, ...], ...]
+"""Per side, shards of the outer plan."""
+
+Beat = tuple[bool, frozenset[tuple[Side, Role]]]
+"""Whether a step of the inner plan has tiles, and what moves in it."""
+
+
+def check_nests(outer: Plan, inner: Plan) -> None:
+    """Raise ValueError for plans that have no place in another."""
+    for what, plan in (("outer", outer), ("inner", inner)):
+        must_be(Plan, what, plan)
+        if plan.num_head_groups > 1:
+            raise ValueError(
+                f"hierarchical splits no heads, but its {what} plan is {plan.name}; "
+                "write ulysses(degree, inner=hierarchical(...))"
+            )
+        if plan.owners != own_shards(plan.world_size) or plan.cuts or plan.made_for:
+            raise ValueError(
+                f"hierarchical needs an {what} plan in which rank r owns shard r, for any mask, "
+                f"not {plan.name}"
+            )
+
+
+class Round(NamedTuple):
+    """One outer step of a node: its tiles, in outer's shards.
+
+    Attributes:
+        read: the shards that no tile read before.
+        filled: the shards that no tile adds to later.
+    """
+
+    tiles: tuple[Tile, ...]
+    read: Shards
+    filled: Shards
+
+
+class Clock(NamedTuple):
+    """When what happens: the same on all ranks, so that both ends of a hop know it.
+
+    Attributes:
+        kinds: of every outer step up to the last tiles, "rest": no tiles; "move": inner's steps;
+            "call": nothing moves in the node, and a rank's tiles are one call.
+        starts: the steps at which they begin and the last one ends.
+        beats: inner's steps.
+        first: the inner step of the first tiles.
+        lags: per side, so many steps later do partials leave a node, in which they are summed.
+    """
+
+    kinds: tuple[str, ...]
+    starts: tuple[int, ...]
+    beats: tuple[Beat, ...]
+    first: int
+    lags: tuple[int, ...]
+
+    def begin(self, number: int) -> int:
+        """The step at which an outer step begins."""
+        last = len(self.kinds)
+        return self.starts[number] if number < last else self.starts[last] + number - last
+
+
+def make_clock(outer: Plan, inner: Plan) -> Clock:
+    beats = beats_of(inner.rank_steps(0))
+    kinds = kinds_of(rounds_of(outer.rank_steps(0)), beats)
+    computing = [number for number, (tiles, _) in enumerate(beats) if tiles]
+    first, span = computing[0], computing[-1] - computing[0] + 1
+    starts = accumulate((span if kind == "move" else 1 for kind in kinds), initial=0)
+
+    def lag(side: Side) -> int:
+        hops = [number for number, (_, parts) in enumerate(beats) if (side, Role.PARTIAL) in parts]
+        return max([first, *(number + 1 - span for number in hops)])
+
+    return Clock(kinds, tuple(starts), beats, first, tuple(map(lag, Side)))
+
+
+def beats_of(steps: tuple[RankStep, ...]) -> tuple[Beat, ...]:
+    return tuple(
+        (bool(tiles), frozenset(hop.item[:2] for hop in (*sends, *recvs)))
+        for tiles, sends, recvs in steps
+    )
+
+
+def kinds_of(rounds: list[Round], beats: tuple[Beat, ...]) -> tuple[str, ...]:
+    moving = {side for _, parts in beats for side, _ in parts}
+
+    def kind(work: Round) -> str:
+        if not work.tiles:
+            return "rest"
+        return "move" if any(work.read[x] or work.filled[x] for x in moving) else "call"
+
+    kinds = [kind(work) for work in rounds]
+    while kinds[-1] == "rest":
+        kinds.pop()
+    return tuple(kinds)
+
+
+def rounds_of(steps: tuple[RankStep, ...]) -> list[Round]:
+    used = [
+        (
+            tuple(dict.fromkeys(shard for tile in tiles for shard in tile.q)),
+            tuple(dict.fromkeys(shard for tile in tiles for shard in tile.kv)),
+        )
+        for tiles, _, _ in steps
+    ]
+    read, filled = _first_uses(used), _first_uses(used[::-1])[::-1]
+    return [Round(step.tiles, r, f) for step, r, f in zip(steps, read, filled, strict=True)]
+
+
+def _first_uses(used: list[Shards]) -> list[Shards]:
+    """Of every step the shards that no step before it uses."""
+    seen: tuple[set[int], ...] = tuple(set() for _ in Side)
+    found = []
+    for shards in used:
+        found.append(tuple(tuple(s for s in shards[x] if s not in seen[x]) for x in Side))
+        for side in Side:
+            seen[side].update(shards[side])
+    return found
+
+
+def post(s: Script, hop: Transfer, shard: int, place: tuple[int, int]) -> None:
+    """Write a rank's end of a hop between its plan's ranks r, here factor * r + offset."""
+    factor, offset = place
+    if hop.rows is not None:
+        raise ValueError("hierarchical needs plans that are not pruned; prune its result")
+    src, dst = factor * hop.src + offset, factor * hop.dst + offset
+    item = Item(hop.item.side, hop.item.role, shard)
+    s.send(item, dst) if src == s.rank else s.recv(item, src)
+
+
+def compute(s: Script, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
+    """Every outer tile: of each of its shards what an inner tile has."""
+    for tile, part in product(outer, inner):
+        s.tile(
+            [x * size + y for x in tile.q for y in part.q],
+            [x * size + y for x in tile.kv for y in part.kv],
+        )
+
+
+def joined(steps: tuple[RankStep, ...]) -> list[Tile]:
+    """All of a rank's tiles as few: query shards that meet the same KV shards together."""
+    columns: dict[int, set[int]] = {}
+    for step in steps:
+        for tile in step.tiles:
+            for q in tile.q:
+                columns.setdefault(q, set()).update(tile.kv)
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for q, kv in columns.items():
+        rows.setdefault(tuple(sorted(kv)), []).append(q)
+    return [Tile(tuple(sorted(q)), kv) for kv, q in rows.items()]
+
+
+def check_alike(plan: Plan, alike: bool) -> None:
+    if not alike:
+        raise ValueError(
+            f"hierarchical needs plans whose ranks all compute in the same steps, not {plan.name}"
+        )
+
+
+def check_reads_its_own(inner: Plan, local: int, steps: tuple[RankStep, ...]) -> None:
+    """What arrives at a rank from other nodes must be for it too, or it could go past it."""
+    tiles = [tile for step in steps for tile in step.tiles]
+    for side in Side:
+        if not any(local in (tile.q, tile.kv)[side] for tile in tiles):
+            raise ValueError(
+                f"hierarchical needs an inner plan in which every rank reads its own shards; in "
+                f"{inner.name} rank {local} does not read {side.name.lower()}{local}"
+            )
 
 
 def hierarchical(outer: Plan, inner: Plan) -> Plan:

@@ -15,10 +15,9 @@ from math import inf
 
 from tilewise.plan.builder import Script, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, own_shards
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats
+from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import Beat, Costs
 from tilewise.strategies.mesh_schedules.orders import least_held
-from tilewise.strategies.mesh_schedules.stepwise import stepwise_beats
 
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")
 

@@ -8,8 +8,8 @@ Source: the group cast of MagiAttention (SandAI 2025).
 from __future__ import annotations
 
 from tilewise.arguments import must_be
+from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.support import cells
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import Script, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Rows, Side, own_shards

@@ -14,42 +14,11 @@ import numpy as np
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
 from tilewise.tiles.calls import Call, Kind, Ranges, Slice, count_rows, to_ranges
-from tilewise.tiles.grouping import group
 from tilewise.tiles.intervals import Region, region
-from tilewise.tiles.pieces import Piece, cover
+from tilewise.tiles.pieces import Piece, cover, group
 
 MANY_SLICES = 64  # from here on a tile is looked at more closely
 MAX_PAIRS = 1024  # of arithmetic progressions that a tile may be cut into
-
-
-class Waste(NamedTuple):
-    """What a tile's calls cost beside what its mask allows."""
-
-    num_calls: int
-    num_slices: int
-    computed: int
-    allowed: int
-
-    @property
-    def ratio(self) -> float:
-        """computed / allowed cells; 1 where nothing is allowed and nothing computed."""
-        return self.computed / self.allowed if self.allowed else 1.0 + self.computed
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_calls} calls, {self.num_slices} slices, {self.computed:,} cells computed "
-            f"for {self.allowed:,} allowed ({self.ratio:.3f})"
-        )
-
-
-def waste(calls: tuple[Call, ...], area: int) -> Waste:
-    """Computed beside allowed cells; a causal call computes its triangle, SLICES its rectangle.
-
-    Args:
-        area: allowed pairs of the tile (of several tiles: concatenate calls and add areas).
-    """
-    slices = sum(len(call.slices) for call in calls)
-    return Waste(len(calls), slices, sum(call.computed for call in calls), int(area))
 
 
 def tile_calls(

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.nn import attention
 
-from tilewise.kernels.providers import PROVIDERS, abilities
-
-__all__ = ["Finding", "examine"]
+from tilewise.kernels.registry import PROVIDERS, abilities
 
 # What an extra adds: extra's name in pyproject.toml, the module that it brings, what that is for.
 EXTRAS = (

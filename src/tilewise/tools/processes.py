@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankFailure", "gather_yields", "run_ranks"]
-
 
 class RankFailure(NamedTuple):
     """How one rank failed.

@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.cooperative_threads import Baton
-from tilewise.transport.protocol import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
+from tilewise.transport.protocol import Handle, Message, travelling
 from tilewise.transport.streams import (
     Moment,
     Stream,

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, warm_up
 from tilewise.transport.nodes import local_world_size, node_size_of
-from tilewise.transport.protocol import LAUNCHES_IN_FLIGHT, Handle, Message, travelling
+from tilewise.transport.protocol import Handle, Message, travelling
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000

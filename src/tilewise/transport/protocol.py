@@ -9,10 +9,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-
-__all__ = ["LAUNCHES_IN_FLIGHT", "Handle", "Message", "Transport", "travelling"]
-
 
 class Message(NamedTuple):
     """One tensor on its way to or from one peer.

@@ -11,8 +11,6 @@ from torch import Tensor
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
 
-__all__ = ["Handle", "LocalTransport", "Message", "Transport", "transport_for"]
-
 
 class LocalTransport:
     """A world of one: nothing travels."""

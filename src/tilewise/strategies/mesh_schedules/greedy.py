@@ -1,10 +1,4 @@
-"""Steps of a mesh tile that are never far from the best, whatever the machine.
-
-Every rank runs one schedule in local indices, so each hop is matched everywhere: block (k, c) is
-the k-th query shard against the c-th KV shard to arrive, row 0 and column 0 are the rank's own.
-Source: Mesh-Attention (arXiv 2512.20968), section 4; sends of row 0 and column 0 are left out.
-Departs from it: many schedules are made and timed by the model of pacing.py, the best is taken.
-"""
+"""Greedy schedules of a mesh tile: step by step, as the Mesh-Attention paper has them."""
 
 from __future__ import annotations
 
@@ -13,11 +7,55 @@ from functools import lru_cache
 from itertools import islice, product
 from math import inf
 
+from tilewise.strategies.mesh_schedules.beam import search
 from tilewise.strategies.mesh_schedules.list_scheduling import Pace, Pacer
-from tilewise.strategies.mesh_schedules.model import Beat, Costs, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import (
+    Beat,
+    Block,
+    Costs,
+    moved,
+    rectangles,
+    seconds_of,
+)
 from tilewise.strategies.mesh_schedules.orders import orders
-from tilewise.strategies.mesh_schedules.programs import search
-from tilewise.strategies.mesh_schedules.stepwise import stepwise_beats
+
+
+def stepwise_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Beat]:
+    """The steps of a tile that computes every block as soon as it can.
+
+    Args:
+        order: "eager" receives what unlocks most blocks per byte, "kv_first" KV first.
+    """
+    x = y = 1
+    rows_sent = columns_sent = 0
+    waiting: list[Block] = [(0, 0)]
+    done: set[Block] = set()
+    unlock_q, unlock_kv = costs.q + costs.q_partial, costs.kv + costs.kv_partial
+    beats: list[Beat] = []
+    while len(done) < rows * columns or rows_sent < rows - 1 or columns_sent < columns - 1:
+        q = kv = q_partial = kv_partial = 0
+        if y < columns and (x == rows or order == "kv_first" or x * unlock_q >= y * unlock_kv):
+            kv = y
+        elif x < rows:
+            q = x
+        if rows_sent < rows - 1 and all((rows_sent + 1, c) in done for c in range(columns)):
+            q_partial = rows_sent + 1
+        if columns_sent < columns - 1 and all((k, columns_sent + 1) in done for k in range(rows)):
+            kv_partial = columns_sent + 1
+        beats.append(Beat(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
+        done.update(waiting)
+        waiting = [*_unlocked(x, y, q, kv)]
+        x, y = x + (q > 0), y + (kv > 0)
+        rows_sent, columns_sent = rows_sent + (q_partial > 0), columns_sent + (kv_partial > 0)
+    return beats
+
+
+def _unlocked(x: int, y: int, q: int, kv: int) -> Iterator[Block]:
+    if q:
+        yield from ((q, c) for c in range(y))
+    if kv:
+        yield from ((k, kv) for k in range(x))
+
 
 Beats = tuple[Beat, ...]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.model import Costs
-from tilewise.strategies.mesh_schedules.programs import least, search
 from tilewise.strategies.mesh_schedules.relaxed import relaxed
 
 WIDTHS = (8, 128)

@@ -1,12 +1,9 @@
-"""Place the components of a mask on ranks: short ones whole, long ones cut into regions.
-
-Tokens and areas are divided first (packing), then the lines are drawn (cutting), then rows that
-several ranks read get the owner that saves most (ownership).
-"""
+"""Which rank computes which region: an assignment of regions to ranks, chosen among several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -15,11 +12,52 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.layouts.balanced import deal
+from tilewise.masks.base import Mask
+from tilewise.masks.components import documents
 from tilewise.strategies.tiling.guillotine import Cut, Prices, TooSmallError, apply, search
 from tilewise.strategies.tiling.ownership import Owned, Reading, own, readings
-from tilewise.strategies.tiling.packing import Share, divide, level
-from tilewise.strategies.tiling.regions import Piece, Region, Table
-from tilewise.strategies.tiling.routing import LSE, Flow
+from tilewise.strategies.tiling.packing import Share, divide, level, own_rows_apart
+from tilewise.strategies.tiling.regions import Piece, Region, Table, Triangle, tables
+from tilewise.strategies.tiling.routing import LSE, Flow, received
+
+Array = np.ndarray
+
+
+def assign(worth: Array) -> Array:
+    """A different column for every row so that the sum of worth[row, column] is largest.
+
+    Args:
+        worth: [num_rows, num_columns], at least as many columns as rows.
+    Source: Kuhn 1955; shortest augmenting paths as in Jonker and Volgenant 1987. O(n^3).
+    """
+    cost = worth.max(initial=0) - worth
+    num_rows, num_columns = cost.shape
+    of_row, of_column = np.zeros(num_rows), np.zeros(num_columns + 1)
+    row_at = np.full(num_columns + 1, -1)  # the last column stands for the row to be placed
+    for row in range(num_rows):
+        row_at[num_columns] = row
+        column, path = num_columns, np.full(num_columns, num_columns)
+        least, seen = np.full(num_columns, np.inf), np.zeros(num_columns + 1, bool)
+        while row_at[column] >= 0:
+            seen[column] = True
+            i = row_at[column]
+            reduced = cost[i] - of_row[i] - of_column[:-1]
+            nearer = ~seen[:-1] & (reduced < least)
+            least[nearer], path[nearer] = reduced[nearer], column
+            following = int(np.where(seen[:-1], np.inf, least).argmin())
+            step = least[following]
+            of_row[row_at[seen]] += step
+            of_column[seen] -= step
+            least[~seen[:-1]] -= step
+            column = following
+        while column != num_columns:
+            row_at[column] = row_at[path[column]]
+            column = path[column]
+    columns = np.empty(num_rows, np.int64)
+    taken = np.flatnonzero(row_at[:-1] >= 0)
+    columns[row_at[taken]] = taken
+    return columns
 
 
 @dataclass(frozen=True)
@@ -146,3 +184,94 @@ def _seat(share: Share, tree: Cut | None, table: Table, mean: float) -> Share:
     for seat, i in zip(sorted(whole, key=lambda i: (-diagonal[i], i)), ranks, strict=True):
         order[seat] = i
     return _permuted(share, order)
+
+
+VARIANTS = (
+    *((0.018, 0.9), (0.018, 0.8), (0.018, 1.0), (0.005, 0.9), (0.018, 0.7), (0.005, 0.8)),
+    *((0.018, 0.6), (0.005, 1.0), (0.005, 0.7), (0.018, 0.5), (0.005, 0.6), (0.018, 0.4)),
+    *((0.025, 0.9), (0.025, 0.8), (0.025, 1.0), (0.025, 0.7), (0.025, 0.6), (0.0, 0.9), (0.0, 0.8)),
+)
+APART = (1.0, 0.95, 0.9, 0.8, 0.7)  # rows that fill a rank, of what its area would allow
+TRIES = 152  # of all ranks together: the more ranks, the less is left to chance
+FEW = 16  # ranks up to which all of these are tried
+LIMIT = 1.03  # of the largest area over the mean: what goes beyond it is chosen last
+BUSIEST = 0.35  # what the busiest rank counts beside the mean
+
+
+def place(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Placement | None:
+    """Place a mask's blocks and rows on n ranks: equal tokens, equal areas, few rows moved.
+
+    None if it can't be cut for so many ranks (few tokens, or a coarse mask).
+    """
+    cu = documents(mask, num_tokens)
+    if cu is None:
+        return place_tables(tables(mask, num_tokens), n, kv_bytes)
+    return place_documents(cu, n, kv_bytes)
+
+
+def place_documents(cu: np.ndarray, n: int, kv_bytes: float) -> Placement:
+    """Place causal documents with these boundaries."""
+    dealt = deal(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)), cu, n)
+    rows = [own_rows(cu, dealt, n)]
+    for scale in APART if n <= FEW else ():
+        rows.append(own_rows(cu, own_rows_apart(cu, n, VARIANTS[0][0], scale), n))
+    scored = [(_score(p, kv_bytes * keys_read(p)), i, p) for i, p in enumerate(rows)]
+    best, _, simple = min(scored, key=lambda s: s[:2])
+    tiled = place_tables(
+        [Triangle(m) for m in np.diff(cu).tolist()], n, kv_bytes, max(2, TRIES // n)
+    )
+    if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes)):
+        return simple
+    return tiled
+
+
+def place_tables(
+    tables: Sequence[Table], n: int, kv_bytes: float, tries: int = 2
+) -> Placement | None:
+    """Place the components of any mask; tables in the order of their rows.
+
+    None if they have too few rows, or cells, to be cut for so many ranks.
+    """
+    candidates = []
+    for variant in VARIANTS[:tries]:
+        with suppress(TooSmallError):
+            candidates.append(attempt(tables, n, kv_bytes, Variant(*variant)))
+    return best(candidates, kv_bytes)
+
+
+def best(candidates: Iterable[Placement], kv_bytes: float) -> Placement | None:
+    """The one that exceeds the limit of area least, then moves least."""
+    return min(
+        candidates,
+        key=lambda p: _score(p, received(p.flows(), p.world_size, kv_bytes)),
+        default=None,
+    )
+
+
+def _score(placement: Placement, load: np.ndarray) -> tuple[float, float]:
+    """Excess of area beyond the limit, then rows received: mean, and busiest."""
+    over = max(0.0, placement.imbalance - LIMIT)
+    return over, float(load.mean() + BUSIEST * load.max())
+
+
+def own_rows(cu: np.ndarray, owned: Sequence[Owned], n: int) -> Placement:
+    """Every rank computes the rows it owns of causal documents: only keys and values move."""
+    pieces = []
+    for start, stop, rank in owned:
+        while start < stop:
+            d = int(np.searchsorted(cu, start, side="right")) - 1
+            end, at = min(stop, int(cu[d + 1])), int(cu[d])
+            size = (end - start) * (end + start + 1 - 2 * at) / 2
+            pieces.append(Piece(d, rank, Region(start, end, at, end), size))
+            start = end
+    return Placement(n, tuple(pieces), tuple(owned))
+
+
+def keys_read(placement: Placement) -> np.ndarray:
+    """Rows of k and v every rank reads but does not own, when it computes its own rows."""
+    last: dict[tuple[int, int], int] = {}
+    rows = np.zeros(placement.world_size)
+    for component, rank, region, _ in sorted(placement.pieces, key=lambda p: p.region):
+        rows[rank] += region.q0 - last.get((component, rank), region.k0)
+        last[component, rank] = region.q1
+    return rows

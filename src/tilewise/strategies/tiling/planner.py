@@ -15,19 +15,23 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.layouts.balanced import balanced
+from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
-from tilewise.layouts.support import cells
 from tilewise.masks.base import Mask
 from tilewise.masks.components import documents
 from tilewise.plan.ir import Plan
-from tilewise.strategies.tiling.assembly import Cells, Work, assemble, flows_of
-from tilewise.strategies.tiling.assignment import assign
-from tilewise.strategies.tiling.choosing import BUSIEST, LIMIT, keys_read, own_rows, place
 from tilewise.strategies.tiling.ownership import readings
-from tilewise.strategies.tiling.placement import Placement
-from tilewise.strategies.tiling.refining import refined
-from tilewise.strategies.tiling.routing import LSE, Flow, received
-from tilewise.strategies.tiling.shard_work import areas_of, work_of
+from tilewise.strategies.tiling.placement import (
+    BUSIEST,
+    LIMIT,
+    Placement,
+    assign,
+    keys_read,
+    own_rows,
+    place,
+)
+from tilewise.strategies.tiling.routing import LSE, Cells, Flow, Work, assemble, flows_of, received
+from tilewise.strategies.tiling.shard_work import areas_of, refined, work_of
 
 GRAIN = 0.05  # of the mean area: differences in excess that count
 MAX_RANGES = 48  # of a rank, up to which blocks are fitted to a layout's own ranges

@@ -11,6 +11,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tilewise.masks.base import Mask
+from tilewise.masks.components import components, documents
+
 TOLERANCE = 0.01  # of the mean area, what a line may miss by at most half of
 Box = tuple[int, int, int, int]  # q0, q1, k0, k1, in the table's own units
 
@@ -179,3 +182,23 @@ class Grid:
         if not len(q):
             return q0, q1, k0, k1
         return q0 + int(q[0]), q0 + int(q[-1]) + 1, k0 + int(k[0]), k0 + int(k[-1]) + 1
+
+
+CELLS = 1024  # of the grid's lines on either side, over all components
+
+
+LEAST = 8  # lines of a component, if it has so many rows
+
+
+def tables(mask: Mask, num_tokens: int) -> list[Table]:
+    """Every component as a table that can be cut: closed forms for causal documents, else grids."""
+    cu = documents(mask, num_tokens)
+    if cu is not None:
+        return [Triangle(m) for m in np.diff(cu).tolist()]
+    edges = components(mask, num_tokens)
+    found: list[Table] = []
+    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        lines = min(stop - start, max(LEAST, CELLS * (stop - start) // num_tokens))
+        at = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
+        found.append(Grid(np.asarray(mask.areas(at, at), float), at))
+    return found

@@ -1,4 +1,4 @@
-"""A placement on a layout as work: shards are what one rank owns and the same others read."""
+"""The work of a shard's rows by rank, and moves that even it out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
-from tilewise.layouts.support import Cell, cells
 from tilewise.masks.base import Mask
-from tilewise.strategies.tiling.assembly import Cells, Work
 from tilewise.strategies.tiling.placement import Placement
+from tilewise.strategies.tiling.routing import LSE, Cells, Work
 
 
 def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> Work:
@@ -86,3 +86,112 @@ def areas_of(work: Work) -> np.ndarray:
     return np.array(
         [sum(work.table[q, kv].area for q in mine for kv in mine[q]) for mine in work.cells], float
     )
+
+
+Array = np.ndarray
+LIMIT = 1.02  # of the largest load over the mean, while moving
+MOVES = 24  # per rank that level, and as many that save
+
+
+def refined(work: Work, n: int, kv_bytes: float, a: int | None = None) -> Work:
+    """The work with blocks moved until it is level, and then where that saves rows.
+
+    Args:
+        a: start from a mesh with query groups of a ranks instead.
+    """
+    assert work.table is not None
+    blocks = Blocks(work, kv_bytes)
+    if a is None:
+        rank_of = {
+            (q, kv): rank for rank, mine in enumerate(work.cells) for q in mine for kv in mine[q]
+        }
+        ranks = np.array([rank_of[pair] for pair in work.table], np.int64)
+    else:
+        ranks = blocks.mesh(a)
+    blocks.start(ranks, n)
+    blocks.level()
+    blocks.save()
+    own: list[Cells] = [{} for _ in range(n)]
+    for (q, kv), rank in zip(work.table, blocks.rank.tolist(), strict=True):
+        own[rank].setdefault(q, set()).add(kv)
+    return work._replace(cells=own)
+
+
+class Blocks:
+    """The state of a search: who computes each non-empty block, and what ranks read for it.
+
+    Args:
+        work: its shards and its table of non-empty blocks.
+        kv_bytes: bytes of a row's k and v beside those of its q.
+    """
+
+    def __init__(self, work: Work, kv_bytes: float):
+        table = work.table or {}
+        self.q, self.kv = np.array(list(table), np.int64).reshape(-1, 2).T
+        self.area = np.array([cell.area for cell in table.values()], float)
+        self.homes, self.n = np.array(work.homes), 0
+        sizes = np.array(work.sizes, float)
+        self.price = (2 + LSE) * sizes, kv_bytes * sizes
+
+    def start(self, rank: Array, n: int) -> None:
+        """Let these ranks compute the blocks."""
+        self.n, self.rank = n, rank.copy()
+        self.load = np.bincount(rank, self.area, n)
+        self.limit = LIMIT * float(self.area.sum()) / n
+        self.reads = tuple(np.zeros((n, len(self.homes)), np.int64) for _ in range(2))
+        for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
+            np.add.at(reads, (rank, shard), 1)
+
+    def mesh(self, a: int) -> Array:
+        """The ranks of a mesh with query groups of a ranks."""
+        return self.homes[self.q] // a * a + self.homes[self.kv] % a
+
+    def level(self) -> None:
+        """Move blocks from the busiest ranks, cheapest for their area first."""
+        for _ in range(MOVES * self.n):
+            source = int(self.load.argmax())
+            if self.load[source] <= self.limit:
+                return
+            mine = np.flatnonzero(self.rank == source)
+            cost = self._costs(source, mine) / np.maximum(self.area[mine, None], 1)
+            after = self.load + self.area[mine, None]
+            ceiling = np.where(after <= self.limit, 1.0, 1e6)  # rather to where there is room
+            cost = np.where(cost > 0, cost * ceiling, cost / ceiling)
+            cost[after >= self.load[source]] = np.inf
+            if not np.isfinite(cost).any():
+                return
+            self._move(mine, cost)
+
+    def save(self) -> None:
+        """Move blocks to ranks with room for them as long as fewer rows travel."""
+        for source in range(self.n):
+            for _ in range(MOVES):
+                mine = np.flatnonzero(self.rank == source)
+                cost = self._costs(source, mine)
+                cost[self.load + self.area[mine, None] > self.limit] = np.inf
+                if not len(mine) or cost.min() >= 0:
+                    break
+                self._move(mine, cost)
+
+    def _costs(self, source: int, mine: Array) -> Array:
+        """What more travels if a block of a rank moves to each rank, [len(mine), n]."""
+        cost = np.zeros((len(mine), self.n))
+        ranks = np.arange(self.n)
+        for reads, shard, price in zip(self.reads, (self.q, self.kv), self.price, strict=True):
+            s = shard[mine]
+            new = (reads[:, s].T == 0) & (self.homes[s][:, None] != ranks)
+            old = (reads[source, s] == 1) & (self.homes[s] != source)
+            cost += price[s][:, None] * (new.astype(float) - old[:, None])
+        cost[:, source] = np.inf
+        return cost
+
+    def _move(self, mine: Array, cost: Array) -> None:
+        at, target = np.unravel_index(int(cost.argmin()), cost.shape)
+        block, target = mine[at], int(target)
+        source = self.rank[block]
+        for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
+            reads[source, shard[block]] -= 1
+            reads[target, shard[block]] += 1
+        self.load[source] -= self.area[block]
+        self.load[target] += self.area[block]
+        self.rank[block] = target

@@ -12,11 +12,8 @@ from typing import Any
 
 from tilewise import masks
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import head_groups
-from tilewise.tools.mask_report.mask_figures import drawn
-from tilewise.workload import check_dtype
-
-__all__ = ["KINDS", "LAYOUTS", "PASSES", "Case", "Network", "Timing", "key_of"]
+from tilewise.plan.payload import check_dtype, head_groups
+from tilewise.tools.mask_report.figures import drawn
 
 KINDS = ("kernels", "strategies", "network")
 PASSES = ("forward", "backward", "both")

@@ -15,8 +15,6 @@ from tilewise.layouts.layout import Layout
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import Case
 
-__all__ = ["Contender", "Facts", "Prediction", "Running", "Traffic"]
-
 
 class Traffic(NamedTuple):
     """Totals of one rank since it was prepared, agreement records left out.

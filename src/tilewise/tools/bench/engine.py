@@ -23,8 +23,6 @@ from tilewise.tools.bench.worlds import Blamed, LabWorld, LocalWorld
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import nics
 
-__all__ = ["Plan", "Settings", "Started", "run_cases"]
-
 PAYLOAD = 1448 / 1514  # of an Ethernet frame
 Row = dict[str, Any]
 Plan = Sequence[tuple[Case, tuple[Contender, ...]]]

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench.case import Case
 from tilewise.tools.bench.contender import Contender
 from tilewise.tools.bench.grid import Run
-from tilewise.tools.bench.our_kernels import DENSE, PROVIDERS, kernel
+from tilewise.tools.bench.our_kernels import DENSE, kernel
 from tilewise.tools.bench.our_strategies import STRATEGIES, strategy
-
-__all__ = ["contenders_of", "entered"]
 
 Plan = list[tuple[Case, tuple[Contender, ...]]]
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment", "installed", "versions"]
-
 
 def versions(device: str) -> dict[str, str]:
     """What must be the same for a finished row to be taken as it is."""

@@ -14,8 +14,6 @@ from typing import Any
 from tilewise import masks
 from tilewise.tools.bench.case import KINDS, Case, Network, Timing, known_fields
 
-__all__ = ["FIELDS", "Run", "preset", "read_cases"]
-
 Values = tuple[Any, ...]
 FIELDS: Mapping[str, type] = MappingProxyType(
     {

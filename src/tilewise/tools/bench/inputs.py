@@ -19,8 +19,6 @@ from tilewise.masks.base import Mask
 from tilewise.plan.payload import ITEM_BYTES
 from tilewise.tools.bench.case import Case
 
-__all__ = ["NAMES", "TOLERANCES", "Inputs", "needed_bytes", "read_inputs", "write_inputs"]
-
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}.__getitem__
 """Errors up to which a result counts as exact, as inputs are normal and at most rounded once."""

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from tilewise.kernels.protocol import Kernel, accumulator_dtype
-from tilewise.kernels.providers import PROVIDERS, kernel_named
-from tilewise.kernels.registry import Use, mask_kind
+from tilewise.kernels.registry import PROVIDERS, Use, kernel_named, mask_kind
 from tilewise.masks.base import Mask
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.bench.whole_mask import placed
-from tilewise.tools.calibration.clock import Clock
+from tilewise.tools.bench.our_kernels import placed
+from tilewise.tools.calibration.trial import Clock
 
 
 class Size(NamedTuple):

@@ -24,8 +24,6 @@ from tilewise.tools.bench.traffic import CountOperations
 from tilewise.tools.lab.rate_limited import Nics, RateLimited
 from tilewise.tools.lab.site import Site
 
-__all__ = ["Announced", "Figures", "Job", "Place", "measure"]
-
 Tensors = tuple[Tensor, ...]
 
 

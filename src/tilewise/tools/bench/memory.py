@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-__all__ = ["available_bytes", "cache_bytes", "peak_bytes"]
-
 SHARE = 0.9  # of what is free, that a case may be predicted to take
 LEAST_CACHE, MOST_CACHE = 1 << 22, 1 << 26
 

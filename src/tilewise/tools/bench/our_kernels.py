@@ -1,38 +1,103 @@
-"""Kernels as contenders: one rank, whole masks, cut into calls as the executor cuts them.
-
-Beside the providers that `tilewise doctor` lists stand attention as plainly written ("naive") and
-torch's own with a dense mask ("sdpa"): what one has without a library.
-"""
+"""tilewise's kernels as contenders of the benchmark, each alone on one device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.providers import PROVIDERS
+from tilewise.kernels.merge import merge_into
+from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
+from tilewise.kernels.registry import PROVIDERS
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import Call, Kind, Ranges, row_index
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.case import Case
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.environment import installed
-from tilewise.tools.bench.whole_mask import PlacedCall, placed, whole_mask
-from tilewise.tools.mask_report.call_report import report
+from tilewise.tools.mask_report.figures import report
 
-__all__ = ["DENSE", "PROVIDERS", "DenseKernel", "ProviderKernel", "kernel"]
+Index = slice | Tensor
+
+
+class PlacedCall(NamedTuple):
+    """A call and what selects its rows and keys."""
+
+    call: Call
+    rows: Index
+    keys: Index
+
+
+def placed(calls: Iterable[Call], device: str) -> tuple[PlacedCall, ...]:
+    """Calls with their indices, on the device."""
+    return tuple(PlacedCall(c, _index(c.q, device), _index(c.k, device)) for c in calls)
+
+
+def whole_mask(
+    q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, calls: tuple[PlacedCall, ...]
+) -> Tensor:
+    """out of [num_tokens, heads, head_dim] under the mask that the calls cover; differentiable."""
+    out: Any = _WholeMask.apply(q, k, v, kernel, calls)
+    return out
+
+
+class _WholeMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        q, k, v, kernel, calls = given
+        scale = 1 / math.sqrt(q.shape[-1])
+        out, lse = no_keys(q[:, None], accumulator_dtype(q.dtype))
+        for call, rows, keys in calls:
+            found = kernel.forward(q[rows, None], k[keys, None], v[keys, None], call, scale)
+            if len(calls) == 1 and len(found[0]) == len(out):
+                out, lse = found
+            elif isinstance(rows, slice):
+                merge_into(out[rows], lse[rows], *found)
+            else:
+                some = out[rows], lse[rows]
+                merge_into(*some, *found)
+                out[rows], lse[rows] = some
+        out = out[:, 0].to(q.dtype).contiguous()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernel, ctx.calls, ctx.scale = kernel, calls, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)[:, None]
+        totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+        for call, rows, keys in ctx.calls:
+            operands = q[rows, None], k[keys, None], v[keys, None], dout[rows, None]
+            found = ctx.kernel.backward(*operands, lse[rows], delta[rows], call, ctx.scale)
+            for total, index, part in zip(totals, (rows, keys, keys), found, strict=True):
+                if isinstance(index, slice):
+                    total[index] += part[:, 0]
+                else:
+                    total.index_add_(0, index, part[:, 0].to(total.dtype))
+        return *(x.to(q.dtype) for x in totals), None, None
+
+
+def _index(ranges: Ranges, device: str) -> Index:
+    if len(ranges) == 1:
+        return slice(*ranges[0])
+    return torch.from_numpy(row_index(ranges)).to(device)
+
 
 QUADRATIC = MappingProxyType({"reference": 5, "naive": 5, "sdpa": 2})
 """Tables of scores that a kernel holds at once, over all heads: [heads, queries, keys]; else 0."""

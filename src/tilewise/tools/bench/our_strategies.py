@@ -1,4 +1,4 @@
-"""The strategies of this library as contenders."""
+"""tilewise's strategies as contenders of the benchmark."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
-from tilewise.layouts.balanced import balanced
-from tilewise.layouts.default import default_layout
+from tilewise.layouts.balanced import balanced, default_layout
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import head_groups
+from tilewise.planning.candidate import load_candidate
+from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.strategies.all_gather import all_gather
@@ -32,15 +33,46 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.case import Case
-from tilewise.tools.bench.chosen import Planned, from_file, planner_choice
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.environment import installed
 from tilewise.tools.bench.traffic import WatchedTransport
-from tilewise.tools.mask_report.call_report import report
+from tilewise.tools.mask_report.figures import report
 from tilewise.transport.resolve import transport_for
 from tilewise.workload import Workload, volume
 
-__all__ = ["STRATEGIES", "Planned", "Strategy", "strategy"]
+
+class Planned(NamedTuple):
+    """What a strategy makes of a case; backward_plan None: backward runs the plan too."""
+
+    plan: Plan
+    layout: Layout
+    backward_plan: Plan | None = None
+
+
+def planner_choice(work: Workload, case: Case) -> Planned:
+    """What ContextParallel takes for strategy "auto"."""
+    machine = Machine.preset("h100x8" if case.device == "cuda" else "cpu-gloo")
+    plan, backward = promising(work, machine, case.world_size)
+    return Planned(plan, work.layout_for(case.world_size), None if backward is plan else backward)
+
+
+def from_file(path: str, case: Case) -> Planned:
+    """The candidate that tilewise plan wrote.
+
+    Raises:
+        ValueError: if it is for another case.
+    """
+    found = load_candidate(path)
+    for what, told, wanted in (
+        ("ranks", found.world_size, case.world_size),
+        ("tokens", found.work.num_tokens, case.num_tokens),
+        ("heads", (found.work.num_heads, found.work.num_kv_heads), case.heads[:2]),
+        ("mask", found.work.mask, case.make_mask()),
+    ):
+        if told != wanted:
+            raise ValueError(f"{path} is for {what} {told}, not {wanted}; plan for this case")
+    same = found.backward_plan == found.plan
+    return Planned(found.plan, found.layout, None if same else found.backward_plan)
 
 
 class _Setting(NamedTuple):

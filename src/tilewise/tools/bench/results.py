@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-__all__ = ["FORMAT", "Read", "Results", "read_results"]
-
 FORMAT = 1
 Row = dict[str, Any]
 

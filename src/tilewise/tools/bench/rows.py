@@ -15,8 +15,6 @@ from tilewise.tools.bench.inputs import NAMES, TOLERANCES
 from tilewise.tools.bench.measure import Figures
 from tilewise.tools.bench.results import FORMAT
 
-__all__ = ["Entry", "finished_row", "unfinished_row"]
-
 Row = dict[str, Any]
 
 

@@ -26,8 +26,6 @@ from tilewise.transport.protocol import Handle, Message, Transport
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["CountOperations", "WatchedTransport"]
-
 
 class _WatchedHandle:
     def __init__(self, handle: Handle, watch: WatchedTransport):

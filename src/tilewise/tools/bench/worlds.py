@@ -14,8 +14,6 @@ from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import Nics
 from tilewise.tools.processes import RankError, RankFailure, gather_yields
 
-__all__ = ["Blamed", "LabWorld", "LocalWorld", "World"]
-
 
 class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an error of this program
     """A contender ended the world: which one of the job's, its outcome and the message."""

@@ -21,7 +21,7 @@ from tilewise.plan.payload import Field
 from tilewise.simulation.machine import Kernel
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.ring import ring
-from tilewise.tools.calibration.clock import Clock
+from tilewise.tools.calibration.trial import Clock
 from tilewise.transport.protocol import Message
 from tilewise.transport.resolve import LocalTransport
 

@@ -13,7 +13,7 @@ from tilewise.kernels.registry import kernel_for
 from tilewise.simulation.costs import MATMULS
 from tilewise.simulation.machine import Kernel
 from tilewise.tiles.calls import Call, Kind
-from tilewise.tools.calibration.clock import Clock
+from tilewise.tools.calibration.trial import Clock
 
 SMALLEST = 4
 REPEATS = 3

@@ -1,24 +1,20 @@
-"""calibrate: this machine as a Machine, measured by the ranks of a group.
-
-Every figure is measured by itself; then two whole calls say by how much all are off together.
-"""
+"""A machine description measured in a group of processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from tilewise.simulation.machine import Kernel, Link, Machine, read_machine
-from tilewise.tools.calibration.clock import Clock
-from tilewise.tools.calibration.cores import Cores, available, shared_cores
 from tilewise.tools.calibration.executor import Overheads, overheads
 from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables, sizes_for
-from tilewise.tools.calibration.links import SMALL, Prober, Usage
-from tilewise.tools.calibration.trial import fitted, run_trial, trials
+from tilewise.tools.calibration.links import SMALL, Cores, Prober, Usage, available, shared_cores
+from tilewise.tools.calibration.trial import Clock, fitted, run_trial, trials
+from tilewise.tools.processes import gather_yields
 from tilewise.transport.agreement import RECORD_BYTES
 from tilewise.transport.resolve import transport_for
 
@@ -184,3 +180,55 @@ def _memory_bytes(settings: Settings) -> int:
     if settings.device != "cpu":
         return torch.cuda.get_device_properties(settings.device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+MOST = 64
+TIMEOUT_SECONDS = 180.0
+
+
+def calibrate_here(
+    world_size: int | None = None, settings: Settings | None = None
+) -> Generator[str, None, Machine]:
+    """Measure this host with processes of its own: yields what comes next, returns the Machine.
+
+    Args:
+        world_size: processes; None: twice as many as the host has cores, 8 at most, so that it
+            is seen what sharing cores does.
+    Raises:
+        ValueError: if world_size is out of range or no multiple of the settings' node_size.
+        RankError: if a process fails.
+    """
+    settings = settings or Settings()
+    ranks = min(8, 2 * max(2, available())) if world_size is None else world_size
+    if not 2 <= ranks <= MOST:
+        raise ValueError(f"world_size ({ranks}) must be from 2 to {MOST}")
+    node_size = settings.node_size
+    if node_size is not None and (node_size < 1 or (node_size < ranks and ranks % node_size)):
+        raise ValueError(f"node_size ({node_size}) must divide world_size ({ranks}), or be larger")
+    rows = gather_yields(ranks, on_rank, (settings,), timeout_seconds=TIMEOUT_SECONDS)
+    return (yield from measured(rows, settings.name))
+
+
+def measured(
+    rows: Iterator[tuple[tuple[bool, str], ...]], name: str
+) -> Generator[str, None, Machine]:
+    """What on_rank yielded on all ranks: yields what comes next, returns the Machine."""
+    found = ""
+    for is_last, text in (row[0] for row in rows):
+        if is_last:
+            found = text
+        else:
+            yield text
+    return read_machine(found, name)
+
+
+def on_rank(rank: int, settings: Settings) -> Iterator[tuple[bool, str]]:
+    """(False, what comes next), and in the end (True, the machine's file)."""
+    steps = calibration(None, settings)
+    while True:
+        try:
+            what = next(steps)
+        except StopIteration as end:
+            yield True, end.value.to_toml()
+            return
+        yield False, what

@@ -1,9 +1,4 @@
-"""Whole calls of attention, from which the share is fitted that no part shows by itself.
-
-Caches that others have emptied, threads that get in each other's way: two calls, one of little but
-messages and one of kernels, each say by how much such figures are off when all runs together. Only
-where all ranks are on one host: between hosts the links would hide it.
-"""
+"""Times of repeated runs in a group: clocks agreed on, trials until they are steady."""
 
 from __future__ import annotations
 
@@ -24,6 +19,38 @@ from tilewise.simulation.simulator import simulate
 from tilewise.strategies.ring import ring
 from tilewise.tools.calibration.links import Prober
 from tilewise.workload import Workload
+
+
+class Clock:
+    """Measures work on one device.
+
+    Args:
+        device: where the work runs; on CUDA it is waited for.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self.by_cpu = not self._cuda and torch.get_num_threads() == 1
+
+    def seconds(self, work: Callable[[], object], repeats: int = 5, times: int = 1) -> float:
+        """Of one call: the median over repeats of so many calls each, once warm."""
+        work()
+        return statistics.median(self._once(work, times) for _ in range(repeats)) / times
+
+    def _once(self, work: Callable[[], object], times: int) -> float:
+        now = time.thread_time if self.by_cpu else time.perf_counter
+        self._finish()
+        start = now()
+        for _ in range(times):
+            work()
+        self._finish()
+        return now() - start
+
+    def _finish(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
 
 REPEATS = 9
 ROUNDS = 3  # of fits: each changes a little what the others explain

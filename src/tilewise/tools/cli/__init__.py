@@ -11,7 +11,7 @@ from tilewise.tools.cli.demo import demo
 from tilewise.tools.cli.doctor import doctor
 from tilewise.tools.cli.lab import lab_app
 from tilewise.tools.cli.mask import mask_command
-from tilewise.tools.cli.masks_command import masks_command
+from tilewise.tools.cli.masks import masks_command
 from tilewise.tools.cli.plan import plan_command
 from tilewise.tools.cli.report import report
 from tilewise.tools.cli.show import show

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.calibration.local import calibrate_here
-from tilewise.tools.calibration.measure import Settings
+from tilewise.tools.calibration.measure import Settings, calibrate_here
 from tilewise.tools.cli.output import as_bytes, print_plain, refusing_bad_input
 from tilewise.tools.processes import RankError
 

@@ -12,8 +12,8 @@ from tilewise.compiler.pruning import prune
 from tilewise.expressions import read_plan
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
-from tilewise.tools.cli.drawing import draw
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import TOLERANCE, Demo, Row, cases, run_demo
 from tilewise.tools.processes import RankError
 

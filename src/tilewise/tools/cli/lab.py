@@ -15,8 +15,7 @@ from rich.table import Table
 
 from tilewise.expressions import read_mask, read_plan
 from tilewise.simulation.machine import Machine
-from tilewise.tools.calibration.local import TIMEOUT_SECONDS, measured, on_rank
-from tilewise.tools.calibration.measure import Settings
+from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, measured, on_rank
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
 from tilewise.tools.lab.comparison import Contest, Lap, Limited, Row, compete, rows_of

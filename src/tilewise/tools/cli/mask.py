@@ -1,10 +1,16 @@
-"""tilewise mask: a picture of a mask, and of who owns and computes what."""
+"""tilewise mask: one mask drawn and counted."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import typer
+from rich.color import Color
 from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from tilewise import masks
 from tilewise.expressions import read_mask
@@ -14,12 +20,9 @@ from tilewise.masks.components import row_areas
 from tilewise.masks.lengths import corpora
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
-from tilewise.tools.cli.mask_text import as_blocks, as_signs
-from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.options import NumTokens, command_of, read_count
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
-from tilewise.tools.cli.quantities import read_count
-from tilewise.tools.cli.workload_options import NumTokens
-from tilewise.tools.mask_report.mask_figures import (
+from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     Case,
     Load,
@@ -28,8 +31,55 @@ from tilewise.tools.mask_report.mask_figures import (
     load,
     planned,
 )
-from tilewise.tools.mask_report.mask_picture import draw
-from tilewise.tools.mask_report.mask_view import View, view
+from tilewise.tools.mask_report.view import View, colours, draw, painted, view
+
+SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
+NUMBERED = 16
+WHITE = 1.0
+
+
+def as_signs(seen: View) -> str:
+    """Queries downward, keys to the right; two rows of cells a line, as letters are tall.
+
+    The sign of the rank that computes a cell, "." where nothing is allowed. Beyond 36 ranks signs
+    come again.
+    """
+    lines = [f"    {_signs(seen.owners)}", ""]
+    for i in range(0, len(seen.owners), 2):
+        upper, lower = seen.ranks[i : i + 2][[0, -1]]
+        row = np.where(upper < 0, lower, upper)
+        lines.append(f"{_signs(seen.owners[i : i + 1])}   {_signs(row)}")
+    return "\n".join(lines) + "\n"
+
+
+def as_blocks(seen: View, n: int) -> Text:
+    """The same in colours, each letter two cells one above the other."""
+    cells = painted(seen, n)
+    owned = colours(n)[seen.owners]
+    gap = np.full((len(owned), 1, 3), WHITE)
+    table = np.concatenate([owned[:, None], gap, cells], 1)
+    if len(table) % 2:
+        table = np.concatenate([table, np.full_like(table[:1], WHITE)])
+    text = Text()
+    for upper, lower in zip(table[::2], table[1::2], strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            text.append("▀", Style(color=_color(above), bgcolor=_color(below)))
+        text.append("\n")
+    if n <= NUMBERED:
+        for rank, colour in enumerate(colours(n)):
+            text.append(f" {rank} ", Style(color="black", bgcolor=_color(colour)))
+        text.append("\n")
+    return text
+
+
+def _signs(ranks: np.ndarray) -> str:
+    return "".join("." if rank < 0 else SIGNS[rank % len(SIGNS)] for rank in ranks.tolist())
+
+
+def _color(rgb: np.ndarray) -> Color:
+    red, green, blue = (int(255 * part + 0.5) for part in rgb.tolist())
+    return Color.from_rgb(red, green, blue)
+
 
 CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
 PNG = ".png"

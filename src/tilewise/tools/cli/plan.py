@@ -11,10 +11,7 @@ from rich.table import Table
 from tilewise.planning.candidate import Candidate
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
-from tilewise.tools.cli.options import command_of
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
-from tilewise.tools.cli.quantities import read_bytes
-from tilewise.tools.cli.workload_options import (
+from tilewise.tools.cli.options import (
     Dtype,
     HeadDim,
     Heads,
@@ -25,8 +22,11 @@ from tilewise.tools.cli.workload_options import (
     Save,
     WireDtype,
     asked,
+    command_of,
+    read_bytes,
     read_machine_option,
 )
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
 
 NARROW = 72  # columns of a terminal under which the table would be cut
 

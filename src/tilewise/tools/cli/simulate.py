@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewise.simulation.simulator import Simulation, simulate
-from tilewise.tools.cli.options import command_of
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
-from tilewise.tools.cli.workload_options import (
+from tilewise.tools.cli.options import (
     Dtype,
     HeadDim,
     Heads,
@@ -23,9 +21,11 @@ from tilewise.tools.cli.workload_options import (
     Save,
     WireDtype,
     asked,
+    command_of,
     read_machine_option,
     read_plans,
 )
+from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
 
 
 class SimulateOptions(NamedTuple):

@@ -24,8 +24,6 @@ from tilewise.tools.processes import gather_yields
 from tilewise.transport.process_group import DistTransport
 from tilewise.workload import Workload
 
-__all__ = ["LINE_SHARE", "Contest", "Lap", "Limited", "Row", "compete", "rows_of"]
-
 LINE_SHARE = 1448 / 1514  # of an Ethernet frame that TCP fills is payload
 NAMESPACES = "network namespaces"
 

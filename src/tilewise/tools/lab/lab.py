@@ -10,8 +10,6 @@ from tilewise.tools.lab.leftovers import claim, clean, release
 from tilewise.tools.lab.site import MOST_HOSTS, Site, Traffic, build
 from tilewise.tools.processes import gather_yields, run_ranks
 
-__all__ = ["Lab"]
-
 
 class Lab:
     """Hosts on one machine, each with a NIC of a chosen speed, and ranks on them.

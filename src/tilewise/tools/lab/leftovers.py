@@ -16,8 +16,6 @@ from pathlib import Path
 from tilewise.tools.lab.namespaces import FOLDER
 from tilewise.tools.lab.site import LabError, Site, demolish, missing
 
-__all__ = ["claim", "clean", "release"]
-
 RECORDS = Path("/run/tilewise-lab")
 
 

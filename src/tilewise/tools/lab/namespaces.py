@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-__all__ = ["FOLDER", "Counters", "become_host", "inside", "read_counters", "set_options"]
-
 FOLDER = Path("/run/netns")  # where `ip netns` keeps them
 _NEW_NETWORK, _NEW_HOSTNAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG

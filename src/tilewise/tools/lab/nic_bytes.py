@@ -11,8 +11,6 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.row_ranges import count
 from tilewise.workload import Workload
 
-__all__ = ["nic_bytes"]
-
 
 def nic_bytes(
     plan: Plan, work: Workload, ranks_per_host: int, *, backward: bool, prune: bool = True

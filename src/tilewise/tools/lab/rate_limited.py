@@ -25,8 +25,6 @@ from torch import Tensor
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, travelling
 
-__all__ = ["RATE_LIMITED", "Nics", "RateLimited"]
-
 RATE_LIMITED = "rate-limited transport"
 CHUNK_BYTES = 16 * 1024  # 2.6 ms at 50 Mbit/s: far below a message, far above a sleep's error
 DEPTH_SECONDS = 0.01  # of each bucket: what a late wake-up may catch up on

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from tilewise.tools.lab.namespaces import become_host, inside, read_counters, set_options
 
-__all__ = ["LabError", "Site", "Traffic", "build", "demolish", "missing"]
-
 MOST_HOSTS = 250  # the last number of an address
 # 64 kB make the kernel cut every packet in software: 40 % slower on two cores.
 BURST = "160kb"

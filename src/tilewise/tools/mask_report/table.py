@@ -1,6 +1,6 @@
 """Rows of the tables over masks: the 14 patterns, and documents by corpus.
 
-Beside tools/mask_report/mask_figures.py, which counts one mask, this says what is drawn and how seeds are combined.
+Beside tools/mask_report/figures.py, which counts one mask, this says what is drawn and how seeds are combined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from tilewise import lengths, masks
 from tilewise.compiler.lowering import lower
 from tilewise.masks.base import Mask
-from tilewise.tools.mask_report.mask_figures import (
+from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     PLANS,
     Case,
@@ -25,8 +25,6 @@ from tilewise.tools.mask_report.mask_figures import (
     load,
     planned,
 )
-
-__all__ = ["CORPORA", "DocumentRow", "PatternRow", "document_row", "joined", "pattern_row", "span"]
 
 FIXED = ("full", "causal", "sliding_window", "sliding_window_causal")  # the same with every seed
 CORPORA = (("prolong512k", 4, 0.0), ("pile", 4, 0.0), ("prolong512k", 1, 0.6), ("pile", 1, 0.6))

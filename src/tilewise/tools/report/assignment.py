@@ -8,10 +8,7 @@ from tilewise.compiler.shards import everything_needed, shard_layouts, table_cel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
-from tilewise.tools.report.chart import Figure, Table, Tiles
-from tilewise.tools.report.units import CROSS
-
-__all__ = ["figures"]
+from tilewise.tools.report.chart import CROSS, Figure, Table, Tiles
 
 MOST_CELLS = 256  # a side
 MOST_GROUPS = 2

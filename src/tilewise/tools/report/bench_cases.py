@@ -8,21 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tilewise.tools.report.units import count
-
-__all__ = [
-    "IDENTITY",
-    "Case",
-    "Facet",
-    "Row",
-    "cases",
-    "contenders",
-    "cost",
-    "described",
-    "facets",
-    "is_timed",
-    "slowdowns",
-]
+from tilewise.tools.report.chart import count
 
 Row = Mapping[str, Any]
 IDENTITY = (

@@ -9,7 +9,6 @@ from statistics import geometric_mean, median
 from types import MappingProxyType
 from typing import Any
 
-from tilewise.tools.report.axes import log_axis
 from tilewise.tools.report.bench_cases import (
     Case,
     Facet,
@@ -20,10 +19,18 @@ from tilewise.tools.report.bench_cases import (
     is_timed,
     slowdowns,
 )
-from tilewise.tools.report.chart import Axis, Chart, Figure, Grid, Series, Table
-from tilewise.tools.report.units import count, quantity, times
-
-__all__ = ["along", "bytes_against_time", "heat_map", "predictions", "row_table", "winners"]
+from tilewise.tools.report.chart import (
+    Axis,
+    Chart,
+    Figure,
+    Grid,
+    Series,
+    Table,
+    count,
+    log_axis,
+    quantity,
+    times,
+)
 
 LEVELS = (
     ("fastest, or within 5 %", 2),

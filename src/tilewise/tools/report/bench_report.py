@@ -22,8 +22,6 @@ from tilewise.tools.report.chart import Figure, Section
 from tilewise.tools.report.longca import read_csv
 from tilewise.tools.report.page import Fact, Page
 
-__all__ = ["Rows", "page_of", "read_rows", "write_csv"]
-
 FACETS = 2
 ABOUT = ("cpu", "gpu", "cores", "threads", "torch_version", "python_version", "os", "commit")
 FINDINGS = ("error_out", "error_dq", "error_dk", "error_dv", "tolerance")

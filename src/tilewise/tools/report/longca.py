@@ -19,8 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["read_csv"]
-
 Row = dict[str, Any]
 DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})
 SIZES = ("seqlen", "sparsity_ratio")

@@ -11,11 +11,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import NamedTuple
 
-from tilewise.tools.report.chart import Figure, Section, Table
-from tilewise.tools.report.palette import DARK
-from tilewise.tools.report.units import NOTHING
-
-__all__ = ["Fact", "Page", "written"]
+from tilewise.tools.report.chart import DARK, NOTHING, Figure, Section, Table
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
 POLICY += "img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tilewise.simulation.simulator import Simulation
-from tilewise.tools.mask_report.mask_picture import colours
-from tilewise.tools.report.chart import Axis, Chart, Figure, Grid, Tiles, Timeline
-from tilewise.tools.report.palette import FRAME, GRID, INK, LANES, LINK_NAMES, colour
+from tilewise.tools.mask_report.view import colours
+from tilewise.tools.report.chart import (
+    FRAME,
+    GRID,
+    INK,
+    LANES,
+    LINK_NAMES,
+    Axis,
+    Chart,
+    Figure,
+    Grid,
+    Tiles,
+    Timeline,
+    colour,
+    quantity,
+)
 from tilewise.tools.report.timeline import timeline
-from tilewise.tools.report.units import quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw", "draw_timeline"]
 
 INCHES, DPI = 9.0, 110
 LINES, BAR, CELL, ROW, AROUND = 5.0, 0.42, 0.34, 0.5, 1.5  # inches

@@ -6,13 +6,22 @@ from collections.abc import Iterable
 from types import MappingProxyType
 
 from tilewise.simulation.network import LINKS
-from tilewise.tools.report.axes import log_axis
-from tilewise.tools.report.chart import Axis, Chart, Figure, Series, Table
-from tilewise.tools.report.palette import LANES, LINK_NAMES
+from tilewise.tools.report.chart import (
+    CROSS,
+    LANES,
+    LINK_NAMES,
+    Axis,
+    Chart,
+    Figure,
+    Series,
+    Table,
+    count,
+    log_axis,
+    quantity,
+    short,
+    times,
+)
 from tilewise.tools.report.studies import LONGEST_RING, Entry, Studies
-from tilewise.tools.report.units import CROSS, count, quantity, short, times
-
-__all__ = ["THIS", "bytes_by_link", "lines", "scaling", "seconds", "sensitivity"]
 
 THIS = "this plan"
 COLOURS = MappingProxyType(

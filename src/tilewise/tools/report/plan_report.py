@@ -12,10 +12,9 @@ from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.tools.report import assignment, plan_charts, timeline
-from tilewise.tools.report.chart import Figure, Section, Table
+from tilewise.tools.report.chart import Figure, Section, Table, count, quantity, short, times
 from tilewise.tools.report.page import Fact, Page
 from tilewise.tools.report.studies import Entry, Studies
-from tilewise.tools.report.units import count, quantity, short, times
 from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
@@ -23,8 +22,6 @@ RANKED = (
     *("strategy", "plan", "backward plan", "operands", "both passes", "to best"),
     *("waiting", "sent by a rank", "peak memory"),
 )
-
-__all__ = ["Subject", "page_of", "subject_of"]
 
 
 @dataclass(frozen=True)

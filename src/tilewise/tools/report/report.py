@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.planning.candidate_file import load_candidate
+from tilewise.planning.candidate import load_candidate
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
 from tilewise.tools.report.page import Page, written
 from tilewise.tools.report.picture import draw
-
-__all__ = ["Report", "read"]
 
 RESULTS = (".jsonl", ".csv")
 

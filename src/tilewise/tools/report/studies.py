@@ -22,8 +22,6 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 
-__all__ = ["LONGEST_RING", "Entry", "Studies"]
-
 FAMILIES = ("ring", "all-gather", "double ring", "ulysses", "mesh", "hybrid")
 SMALLEST, LARGEST = 8, 4096
 LONGEST_RING = 512  # ranks; longer ones take long to simulate and gain nothing

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 from tilewise.simulation.engine import Span
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
-from tilewise.tools.report.chart import OWN, Bar, Figure, Table, Timeline
-from tilewise.tools.report.palette import LINK_NAMES
-from tilewise.tools.report.units import quantity
-
-__all__ = ["figure", "timeline"]
+from tilewise.tools.report.chart import LINK_NAMES, OWN, Bar, Figure, Table, Timeline, quantity
 
 MOST_ROWS = 12
 FINEST = 1500  # bars closer than this part of the pass are drawn as one

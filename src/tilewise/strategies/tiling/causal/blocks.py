@@ -1,31 +1,67 @@
-r"""Tile the causal triangle for n ranks that own contiguous shards.
-
-Equal area on every rank, and on every rank about 0.71 of the bytes of the best zigzag mesh. Rows
-are queries, columns keys, in shards:
-
-    0      n/2      n
-    |\                  Bottom ranks work in a row strip: s neighbouring shards hold each other's Q
-    | \   column        and deal the strip's columns among themselves. The strip's own triangle is
-    |  \  strips        free: there every rank takes the column of its own KV.
-    |___\               Top ranks mirror that in the antidiagonal: in a column strip s neighbouring
-    |  /|\              shards hold each other's KV and deal the strip's rows.
-    | / | \  row        The antidiagonal cuts the square: row p has columns [0, n - p) and [n/2, p],
-    |/__|__\ strips     column k has rows [k, n/2) and [n - k, n). That is n/2 each: all ranks are
-                        equally loaded, however the strips are cut.
-
-A rank holds s shards of one side and n / 2s - 1/2 of the other, its own free: best with
-s^2 = (kv_cost / q_cost) n / 2 in row strips and s^2 = (q_cost / kv_cost) n / 2 in column strips.
-Stands alone because it needs no mask, layout or plan: it is pure geometry.
-"""
+"""Blocks of the causal triangle, and their ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.strategies.tiling.causal.dealing import cut_columns, deal
-from tilewise.strategies.tiling.causal.rects import Blocks, Rect, areas, foreign
+
+class Rect(NamedTuple):
+    """Query chunks [q0, q1) by key/value chunks [k0, k1), less what lies above the diagonal."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+    @property
+    def height(self) -> int:
+        return self.q1 - self.q0
+
+    @property
+    def width(self) -> int:
+        return self.k1 - self.k0
+
+    def mirror(self, num_chunks: int) -> Rect:
+        """Reflect in the antidiagonal: rows become columns, the triangle stays itself."""
+        q0, q1, k0, k1 = (num_chunks - x for x in self)
+        return Rect(k1, k0, q1, q0)
+
+
+Blocks = tuple[tuple[Rect, ...], ...]
+"""For each rank its rectangles, disjoint; all ranks' cover each cell up to the diagonal once."""
+
+
+def cells(q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.ndarray:
+    """Areas of rectangles in chunks squared; a cell on the diagonal counts one half."""
+
+    def below(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        steps = np.maximum(0, q - k)
+        return steps * (steps - 1) // 2
+
+    diagonal = np.maximum(0, np.minimum(q1, k1) - np.maximum(q0, k0))
+    return below(q1, k0) - below(q0, k0) - below(q1, k1) + below(q0, k1) + diagonal / 2
+
+
+def areas(shares: Sequence[Sequence[Rect]]) -> np.ndarray:
+    """Cells of each share of the triangle."""
+    rects = np.array([rect for share in shares for rect in share], np.int64).reshape(-1, 4)
+    who = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+    return np.bincount(who, cells(*rects.T), len(shares))
+
+
+def foreign(blocks: Blocks, chunks_per_shard: int, side: int) -> np.ndarray:
+    """Shards that each rank reads and does not own: of side 0, Q, or 1, KV."""
+    read = np.zeros((len(blocks), len(blocks) * chunks_per_shard), bool)
+    for rank, share in enumerate(blocks):
+        for rect in share:
+            read[rank, rect[2 * side] : rect[2 * side + 1]] = True
+        read[rank, rank * chunks_per_shard : (rank + 1) * chunks_per_shard] = False
+    return read.sum(1) / chunks_per_shard
+
 
 SNAP = 0.005  # of a rank's area: a cut this near a chunk's edge moves there and saves a transfer
 FEW = 32  # ranks up to which the formula is rough: more numbers of strips are tried
@@ -116,3 +152,106 @@ def _above_antidiagonal(chunks: int, rows: list[int], cols: list[int]) -> np.nda
     ours = (twice < chunks) | ((twice == chunks) & (i % 2 == 0))
     down = np.add.reduceat(ours, np.array(rows[:-1]) - rows[0], axis=0, dtype=np.int64)
     return np.add.reduceat(down, np.array(cols[:-1]), axis=1)
+
+
+SNAP_DEALT = (
+    0.012  # of a rank's area: a cut this near a chunk's edge moves there and saves a transfer
+)
+
+
+def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
+    """Deal a row strip's rectangles to its ranks, c chunks of rows each, in equal areas.
+
+    Each rank first takes its own column of the strip's triangle (it has that KV), then two runs of
+    the short columns, a tall and a low one, and last a run of the full ones up to its share.
+    """
+    size, pieces = (q1 - q0) // c, [p for p in pieces if _nonempty(p)]
+    shares = [[Rect(k, q1, k, k + c)] for k in range(q0, q1, c)]
+    short = sorted((p for p in pieces if p.height < q1 - q0), key=lambda p: -p.height)
+    full = [p for p in pieces if p.height == q1 - q0]
+    counts = _short_counts(areas(shares), short, full, q1 - q0)
+    both = np.concatenate([(counts + 1) // 2, (counts // 2)[::-1]])
+    for i, run in enumerate(_take(short, (0, *np.cumsum(both).tolist()))):
+        shares[min(i, 2 * size - 1 - i)] += run
+    taken = areas(shares)
+    each = (taken.sum() + sum(p.height * p.width for p in full)) / size
+    for share, run in zip(
+        shares, _fill(full, np.cumsum(each - taken), SNAP_DEALT * each), strict=True
+    ):
+        share += run
+    return shares
+
+
+def cut_columns(rect: Rect, cells: int, snap: float) -> tuple[list[Rect], list[Rect]]:
+    """Give the left columns of a rectangle, so many cells, to one side, the rest to the other.
+
+    Args:
+        snap: cells by which the cut may be wrong if that saves cutting a column.
+    """
+    width, rest = divmod(cells, rect.height)
+    if rest <= snap:
+        rest = 0
+    elif rect.height - rest <= snap:
+        width, rest = width + 1, 0
+    mid, end = rect.k0 + width, rect.k0 + width + (rest > 0)
+    split = rect.q0 + rest
+    left = [rect._replace(k1=mid), Rect(rect.q0, split, mid, end)]
+    right = [Rect(split, rect.q1, mid, end), rect._replace(k0=end)]
+    return [p for p in left if _nonempty(p)], [p for p in right if _nonempty(p)]
+
+
+def _nonempty(rect: Rect) -> bool:
+    return rect.q0 < rect.q1 and rect.k0 < rect.k1
+
+
+def _short_counts(own: np.ndarray, short: list[Rect], full: list[Rect], height: int) -> np.ndarray:
+    """How many short columns each rank takes so that all hold equal areas in as many columns.
+
+    own + low * short + height * full = share of the area and short + full = share of the columns
+    give short; what is out of reach is cut off, and the rest shared out anew.
+    """
+    num_short = sum(p.width for p in short)
+    if not num_short:
+        return np.zeros(len(own), np.int64)
+    num = num_short + sum(p.width for p in full)
+    low = sum(p.height * p.width for p in short) / num_short
+    each = (own.sum() + low * num_short + height * (num - num_short)) / len(own)
+    want = np.clip((own + height * num / len(own) - each) / (height - low), 0, (each - own) / low)
+    if not want.any():
+        want = np.ones(len(own))
+    edges = np.rint(np.cumsum(want) * num_short / want.sum()).astype(np.int64)
+    return np.diff(edges, prepend=0)
+
+
+def _take(pieces: list[Rect], edges: tuple[int, ...]) -> list[list[Rect]]:
+    """Cut a row of rectangles into runs of whole columns; edges count columns from the start."""
+    runs: list[list[Rect]] = [[] for _ in edges[1:]]
+    start = 0
+    for p in pieces:
+        stop = start + p.width
+        for run, (lo, hi) in zip(runs, pairwise(edges), strict=True):
+            k0, k1 = max(lo, start), min(hi, stop)
+            if k0 < k1:
+                run.append(p._replace(k0=p.k0 + k0 - start, k1=p.k0 + k1 - start))
+        start = stop
+    return runs
+
+
+def _fill(full: list[Rect], bounds: np.ndarray, snap: float) -> list[list[Rect]]:
+    """Cut a row of rectangles of one height into runs that end at the given areas."""
+    runs: list[list[Rect]] = [[] for _ in bounds]
+    rank, done = 0, 0.0
+    queue = list(reversed(full))
+    while queue:
+        piece = queue.pop()
+        area = piece.height * piece.width
+        if rank == len(bounds) - 1 or done + area <= bounds[rank] + 1e-9:
+            runs[rank].append(piece)
+            done += area
+            continue
+        left, right = cut_columns(piece, max(0, round(bounds[rank] - done)), snap)
+        runs[rank] += left
+        done += sum(p.height * p.width for p in left)
+        queue += reversed(right)
+        rank += 1
+    return runs

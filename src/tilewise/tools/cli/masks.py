@@ -13,7 +13,7 @@ from tilewise import masks as patterns
 from tilewise.plan.payload import head_groups
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
-from tilewise.tools.mask_report.mask_figures import LAYOUTS, PLANS, Case
+from tilewise.tools.mask_report.figures import LAYOUTS, PLANS, Case
 from tilewise.tools.mask_report.table import (
     CORPORA,
     DocumentRow,

@@ -1,0 +1,285 @@
+"""Figures of a mask and of plans made for it: bytes, balance, kernel calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise import lengths, masks
+from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.cells import cells
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks.base import Mask
+from tilewise.masks.components import row_areas
+from tilewise.plan.ir import Plan, RankStep, Role, Rows, Side, Tile
+from tilewise.plan.payload import HeadGroups
+from tilewise.plan.row_ranges import count
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.needed import needed
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tiled import tiled, tiled_layout
+from tilewise.tiles.calls import Call, row_index
+from tilewise.tiles.cover import tile_calls
+from tilewise.workload import Workload
+
+
+class Moved(NamedTuple):
+    """Bytes sent and received, and allowed pairs computed, by rank."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    areas: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean area."""
+        return max(self.areas) * len(self.areas) / max(1, sum(self.areas))
+
+
+def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
+    """One pass of a plan, after pruning; sent is what volume counts."""
+    plan = plan.tuned(work.num_heads, work.num_kv_heads)
+    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
+    pruned = prune_shards(plan, work.mask, *layouts)
+    payload, table = work.payload(plan, backward), cells(work.mask, *layouts)
+    sent, received, areas = ([0] * plan.world_size for _ in range(3))
+    for rank in range(plan.world_size):
+        for step in pruned.rank_steps(rank):
+            for hops, total in ((step.sends, sent), (step.recvs, received)):
+                for hop in hops:
+                    size = layouts[hop.item.side].size(hop.item.shard)
+                    total[rank] += count(hop.rows, size) * payload.row_bytes(hop.item)
+            for tile in step.tiles:
+                pairs = ((q, kv) for q in tile.q for kv in tile.kv)
+                areas[rank] += sum(table[pair].area for pair in pairs if pair in table)
+    return Moved(tuple(sent), tuple(received), tuple(areas))
+
+
+Holding = dict[tuple[Side, int, int], Rows | None]
+
+
+def report(
+    mask: Mask, layout: Layout, plan: Plan, *, ranks: Iterable[int] | None = None
+) -> tuple[Waste, ...]:
+    """Calls, slices, computed and allowed cells of each rank in one pass, after pruning.
+
+    Cells are those of one KV head of a head group; of a mask that differs by head, of all heads.
+
+    Args:
+        ranks: which ranks; None: all.
+    Raises:
+        ValueError: if a mask-aware plan was made for another mask or layout.
+    """
+    check_made_for(plan, mask, layout)
+    layouts = shard_layouts(plan, layout)
+    pruned = prune_shards(plan, mask, *layouts)
+    chosen = range(plan.world_size) if ranks is None else ranks
+    return tuple(_of_rank(pruned, rank, mask, layouts) for rank in chosen)
+
+
+def total(rows: Iterable[Waste]) -> Waste:
+    """Several ranks' figures as one."""
+    columns = np.array([tuple(row) for row in rows], object).reshape(-1, len(Waste._fields))
+    return Waste(*(int(column.sum()) for column in columns.T))
+
+
+def _of_rank(plan: Plan, rank: int, mask: Mask, layouts: tuple[Layout, Layout]) -> Waste:
+    known: dict[tuple, Waste] = {}
+    found: list[Waste] = []
+    for tile, held in _computed_tiles(plan, rank):
+        key = tile[:2], held, tile.heads if hasattr(mask, "heads") else 0
+        if key not in known:
+            q, k = (_positions(*side) for side in zip(layouts, tile[:2], held, strict=True))
+            calls = tuple(
+                call for one in _masks(mask, plan, tile) for call in tile_calls(q, k, one)
+            )
+            known[key] = waste(calls, sum(call.area for call in calls))
+        found.append(known[key])
+    return total(found)
+
+
+def _computed_tiles(
+    plan: Plan, rank: int
+) -> Iterator[tuple[Tile, tuple[tuple[Rows | None, ...], ...]]]:
+    """A rank's tiles in order, each with the rows that it holds of their operands by then."""
+    holding: Holding = {}
+    for step in plan.rank_steps(rank):
+        for tile in step.tiles:
+            yield (
+                tile,
+                tuple(
+                    tuple(holding.get((side, shard, tile.heads)) for shard in shards)
+                    for side, shards in zip(Side, tile[:2], strict=True)
+                ),
+            )
+        holding.update(_arrivals(step))
+
+
+def _arrivals(step: RankStep) -> Iterator[tuple[tuple[Side, int, int], Rows | None]]:
+    for hop in step.recvs:
+        if hop.item.role is Role.OPERAND:
+            yield (hop.item.side, hop.item.shard, hop.item.heads), hop.rows
+
+
+def _positions(layout: Layout, shards: Sequence[int], held: Sequence[Rows | None]) -> np.ndarray:
+    """Global positions of the rows of a tile's operands, one after the other."""
+    rows = [layout.rows(shard) for shard in shards]
+    return np.concatenate(
+        [x if part is None else x[row_index(part)] for x, part in zip(rows, held, strict=True)]
+    )
+
+
+def _masks(mask: Mask, plan: Plan, tile: Tile) -> Sequence[Mask]:
+    """The masks of a tile's heads: one each if they differ."""
+    by_head: Sequence[Mask] | None = getattr(mask, "heads", None)
+    if by_head is None:
+        return (mask,)
+    groups = HeadGroups(len(by_head), len(by_head), plan.num_head_groups)
+    return by_head[groups.slice(Side.KV, tile.heads)]
+
+
+DENSITY = 0.2  # of the block-sparse patterns, one of those that the benchmark draws
+CAP = 4  # the longest document is this part of the sequence
+MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
+PLANS = ("ring", "mesh", "needed", "tiled")
+
+
+class Case(NamedTuple):
+    """Ranks, their tokens, and the heads of a layer in bf16."""
+
+    world_size: int
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def kv_bytes(self) -> float:
+        return 2 * self.num_kv_heads / self.num_heads
+
+    @property
+    def ring_bytes(self) -> float:
+        """What every rank of a ring sends of a full mask: all keys and values but its last."""
+        share = (self.world_size - 1) / self.world_size
+        return share * self.num_tokens * 2 * self.num_kv_heads * self.head_dim * 2
+
+    def workload(self, mask: Mask, layout: Layout) -> Workload:
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return Workload(self.num_tokens, *heads, mask=mask, layout=layout)
+
+
+class Load(NamedTuple):
+    """Bytes in forward, as shares of the ring's: sent on average, most sent or received."""
+
+    mean: float
+    busiest: float
+
+
+def drawn(name: str, num_tokens: int, seed: int, corpus: str = "prolong512k") -> Mask:
+    """One of the 14 patterns: documents of a corpus, capped at a quarter; block tables at 0.2."""
+    cap = max(1, num_tokens // CAP)
+    return masks.random(
+        name,
+        num_tokens,
+        seed=seed,
+        cu_seqlens=lengths.sample(corpus, num_tokens, seed=seed, cap=cap),
+        density=DENSITY,
+    )
+
+
+LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(
+    {
+        "contiguous": lambda _, num_tokens, n: contiguous(num_tokens, n),
+        "zigzag": lambda _, num_tokens, n: zigzag(num_tokens, n),
+        "striped": lambda _, num_tokens, n: striped(num_tokens, n),
+        "balanced": balanced,
+    }
+)
+
+
+def imbalance(mask: Mask, layout: Layout) -> float:
+    """Largest over mean area, each rank computing its own queries; 1 where nothing is allowed."""
+    areas = row_areas(mask, layout.num_tokens)
+    mine = [float(areas[layout.rows(rank)].sum()) for rank in range(layout.world_size)]
+    return max(mine) * len(mine) / sum(mine) if any(mine) else 1.0
+
+
+def planned(mask: Mask, case: Case, name: str) -> tuple[Plan, Layout]:
+    """A plan of PLANS with the layout that it is at home on; of the meshes the one that sends
+    least."""
+    n, num_tokens = case.world_size, case.num_tokens
+    match name:
+        case "needed":
+            layout = balanced(mask, num_tokens, n)
+            return needed(mask, layout), layout
+        case "tiled":
+            layout = tiled_layout(mask, num_tokens, n, kv_bytes=case.kv_bytes)
+            return tiled(mask, layout, kv_bytes=case.kv_bytes), layout
+        case "ring":
+            return ring(n), zigzag(num_tokens, n)
+        case "mesh":
+            layout = zigzag(num_tokens, n)
+            return min(
+                (mesh(n, q_tile=a) for a in _tiles(case)),
+                key=lambda plan: sum(moved(plan, case.workload(mask, layout)).sent),
+            ), layout
+    raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
+
+
+def load(plan: Plan, mask: Mask, layout: Layout, case: Case) -> tuple[Load, float]:
+    """What a plan moves, and its largest over mean area."""
+    found = moved(plan, case.workload(mask, layout))
+    ring_bytes = max(1.0, case.ring_bytes)
+    busiest = max(*found.sent, *found.received)
+    return Load(float(np.mean(found.sent)) / ring_bytes, busiest / ring_bytes), found.imbalance
+
+
+def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple[float, Waste]:
+    """Calls per rank on average, and the waste of all: of up to `most` ranks, evenly spread."""
+    n = plan.world_size
+    ranks = sorted({i * n // most for i in range(most)}) if n > most else range(n)
+    waste = total(report(mask, layout, plan, ranks=ranks))
+    return waste.num_calls / len(ranks), waste
+
+
+def _tiles(case: Case) -> Iterator[int]:
+    """Query shards per tile of a few meshes, those that are near the best for a full mask first."""
+    n, best = case.world_size, math.sqrt(case.world_size * case.num_kv_heads / case.num_heads)
+    inner = [a for a in range(2, n) if n % a == 0] or [1]
+    yield from sorted(inner, key=lambda a: abs(math.log(a / best)))[:MESHES]
+
+
+class Waste(NamedTuple):
+    """What a tile's calls cost beside what its mask allows."""
+
+    num_calls: int
+    num_slices: int
+    computed: int
+    allowed: int
+
+    @property
+    def ratio(self) -> float:
+        """computed / allowed cells; 1 where nothing is allowed and nothing computed."""
+        return self.computed / self.allowed if self.allowed else 1.0 + self.computed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_calls} calls, {self.num_slices} slices, {self.computed:,} cells computed "
+            f"for {self.allowed:,} allowed ({self.ratio:.3f})"
+        )
+
+
+def waste(calls: tuple[Call, ...], area: int) -> Waste:
+    """Computed beside allowed cells; a causal call computes its triangle, SLICES its rectangle.
+
+    Args:
+        area: allowed pairs of the tile (of several tiles: concatenate calls and add areas).
+    """
+    slices = sum(len(call.slices) for call in calls)
+    return Waste(len(calls), slices, sum(call.computed for call in calls), int(area))
