@@ -22,7 +22,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.decoding.chunk import Chunk
 from tilewise.kernels.registry import kernel_for
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 
 WORLD, HEADS, KV_HEADS, WIDTH, STEPS = 4, 8, 2, 64, 200
 CASES = (([1024], "always"), ([1024], "never"), ([1024, 333, 50], "always"), ([16384], "always"))
@@ -83,7 +83,7 @@ def kernels(lengths: list[int]) -> float:
     for length in lengths:
         n = length // WORLD
         k, v = (drawn(1, KV_HEADS, n).transpose(0, 1) for _ in "kv")
-        calls.append((k, v, Call(((0, 1),), ((0, n),), Kind.FULL)))
+        calls.append((k, v, KernelCall(((0, 1),), ((0, n),), Kind.FULL)))
     return microseconds(lambda: [kernel.forward(q, k, v, c, 0.1) for k, v, c in calls])
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
-from tilewise.strategies.mesh_schedules.model import Costs, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 from tilewise.strategies.mesh_schedules.optimal import optimum
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
@@ -39,11 +39,11 @@ class Row(NamedTuple):
     best_schedule: str
 
 
-def costs_of(kv_bytes: float, backward: bool) -> Costs:
-    return Costs(2, kv_bytes, 1, kv_bytes) if backward else Costs(1, kv_bytes, 1, 0)
+def costs_of(kv_bytes: float, backward: bool) -> ShardWeights:
+    return ShardWeights(2, kv_bytes, 1, kv_bytes) if backward else ShardWeights(1, kv_bytes, 1, 0)
 
 
-def measure(shape: tuple[int, int], costs: Costs, ratio: float) -> Row:
+def measure(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> Row:
     blocks = shape[0] * shape[1]
     total = moved(shape, costs)
     block = max(1, round(64 * ratio * total / blocks)) / 64  # small numbers for the solver

@@ -20,13 +20,13 @@ import torch
 
 import tilewise as tw
 from tilewise.execution.executor import execute
-from tilewise.execution.pass_run import Run
-from tilewise.execution.problem import Call, make_problem
+from tilewise.execution.pass_run import PassRun
+from tilewise.execution.problem import AttentionCall, make_problem
 from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
 from tilewise.plan.ir import Side
-from tilewise.tiles.calls import Call as KernelCall
+from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 from tilewise.transport.protocol import Message
 
@@ -71,7 +71,7 @@ def by_hand(q, k, v, transport: Instant, scale: float):
 
 def prepared(q, k, v, transport: Instant, problem):
     """What a call does before its program starts."""
-    run = Run(problem, transport, backward=False, batch=1, device=q.device)
+    run = PassRun(problem, transport, backward=False, batch=1, device=q.device)
     return run, Forward(
         run.frame(keep=False), run.payload, *run.start(({"q": q}, {"k": k, "v": v}))
     )
@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
-    call = Call(tw.ring(WORLD), layout, tw.Full())
+    call = AttentionCall(tw.ring(WORLD), layout, tw.Full())
     problem = make_problem(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}

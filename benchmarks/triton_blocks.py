@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.kernels.triton.kernel import TritonSlices
-from tilewise.kernels.triton.tuning import Blocks, Tuning, tuning_for
-from tilewise.tiles.calls import Call, Kind
+from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
+from tilewise.tiles.calls import KernelCall, Kind
 
 KINDS = {"full": Kind.FULL, "causal": Kind.CAUSAL}
 # By head_dim: of blocks of rows (forward and dq), and of blocks of keys.
@@ -54,7 +54,7 @@ def candidates(tuning: Tuning, head_dim: int) -> Iterator[tuple[str, str, Tuning
         if standing is None or (name == "keys" and len(standing) > 1):
             continue
         standing = standing[0] if name == "keys" else standing
-        for blocks in dict.fromkeys([standing, *(Blocks(*x) for x in others)]):
+        for blocks in dict.fromkeys([standing, *(LaunchBlocks(*x) for x in others)]):
             entry = (blocks,) if name == "keys" else blocks
             yield name, " ".join(str(x) for x in blocks if x), tuning._replace(**{name: entry})
 
@@ -62,7 +62,7 @@ def candidates(tuning: Tuning, head_dim: int) -> Iterator[tuple[str, str, Tuning
 def timed(shape: Shape, device: torch.device) -> Iterator[dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     n, head_dim = shape.num_tokens, shape.head_dim
-    call = Call(((0, n),), ((0, n),), KINDS[shape.mask])
+    call = KernelCall(((0, n),), ((0, n),), KINDS[shape.mask])
     heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads
     q, k, v, dout = (torch.randn(n, 1, h, head_dim, device=device, dtype=dtype) for h in heads)
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

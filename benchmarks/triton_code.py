@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.kernels.triton.kernel import Lists, View
-from tilewise.kernels.triton.tuning import Blocks, tuning_for
+from tilewise.kernels.triton.kernel import Lists, TensorView
+from tilewise.kernels.triton.tuning import LaunchBlocks, tuning_for
 from tilewise.kernels.triton.work_list import UNIT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
     name: str
     kernel: Any
-    blocks: Blocks
+    blocks: LaunchBlocks
     options: dict[str, Any]
 
 
@@ -135,11 +135,11 @@ def _type(name: str, target: Target) -> Any:
         case "lists":
             return Lists(*["*i32"] * 4)  # pyright: ignore[reportArgumentType]
         case "q" | "k" | "v" | "dout":
-            return View(f"*{target.dtype}", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
+            return TensorView(f"*{target.dtype}", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
         case "out" | "dq" | "dk" | "dv":
-            return View("*fp32", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
+            return TensorView("*fp32", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
         case "lse":
-            return View("*fp32", "i32", "i32", "constexpr")  # pyright: ignore[reportArgumentType]
+            return TensorView("*fp32", "i32", "i32", "constexpr")  # pyright: ignore[reportArgumentType]
         case "group" if target.group == 1:
             return "constexpr"
         case "statistics" | "scale":
@@ -187,7 +187,7 @@ def inner_loops(text: str) -> list[list[str]]:
     return [lines[a : b + 1] for a, b in inner]
 
 
-def loop_of(lines: list[str], blocks: Blocks) -> Loop:
+def loop_of(lines: list[str], blocks: LaunchBlocks) -> Loop:
     count = Counter(line.split()[0].split(".")[0] for line in lines)
     per_block = blocks.warps / (blocks.rows * blocks.keys / 4096)  # warps' worth, of 64 x 64 cells
     products = [line for line in lines if line.startswith("HGMMA")]

@@ -21,8 +21,8 @@ import tilewise as tw
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, captured
 from benchmarks.gpu_parts.sizes import CHECKED_PLANS, mask_named
-from tilewise.execution.problem import Call
-from tilewise.execution.torch_op import settled
+from tilewise.execution.problem import AttentionCall
+from tilewise.execution.torch_op import resolve_call
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.cover import tile_calls
@@ -130,8 +130,8 @@ def looped(
 
     def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_() for x in shards[rank][:3])
-        call = Call(plan, layout, mask, group=group, validate="never", needs_grad=True)
-        problem, _ = settled(q, k, v, call)
+        call = AttentionCall(plan, layout, mask, group=group, validate="never", needs_grad=True)
+        problem, _ = resolve_call(q, k, v, call)
         call = replace(call, problem=problem._replace(kernel=kernel or problem.kernel))
         out, _, _ = torch.ops.tilewise.attention(q, k, v, call)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), shards[rank][3])

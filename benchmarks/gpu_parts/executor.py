@@ -18,11 +18,11 @@ from benchmarks.gpu_parts.instant import Instant
 from benchmarks.gpu_parts.session import Run, Session, captured
 from benchmarks.gpu_parts.sizes import mask_named
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import Call, Problem, make_problem
+from tilewise.execution.problem import AttentionCall, Problem, make_problem
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.simulation.simulator import simulate_pass
-from tilewise.tiles.calls import Call as KernelCall
+from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 
 TIMES = 5  # passes in a row, where one takes little
@@ -79,7 +79,7 @@ class Rank:
             tw.mesh(world, q_tile=a, kv_bytes=2 * heads[1] / heads[0], backward=b)
             for b in (False, True)
         )
-        call = Call(forward, layout, mask, backward, needs_grad=True)
+        call = AttentionCall(forward, layout, mask, backward, needs_grad=True)
         made = make_problem(self.q, self.k, self.v, call, self.rank, world)
         self.problem: Problem = made._replace(kernel=kernel)
         row_bytes = max(heads) * (4 * width + 16)  # at least an item's

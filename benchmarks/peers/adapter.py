@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Mask
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction
 
 
@@ -62,7 +62,7 @@ class Adapter:
     def version(self) -> str:
         return metadata.version(self.library) if self._installed() else "not installed"
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         if not self._installed():
             return f"{self.library} is not installed: pip install 'tilewise[peers]'"
         if case.device != "cpu":
@@ -79,10 +79,10 @@ class Adapter:
             return f"its tokens lie {own.name}, not {case.layout}; give layout own"
         return None
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         return Prediction()
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: BenchCase) -> Layout:
         """Which tokens a rank holds; raises CannotRunError where it has no answer."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ def words(mask: Mask) -> Words:
     return said
 
 
-def equal_shares(case: Case, parts: int) -> None:
+def equal_shares(case: BenchCase, parts: int) -> None:
     """Raise CannotRunError unless the sequence falls into so many equal parts."""
     if case.num_tokens % parts:
         raise CannotRunError(
@@ -124,7 +124,7 @@ def equal_shares(case: Case, parts: int) -> None:
         )
 
 
-def pairs_of(case: Case, layout: Layout, ranks: Sequence[int]) -> int:
+def pairs_of(case: BenchCase, layout: Layout, ranks: Sequence[int]) -> int:
     """Allowed (query, key, query head) triples of the queries that some ranks own."""
     mask, keys = case.make_mask(), (0, case.num_tokens)
     ranges = (rows for rank in ranks for rows in layout.ranges(rank))

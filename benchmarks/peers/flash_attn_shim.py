@@ -22,7 +22,7 @@ from torch import Tensor
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.masks.base import Window
-from tilewise.tiles.calls import Call, row_index
+from tilewise.tiles.calls import KernelCall, row_index
 from tilewise.tiles.cover import tile_calls
 
 VERSION = "2.8.3"  # whose calling convention is kept
@@ -45,7 +45,7 @@ Rows = slice | Tensor
 class Piece(NamedTuple):
     """A kernel call and the rows of q and of k that it takes."""
 
-    call: Call
+    call: KernelCall
     q: Rows
     k: Rows
 

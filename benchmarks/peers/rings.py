@@ -27,7 +27,7 @@ from benchmarks.peers.adapter import (
     words,
 )
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RingFlashAttn(Adapter):
     name: str = "ring-flash-attn ring"
     library: str = "ring-flash-attn"
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: BenchCase) -> Layout:
         said = words(case.make_mask())
         if said.cu_seqlens is not None:
             raise CannotRunError("its ring has no argument for documents")
@@ -47,7 +47,7 @@ class RingFlashAttn(Adapter):
         equal_shares(case, 2 * case.world_size)
         return tw.zigzag(case.num_tokens, case.world_size)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Prepared:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
         said, layout = words(case.make_mask()), self.layout(case)
         name = "zigzag_ring_flash_attn" if said.causal else "ring_flash_attn"
         function, options = getattr(_module(name), f"{name}_func"), said.options
@@ -65,12 +65,12 @@ class Llama3(Adapter):
     name: str = "ring-flash-attn llama3"
     library: str = "ring-flash-attn"
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: BenchCase) -> Layout:
         words(case.make_mask())
         equal_shares(case, case.world_size)
         return tw.contiguous(case.num_tokens, case.world_size)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Prepared:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
         said, layout = words(case.make_mask()), self.layout(case)
         module, options = _module("llama3_flash_attn_varlen"), said.options
         edges = torch.tensor(said.cu_seqlens or (0, case.num_tokens), dtype=torch.int32)

@@ -24,7 +24,7 @@ from benchmarks.peers.adapter import (
     words,
 )
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 
 SEQUENCE = 2  # its dimension in [batch, heads, tokens, head_dim]
 
@@ -44,7 +44,7 @@ class TorchContextParallel(Adapter):
     def name(self) -> str:
         return f"torch context_parallel {self.rotate_method}"
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: BenchCase) -> Layout:
         said = words(case.make_mask())
         if said != said._replace(left=-1, right=-1, cu_seqlens=None):
             raise CannotRunError("its scaled_dot_product_attention is full or causal only")
@@ -52,7 +52,7 @@ class TorchContextParallel(Adapter):
         split = tw.zigzag if said.causal else tw.contiguous
         return split(case.num_tokens, case.world_size)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Prepared:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
         layout, causal = self.layout(case), words(case.make_mask()).causal
         _operators()
         mesh = init_device_mesh("cpu", (case.world_size,))

@@ -20,7 +20,7 @@ from benchmarks.peers.adapter import (
     words,
 )
 from tilewise.layouts.layout import Layout
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Yunchang(Adapter):
     def name(self) -> str:
         return f"yunchang usp {self.degree}"
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: BenchCase) -> Layout:
         said = words(case.make_mask())
         if said.cu_seqlens is not None:
             raise CannotRunError("its attention has no argument for documents")
@@ -54,7 +54,7 @@ class Yunchang(Adapter):
         homes = [shard for shard in range(ring.world_size) for _ in range(self.degree)]
         return ring.cut(homes, cuts * ring.world_size)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Prepared:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
         said, layout = words(case.make_mask()), self.layout(case)
         flash_attn_shim.provide()
         yunchang = importlib.import_module("yunchang")
@@ -70,7 +70,7 @@ class Yunchang(Adapter):
         pairs = pairs_of(case, layout, range(first, first + self.degree)) // self.degree
         return Prepared(layout, attention, pairs)
 
-    def _check_divides(self, case: Case) -> None:
+    def _check_divides(self, case: BenchCase) -> None:
         for what in ("world_size", "num_heads", "num_kv_heads"):
             count = getattr(case, what)
             if count % self.degree:

@@ -23,7 +23,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def must_be(kind: type[T], name: str, value: object, example: str | None = None) -> T:
+def require_type(kind: type[T], name: str, value: object, example: str | None = None) -> T:
     """Return value if it is of this kind.
 
     Args:

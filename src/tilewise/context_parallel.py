@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.functional import attention
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
@@ -62,11 +62,11 @@ class ContextParallel:
         self.group = mesh_or_group
         transport = transport_for(mesh_or_group)
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.mask = Full() if mask is None else must_be(Mask, "mask", mask)
+        self.mask = Full() if mask is None else require_type(Mask, "mask", mask)
         self.mask.check_tokens(num_tokens)
         if layout is None:
             layout = default_layout(self.mask, num_tokens, self.world_size)
-        must_be(Layout, "layout", layout)
+        require_type(Layout, "layout", layout)
         if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
             raise ValueError(
                 f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
@@ -74,7 +74,7 @@ class ContextParallel:
             )
         self.layout = layout
         if machine is not None:
-            must_be(Machine, "machine", machine)
+            require_type(Machine, "machine", machine)
         self.machine = machine
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.execution.problem import Call
-from tilewise.execution.torch_op import settled
+from tilewise.execution.problem import AttentionCall
+from tilewise.execution.torch_op import resolve_call
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
@@ -67,7 +67,7 @@ def attention(
     """
     if torch.compiler.is_compiling():
         save = _save_when_compiled(save)
-    call = Call(
+    call = AttentionCall(
         plan,
         layout,
         mask,
@@ -83,7 +83,7 @@ def attention(
         torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
     )
     if not torch.compiler.is_compiling():
-        problem, _ = settled(q, k, v, call)
+        problem, _ = resolve_call(q, k, v, call)
         call = replace(call, problem=problem)
     out, lse, _ = torch.ops.tilewise.attention(q, k, v, call)
     return (out, lse) if return_lse else out

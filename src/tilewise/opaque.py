@@ -7,11 +7,11 @@ from typing import Any, Self
 from uuid import uuid4
 
 
-class ConstantType(ABCMeta):
+class OpaqueType(ABCMeta):
     """The class of all constants' classes; execution/torch_op.py derives it from torch's own besides."""
 
 
-class Constant(metaclass=ConstantType):
+class OpaqueValue(metaclass=OpaqueType):
     """A frozen value with == and hash, for execution/torch_op.py to register. It knows nothing of torch."""
 
     __slots__ = ()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.compiler.pruning import prune_shards
 from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts
 from tilewise.compiler.symmetry import find_symmetry
@@ -62,7 +62,7 @@ class Workload:
         if not self.head_dim >= 1:
             raise ValueError(f"head_dim ({self.head_dim}) must be at least 1")
         check_save(self.save)
-        must_be(Mask, "mask", self.mask).check_tokens(self.num_tokens)
+        require_type(Mask, "mask", self.mask).check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if not isinstance(self.layout, Layout) and self.layout not in dict(LAYOUTS):
             raise ValueError(
@@ -102,10 +102,10 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
     """
-    must_be(Plan, "plan", plan)
-    must_be(Workload, "work", work)
+    require_type(Plan, "plan", plan)
+    require_type(Workload, "work", work)
     if backward_plan is not None:
-        must_be(Plan, "backward_plan", backward_plan)
+        require_type(Plan, "backward_plan", backward_plan)
     if backward_plan is not None and saving(plan, work.save) == "gathered":
         check_gathered(plan, backward_plan)
     return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))

@@ -14,9 +14,9 @@ import tilewise as tw
 from benchmarks.peers import contenders, flash_attn_shim
 from benchmarks.peers.adapter import CannotRunError, Words, words
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case, Network, Timing
+from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise.tools.bench.contender import Contender
-from tilewise.tools.bench.engine import Settings, Started, run_cases
+from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
 from tilewise.tools.bench.entrants import contenders_of
 from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.bench.results import Results
@@ -29,11 +29,11 @@ installed = pytest.mark.skipif(
 )
 
 
-def case(mask: str, **fields) -> Case:
+def case(mask: str, **fields) -> BenchCase:
     chosen = {"num_tokens": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields}
     n = chosen.setdefault("world_size", 4)
-    network = Network("loopback", 1, n)
-    return Case("strategies", mask, **{"dtype": "float32", "network": network, **chosen})
+    network = LabNetwork("loopback", 1, n)
+    return BenchCase("strategies", mask, **{"dtype": "float32", "network": network, **chosen})
 
 
 def dense(
@@ -145,7 +145,7 @@ def test_peers_are_contenders_that_a_run_can_name():
         (TORCH[0], case("sliding_window"), "full or causal only"),
         (TORCH[1], case("causal", world_size=1), r"world_size \(1\) must be at least 2"),
         (RING, case("causal", device="cuda"), "run on cpu"),
-        (RING, case("causal", network=Network("limited", 4, 1, 50.0)), "limited transport"),
+        (RING, case("causal", network=LabNetwork("limited", 4, 1, 50.0)), "limited transport"),
     ],
 )
 def test_a_peer_says_why_it_cannot(peer, asked, reason):
@@ -158,10 +158,10 @@ def test_a_missing_package_is_said(monkeypatch):
     assert RING.version == "not installed"
 
 
-def rows(path: Path, *cases: Case) -> dict[tuple[str, str, str], dict]:
+def rows(path: Path, *cases: BenchCase) -> dict[tuple[str, str, str], dict]:
     """What a run of our ring and all peers says, by mask, dtype and contender."""
     everyone = (strategy("ring"), *contenders())
-    settings = Settings(Timing(repeats=1, warmups=0), Machine.preset("cpu-gloo"))
+    settings = EngineSettings(Timing(repeats=1, warmups=0), Machine.preset("cpu-gloo"))
     with Results(path) as results:
         events = list(run_cases([(one, everyone) for one in cases], results, settings))
     found = [event for event in events if not isinstance(event, Started)]

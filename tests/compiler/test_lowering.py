@@ -10,7 +10,7 @@ from conformance.table import plans
 
 import tilewise as tw
 from tilewise.compiler.lowering import tile_operands
-from tilewise.compiler.program import Collective, Free, Instruction, Launch, Program, Run, Wait
+from tilewise.compiler.program import Collective, Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
 
@@ -28,7 +28,7 @@ def some_plans(n: int) -> Iterator[Plan]:
 def used(instruction: Instruction) -> set[Item]:
     """The items whose values an instruction needs."""
     match instruction:
-        case Run(tile):
+        case Compute(tile):
             return set(tile_operands(tile))
         case Launch(sends=sends) | Collective(sends=sends):
             items = {hop.item for hop in sends}
@@ -200,7 +200,7 @@ def test_receives_ahead_are_posted_before_the_launch_of_their_step():
         program = tw.lower(plan, 2, ahead=ahead)
         seen = 0
         for instruction in program.instructions:
-            seen += isinstance(instruction, Run)
+            seen += isinstance(instruction, Compute)
             if isinstance(instruction, Launch):
                 for hop in instruction.recvs:
                     posted[ahead, hop.item, hop.src] = seen
@@ -219,7 +219,7 @@ def test_handles_are_distinct():
 def test_operands_of_one_call_lie_side_by_side_in_its_order():
     for rank in range(4):
         (tile,) = [
-            i.tile for i in tw.lower(tw.all_gather(4), rank).instructions if isinstance(i, Run)
+            i.tile for i in tw.lower(tw.all_gather(4), rank).instructions if isinstance(i, Compute)
         ]
         arenas = tw.lower(tw.all_gather(4), rank).arenas
         assert arenas == (tuple(operand(Side.KV, shard) for shard in tile.kv),)
@@ -270,7 +270,7 @@ def test_a_rank_of_4096_builds_its_own_program_alone(plan: Plan, monkeypatch: py
     monkeypatch.setattr(Plan, "steps", property(lambda self: pytest.fail("all ranks are built")))
     program = tw.lower(plan, 1234)
     assert asked[0] == (4096, 1234) and {*asked[1:]} <= {(512, 1234 // 8), (8, 1234 % 8)}
-    assert any(isinstance(instruction, Run) for instruction in program.instructions)
+    assert any(isinstance(instruction, Compute) for instruction in program.instructions)
 
 
 def test_there_is_no_such_rank():

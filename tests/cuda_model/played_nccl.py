@@ -10,7 +10,7 @@ import torch
 from cuda_model.played_cuda import Clock, PlayedDevice, PlayedStream
 from torch import Tensor
 
-from tilewise.transport.cooperative_threads import Baton
+from tilewise.transport.cooperative_threads import CooperativeScheduler
 
 
 class Batch:
@@ -86,7 +86,9 @@ class PlayedNccl:
         blocking: the host waits there for a batch's end as it does when NCCL connects two ranks.
     """
 
-    def __init__(self, device: PlayedDevice, baton: Baton, *, blocking: bool) -> None:
+    def __init__(
+        self, device: PlayedDevice, baton: CooperativeScheduler, *, blocking: bool
+    ) -> None:
         self.device, self._baton, self.blocking = device, baton, blocking
         self._routes: defaultdict[Any, deque[Part]] = defaultdict(deque)
         self._pending: list[Batch] = []

@@ -10,12 +10,12 @@ from support.kernel_cases import CALLS, HEADS, SCALE, call_of
 import tilewise as tw
 from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import Call as Attention
-from tilewise.execution.torch_op import settled
+from tilewise.execution.problem import AttentionCall as Attention
+from tilewise.execution.torch_op import resolve_call
 from tilewise.kernels import torch_sdpa
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.transport.loopback import LoopbackGroup
 
 pytest.importorskip("triton")
@@ -48,7 +48,7 @@ def cuda(monkeypatch):
     return FakeCuda(monkeypatch)
 
 
-def operands(cuda: FakeCuda, call: Call, heads, dtype, head_dim: int, transposed: bool):
+def operands(cuda: FakeCuda, call: KernelCall, heads, dtype, head_dim: int, transposed: bool):
     """q, k, v, dout, lse, delta; transposed: as a user's [batch, tokens, ...] lies in memory."""
     shapes = [(call.num_q, heads[0]), (call.num_k, heads[1]), (call.num_k, heads[1])]
 
@@ -63,7 +63,7 @@ def operands(cuda: FakeCuda, call: Call, heads, dtype, head_dim: int, transposed
     return q, k, v, draw(call.num_q, heads[0], head_dim), lse, delta
 
 
-def check(kernel, call: Call, given, dtype: torch.dtype) -> None:
+def check(kernel, call: KernelCall, given, dtype: torch.dtype) -> None:
     q, k, v, dout, lse, delta = given
     wide = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -91,7 +91,7 @@ MIXED = (
 ALL = tuple(product(DTYPES, (64, 80, 128, 256), ("GQA",), (False, True)))
 
 
-def check_all(name: str, call: Call, cases, cuda: FakeCuda) -> int:
+def check_all(name: str, call: KernelCall, cases, cuda: FakeCuda) -> int:
     kernel, checked = kernel_named(name), 0
     if kernel.square_causal and call.kind is Kind.CAUSAL and call.num_q != call.num_k:
         return 1
@@ -132,7 +132,7 @@ def passes(cuda: FakeCuda, plan: tw.Plan, kernel: Kernel, dtype: torch.dtype) ->
             rows = layout.size(rank)
             q, k, v, dout = (cuda.empty(2, rows, h, 64, dtype=dtype) for h in (4, 2, 2, 4))
             call = Attention(plan, layout, mask, group=group, needs_grad=True, validate="never")
-            problem, transport = settled(q, k, v, call)
+            problem, transport = resolve_call(q, k, v, call)
             problem = problem._replace(kernel=kernel)
             out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
             grads = backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))

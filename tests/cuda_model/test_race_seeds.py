@@ -11,7 +11,7 @@ from cuda_model.played_cuda import PlayedDevice
 from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run, watched_device
 
 import tilewise as tw
-from tilewise.compiler.liveness import Ledger
+from tilewise.compiler.liveness import BufferLifetimes
 from tilewise.execution import executor, forward_backward, memory_plan
 from tilewise.transport import loopback, process_group, streams
 from tilewise.transport.process_group import DistTransport
@@ -40,8 +40,17 @@ LOOPBACK_SEEDS = {
     "nobody waits for a copy": (loopback._Outstanding, "wait", "follow(copied)"),
     "ranks do not wait for the caller": (streams, "forked", "follow(before)"),
     "the caller does not wait for ranks": (streams, "forked", "follow(end)"),
-    "a slab is not waited for": (memory_plan.Slab, "enter", "follow(self._left, self._buffer)"),
-    "a slab is left before its pass": (memory_plan.Slab, "leave", "self._left = ", "moment = "),
+    "a slab is not waited for": (
+        memory_plan.Workspace,
+        "enter",
+        "follow(self._left, self._buffer)",
+    ),
+    "a slab is left before its pass": (
+        memory_plan.Workspace,
+        "leave",
+        "self._left = ",
+        "moment = ",
+    ),
     "a slab's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
     "an arrival is not waited for": (executor, "execute", "started.wait()"),
 }
@@ -51,13 +60,13 @@ NCCL_SEEDS = {
     "earlier sends are not waited for": (DistTransport, "_reap", "posted.wait()"),
     "the last sends are not waited for": (DistTransport, "finish", "self._reap(lane, 0)"),
     "what is sent is given back at once": (
-        Ledger,
+        BufferLifetimes,
         "give",
         "number in self._busy or number in self._leaving",
         "False",
     ),
     "what is sent is given back too early": (
-        Ledger,
+        BufferLifetimes,
         "launched",
         "len(under_way) > LAUNCHES_IN_FLIGHT",
         "under_way",

@@ -9,20 +9,20 @@ from support.bound_passes import Counting, Exempt
 
 import tilewise as tw
 from tilewise.decoding import kv_cache
-from tilewise.decoding.step import Place, Rank, reads
+from tilewise.decoding.step import QuerySpan, RankReads, reads
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.registry import kernel_named
-from tilewise.tiles.call_rows import Cut
+from tilewise.tiles.call_rows import CallStyle
 
 MASKS = {
     "causal": tw.Causal(),
     "window": tw.Window(4, 0),
     "sinks": tw.Window(4, 0) | tw.Slices([((0, 40), (0, 3), "full")]) & tw.Causal(),
 }
-PLACES = [Place(10, 14), Place(10, 14), Place(25, 29), Place(0, 0)]
+PLACES = [QuerySpan(10, 14), QuerySpan(10, 14), QuerySpan(25, 29), QuerySpan(0, 0)]
 
 
-def cells(mask: tw.Mask, cut: Cut, here: Rank) -> tuple[int, np.ndarray]:
+def cells(mask: tw.Mask, cut: CallStyle, here: RankReads) -> tuple[int, np.ndarray]:
     """How many calls there are, and how often each has [sequence, query, cached row]."""
     count, calls = np.zeros((len(PLACES), 4, 40), int), 0
     for read in reads(mask, PLACES, here, (4, 2), cut):
@@ -34,10 +34,10 @@ def cells(mask: tw.Mask, cut: Cut, here: Rank) -> tuple[int, np.ndarray]:
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_kernels_of_whole_tiles_get_one_call_for_neighbours_alike(mask):
-    here = Rank(1, 3)
-    calls, count = cells(mask, Cut(whole_tile=True), here)
+    here = RankReads(1, 3)
+    calls, count = cells(mask, CallStyle(whole_tile=True), here)
     assert calls == 2
-    many, same = cells(mask, Cut(square_causal=True), here)
+    many, same = cells(mask, CallStyle(square_causal=True), here)
     assert many >= calls and (same == count).all()
     for b, place in enumerate(PLACES):
         positions = here.positions(place.stop)

@@ -10,7 +10,7 @@ from support.bound_passes import Case, Counting, on_ranks, uncounted
 
 import tilewise as tw
 from tilewise.execution import allocator, work
-from tilewise.execution.memory_plan import Request, Shelf, Tape, places
+from tilewise.execution.memory_plan import BufferSpec, MemoryPlan, WorkspacePool, places
 from tilewise.kernels.merge import merge_into
 
 MASKS = {
@@ -108,7 +108,7 @@ def test_passes_bound_in_inference_mode_serve_outside_of_it(bound):
 
 
 def test_passes_at_once_never_share_buffers(bound):
-    shelf, binding = Shelf(), allocator.Binding()
+    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
     cpu = torch.device("cpu")
     first = binding.lender(shelf, cpu)
     first.take((64,), torch.float32)
@@ -127,7 +127,7 @@ def test_passes_at_once_never_share_buffers(bound):
 
 
 def test_what_was_sent_rests_until_it_has_left():
-    shelf, binding = Shelf(), allocator.Binding()
+    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
     recorder = binding.lender(shelf, torch.device("cpu"))
 
     def take() -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_what_was_sent_rests_until_it_has_left():
 )
 def test_rows_of_one_time_lie_apart(drawn):
     requests = [
-        Request(
+        BufferSpec(
             (sum(rows for rows, _ in parts),),
             torch.uint8,
             begin,
@@ -189,7 +189,7 @@ def test_rows_of_one_time_lie_apart(drawn):
 
 
 def test_parts_of_a_buffer_are_given_back_each_by_itself():
-    shelf, binding = Shelf(), allocator.Binding()
+    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
     recorder = binding.lender(shelf, torch.device("cpu"))
     arena = recorder.take_parts((12, 256), torch.uint8, (4, 0, 8))
     recorder.give(arena[:4])
@@ -207,7 +207,7 @@ def test_parts_of_a_buffer_are_given_back_each_by_itself():
 
 
 def test_buffers_that_follow_each_other_share_their_place():
-    tape = Tape([Request((1024,), torch.float32, i, ((1024, i + 2),)) for i in range(50)])
+    tape = MemoryPlan([BufferSpec((1024,), torch.float32, i, ((1024, i + 2),)) for i in range(50)])
     assert tape.num_bytes == 2 * 4096
     views = tape.views(torch.empty(tape.num_bytes, dtype=torch.uint8))
     assert views[0].data_ptr() == views[2].data_ptr() and views[0].shape == (1024,)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 import tilewise as tw
-from tilewise.execution.problem import Call
+from tilewise.execution.problem import AttentionCall
 from tilewise.execution.torch_op import MASKS
 from tilewise.expressions import read_plan
 from tilewise.tools.processes import run_ranks
@@ -24,9 +24,9 @@ TOKENS, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
 ATTENTION = torch.ops.tilewise.attention
 
 
-def call(plan: tw.Plan) -> Call:
+def call(plan: tw.Plan) -> AttentionCall:
     layout = tw.contiguous(TOKENS, plan.world_size)
-    return Call(plan, layout, tw.Causal(), save="replay", needs_grad=True)
+    return AttentionCall(plan, layout, tw.Causal(), save="replay", needs_grad=True)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from support.triton_checks import MASKS, NUM_TOKENS
 
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import PROVIDERS, kernel_named
-from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import tile_calls
 
 # A kernel that hangs would hold the process for ever.
@@ -64,14 +64,14 @@ def on_gpu(case: Case) -> Case:
     return Case(*(x.cuda() for x in case))
 
 
-def check_forward(kernel: Kernel, case: Case, answer: Answer, call: Call) -> None:
+def check_forward(kernel: Kernel, case: Case, answer: Answer, call: KernelCall) -> None:
     bound = BOUNDS[case.q.dtype]
     out, lse = kernel.forward(*on_gpu(case)[:3], call, SCALE)
     assert error(out.cpu(), answer.out) < bound
     assert error(lse.cpu(), answer.lse) < bound
 
 
-def check_into(kernel: Kernel, case: Case, answer: Answer, call: Call) -> None:
+def check_into(kernel: Kernel, case: Case, answer: Answer, call: KernelCall) -> None:
     """Results added to accumulators: to nothing, and gradients to ones."""
     bound, there = BOUNDS[case.q.dtype], on_gpu(case)
     out = torch.zeros(case.q.shape, device="cuda")
@@ -86,14 +86,14 @@ def check_into(kernel: Kernel, case: Case, answer: Answer, call: Call) -> None:
         assert error(got.cpu() - 1, want) < 4 * bound
 
 
-def check_backward(kernel: Kernel, case: Case, answer: Answer, call: Call) -> None:
+def check_backward(kernel: Kernel, case: Case, answer: Answer, call: KernelCall) -> None:
     given = answer.lse.float().cuda(), answer.delta.float().cuda()
     grads = kernel.backward(*on_gpu(case)[:4], *given, call, SCALE)
     for got, want in zip(grads, answer.grads, strict=True):
         assert error(got.cpu(), want) < 4 * BOUNDS[case.q.dtype]
 
 
-def takes(kernel: Kernel, call: Call) -> bool:
+def takes(kernel: Kernel, call: KernelCall) -> bool:
     """Causal calls that are not square are not for all kernels."""
     return not kernel.square_causal or call.kind is not Kind.CAUSAL or call.num_q == call.num_k
 

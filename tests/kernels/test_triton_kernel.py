@@ -17,7 +17,7 @@ from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import tuning_for
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
 TESTS = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def test_dq_is_made_by_atomics_unless_determinism_is_asked_for(
             assert cuda.launches == ["row_statistics", *by_rows, *passes]
 
 
-def listed(call: Call, own: int, others: int, of_keys: bool) -> np.ndarray:
+def listed(call: KernelCall, own: int, others: int, of_keys: bool) -> np.ndarray:
     """How often each cell of a call stands in its work list."""
     work = work_list(call, own, others, of_keys)
     sizes = (call.num_k, call.num_q) if of_keys else (call.num_q, call.num_k)

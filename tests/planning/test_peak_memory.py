@@ -16,13 +16,13 @@ from support.bound_passes import Case, on_ranks
 import tilewise as tw
 from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.memory_plan import Request, Tape
+from tilewise.execution.memory_plan import BufferSpec, MemoryPlan
 from tilewise.plan.payload import HeadGroups
 from tilewise.simulation.copies import alike
 from tilewise.simulation.footprint import written_peaks
 from tilewise.simulation.setting import setting_of
 from tilewise.simulation.simulator import simulate_pass
-from tilewise.tiles.call_rows import Cut, Table
+from tilewise.tiles.call_rows import CallStyle, TileCalls
 
 MACHINE = tw.Machine.preset("h100x8")
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}
@@ -62,10 +62,10 @@ def check(
 ) -> None:
     """Run both passes, as on a GPU, where receives are not posted ahead."""
     plan, mask, layout = case
-    tapes: dict[int, list[Tape]] = {}
+    tapes: dict[int, list[MemoryPlan]] = {}
 
-    def recorded(requests: list[Request]) -> Tape:
-        tape = Tape(requests)
+    def recorded(requests: list[BufferSpec]) -> MemoryPlan:
+        tape = MemoryPlan(requests)
         tapes.setdefault(threading.get_ident(), []).append(tape)
         return tape
 
@@ -122,7 +122,7 @@ def test_peak_memory_is_the_planners_figure_on_more_ranks(n, mask, heads, save, 
 )
 def test_large_shards_are_counted_in_small(plan, monkeypatch):
     layout = tw.zigzag(4 * 1000, 4)
-    table = Table((layout, layout), tw.Causal(), HeadGroups(2, 1, 1), Cut())
+    table = TileCalls((layout, layout), tw.Causal(), HeadGroups(2, 1, 1), CallStyle())
     assert alike(table)
     check(monkeypatch, (plan, tw.Causal(), layout), (2, 1, 16), "replay")
 
@@ -134,7 +134,7 @@ def test_all_kernels_copy_the_same(n):
     work = tw.Workload(layout.num_tokens, 8, 4, 64, mask=tw.Causal(), layout=layout)
     for plan in (tw.attention2d(2, n // 2), tw.mesh(n, q_tile=4), tw.mesh(n, n // 2, "gather")):
         peaks = set()
-        for cut in (Cut(), Cut(square_causal=True), Cut(whole_tile=True)):
+        for cut in (CallStyle(), CallStyle(square_causal=True), CallStyle(whole_tile=True)):
             pruned = tw.prune(plan, tw.Causal(), layout)
             setting = setting_of(pruned, work, (layout, layout), backward=True)
             setting = setting._replace(table=setting.table._replace(cut=cut))

@@ -10,10 +10,10 @@ from support.described import machine, workload
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
 from tilewise.planning.bounds import least_bytes, moved_bound, shape_bound, steps_bound
-from tilewise.planning.candidate import Row
+from tilewise.planning.candidate import PlanRow
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
-from tilewise.planning.pass_model import Scene
+from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import reason
 from tilewise.planning.trials import Plans, Trials
 from tilewise.simulation.machine import Link
@@ -77,12 +77,12 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
     work = replace(work, layout=layout)
     tried = options(work, n, CLUSTERS[name].node_size)
     for backward in (False, True):
-        scene = Scene(work, CLUSTERS[name], n, backward)
+        scene = PassModel(work, CLUSTERS[name], n, backward)
         for option in tried[:: max(1, len(tried) // 12)]:
             _check_bounds(scene, option, tried)
 
 
-def _check_bounds(scene: Scene, option: Option, tried: list[Option]) -> None:
+def _check_bounds(scene: PassModel, option: Option, tried: list[Option]) -> None:
     plan = option.make()
     timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
     bounds = [shape_bound(scene, option), steps_bound(scene, option, plan)]
@@ -184,7 +184,9 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
-    best = Trials(Scene(work, preset, n, False), Plans(tried)).settle(1 << 60, range(len(tried)))
+    best = Trials(PassModel(work, preset, n, False), Plans(tried)).settle(
+        1 << 60, range(len(tried))
+    )
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
     assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)
 
@@ -200,7 +202,7 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     ),
 )
 def test_a_reason_says_how_much_longer(times: float, said: str):
-    best = Row("ring", "", "", "replay", 1.0, 0.5, 0.5, 0.25, {"inside": 8}, 1)
+    best = PlanRow("ring", "", "", "replay", 1.0, 0.5, 0.5, 0.25, {"inside": 8}, 1)
     row = best._replace(strategy="mesh", seconds=times)
     assert reason(row, (best, row), (1.0, False)).startswith(said)
 

@@ -6,7 +6,7 @@ import pytest
 
 import tilewise as tw
 from tilewise.plan.ir import Plan
-from tilewise.simulation.machine import Kernel, Link, Machine
+from tilewise.simulation.machine import KernelSpeed, Link, Machine
 
 ROWS, HEADS, WIDTH = 32, 4, 16
 SHARD = ROWS * HEADS * WIDTH * 4
@@ -15,7 +15,7 @@ SHARD = ROWS * HEADS * WIDTH * 4
 def machine(**fields) -> Machine:
     """Kernels and links as good as free."""
     kernels = tuple(
-        Kernel("float32", backward, (16.0,), (16.0,), ((1e18,),)) for backward in (False, True)
+        KernelSpeed("float32", backward, (16.0,), (16.0,), ((1e18,),)) for backward in (False, True)
     )
     return replace(Machine("free", 64, Link(1e18), Link(1e18), kernels), **fields)
 
@@ -63,7 +63,8 @@ def test_only_tiles_at_the_masks_edge_compute_in_vain():
     """A causal ring's last rank has 3 full tiles of ROWS keys and one triangle of half as many."""
     flop = 4 * HEADS * WIDTH * ROWS
     kernels = tuple(
-        Kernel("float32", b, (16.0,), (16.0,), ((float(flop),),), edge_keys=8.0) for b in (0, 1)
+        KernelSpeed("float32", b, (16.0,), (16.0,), ((float(flop),),), edge_keys=8.0)
+        for b in (0, 1)
     )
     slow = machine(kernels=kernels)
     forward, _ = passes(tw.ring(4), slow, tw.Causal())

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tilewise.simulation.fair_share import Fluid, Route, fair_rates
+from tilewise.simulation.fair_share import FairShare, Route, fair_rates
 
 
 def arrays(routes: list[Route], num_resources: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,7 +89,7 @@ def test_known_shares():
     assert rates([((0, 1.0),), ((0, 1.0),)], 1, [3, 1]) == [0.25, 0.25]
 
 
-def run(fluid: Fluid) -> dict[int, float]:
+def run(fluid: FairShare) -> dict[int, float]:
     ends = {}
     while fluid.next_end < np.inf:
         for flow in fluid.advance(fluid.next_end):
@@ -97,18 +97,18 @@ def run(fluid: Fluid) -> dict[int, float]:
     return ends
 
 
-def add(fluid: Fluid, ids: list[int], routes: list[int], amounts: list[float]) -> None:
+def add(fluid: FairShare, ids: list[int], routes: list[int], amounts: list[float]) -> None:
     fluid.add(ids, np.array(routes), np.ones(len(ids), int), np.array(amounts))
 
 
 def test_a_flow_speeds_up_when_another_ends():
-    fluid = Fluid([((0, 1.0),)], 1)
+    fluid = FairShare([((0, 1.0),)], 1)
     add(fluid, [7, 8], [0, 0], [1.0, 3.0])
     assert run(fluid) == {7: 2.0, 8: 4.0}
 
 
 def test_a_flow_that_comes_later_shares_from_then_on():
-    fluid = Fluid([((0, 1.0), (1, 1.0)), ((1, 1.0),)], 2)
+    fluid = FairShare([((0, 1.0), (1, 1.0)), ((1, 1.0),)], 2)
     add(fluid, [0], [0], [2.0])
     assert fluid.advance(1.0) == [] and fluid.next_end == 2.0
     add(fluid, [1], [1], [1.0])
@@ -116,7 +116,7 @@ def test_a_flow_that_comes_later_shares_from_then_on():
 
 
 def test_flows_of_one_kind_end_together():
-    fluid = Fluid([((0, 1.0),)], 1)
+    fluid = FairShare([((0, 1.0),)], 1)
     add(fluid, list(range(100)), [0] * 100, [0.1] * 100)
     assert len(fluid.advance(fluid.next_end)) == 100
     assert fluid.next_end == np.inf
@@ -124,14 +124,14 @@ def test_flows_of_one_kind_end_together():
 
 
 def test_one_flow_that_stands_for_many_takes_as_long():
-    fluid = Fluid([((0, 1.0),)], 1)
+    fluid = FairShare([((0, 1.0),)], 1)
     fluid.add([0, 1], np.array([0, 0]), np.array([9, 1]), np.array([0.1, 0.2]))
     assert run(fluid) == pytest.approx({0: 1.0, 1: 1.1})
 
 
 def ends(routes: list[Route], num: int, flows: list[tuple[float, int, float]]) -> list[float]:
     """When each of some flows (start, route, amount) ends."""
-    fluid, found, later = Fluid(routes, num), [0.0] * len(flows), sorted(range(len(flows)))
+    fluid, found, later = FairShare(routes, num), [0.0] * len(flows), sorted(range(len(flows)))
     later.sort(key=lambda flow: flows[flow][0])
     while later or fluid.next_end < np.inf:
         start = flows[later[0]][0] if later else np.inf

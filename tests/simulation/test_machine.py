@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.simulation.machine import Kernel, Link, Machine
+from tilewise.simulation.machine import KernelSpeed, Link, Machine
 
 
-def grid(**fields) -> Kernel:
+def grid(**fields) -> KernelSpeed:
     good = {
         "dtype": "float32",
         "backward": False,
@@ -18,7 +18,7 @@ def grid(**fields) -> Kernel:
         "keys": (16.0, 64.0),
         "flops": ((1e9, 4e9), (4e9, 16e9)),
     }
-    return Kernel(**{**good, **fields})
+    return KernelSpeed(**{**good, **fields})
 
 
 @pytest.mark.parametrize("name", Machine.presets())

@@ -18,18 +18,18 @@ from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules import relaxed as relaxed_module
 from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
-from tilewise.strategies.mesh_schedules.model import Costs, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 from tilewise.strategies.mesh_schedules.optimal import optimum
 from tilewise.strategies.mesh_schedules.orders import least_held
 from tilewise.strategies.mesh_schedules.relaxed import relaxed
 
-FORWARD, BACKWARD = Costs(1, 2, 1, 0), Costs(2, 2, 1, 2)
-GQA, GQA_BACKWARD = Costs(1, 0.5, 1, 0), Costs(2, 0.5, 1, 0.5)
+FORWARD, BACKWARD = ShardWeights(1, 2, 1, 0), ShardWeights(2, 2, 1, 2)
+GQA, GQA_BACKWARD = ShardWeights(1, 0.5, 1, 0), ShardWeights(2, 0.5, 1, 0.5)
 TILES = ((1, 4), (4, 1), (2, 2), (2, 3), (2, 6), (3, 3), (4, 4))
 RATIOS = (0.0625, 0.25, 0.5, 1.0, 1.4, 4.0, 16.0)
 
 
-def block_seconds(shape: tuple[int, int], costs: Costs, ratio: float) -> float:
+def block_seconds(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> float:
     return max(1, round(64 * ratio * moved(shape, costs) / (shape[0] * shape[1]))) / 64
 
 
@@ -55,7 +55,7 @@ def test_the_pacing_model_is_the_simulators(shape: tuple[int, int], ratio: float
     plan = tw.mesh(n, rows, backward=backward)
     payload = work.payload(plan, backward)
     row_bytes = [payload.row_bytes(item) for item in _items()]
-    costs = Costs(*(16.0 * size for size in row_bytes))
+    costs = ShardWeights(*(16.0 * size for size in row_bytes))
     flop = (10 if backward else 4) * 16 * 16 * 8 * 16
     block = ratio * sum(costs) / 4
     beats = greedy_beats(shape, BACKWARD if backward else FORWARD)
@@ -69,7 +69,7 @@ def _items():
 
 @pytest.mark.parametrize("costs", (FORWARD, BACKWARD, GQA, GQA_BACKWARD))
 @pytest.mark.parametrize("shape", ((2, 2), (2, 4), (3, 3), (4, 3), (3, 5)))
-def test_found_programs_take_as_long_as_their_steps(shape: tuple[int, int], costs: Costs):
+def test_found_programs_take_as_long_as_their_steps(shape: tuple[int, int], costs: ShardWeights):
     for ratio in RATIOS:
         block = block_seconds(shape, costs, ratio)
         for width in (1, 8):
@@ -102,7 +102,7 @@ def test_what_no_program_can_do_is_not_in_the_optimum():
 
 
 @pytest.mark.parametrize("costs", (FORWARD, BACKWARD, GQA, GQA_BACKWARD))
-def test_no_schedule_beats_the_optimum_and_greedy_comes_within_five_percent(costs: Costs):
+def test_no_schedule_beats_the_optimum_and_greedy_comes_within_five_percent(costs: ShardWeights):
     """For any pace: but for a few tiles, and there less than a tenth; for its own: everywhere."""
     pytest.importorskip("ortools")
     over = []

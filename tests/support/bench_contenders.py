@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.layouts.layout import Layout
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Running, Traffic
 from tilewise.tools.bench.our_strategies import strategy
 
@@ -28,13 +28,13 @@ class Bad:
     def library(self) -> str:
         return "tests"
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         return "it has no such mask" if self.name == "refuses" else None
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         return Prediction(peak_bytes=1 << 50 if self.name == "huge" else 0)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Running:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Running:
         return Misbehaving(self.name, rank, strategy("ring").prepare(case, rank, group))
 
 

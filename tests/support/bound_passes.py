@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import Call, Problem
-from tilewise.execution.torch_op import settled
+from tilewise.execution.problem import AttentionCall, Problem
+from tilewise.execution.torch_op import resolve_call
 from tilewise.transport.protocol import Transport
 
 # What needs its result on the host; on a GPU the host would wait for the device.
@@ -117,8 +117,8 @@ def on_ranks(
         rows = layout.size(rank)
         q, dout = torch.randn(2, rows, heads[0], heads[2], generator=generator).to(dtype)
         k, v = torch.randn(2, rows, heads[1], heads[2], generator=generator).to(dtype)
-        call = Call(plan, layout, mask, group=group, needs_grad=True, **options)
-        problem, transport = settled(q, k, v, call)
+        call = AttentionCall(plan, layout, mask, group=group, needs_grad=True, **options)
+        problem, transport = resolve_call(q, k, v, call)
         return body(Case(problem, transport, q, k, v, dout))
 
     with torch.no_grad():

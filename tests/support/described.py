@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tilewise as tw
-from tilewise.simulation.machine import Kernel, Link, Machine
+from tilewise.simulation.machine import KernelSpeed, Link, Machine
 
 FAST = 1e30  # FLOP per second, or bytes: takes no time
 
@@ -11,7 +11,7 @@ FAST = 1e30  # FLOP per second, or bytes: takes no time
 def machine(bandwidth: float = 1e6, flops: float = FAST, **fields) -> Machine:
     """One rank per node unless told otherwise, one speed for all tiles."""
     kernels = tuple(
-        Kernel(dtype, backward, (1.0,), (1.0,), ((flops,),))
+        KernelSpeed(dtype, backward, (1.0,), (1.0,), ((flops,),))
         for dtype in ("float32", "bfloat16")
         for backward in (False, True)
     )

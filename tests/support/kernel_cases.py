@@ -7,13 +7,13 @@ import torch
 
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 SCALE = 0.3
 
 
-def call_of(m: int, n: int, kind: Kind = Kind.FULL, slices: tuple[Slice, ...] = ()) -> Call:
-    return Call(((0, m),) if m else (), ((0, n),) if n else (), kind, slices)
+def call_of(m: int, n: int, kind: Kind = Kind.FULL, slices: tuple[Slice, ...] = ()) -> KernelCall:
+    return KernelCall(((0, m),) if m else (), ((0, n),) if n else (), kind, slices)
 
 
 CALLS = {
@@ -52,7 +52,9 @@ class Answer(NamedTuple):
     grads: tuple[torch.Tensor, ...]
 
 
-def draw(call: Call, heads: tuple[int, int], dtype: torch.dtype, batch=2, head_dim=19) -> Case:
+def draw(
+    call: KernelCall, heads: tuple[int, int], dtype: torch.dtype, batch=2, head_dim=19
+) -> Case:
     g = torch.Generator().manual_seed(0)
     shapes = [(call.num_q, heads[0]), (call.num_k, heads[1]), (call.num_k, heads[1])]
     q, k, v, dout = (
@@ -63,7 +65,7 @@ def draw(call: Call, heads: tuple[int, int], dtype: torch.dtype, batch=2, head_d
     return Case(q, k, v, dout, dlse)
 
 
-def dense(case: Case, call: Call) -> Answer:
+def dense(case: Case, call: KernelCall) -> Answer:
     """Autograd of attention written out in fp64."""
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     group = q.shape[2] // k.shape[2]
@@ -86,7 +88,7 @@ def error(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x - y).abs().max() / max(1.0, float(y.abs().max())))
 
 
-def run(kernel, case: Case, answer: Answer, call: Call) -> list[torch.Tensor]:
+def run(kernel, case: Case, answer: Answer, call: KernelCall) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv of a kernel that is given the exact lse and delta."""
     wide = accumulator_dtype(case.q.dtype)
     out, lse = kernel.forward(*case[:3], call, SCALE)

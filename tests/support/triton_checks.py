@@ -20,9 +20,9 @@ import tilewise as tw
 from tilewise import masks
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.triton.kernel import TritonSlices
-from tilewise.kernels.triton.tuning import Blocks, Tuning
+from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning
 from tilewise.masks.base import Mask
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
 CU_SEQLENS = [0, 3, 4, 21, 40, 45]
@@ -53,18 +53,18 @@ PASSES = {"three": (2, False), "two": (1, False), "one": (1, True)}
 
 
 def kernel(rows: int = 32, keys: int = 16, passes: str = "two") -> TritonSlices:
-    blocks, (by_keys, at_once) = Blocks(rows, keys), PASSES[passes]
+    blocks, (by_keys, at_once) = LaunchBlocks(rows, keys), PASSES[passes]
     tuning = Tuning(blocks, blocks, (blocks,) * by_keys, blocks if at_once else None)
     return TritonSlices(tuning, deterministic=not at_once)
 
 
-def of_mask(mask: Mask) -> Call:
+def of_mask(mask: Mask) -> KernelCall:
     (call,) = tile_calls(np.arange(NUM_TOKENS), np.arange(NUM_TOKENS), mask, whole_tile=True)
     return call
 
 
 def errors_of(
-    call: Call, heads: tuple[int, int], dtype: torch.dtype, passes: str = "two", **shape: int
+    call: KernelCall, heads: tuple[int, int], dtype: torch.dtype, passes: str = "two", **shape: int
 ) -> float:
     """Of out, lse, dq, dk, dv, given the whole attention's lse and delta."""
     case = draw(call, heads, dtype, **shape)

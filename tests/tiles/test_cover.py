@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
-from tilewise.tiles.calls import Call, Kind, Slice, row_index, to_ranges
+from tilewise.tiles.calls import KernelCall, Kind, Slice, row_index, to_ranges
 from tilewise.tiles.cover import tile_calls
 from tilewise.tiles.pieces import MAX_CELLS
 from tilewise.tools.mask_report.figures import waste
 
 
-def cells(call: Call) -> np.ndarray:
+def cells(call: KernelCall) -> np.ndarray:
     """The pairs that a call allows, counted from its definition, int [num_q, num_k]."""
     m, n = call.num_q, call.num_k
     a, j = np.arange(m)[:, None], np.arange(n)[None, :]
@@ -35,7 +35,7 @@ def cells(call: Call) -> np.ndarray:
             return total
 
 
-def covered(calls: tuple[Call, ...], m: int, n: int) -> np.ndarray:
+def covered(calls: tuple[KernelCall, ...], m: int, n: int) -> np.ndarray:
     """How many times the calls compute each pair of a tile."""
     total = np.zeros((m, n), int)
     for call in calls:
@@ -157,7 +157,7 @@ def test_one_causal_call_holds_the_rectangle_where_the_kernel_can():
     q, k = np.arange(2000, 3000), np.arange(3000)
     assert [c.kind for c in tile_calls(q, k, Causal())] == [Kind.FULL, Kind.CAUSAL]
     (call,) = tile_calls(q, k, Causal(), square_causal=False)
-    assert call == Call(((0, 1000),), ((0, 3000),), Kind.CAUSAL)
+    assert call == KernelCall(((0, 1000),), ((0, 3000),), Kind.CAUSAL)
 
 
 @pytest.mark.parametrize("lengths", [(1, 8192), (64, 4096), (10, 500)])
@@ -201,7 +201,7 @@ def test_slices_calls_stay_small_enough_for_a_dense_mask():
 
 def test_a_full_tile_keeps_memory_order():
     q, k = np.array([9, 3, 5]), np.array([2, 8, 1, 0])
-    assert tile_calls(q, k, Full()) == (Call(((0, 3),), ((0, 4),), Kind.FULL),)
+    assert tile_calls(q, k, Full()) == (KernelCall(((0, 3),), ((0, 4),), Kind.FULL),)
     assert (
         tile_calls(q, k[:0], Full()) == () == tile_calls(q, k, Causal() & Window(None, 0) & far())
     )
@@ -220,6 +220,6 @@ def test_ranges_and_rows_are_inverse():
 
 def test_areas_of_calls_and_slices():
     assert Slice(2, 5, 0, 0, 1, 1).area == 3 + 4 + 5
-    assert Call(((0, 3),), ((0, 5),), Kind.CAUSAL).area == 3 + 4 + 5
-    report = waste((Call(((0, 3),), ((0, 5),), Kind.SLICES, (Slice(0, 2, 0, 0, 3, 0),)),), 6)
+    assert KernelCall(((0, 3),), ((0, 5),), Kind.CAUSAL).area == 3 + 4 + 5
+    report = waste((KernelCall(((0, 3),), ((0, 5),), Kind.SLICES, (Slice(0, 2, 0, 0, 3, 0),)),), 6)
     assert report == (1, 1, 15, 6) and report.ratio == 2.5 and "(2.500)" in str(report)

@@ -11,7 +11,7 @@ from tilewise import masks
 from tilewise.expressions import STRATEGIES as WRITABLE
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench import environment
-from tilewise.tools.bench.case import KINDS, Case, Network, Timing, key_of
+from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.entrants import entered
 from tilewise.tools.bench.grid import preset, read_cases
 from tilewise.tools.bench.our_kernels import DENSE
@@ -19,7 +19,7 @@ from tilewise.tools.bench.our_strategies import STRATEGIES
 from tilewise.tools.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = Case("strategies", "causal", 64, world_size=2, network=Network("loopback", 1, 2))
+CASE = BenchCase("strategies", "causal", 64, world_size=2, network=LabNetwork("loopback", 1, 2))
 
 
 @pytest.mark.parametrize("kind", ["kernels", "strategies"])
@@ -69,18 +69,18 @@ def test_a_filter_takes_the_place_of_a_list():
 def test_network_cases_count_their_ranks():
     run = preset("network", "quick").narrowed({"hosts": [3], "ranks_per_host": [2], "mbit": [7]})
     case, _ = next(run.cases())
-    assert (case.world_size, case.network) == (6, Network("lab", 3, 2, 7.0))
+    assert (case.world_size, case.network) == (6, LabNetwork("lab", 3, 2, 7.0))
 
 
 CHANGES: dict[str, Any] = {
     **{"kind": "kernels", "mask": "full", "num_tokens": 65, "num_heads": 16, "num_kv_heads": 4},
     **{"head_dim": 32, "dtype": "bfloat16", "which": "forward", "world_size": 4},
-    **{"layout": "zigzag", "seed": 1, "device": "cuda", "network": Network("lab", 2, 1, 50.0)},
+    **{"layout": "zigzag", "seed": 1, "device": "cuda", "network": LabNetwork("lab", 2, 1, 50.0)},
 }
 
 
 def test_a_key_depends_on_everything_that_defines_a_row():
-    assert set(CHANGES) == {field.name for field in fields(Case)}
+    assert set(CHANGES) == {field.name for field in fields(BenchCase)}
     who, versions = {"name": "ring", "version": "1"}, {"torch": "2"}
     plain = CASE, Timing(), who, versions
     others = [

@@ -13,8 +13,8 @@ from support.bench_contenders import Bad
 
 import tilewise as tw
 from tilewise.masks import NAMES
-from tilewise.tools.bench.case import Case, Network, Timing
-from tilewise.tools.bench.engine import Settings, Started, run_cases
+from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
+from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
 from tilewise.tools.bench.our_kernels import kernel
 from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.bench.results import Results, read_results
@@ -22,22 +22,22 @@ from tilewise.tools.bench.traffic import CountOperations
 from tilewise.tools.processes import run_ranks
 
 TIMING = Timing(repeats=2, warmups=0, timeout_seconds=60.0)
-ALONE = Case("kernels", "causal", 96, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float64")
-PAIR = Case(
+ALONE = BenchCase("kernels", "causal", 96, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float64")
+PAIR = BenchCase(
     *("strategies", "causal", 101, 4, 2, 8, "float64"),
     world_size=2,
-    network=Network("loopback", 1, 2),
+    network=LabNetwork("loopback", 1, 2),
 )
 
 
 def measured(path: Path, plan, timing: Timing = TIMING, **more) -> list[dict]:
     """The rows that a run adds."""
     with Results(path) as results:
-        events = list(run_cases(plan, results, Settings(timing, **more)))
+        events = list(run_cases(plan, results, EngineSettings(timing, **more)))
     return [event for event in events if not isinstance(event, Started)]
 
 
-def with_mask(case: Case, mask: str) -> Case:
+def with_mask(case: BenchCase, mask: str) -> BenchCase:
     return replace(case, mask=mask)
 
 
@@ -167,8 +167,8 @@ def test_a_contender_that_hangs_is_timed_out(tmp_path: Path):
 
 
 def test_a_case_beyond_memory_is_recorded_before_it_runs(tmp_path: Path):
-    large = Case("kernels", "full", 1 << 21, num_heads=8, head_dim=64)
-    beyond = Case("kernels", "full", 1 << 40, num_heads=8, head_dim=64)
+    large = BenchCase("kernels", "full", 1 << 21, num_heads=8, head_dim=64)
+    beyond = BenchCase("kernels", "full", 1 << 40, num_heads=8, head_dim=64)
     plan = [(large, (kernel("naive"),)), (beyond, (kernel("cpu"),))]
     rows = measured(tmp_path / "r.jsonl", plan)
     assert [row["outcome"] for row in rows] == ["out_of_memory", "out_of_memory"]
@@ -186,7 +186,7 @@ def test_long_cases_are_checked_on_sampled_rows(tmp_path: Path):
 
 
 def test_a_limited_network_is_as_slow_as_it_says(tmp_path: Path):
-    slow = replace(PAIR, kind="network", which="forward", network=Network("limited", 2, 1, 4.0))
+    slow = replace(PAIR, kind="network", which="forward", network=LabNetwork("limited", 2, 1, 4.0))
     (row,) = measured(tmp_path / "r.jsonl", [(slow, (strategy("ring"),))])
     assert (row["network"], row["mbit"], row["is_exact"]) == ("limited", 4.0, True)
     assert row["median_seconds"] > 0.5 * 8 * row["bytes_max_rank"] / 4e6

@@ -12,7 +12,7 @@ import tilewise as tw
 from tilewise.simulation.machine import Link
 from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables
 from tilewise.tools.calibration.measure import Settings, calibrate
-from tilewise.tools.calibration.trial import Clock
+from tilewise.tools.calibration.trial import SharedClock
 from tilewise.tools.cli import app
 from tilewise.tools.processes import run_ranks
 
@@ -65,7 +65,7 @@ def test_hosts_of_several_ranks_have_links_between_them():
 
 
 def test_larger_tiles_than_are_timed_count_as_fast_as_the_nearest():
-    forward, backward = kernel_tables("float32", 16, Clock(torch.device("cpu")), QUICK)
+    forward, backward = kernel_tables("float32", 16, SharedClock(torch.device("cpu")), QUICK)
     for table in (forward, backward):
         assert table.flops[2][2] == table.flops[1][1]
         assert table.flops[2][1] == table.flops[1][1]

@@ -14,9 +14,16 @@ from tilewise.layouts.balanced import balanced
 from tilewise.tools.cli import app
 from tilewise.tools.cli.mask import as_blocks, as_signs
 from tilewise.tools.mask_report import figures
-from tilewise.tools.mask_report.figures import PLANS, Case, drawn, imbalance, load, planned
+from tilewise.tools.mask_report.figures import (
+    PLANS,
+    MaskCase,
+    RankLoad,
+    drawn,
+    imbalance,
+    load,
+    planned,
+)
 from tilewise.tools.mask_report.table import (
-    Load,
     PatternRow,
     by_draw,
     document_row,
@@ -27,7 +34,7 @@ from tilewise.tools.mask_report.table import (
 from tilewise.tools.mask_report.view import view
 
 SMALL = ("--num-tokens", "1000", "--world-size", "3")
-CASE = Case(4, 1000, 4, 2, 16)
+CASE = MaskCase(4, 1000, 4, 2, 16)
 
 
 def tilewise(*words: str) -> Result:
@@ -170,15 +177,15 @@ def test_an_unknown_plan_is_refused():
 
 
 def test_one_rank_sends_nothing():
-    row = pattern_row("causal_document", Case(1, 500, 4, 4, 16), seed=0)
-    assert all(moved == Load(0, 0) for moved in row.bytes.values())
+    row = pattern_row("causal_document", MaskCase(1, 500, 4, 4, 16), seed=0)
+    assert all(moved == RankLoad(0, 0) for moved in row.bytes.values())
     assert set(row.imbalance.values()) == {1.0} and set(row.areas.values()) == {1.0}
 
 
 def test_seeds_are_joined():
     def row(area: float, ratio: float, sent: float) -> PatternRow:
         one = {"x": ratio}
-        return PatternRow("m", area, one, {"x": Load(sent, 2 * sent)}, one, {"x": area}, one)
+        return PatternRow("m", area, one, {"x": RankLoad(sent, 2 * sent)}, one, {"x": area}, one)
 
     assert joined([row(0.2, 1.5, 0.1), row(0.4, 1.0, 0.3)]) == (
         "m",

@@ -46,9 +46,9 @@ def test_the_demos_heads_suit_its_degrees(world_size: int):
         tw.volume(case.plan, tw.Workload(64, *heads, mask=tw.Causal(), layout=case.layout))
 
 
-def row(**changes) -> demo.Row:
+def row(**changes) -> demo.DemoRow:
     errors = dict.fromkeys(("out", "dq", "dk", "dv"), 1e-15)
-    plain = demo.Row("ring(2)", "causal", "zigzag", errors, (8, 8), (8, 8), (1, 1), 0.1)
+    plain = demo.DemoRow("ring(2)", "causal", "zigzag", errors, (8, 8), (8, 8), (1, 1), 0.1)
     return plain._replace(**changes)
 
 

@@ -14,7 +14,7 @@ from tilewise.tools.report.chart import (
     Chart,
     Figure,
     Tiles,
-    Timeline,
+    TimelineChart,
     count,
     log_axis,
     quantity,
@@ -23,7 +23,7 @@ from tilewise.tools.report.chart import (
 from tilewise.tools.report.page import Page, written
 from tilewise.tools.report.picture import draw, draw_timeline
 from tilewise.tools.report.plan_report import page_of
-from tilewise.tools.report.studies import Entry, Studies
+from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.tools.report.timeline import timeline
 
 VOID = {"meta", "link", "img", "br"}
@@ -135,7 +135,7 @@ def test_scaling_goes_from_8_to_4096_where_the_sequence_is_long():
 def test_more_bandwidth_is_never_slower():
     studies = Studies(tw.Workload(1 << 12, 8, 8, 64), MACHINE)
     plan = tw.ring(16)
-    this = Entry("this plan", plan, tw.simulate(plan, studies.work, MACHINE))
+    this = StudyEntry("this plan", plan, tw.simulate(plan, studies.work, MACHINE))
     found = [e.simulation.seconds for _, e in studies.rescaled(this, None) if e.family == "ring"]
     assert len(found) == 5 and found == sorted(found, reverse=True)
 
@@ -203,7 +203,7 @@ def test_documents_and_two_plans_have_a_page():
     two = type(two)(two.plan, two.work, MACHINE, tw.mesh(8, q_tile=4))
     page = page_of(two)
     assert "then mesh(8, q_tile=4)" in page.title
-    assert any(isinstance(figure.drawing, Timeline) for figure in figures(page))
+    assert any(isinstance(figure.drawing, TimelineChart) for figure in figures(page))
 
 
 def test_pictures_are_written(page: Page, tmp_path):

@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.tools.report.bench_cases import cases, facets, slowdowns
 from tilewise.tools.report.bench_charts import heat_map, predictions, winners
 from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
-from tilewise.tools.report.chart import Chart, Figure, Grid
+from tilewise.tools.report.chart import Chart, Figure, HeatMap
 from tilewise.tools.report.longca import read_csv
 from tilewise.tools.report.page import Page, written
 from tilewise.tools.report.picture import draw
@@ -26,7 +26,7 @@ def figures(page: Page) -> dict[str, Figure]:
 def grid_of(figure: Figure) -> dict[tuple[str, str], tuple[str, str]]:
     """Level and text by mask and contender."""
     grid = figure.drawing
-    assert isinstance(grid, Grid)
+    assert isinstance(grid, HeatMap)
     return {
         (mask, name): (grid.levels[level][0] if level >= 0 else "", text)
         for mask, levels, texts in zip(grid.rows, grid.cells, grid.texts, strict=True)
@@ -107,7 +107,7 @@ def test_every_chart_of_a_page_has_its_rows(tmp_path: Path):
         draw(figure, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     heat = found["heat-strategies"].drawing
-    assert isinstance(heat, Grid) and set(heat.rows) == set(tw.masks.NAMES)
+    assert isinstance(heat, HeatMap) and set(heat.rows) == set(tw.masks.NAMES)
     assert "a library with a long name" in written(page)
 
 

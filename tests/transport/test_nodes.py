@@ -6,7 +6,7 @@ from support.bound_passes import Case, on_ranks
 
 import tilewise as tw
 from tilewise.compiler.program import Launch
-from tilewise.execution.pass_run import Run
+from tilewise.execution.pass_run import PassRun
 from tilewise.transport.nodes import local_world_size, node_size_of
 
 
@@ -42,7 +42,9 @@ def test_messages_between_nodes_have_their_own_lane():
     def body(case: Case) -> tuple[list[int], tuple[torch.Tensor, ...]]:
         plain = case.both_passes()
         case.transport.node_size = 4  # pyright: ignore[reportAttributeAccessIssue]
-        run = Run(case.problem, case.transport, backward=True, batch=1, device=torch.device("cpu"))
+        run = PassRun(
+            case.problem, case.transport, backward=True, batch=1, device=torch.device("cpu")
+        )
         for step in run.program.instructions:
             if isinstance(step, Launch):
                 for hop in (*step.sends, *step.recvs):

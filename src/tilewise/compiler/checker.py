@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.compiler.shards import everything_needed, shard_layouts, table_cells
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
@@ -31,14 +31,14 @@ def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) ->
         PlanError: with .step, .rank and .item of the first thing that is wrong.
         ValueError: if only one of mask and layout is given, or they do not fit the plan.
     """
-    must_be(Plan, "plan", plan)
+    require_type(Plan, "plan", plan)
     if (mask is None) != (layout is None):
         raise ValueError("check takes mask and layout together, or neither")
     if mask is None or layout is None:
         _check(plan, None)
     else:
-        must_be(Mask, "mask", mask)
-        must_be(Layout, "layout", layout)
+        require_type(Mask, "mask", mask)
+        require_type(Layout, "layout", layout)
         check_shards(plan, mask, *shard_layouts(plan, layout))
 
 
@@ -55,7 +55,7 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
     try:
-        _Run(plan, cells, sizes).all_steps()
+        _Execution(plan, cells, sizes).all_steps()
     except PlanError as error:
         where = show_around(plan, error.step, error.rank)
         raise PlanError(
@@ -63,7 +63,7 @@ def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
         ) from None
 
 
-class _Run:
+class _Execution:
     """The state of all ranks while a plan is executed on sets."""
 
     def __init__(self, plan: Plan, cells: Cells | None, sizes: Sizes | None):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tilewise.compiler.lowering import tile_operands
-from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Collective, Free, Launch, Program, Run
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Collective, Compute, Free, Launch, Program
 from tilewise.plan.ir import Item, Role
 
 ALIGNMENT = 256
@@ -17,7 +17,7 @@ CALLERS = -1
 """Stands for buffers that are not the pass's: to count launches that send nothing else."""
 
 
-class Ledger:
+class BufferLifetimes:
     """Buffers by number, in the order in which they are lent; a moment is how many were before.
 
     Buffers that lie side by side have numbers of their own.
@@ -100,7 +100,7 @@ def lifetimes(program: Program) -> Lifetimes:
     freed: dict[Item, int] = {}
     used: dict[Item, int] = {}
     for place, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Compute):
             used.update(dict.fromkeys(tile_operands(instruction.tile), place))
         elif isinstance(instruction, Free):
             freed[instruction.item] = place

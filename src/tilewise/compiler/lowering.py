@@ -14,15 +14,15 @@ from itertools import groupby
 from tilewise.compiler.program import (
     Collective,
     CollectiveKind,
+    Compute,
     Free,
     Instruction,
     Launch,
     Program,
-    Run,
     Wait,
 )
 from tilewise.plan.builder import operand
-from tilewise.plan.gc_pause import collector_at_rest
+from tilewise.plan.gc_pause import gc_paused
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 
 Part = tuple[Side, Role]
@@ -48,11 +48,11 @@ def lower(
         carries: the sides and roles that have any bytes in the pass that this program is for
             (see plan/payload.py); None: all.
     """
-    with collector_at_rest():
+    with gc_paused():
         steps = plan.rank_steps(rank)
         if carries is not None:
             steps = tuple(_carrying(step, carries) for step in steps)
-        writer = _Writer(rank, steps, node_size)
+        writer = _ProgramWriter(rank, steps, node_size)
         for number, step in enumerate(steps):
             writer.step(step, number, _collectives(plan, rank, number, step))
         writer.finish()
@@ -62,7 +62,7 @@ def lower(
         return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes instructions in order, remembering where each arrival waits to be used."""
 
     def __init__(self, rank: int, steps: tuple[RankStep, ...], node_size: int | None):
@@ -110,7 +110,7 @@ class _Writer:
             for item in items:
                 if item in self.pending:
                     self._wait(item)
-            self.instructions.append(Run(tile))
+            self.instructions.append(Compute(tile))
         if number in self.expiring:
             self.instructions += map(Free, sorted(self.expiring[number]))
 

@@ -50,7 +50,7 @@ class Wait(NamedTuple):
     arrivals: tuple[int, ...]
 
 
-class Run(NamedTuple):
+class Compute(NamedTuple):
     """Compute a tile into this rank's partials."""
 
     tile: Tile
@@ -62,7 +62,7 @@ class Free(NamedTuple):
     item: Item
 
 
-Instruction = Launch | Wait | Run | Free | Collective
+Instruction = Launch | Wait | Compute | Free | Collective
 
 
 class Program(NamedTuple):

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts, table_cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -23,7 +23,7 @@ Reads = Callable[[int, int], tuple[Rows, Rows] | None]
 """(q shard, kv shard) -> the rows of each that the cell reads, None if it is empty."""
 
 
-class Hop(NamedTuple):
+class StepTransfer(NamedTuple):
     """A transfer and the step it starts at."""
 
     step: int
@@ -32,9 +32,9 @@ class Hop(NamedTuple):
 
 def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     """The plan without what the mask makes needless under this layout."""
-    must_be(Plan, "plan", plan)
-    must_be(Mask, "mask", mask)
-    must_be(Layout, "layout", layout)
+    require_type(Plan, "plan", plan)
+    require_type(Mask, "mask", mask)
+    require_type(Layout, "layout", layout)
     check_made_for(plan, mask, layout)
     return prune_shards(plan, mask, *shard_layouts(plan, layout))
 
@@ -62,7 +62,7 @@ def _pruned(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan
 
 def droppable(
     plan: Plan, mask: Mask | None = None, layout: Layout | None = None
-) -> tuple[Hop, ...]:
+) -> tuple[StepTransfer, ...]:
     """The hops that a plan could do without; of a strategy's plan there are none.
 
     Operands nobody reads, empty partials, detours through ranks that add nothing, and an owner's
@@ -77,7 +77,7 @@ def droppable(
         kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))
     left = {hop for step in kept.steps for hop in step.transfers}
     return tuple(
-        Hop(number, hop)
+        StepTransfer(number, hop)
         for number, step in enumerate(plan.steps)
         for hop in step.transfers
         if hop not in left or _leaves_home(plan, hop)
@@ -126,16 +126,16 @@ def _cell_rows(tile: Tile, reads: Reads):
 
 def _read_operands(
     plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
-) -> list[Hop]:
+) -> list[StepTransfer]:
     """Backwards in time: what each hop's destination still reads after it."""
     later: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
-    hops: list[Hop] = []
+    hops: list[StepTransfer] = []
     for number in reversed(range(len(plan.steps))):
         wanted = []
         for hop in plan.steps[number].transfers:
             rows = later[hop.dst].pop(hop.item, None) if hop.item.role is Role.OPERAND else None
             if rows:
-                hops.append(Hop(number, hop._replace(rows=rows)))
+                hops.append(StepTransfer(number, hop._replace(rows=rows)))
                 wanted.append((hop.src, hop.item, rows))
         for rank, mine in enumerate(tiles[number]):
             wanted += [
@@ -148,22 +148,22 @@ def _read_operands(
 
 def _filled_partials(
     plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
-) -> list[Hop]:
+) -> list[StepTransfer]:
     """Forwards in time: what each partial has been filled with when it leaves."""
     filled: list[dict[Item, Rows]] = [defaultdict(tuple) for _ in range(plan.world_size)]
-    hops: list[Hop] = []
+    hops: list[StepTransfer] = []
     for number, step in enumerate(plan.steps):
         arrivals = []
         for hop in step.transfers:
             if hop.item.role is Role.PARTIAL:
                 rows = filled[hop.src].pop(hop.item, None)
                 if rows:
-                    hops.append(Hop(number, hop._replace(rows=rows)))
+                    hops.append(StepTransfer(number, hop._replace(rows=rows)))
                     arrivals.append((hop.dst, hop.item, rows))
             elif hop.item.role is Role.RESULT:
                 source = partial(hop.item.side, hop.item.shard, hop.item.heads)
                 if filled[hop.src].get(source):
-                    hops.append(Hop(number, hop))
+                    hops.append(StepTransfer(number, hop))
                     arrivals.append((hop.dst, source, filled[hop.src][source]))
         for rank, mine in enumerate(tiles[number]):
             for tile in mine:
@@ -196,14 +196,16 @@ def _fillers(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
     }
 
 
-def _without_relays(hops: list[Hop], uses: Uses, moved: bool = False) -> list[Hop]:
+def _without_relays(
+    hops: list[StepTransfer], uses: Uses, moved: bool = False
+) -> list[StepTransfer]:
     """Join a hop to a rank that only passes the value on with the hop that it passes it on by.
 
     The joined hop starts when the second did, so the receiver notices nothing; a moved value must
     rest undisturbed at its source until then.
     """
-    into: dict[tuple[int, Item], list[Hop]] = defaultdict(list)
-    out_of: dict[tuple[int, Item], list[Hop]] = defaultdict(list)
+    into: dict[tuple[int, Item], list[StepTransfer]] = defaultdict(list)
+    out_of: dict[tuple[int, Item], list[StepTransfer]] = defaultdict(list)
     ordered = sorted(hops, key=lambda hop: hop.step)
     for hop in ordered:
         into[hop.transfer.dst, hop.transfer.item].append(hop)
@@ -222,7 +224,7 @@ def _without_relays(hops: list[Hop], uses: Uses, moved: bool = False) -> list[Ho
         source = first.transfer.src
         if source == dst or (moved and not _rests(first, onward, into, out_of, uses)):
             continue
-        joined = Hop(onward.step, onward.transfer._replace(src=source))
+        joined = StepTransfer(onward.step, onward.transfer._replace(src=source))
         arrivals.clear()
         departures.clear()
         out_of[source, item].remove(first)
@@ -232,7 +234,7 @@ def _without_relays(hops: list[Hop], uses: Uses, moved: bool = False) -> list[Ho
     return [hop for arrivals in into.values() for hop in arrivals]
 
 
-def _rests(first: Hop, onward: Hop, into: dict, out_of: dict, uses: Uses) -> bool:
+def _rests(first: StepTransfer, onward: StepTransfer, into: dict, out_of: dict, uses: Uses) -> bool:
     """Whether nothing is added to or taken from a partial at its source between two hops."""
     place = first.transfer.src, first.transfer.item
     added = [*uses.get(place, ()), *(hop.step for hop in into[place])]

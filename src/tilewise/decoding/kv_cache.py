@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.compiler.shards import shard_layouts
 from tilewise.decoding.chunk import Chunk
 from tilewise.decoding.shape_checks import CacheShape
-from tilewise.decoding.step import DecodingPass, Place
+from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.decoding.storage import Storage
 from tilewise.execution.problem import Problem, checked_scale
 from tilewise.functional import attention
@@ -29,7 +29,7 @@ Settled = TypeVar("Settled")
 Fields = dict[str, Any]
 
 
-class Asked(NamedTuple):
+class CheckedQueries(NamedTuple):
     """Checked queries: the tokens that they stand at, what they may see, the pass to run."""
 
     chunk: Chunk
@@ -124,7 +124,7 @@ class KVCache:
             out as q, the same bits on every rank; 0 for padding and rows that no key reaches.
         """
 
-        def check() -> tuple[Asked, Fields]:
+        def check() -> tuple[CheckedQueries, Fields]:
             tokens = self.shape.check_tokens("q", q)
             chosen = self._counts(counts, tokens)
             return self._asking(q, self.shape.latest(self.lengths, chosen), mask)
@@ -136,7 +136,7 @@ class KVCache:
     ) -> Tensor:
         """append and attention in one, with one agreement."""
 
-        def check() -> tuple[Asked, Fields]:
+        def check() -> tuple[CheckedQueries, Fields]:
             chunk, fields = self._appending(k, v, counts)
             asked, more = self._asking(q, chunk, mask)
             if q.shape[1] != k.shape[1]:
@@ -222,12 +222,12 @@ class KVCache:
         chunk = self.shape.chunk(self.lengths, self._counts(counts, tokens))
         return chunk, {"lengths": chunk.starts, "counts": chunk.counts, "k": k.shape}
 
-    def _asking(self, q: Tensor, chunk: Chunk, mask: Mask | None) -> tuple[Asked, Fields]:
+    def _asking(self, q: Tensor, chunk: Chunk, mask: Mask | None) -> tuple[CheckedQueries, Fields]:
         """Check queries that stand at a chunk's tokens."""
         mask = self._known(mask)
         tokens = self.shape.check_tokens("q", q)
         self.shape.check_mask(mask)
-        asked = Asked(chunk, mask, self._pass(tokens, q.shape[2]))
+        asked = CheckedQueries(chunk, mask, self._pass(tokens, q.shape[2]))
         return asked, {
             "lengths": chunk.starts,
             "counts": chunk.counts,
@@ -259,9 +259,9 @@ class KVCache:
 
         return self._plan.memo("decoding", (num_queries, num_heads), build)
 
-    def _attend(self, q: Tensor, asked: Asked) -> Tensor:
+    def _attend(self, q: Tensor, asked: CheckedQueries) -> Tensor:
         chunk, mask, run = asked
-        places = [Place(*place) for place in zip(chunk.starts, chunk.ends, strict=True)]
+        places = [QuerySpan(*place) for place in zip(chunk.starts, chunk.ends, strict=True)]
         return run.attend(q, self._storage.rows_first, places, mask)
 
     def _known(self, mask: Mask | None) -> Mask:

@@ -20,7 +20,7 @@ from tilewise.decoding.chunk import num_held
 from tilewise.execution.executor import execute
 from tilewise.execution.forward_backward import with_unit_stride
 from tilewise.execution.partials import Tensors
-from tilewise.execution.pass_run import Run
+from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Forward, Frame
 from tilewise.kernels.merge import merge_into
@@ -30,29 +30,29 @@ from tilewise.masks.strips import Strips
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Side, Tile
 from tilewise.plan.payload import Payload
-from tilewise.tiles.call_rows import Cut
-from tilewise.tiles.calls import Call, Kind, Ranges, count_rows
+from tilewise.tiles.call_rows import CallStyle
+from tilewise.tiles.calls import KernelCall, Kind, Ranges, count_rows
 from tilewise.tiles.cover import tile_calls
 from tilewise.transport.protocol import Transport
 
 
-class Place(NamedTuple):
+class QuerySpan(NamedTuple):
     """Where a sequence's queries stand; its tokens up to the last of them are cached."""
 
     start: int
     stop: int
 
 
-class Read(NamedTuple):
+class CacheRead(NamedTuple):
     """One kernel call: of these sequences and heads (None: all), rows of q and of the cache."""
 
     sequences: slice
-    call: Call
+    call: KernelCall
     q_heads: slice | None = None
     kv_heads: slice | None = None
 
 
-class Rank(NamedTuple):
+class RankReads(NamedTuple):
     """This rank among all."""
 
     rank: int
@@ -68,8 +68,8 @@ class Rank(NamedTuple):
 
 
 def reads(
-    mask: Mask, places: Sequence[Place], here: Rank, heads: tuple[int, int], cut: Cut
-) -> Iterator[Read]:
+    mask: Mask, places: Sequence[QuerySpan], here: RankReads, heads: tuple[int, int], cut: CallStyle
+) -> Iterator[CacheRead]:
     """The calls that compute, of all that these queries may see, what is cached here.
 
     Neighbouring sequences that need the same calls share them.
@@ -90,7 +90,9 @@ def reads(
             yield read._replace(q_heads=q_heads, kv_heads=slice(i, i + 1))
 
 
-def _of_heads(mask: Mask, places: Sequence[Place], here: Rank, cut: Cut) -> Iterator[Read]:
+def _of_heads(
+    mask: Mask, places: Sequence[QuerySpan], here: RankReads, cut: CallStyle
+) -> Iterator[CacheRead]:
     if all(place.stop - place.start <= 1 for place in places):
         found = _of_single_queries(mask.strips(), places, here)
     else:
@@ -107,12 +109,12 @@ def _of_heads(mask: Mask, places: Sequence[Place], here: Rank, cut: Cut) -> Iter
     for calls, group in groupby(range(len(places)), found.__getitem__):
         which = [*group]
         for call in calls:
-            yield Read(slice(which[0], which[-1] + 1), call)
+            yield CacheRead(slice(which[0], which[-1] + 1), call)
 
 
 def _of_single_queries(
-    strips: Strips, places: Sequence[Place], here: Rank
-) -> list[tuple[Call, ...]]:
+    strips: Strips, places: Sequence[QuerySpan], here: RankReads
+) -> list[tuple[KernelCall, ...]]:
     """At most one call a sequence: a single query sees one interval of keys per strip."""
     at = np.array([place.start for place in places])[:, None]
     q0, q1, lo, lo_slope, hi, hi_slope = strips.columns
@@ -123,7 +125,7 @@ def _of_single_queries(
     seen = (q0 <= at) & (at < q1) & (starts < stops) & asked
     rows = zip(starts.tolist(), stops.tolist(), seen.tolist(), strict=True)
     ranges = (_joined(zip(*row, strict=True)) for row in rows)
-    return [(Call(((0, 1),), found, Kind.FULL),) if found else () for found in ranges]
+    return [(KernelCall(((0, 1),), found, Kind.FULL),) if found else () for found in ranges]
 
 
 def _joined(intervals: Iterator[tuple[int, int, bool]]) -> Ranges:
@@ -146,17 +148,17 @@ class DecodingPass:
     """
 
     def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
-        run = Run(problem, transport, backward=False, batch=batch, device=device)
-        self._here, self._transport = Rank(transport.rank, transport.world_size), transport
+        run = PassRun(problem, transport, backward=False, batch=batch, device=device)
+        self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
         self._program, self._frame, self._payload = run.program, run.frame(keep=False), run.payload
 
     def attend(
-        self, q: Tensor, cached: tuple[Tensor, Tensor], places: Sequence[Place], mask: Mask
+        self, q: Tensor, cached: tuple[Tensor, Tensor], places: Sequence[QuerySpan], mask: Mask
     ) -> Tensor:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
         heads = self._payload.num_heads, self._payload.num_kv_heads
         kernel = self._frame.kernel
-        cut = Cut(kernel.square_causal, kernel.whole_tile)
+        cut = CallStyle(kernel.square_causal, kernel.whole_tile)
         calls = [*reads(mask, places, self._here, heads, cut)]
         rows = with_unit_stride(q).transpose(0, 1)
         work = Decode(self._frame, self._payload, (rows, *cached), calls)
@@ -179,7 +181,7 @@ class Decode(Forward):
         frame: Frame,
         payload: Payload,
         tensors: tuple[Tensor, Tensor, Tensor],
-        calls: Sequence[Read],
+        calls: Sequence[CacheRead],
     ):
         super().__init__(frame, payload, {}, [], Lifetimes({}, {}))
         self._queries, *self._cached = tensors
@@ -196,7 +198,7 @@ class Decode(Forward):
         for read in self._reads:
             self._take_in(read, partials, self._attend(read, kernel))
 
-    def _take_in(self, read: Read, partials: Tensors, values: Tensors) -> None:
+    def _take_in(self, read: CacheRead, partials: Tensors, values: Tensors) -> None:
         """Add a call's results to its rows, sequences and heads."""
         heads = read.q_heads or slice(None)
         for first, (start, stop) in _offsets(read.call.q):
@@ -211,14 +213,14 @@ class Decode(Forward):
             else:
                 merge_into(out, lse, new_out, new_lse)
 
-    def _is_all(self, calls: Sequence[Read]) -> bool:
+    def _is_all(self, calls: Sequence[CacheRead]) -> bool:
         """Whether one call has all queries of all sequences and heads."""
         rows, batch = self._queries.shape[:2]
         first = calls[0]
         whole = first.sequences == slice(0, batch) and first.q_heads is None
         return whole and len(calls) == 1 and first.call.q == ((0, rows),)
 
-    def _attend(self, read: Read, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    def _attend(self, read: CacheRead, kernel: Kernel) -> tuple[Tensor, Tensor]:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
         return kernel.forward(queries, k, v, read.call, self.frame.scale)

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tilewise.compiler.liveness import CALLERS, Ledger
-from tilewise.execution.memory_plan import Request, Shelf, Tape
+from tilewise.compiler.liveness import CALLERS, BufferLifetimes
+from tilewise.execution.memory_plan import BufferSpec, MemoryPlan, WorkspacePool
 
 # On the CPU views bound ahead save nothing worth the memory that they keep.
 BOUND_DEVICES = ("cuda",)
@@ -29,7 +29,7 @@ class Source(Protocol):
         ...
 
 
-class Lender(Source, Protocol):
+class Allocator(Source, Protocol):
     """Lends buffers for the length of a pass, of one device.
 
     Attributes:
@@ -67,7 +67,7 @@ class Lender(Source, Protocol):
         ...
 
 
-class _Forgetful:
+class _NoTracking:
     """Needs not to know when a buffer is done with."""
 
     def give(self, x: Tensor) -> None:
@@ -83,7 +83,7 @@ class _Forgetful:
         return
 
 
-class Fresh(_Forgetful):
+class FreshAllocator(_NoTracking):
     """Lends new memory every time, which goes when nobody refers to it."""
 
     adopts = True
@@ -105,7 +105,7 @@ class Fresh(_Forgetful):
         return
 
 
-class Captured(Fresh):
+class CaptureAllocator(FreshAllocator):
     """Fresh memory for a graph, used as a bound pass uses its own.
 
     So kernels are called in the ways that they were called in before: what they compile for a way
@@ -118,7 +118,7 @@ class Captured(Fresh):
 class Scratch:
     """Lends for the length of one kernel call."""
 
-    def __init__(self, lender: Lender):
+    def __init__(self, lender: Allocator):
         self._lender = lender
         self.lent: list[Tensor] = []
 
@@ -132,20 +132,20 @@ class Scratch:
             self._lender.give(self.lent.pop())
 
 
-class Binding:
+class MemoryPlanCache:
     """The tape of one program and its shapes, once a pass has recorded it."""
 
     def __init__(self) -> None:
-        self.tape: Tape | None = None
+        self.tape: MemoryPlan | None = None
 
-    def lender(self, shelf: Shelf, device: torch.device) -> Lender:
+    def lender(self, shelf: WorkspacePool, device: torch.device) -> Allocator:
         """For one pass: records the first, plays later ones."""
         if self.tape is None:
-            return Recorder(self, shelf, device)
-        return Player(self.tape, shelf, device)
+            return RecordingAllocator(self, shelf, device)
+        return PlannedAllocator(self.tape, shelf, device)
 
 
-class _Asked(NamedTuple):
+class _RecordedBuffer(NamedTuple):
     """A buffer that was asked for, and the numbers of its parts in the ledger."""
 
     shape: tuple[int, ...]
@@ -155,17 +155,19 @@ class _Asked(NamedTuple):
     starts: tuple[int, ...]  # bytes
 
 
-class Recorder(Fresh):
+class RecordingAllocator(FreshAllocator):
     """Lends new memory and writes down what is asked for, and when it is no longer needed."""
 
     adopts = False
 
-    def __init__(self, binding: Binding, shelf: Shelf, device: torch.device):
+    def __init__(self, binding: MemoryPlanCache, shelf: WorkspacePool, device: torch.device):
         super().__init__(device)
         self._binding, self._shelf = binding, shelf
-        self._ledger = Ledger()
-        self._asked: list[_Asked] = []
-        self._known: dict[int, _Asked] = {}  # the last request by the address of its memory
+        self._ledger = BufferLifetimes()
+        self._asked: list[_RecordedBuffer] = []
+        self._known: dict[
+            int, _RecordedBuffer
+        ] = {}  # the last request by the address of its memory
         self.launched, self.left = self._ledger.launched, self._ledger.left
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -175,7 +177,9 @@ class Recorder(Fresh):
         x = super().take(shape, dtype)
         row_bytes = x.nbytes // max(1, len(x))
         starts = tuple(accumulate((count * row_bytes for count in rows[:-1]), initial=0))
-        asked = _Asked(tuple(shape), dtype, tuple(rows), self._ledger.take(len(rows)), starts)
+        asked = _RecordedBuffer(
+            tuple(shape), dtype, tuple(rows), self._ledger.take(len(rows)), starts
+        )
         self._asked.append(asked)
         if x.numel():
             self._known[address(x)] = asked
@@ -203,7 +207,7 @@ class Recorder(Fresh):
     def end(self) -> None:
         ends = self._ledger.ends()
         requests = [
-            Request(
+            BufferSpec(
                 asked.shape,
                 asked.dtype,
                 asked.first,
@@ -211,19 +215,19 @@ class Recorder(Fresh):
             )
             for asked in self._asked
         ]
-        self._binding.tape = tape = Tape(requests)
+        self._binding.tape = tape = MemoryPlan(requests)
         slab = self._shelf.take()
         slab.enter(tape, self.device)
         slab.leave()
         self._shelf.slabs.append(slab)
 
 
-class Player(_Forgetful):
+class PlannedAllocator(_NoTracking):
     """Lends what a tape says, in its order."""
 
     adopts = False
 
-    def __init__(self, tape: Tape, shelf: Shelf, device: torch.device):
+    def __init__(self, tape: MemoryPlan, shelf: WorkspacePool, device: torch.device):
         self._shelf, self._slab = shelf, shelf.take()
         self._views = iter(self._slab.enter(tape, device))
 

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait
+from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait
 from tilewise.plan.ir import Item, Tile, Transfer
 from tilewise.transport.protocol import Handle, Message, Transport
 
 
-class Work(Protocol):
+class RankState(Protocol):
     """A rank's values during one pass, as the executor sees them."""
 
     def departure(self, transfer: Transfer) -> Tensor:
@@ -55,7 +55,7 @@ class Label(NamedTuple):
 Arrival = tuple[Handle, Transfer, Tensor]
 
 
-def execute(program: Program, work: Work, transport: Transport) -> None:
+def execute(program: Program, work: RankState, transport: Transport) -> None:
     """Run a program to its end; returns when all that was sent has left.
 
     Merges happen in program order, so every run gives the same bits where the kernels do: see
@@ -65,7 +65,7 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
     together = not transport.receives_ahead
     # Not by match: binding its patterns costs as much as the rest of the loop.
     for instruction in program.instructions:
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Compute):
             work.run(instruction.tile)
         elif isinstance(instruction, Wait):
             handle, indices = instruction
@@ -89,7 +89,7 @@ def execute(program: Program, work: Work, transport: Transport) -> None:
     transport.finish()
 
 
-def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arrival]:
+def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post every receive by itself, so that each can be waited for by itself."""
     handle, step, lane, sends, recvs = launch
     arrivals: list[Arrival] = []
@@ -104,7 +104,7 @@ def _launch_apart(launch: Launch, work: Work, transport: Transport) -> list[Arri
 
 
 def _launch_together(
-    launch: Launch | Collective, work: Work, transport: Transport
+    launch: Launch | Collective, work: RankState, transport: Transport
 ) -> list[Arrival]:
     """Post all sends and receives at once."""
     rooms = [work.room(hop) for hop in launch.recvs]
@@ -118,5 +118,5 @@ def _launch_together(
     return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
 
 
-def _outgoing(work: Work, step: int, sends: Sequence[Transfer]) -> list[Message]:
+def _outgoing(work: RankState, step: int, sends: Sequence[Transfer]) -> list[Message]:
     return [Message(work.departure(hop), hop.dst, Label(step, hop.item)) for hop in sends]

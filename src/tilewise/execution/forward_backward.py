@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.execution.allocator import Fresh, Lender
+from tilewise.execution.allocator import Allocator, FreshAllocator
 from tilewise.execution.executor import execute
-from tilewise.execution.pass_run import Run
+from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.plan.ir import Side
@@ -26,11 +26,11 @@ def forward_pass(
     """
     batched = q.ndim == 4
     rows = [_rows_first(with_unit_stride(x), batched) for x in (q, k, v)]
-    run = Run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
+    run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     lender = run.lender(rows, keep)
     # What backward is to find again is no buffer of this pass.
-    lasting = Fresh(q.device) if keep else lender
+    lasting = FreshAllocator(q.device) if keep else lender
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
     work = Forward(run.frame(keep, lender), run.payload, *run.start(named, lender=lasting))
     execute(run.program, work, transport)
@@ -61,9 +61,9 @@ def backward_pass(
     batch, device = q.shape[1], q.device
     gathered = {}
     if problem.gathered:
-        before = Run(problem, transport, backward=False, batch=batch, device=device)
+        before = PassRun(problem, transport, backward=False, batch=batch, device=device)
         gathered = before.found(kept)
-    run = Run(problem, transport, backward=True, batch=batch, device=device)
+    run = PassRun(problem, transport, backward=True, batch=batch, device=device)
     lender = run.lender((q, k, v, out, lse, dout, dlse))
     if dout is None:
         dout = lender.take(q.shape, q.dtype).zero_()
@@ -79,7 +79,7 @@ def backward_pass(
 
 
 def _delta(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, lender: Lender
+    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, lender: Allocator
 ) -> Tensor:
     """rowsum(out * dout) - dlse."""
     product = lender.take(out.shape, dtype).copy_(out).mul_(dout)

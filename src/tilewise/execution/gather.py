@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from tilewise.execution.allocator import Source
-from tilewise.execution.packing import Block, join
+from tilewise.execution.packing import PackedRows, join
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Side, Tile
-from tilewise.tiles.call_rows import CallParts, Held, Part, Table, is_range, num_rows, span
+from tilewise.tiles.call_rows import (
+    CallParts,
+    Held,
+    RowSelection,
+    TileCalls,
+    is_range,
+    num_rows,
+    span,
+)
 
 Index: TypeAlias = slice | Tensor | None
-TensorPart: TypeAlias = Part[Tensor]
+TensorPart: TypeAlias = RowSelection[Tensor]
 BoundCall: TypeAlias = CallParts[Tensor]
 
 
@@ -38,7 +46,7 @@ class Binder:
         table: a mask that differs by KV head is bound head by head.
     """
 
-    def __init__(self, table: Table, device: torch.device):
+    def __init__(self, table: TileCalls, device: torch.device):
         self.table, self.device = table, device
         self._tiles: dict[Tile, BoundTile] = {}
 
@@ -63,12 +71,12 @@ class Binder:
             q, k = (tuple(map(self._on_device, side)) for side in (q, k))
             yield BoundCall(call, q, k, q_heads, kv_heads)
 
-    def _on_device(self, part: Part) -> TensorPart:
+    def _on_device(self, part: RowSelection) -> TensorPart:
         index = (
             x if x is None or isinstance(x, slice) else torch.from_numpy(x).to(self.device)
             for x in part[2:]
         )
-        return Part(part.shard, part.item, *index)
+        return RowSelection(part.shard, part.item, *index)
 
 
 def pick(x: Tensor, index: Index, lender: Source) -> Tensor:
@@ -81,7 +89,7 @@ def pick(x: Tensor, index: Index, lender: Source) -> Tensor:
 
 
 def gather(
-    blocks: Sequence[Block],
+    blocks: Sequence[PackedRows],
     parts: Sequence[TensorPart],
     name: str,
     heads: slice | None,
@@ -99,7 +107,7 @@ def gather(
 
 
 def _joined(
-    blocks: Sequence[Block], parts: Sequence[TensorPart], name: str, lender: Source
+    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str, lender: Source
 ) -> Tensor:
     beside = _side_by_side(blocks, parts, name)
     if beside is not None:
@@ -119,7 +127,9 @@ def _joined(
     return gathered
 
 
-def _side_by_side(blocks: Sequence[Block], parts: Sequence[TensorPart], name: str) -> Tensor | None:
+def _side_by_side(
+    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str
+) -> Tensor | None:
     first = blocks[parts[0].shard].arena
     if first is None:
         return None

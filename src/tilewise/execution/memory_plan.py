@@ -21,7 +21,7 @@ MOST_TRIES, MOST_PLACED = 32, 4096
 """Times that places are looked for anew, and requests placed in all of them, for each order."""
 
 
-class Request(NamedTuple):
+class BufferSpec(NamedTuple):
     """A buffer of a tape, needed from one moment on.
 
     Attributes:
@@ -38,14 +38,14 @@ class Request(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Tape:
+class MemoryPlan:
     """The buffers of one pass in the order in which it takes them, each with its place in a slab.
 
     Attributes:
         num_bytes: of the slab.
     """
 
-    def __init__(self, requests: Sequence[Request]):
+    def __init__(self, requests: Sequence[BufferSpec]):
         self.requests = tuple(requests)
         self.offsets, self.num_bytes = places(self.requests)
 
@@ -65,7 +65,7 @@ class _Box(NamedTuple):
     end: int
 
 
-def places(requests: Sequence[Request]) -> tuple[list[int], int]:
+def places(requests: Sequence[BufferSpec]) -> tuple[list[int], int]:
     """The first byte of each request, such that rows of one time do not overlap; bytes in all.
 
     Each in turn at the lowest place that is free for as long as it is needed: largest first. Where
@@ -92,7 +92,7 @@ def places(requests: Sequence[Request]) -> tuple[list[int], int]:
     return best
 
 
-def _boxes(request: Request) -> list[_Box]:
+def _boxes(request: BufferSpec) -> list[_Box]:
     row_bytes = request.num_bytes // max(1, sum(rows for rows, _ in request.parts))
     stops = accumulate(rows * row_bytes for rows, _ in request.parts)
     boxes, start = [], 0
@@ -164,12 +164,12 @@ def _lowest(low: Sequence[Array], high: Sequence[Array]) -> int:
     return int(tops[np.argmax(nexts >= tops)])
 
 
-class Slab:
+class Workspace:
     """Memory that one pass at a time uses, and what tapes see of it."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._views: WeakKeyDictionary[Tape, list[Tensor]] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[MemoryPlan, list[Tensor]] = WeakKeyDictionary()
         self._left: Moment | None = None
 
     @property
@@ -177,7 +177,7 @@ class Slab:
         return 0 if self._buffer is None else self._buffer.numel()
 
     @torch.inference_mode(False)  # else later passes outside of it could not write
-    def enter(self, tape: Tape, device: torch.device) -> list[Tensor]:
+    def enter(self, tape: MemoryPlan, device: torch.device) -> list[Tensor]:
         """The buffers of a tape, for a pass that begins now on the current stream."""
         if self._buffer is not None:
             follow(self._left, self._buffer)
@@ -197,7 +197,7 @@ class Slab:
             self._left = current_moment(self._buffer.device)
 
 
-class Shelf:
+class WorkspacePool:
     """The slabs of one rank and device, as many as there were passes at once.
 
     A pass takes one from the shelf and puts it back when it ends, so no two ever share one, of
@@ -205,10 +205,10 @@ class Shelf:
     """
 
     def __init__(self) -> None:
-        self.slabs: list[Slab] = []
+        self.slabs: list[Workspace] = []
 
-    def take(self) -> Slab:
+    def take(self) -> Workspace:
         try:
             return self.slabs.pop()
         except IndexError:
-            return Slab()
+            return Workspace()

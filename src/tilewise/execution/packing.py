@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.execution.allocator import Lender, Source
+from tilewise.execution.allocator import Allocator, Source
 from tilewise.plan.ir import Item, Rows
 from tilewise.plan.payload import ITEM_BYTES, Field
 
 STATISTICS = ("lse", "delta")
 
 
-class Block(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows of an item: fields [num_rows, batch, heads, width], statistics without width.
 
     Attributes:
@@ -62,7 +62,7 @@ class Packing:
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
         self.row_shape = (*inner, self.row_bytes // math.prod(inner))
 
-    def pack(self, tensors: Sequence[Tensor], lender: Lender) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], lender: Allocator) -> Tensor:
         """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
 
         Each is converted to its field's dtype; a lone one that is packed already is not copied.

@@ -58,7 +58,7 @@ class SideBySide:
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 
-class Totals(SideBySide):
+class PartialGroups(SideBySide):
     """The partials of every arena's operands.
 
     Args:

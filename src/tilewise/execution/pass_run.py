@@ -13,10 +13,15 @@ from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program, arrivals
 from tilewise.compiler.pruning import prune_shards
 from tilewise.execution import allocator
-from tilewise.execution.allocator import Binding, Captured, Fresh, Lender
+from tilewise.execution.allocator import (
+    Allocator,
+    CaptureAllocator,
+    FreshAllocator,
+    MemoryPlanCache,
+)
 from tilewise.execution.gather import Binder
-from tilewise.execution.memory_plan import Shelf
-from tilewise.execution.packing import Arena, Block
+from tilewise.execution.memory_plan import WorkspacePool
+from tilewise.execution.packing import Arena, PackedRows
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.protocol import accumulator_dtype
@@ -24,12 +29,12 @@ from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Rows, Side
 from tilewise.plan.payload import HeadGroups, Payload
 from tilewise.plan.row_ranges import count
-from tilewise.tiles.call_rows import Cut, Table
+from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.transport.protocol import Transport
 from tilewise.transport.streams import is_capturing
 
 
-class Run:
+class PassRun:
     """One pass of one call on this rank: its program, its payload, what it starts and ends with."""
 
     def __init__(
@@ -66,7 +71,7 @@ class Run:
             keep=4 * plan.world_size,
         )
 
-    def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Lender:
+    def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:
         """Who lends this pass its buffers: on BOUND_DEVICES one that has them all already.
 
         A graph that is being captured gets memory of its own, which lives as long as the graph.
@@ -76,27 +81,27 @@ class Run:
         """
         problem, device = self.problem, self.device
         if device.type not in allocator.BOUND_DEVICES:
-            return Fresh(device)
+            return FreshAllocator(device)
         if is_capturing(device):
-            return Captured(device)
+            return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
         calls = problem.layouts, problem.mask, problem.kernel.name
         key = self._key, calls, self.batch, device, keep, strides
-        binding = self.plan.memo("binding", key, Binding, keep=4 * self.plan.world_size)
+        binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
         shelf = problem.plans[0].memo(
-            "shelf", (self.rank, device), Shelf, keep=2 * self.plan.world_size
+            "shelf", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
         )
         return binding.lender(shelf, device)
 
-    def frame(self, keep: bool, lender: Lender | None = None) -> Frame:
+    def frame(self, keep: bool, lender: Allocator | None = None) -> Frame:
         """What the pass's work needs beside its tensors.
 
         Args:
             lender: None: of new memory.
         """
         problem = self.problem
-        cut = Cut(problem.kernel.square_causal, problem.kernel.whole_tile)
-        key = Table(problem.layouts, problem.mask, self.groups, cut), self.device
+        cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
+        key = TileCalls(problem.layouts, problem.mask, self.groups, cut), self.device
         binder = self.plan.memo("binder", key, lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(
@@ -109,15 +114,15 @@ class Run:
             self.device,
             keep,
             self.packing,
-            lender or Fresh(self.device),
+            lender or FreshAllocator(self.device),
         )
 
     def start(
         self,
         named: Sequence[dict[str, Tensor]],
-        gathered: dict[Item, Block] | None = None,
-        lender: Lender | None = None,
-    ) -> tuple[dict[Item, Block], list[Arena], Lifetimes]:
+        gathered: dict[Item, PackedRows] | None = None,
+        lender: Allocator | None = None,
+    ) -> tuple[dict[Item, PackedRows], list[Arena], Lifetimes]:
         """The operands that this rank holds from the start, the arenas that they move into, and
         how long they are needed."""
         gathered = gathered or {}
@@ -127,8 +132,8 @@ class Run:
                 for group in range(self.groups.groups):
                     item, heads = operand(side, shard, group), self.groups.slice(side, group)
                     fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
-                    operands[item] = Block(((0, rows.stop - rows.start),), fields)
-        lender = lender or Fresh(self.device)
+                    operands[item] = PackedRows(((0, rows.stop - rows.start),), fields)
+        lender = lender or FreshAllocator(self.device)
         arenas = [self._arena(items, gathered, lender) for items in self.program.arenas]
         kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
         placed = {*chain.from_iterable(self.program.arenas)}
@@ -177,7 +182,7 @@ class Run:
                 shared.update(items)
         yield from ((item,) for item in sorted(arriving.keys() - shared))
 
-    def kept(self, operands: Mapping[Item, Block]) -> list[Tensor]:
+    def kept(self, operands: Mapping[Item, PackedRows]) -> list[Tensor]:
         """The buffers of `buffers`, of a pass that kept its operands."""
         kept = []
         for items in self.buffers():
@@ -187,7 +192,7 @@ class Run:
             kept.append(wire)
         return kept
 
-    def found(self, kept: Sequence[Tensor]) -> dict[Item, Block]:
+    def found(self, kept: Sequence[Tensor]) -> dict[Item, PackedRows]:
         """What `kept` kept, as the operands of another pass."""
         operands = {}
         for wire, items in zip(kept, self.buffers(), strict=True):
@@ -203,7 +208,7 @@ class Run:
                 )
                 part = wire[start : start + self._num_rows(item)]
                 place = None if arena is None else (arena, start)
-                operands[item] = Block(rows, packing.unpack(part), part, place)
+                operands[item] = PackedRows(rows, packing.unpack(part), part, place)
         return operands
 
     def _arriving(self) -> dict[Item, Rows | None]:
@@ -229,7 +234,7 @@ class Run:
         return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
 
     def _arena(
-        self, items: Sequence[Item], gathered: dict[Item, Block], lender: Lender
+        self, items: Sequence[Item], gathered: dict[Item, PackedRows], lender: Allocator
     ) -> Arena | None:
         """One buffer for these items; None where their packed fields could not be used in place."""
         packing = self.packing[items[0].side, items[0].role]

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.compiler.checker import check_shards
 from tilewise.compiler.shards import check_made_for, shard_layouts
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, use_of
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.opaque import Constant
+from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan, Side
 from tilewise.plan.payload import HeadGroups, check_dtype, check_gathered, head_groups, saving
 
 
 @dataclass(frozen=True)
-class Call(Constant):
+class AttentionCall(OpaqueValue):
     """The keyword arguments of attention, as given, and what is known of the call besides.
 
     Attributes:
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, rank: int, world_size: int
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, rank: int, world_size: int
 ) -> Problem:
     """Check one rank's call.
 
@@ -137,18 +137,18 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -
     return {name: str(value) for name, value in fields.items()}
 
 
-def _check_kinds(call: Call) -> None:
+def _check_kinds(call: AttentionCall) -> None:
     plan = "tw.ring(world_size)"
-    must_be(Plan, "plan", call.plan, plan)
-    must_be(Layout, "layout", call.layout)
-    must_be(Mask, "mask", call.mask)
+    require_type(Plan, "plan", call.plan, plan)
+    require_type(Layout, "layout", call.layout)
+    require_type(Mask, "mask", call.mask)
     if call.backward_plan is not None:
-        must_be(Plan, "backward_plan", call.backward_plan, plan)
+        require_type(Plan, "backward_plan", call.backward_plan, plan)
     if call.kv_layout is not None:
-        must_be(Layout, "kv_layout", call.kv_layout)
+        require_type(Layout, "kv_layout", call.kv_layout)
 
 
-def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> None:
+def _check_plans(plan: Plan, backward: Plan, call: AttentionCall, world_size: int) -> None:
     for one in (plan, backward):
         if one.world_size != world_size:
             raise ValueError(
@@ -167,7 +167,7 @@ def _check_plans(plan: Plan, backward: Plan, call: Call, world_size: int) -> Non
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        must_be(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
+        require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
             raise ValueError(
                 f"{name} is a DTensor; call attention through local_map of "
@@ -195,7 +195,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_dtype("dtype", str(q.dtype).removeprefix("torch."))
 
 
-def _layouts(call: Call, num_queries: int) -> tuple[Layout, Layout]:
+def _layouts(call: AttentionCall, num_queries: int) -> tuple[Layout, Layout]:
     kv_layout = call.kv_layout or call.layout
     for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
         if not layout.is_partition:
@@ -207,7 +207,7 @@ def _layouts(call: Call, num_queries: int) -> tuple[Layout, Layout]:
     return shard_layouts(call.plan, call.layout, kv_layout, positions)
 
 
-def _query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | None:
+def _query_positions(call: AttentionCall, num_queries: int, num_keys: int) -> list[int] | None:
     """Where replicated queries stand; None for queries that have a layout."""
     given = call.q_positions
     if not call.plan.replicated_queries:

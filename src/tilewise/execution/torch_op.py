@@ -15,13 +15,13 @@ from torch._opaque_base import OpaqueBaseMeta
 from torch.autograd.function import once_differentiable
 
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import Call, Problem, agreement_fields, make_problem
+from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
-from tilewise.opaque import ConstantType
+from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
 from tilewise.transport.agreement import agree
 from tilewise.transport.protocol import Transport
@@ -31,7 +31,7 @@ from tilewise.transport.resolve import transport_for
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
 
-def settled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Problem, Transport]:
+def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Problem, Transport]:
     """The checked call, which all ranks have agreed on.
 
     Raises:
@@ -56,7 +56,7 @@ def settled(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Problem, Trans
     return problem, transport
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) -> Problem:
+def _checked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, transport: Transport) -> Problem:
     """The checked call of this rank alone."""
     if call.problem is not None:
         return call.problem
@@ -65,7 +65,9 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call, transport: Transport) 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, kept = torch.ops.tilewise.attention(q, k, v, call)
         ctx.set_materialize_grads(False)
@@ -85,13 +87,17 @@ class _Attention(torch.autograd.Function):
         return *grads, None
 
 
-def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _autograd(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     out, lse, *kept = _Attention.apply(q, k, v, call)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
-    problem, transport = settled(q, k, v, call)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    problem, transport = resolve_call(q, k, v, call)
     return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
 
@@ -121,11 +127,11 @@ def _fake_backward(
 def _registered() -> torch.library.Library:
     """Define the operators; they live as long as the library returned."""
     # torch 2.11 registers only classes of its own metaclass, which the core must not import
-    ConstantType.__bases__ = (OpaqueBaseMeta, *ConstantType.__bases__)
-    for value in (Call, Plan, Layout, *MASKS):
+    OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
+    for value in (AttentionCall, Plan, Layout, *MASKS):
         register_opaque_type(value, typ="value", members={"__eq__": MemberType.USE_REAL})
     library = torch.library.Library("tilewise", "DEF")
-    call = f"{Call.__module__}.{Call.__qualname__} call"
+    call = f"{AttentionCall.__module__}.{AttentionCall.__qualname__} call"
     library.define(
         f"attention(Tensor q, Tensor k, Tensor v, {call}) -> "
         "(Tensor out, Tensor lse, Tensor[] kept)"

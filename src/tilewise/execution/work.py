@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes
-from tilewise.execution.allocator import Fresh, Lender, Scratch, address
+from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch, address
 from tilewise.execution.gather import Binder, BoundCall, Index, TensorPart, gather, pick
-from tilewise.execution.packing import Arena, Block, Packing, take
-from tilewise.execution.partials import Tensors, Totals
+from tilewise.execution.packing import Arena, PackedRows, Packing, take
+from tilewise.execution.partials import PartialGroups, Tensors
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
@@ -44,7 +44,7 @@ class Frame:
     device: torch.device
     keep: bool
     packing: Mapping[tuple[Side, Role], Packing]
-    lender: Lender
+    lender: Allocator
 
 
 def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
@@ -63,7 +63,7 @@ class PassWork(ABC):
         self,
         frame: Frame,
         payload: Payload,
-        own: dict[Item, Block],
+        own: dict[Item, PackedRows],
         arenas: Sequence[Arena],
         lifetimes: Lifetimes,
     ):
@@ -72,7 +72,7 @@ class PassWork(ABC):
         self._lender, self._sent = frame.lender, frame.lender.sent
         self.launched, self.left = frame.lender.launched, frame.lender.left
         # What stays for the next pass is no buffer of this one.
-        self._operand_lender = Fresh(frame.device) if frame.keep else frame.lender
+        self._operand_lender = FreshAllocator(frame.device) if frame.keep else frame.lender
         self._scratch = Scratch(frame.lender)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
@@ -81,7 +81,7 @@ class PassWork(ABC):
         self._arena_of = {item: arena for arena in arenas for item in arena.starts}
         self._sends = dict(lifetimes.sends)  # of own operands, still to come
         self._with_free = lifetimes.with_free
-        self._totals = Totals(self._blank, self._sizes, arenas)
+        self._totals = PartialGroups(self._blank, self._sizes, arenas)
         for item in own.keys() & self._arena_of.keys():
             self.operands[item] = self._moved_in(item, own[item])
 
@@ -127,7 +127,7 @@ class PassWork(ABC):
             if rows is None:
                 rows = ((0, self._sizes[item.side][item.shard]),)
             place = self._place(item) if self._arena_of else None
-            self.operands[item] = Block(rows, fields, wire, place)
+            self.operands[item] = PackedRows(rows, fields, wire, place)
         elif item.role is Role.PARTIAL:
             values = self._packing[item.side, item.role].unpack(wire).values()
             self._merge_arrived(item, rows, tuple(values))
@@ -196,7 +196,7 @@ class PassWork(ABC):
         return tuple(self._packing[item.side, Role.RESULT].unpack(result).values())
 
     @abstractmethod
-    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+    def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         """Compute one kernel call and add its results to the partials."""
 
     @abstractmethod
@@ -287,7 +287,7 @@ class PassWork(ABC):
         arena = self._arena_of.get(item)
         return None if arena is None else (arena, arena.starts[item])
 
-    def _moved_in(self, item: Item, block: Block) -> Block:
+    def _moved_in(self, item: Item, block: PackedRows) -> PackedRows:
         """An operand that is here from the start, its rows copied to their place in the arena."""
         arena = self._arena_of[item]
         place = arena, arena.starts[item]
@@ -299,13 +299,13 @@ class PassWork(ABC):
         if wire.numel():
             for name, x in moved.items():
                 x.copy_(block.fields[name])
-        return Block(block.rows, {**block.fields, **moved}, wire, place)
+        return PackedRows(block.rows, {**block.fields, **moved}, wire, place)
 
 
 class Forward(PassWork):
     """Partials of queries are (out, lse), merged by lse; KV has none."""
 
-    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+    def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries = gather(q, q_parts, "q", q_heads, self._scratch)
         k = gather(kv, k_parts, "k", kv_heads, self._scratch)
@@ -333,7 +333,7 @@ class Forward(PassWork):
 class Backward(PassWork):
     """Partials are sums: dq of queries, (dk, dv) of keys and values."""
 
-    def _call(self, bound: BoundCall, q: list[Block], kv: list[Block]) -> None:
+    def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries, dout, lse, delta = (
             gather(q, q_parts, name, q_heads, self._scratch)

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 
 class Same:
     """A call by identity: to look up what was made of it without hashing all of its slices."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: KernelCall):
         self.call = call
 
     def __hash__(self) -> int:
@@ -22,7 +22,7 @@ class Same:
         return isinstance(other, Same) and self.call is other.call
 
 
-def call_mask(call: Call, device: torch.device | str = "cpu") -> Tensor:
+def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
     """bool [m, n]: may row a of the call see its key j?"""
     m, n = call.num_q, call.num_k
     match call.kind:
@@ -34,7 +34,7 @@ def call_mask(call: Call, device: torch.device | str = "cpu") -> Tensor:
             return _slices_mask(call, m, n).to(device)
 
 
-def is_square_causal(call: Call) -> bool:
+def is_square_causal(call: KernelCall) -> bool:
     """Whether a call is causal, for kernels whose causal mask is aligned at the top left.
 
     Raises:
@@ -48,7 +48,7 @@ def is_square_causal(call: Call) -> bool:
     return call.kind is Kind.CAUSAL
 
 
-def additive_mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def additive_mask(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """The mask [m, n] of a SLICES call, 0 and -inf, and which rows see no key (None: all see)."""
     if call.kind is not Kind.SLICES:
         return None, None
@@ -58,7 +58,7 @@ def additive_mask(call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor
     return mask, None if bool(seen.all()) else ~seen
 
 
-def row_intervals(call: Call) -> Tensor:
+def row_intervals(call: KernelCall) -> Tensor:
     """int32 [depth, 2, m]: first and end of the keys of each row's intervals, 0, 0 where fewer."""
     m, n = call.num_q, call.num_k
     match call.kind:
@@ -77,7 +77,7 @@ def row_intervals(call: Call) -> Tensor:
     return torch.from_numpy(table)
 
 
-def _slices_mask(call: Call, m: int, n: int) -> Tensor:
+def _slices_mask(call: KernelCall, m: int, n: int) -> Tensor:
     """A cell is allowed if one more interval of its row began than ended at or before it."""
     row, lo, hi = _intervals(call)
     if len(np.unique(row)) == len(row):
@@ -94,7 +94,7 @@ def _slices_mask(call: Call, m: int, n: int) -> Tensor:
     return change.cumsum(1, dtype=torch.int16)[:, :n].bool()
 
 
-def _intervals(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _intervals(call: KernelCall) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every slice on each of its rows: row, first key, end of keys."""
     q0, q1, lo, lo_slope, hi, hi_slope = np.asarray(call.slices, np.int64).reshape(-1, 6).T
     count = q1 - q0

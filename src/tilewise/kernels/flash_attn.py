@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.torch_flash import CudaFlash, Part, batch_first, cuda_half_only
+from tilewise.kernels.torch_flash import CudaFlash, FlashRect, batch_first, cuda_half_only
 
 OLDEST = (2, 7)  # whose functions take a window's two sides one by one
 
@@ -33,7 +33,7 @@ class FlashAttn2(CudaFlash):
         return cuda_half_only(device_type, dtype, head_dim)
 
     def run_forward(
-        self, operands: tuple[Tensor, ...], part: Part, scale: float
+        self, operands: tuple[Tensor, ...], part: FlashRect, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _package()._flash_attn_forward(
             *map(batch_first, operands),
@@ -43,7 +43,7 @@ class FlashAttn2(CudaFlash):
         return out, lse
 
     def run_backward(
-        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scale: float
     ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = (batch_first(x).contiguous() for x in operands)
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
@@ -55,7 +55,7 @@ class FlashAttn2(CudaFlash):
         return grads
 
 
-def _options(part: Part, scale: float) -> dict[str, Any]:
+def _options(part: FlashRect, scale: float) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
         "softmax_scale": scale,

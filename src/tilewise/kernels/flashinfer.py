@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.protocol import Accumulators, Gradients, deliver, no_keys
 from tilewise.kernels.torch_flash import cuda_half_only
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 
 
 class FlashInfer:
@@ -41,7 +41,7 @@ class FlashInfer:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class FlashInfer:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:

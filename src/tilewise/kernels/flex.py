@@ -25,7 +25,7 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
 BLOCK = 128  # rows and keys of a block of its mask
@@ -62,7 +62,7 @@ class Flex:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class Flex:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:
@@ -97,7 +97,7 @@ class Flex:
         return deliver_gradients(grads, into)
 
 
-def _attend(operands: Iterable[Tensor], call: Call, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(operands: Iterable[Tensor], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     """out and natural-log lse, -inf where out is 0, both [batch, heads, rows, ...]."""
     q, k, v = map(heads_first, operands)
     mask = None if call.kind is Kind.FULL else _block_mask(Same(call), q.device)

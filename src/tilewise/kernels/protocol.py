@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.merge import merge_into
-from tilewise.tiles.calls import Call
+from tilewise.tiles.calls import KernelCall
 
 Accumulators: TypeAlias = tuple[Tensor, Tensor]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -46,7 +46,7 @@ class Kernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class Kernel(Protocol):
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:

@@ -19,7 +19,7 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 
 
 class Reference:
@@ -39,7 +39,7 @@ class Reference:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class Reference:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:
@@ -78,7 +78,7 @@ class Reference:
         return deliver_gradients((dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)), into)
 
 
-def _scores(q: Tensor, k: Tensor, call: Call, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, call: KernelCall, scale: float) -> Tensor:
     """scale q k^T, -inf where not allowed: [batch, num_kv_heads, queries per KV head, m, n]."""
     scores = torch.einsum("mbhgd,nbhd->bhgmn", q.unflatten(2, (k.shape[2], -1)), k) * scale
     if call.kind is not Kind.FULL:

@@ -20,7 +20,7 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.tiles.calls import Call
+from tilewise.tiles.calls import KernelCall
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -47,7 +47,7 @@ class CpuFlash:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class CpuFlash:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:

@@ -21,13 +21,13 @@ from tilewise.kernels.protocol import (
     no_gradients,
     no_keys,
 )
-from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
 
 
-class Part(NamedTuple):
+class FlashRect(NamedTuple):
     """Rows [q0, q1) x keys [k0, k1) of a call: row a sees j with -left <= j - a - (n - m) <= right.
 
     left, right: -1 is unbounded, as flash attention has it; m, n: the part's own sizes.
@@ -41,22 +41,22 @@ class Part(NamedTuple):
     right: int = -1
 
 
-def flash_parts(call: Call) -> tuple[Part, ...]:
+def flash_parts(call: KernelCall) -> tuple[FlashRect, ...]:
     """A call as rectangles that flash attention can compute; together they cover it exactly."""
     match call.kind:
         case Kind.FULL:
-            return (Part(0, call.num_q, 0, call.num_k),)
+            return (FlashRect(0, call.num_q, 0, call.num_k),)
         case Kind.CAUSAL:
-            return (Part(0, call.num_q, 0, call.num_k, right=0),)
+            return (FlashRect(0, call.num_q, 0, call.num_k, right=0),)
         case Kind.SLICES:
             return tuple(map(_part, call.slices))
 
 
-def _part(s: Slice) -> Part:
+def _part(s: Slice) -> FlashRect:
     k0, k1 = s.lo + s.lo_slope * s.q0, s.hi + s.hi_slope * (s.q1 - 1)
     # no row of a slice is empty: a sloped side therefore has n >= m
     left = (k1 - k0) - (s.q1 - s.q0) if s.lo_slope else -1
-    return Part(s.q0, s.q1, k0, k1, left, 0 if s.hi_slope else -1)
+    return FlashRect(s.q0, s.q1, k0, k1, left, 0 if s.hi_slope else -1)
 
 
 class CudaFlash:
@@ -79,7 +79,7 @@ class CudaFlash:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class CudaFlash:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:
@@ -116,21 +116,21 @@ class CudaFlash:
         return totals
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, part: FlashRect, scale: float
     ) -> tuple[Tensor, Tensor]:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
         out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scale)
         return out[..., : q.shape[-1]].transpose(0, 1), lse.permute(2, 0, 1)
 
     def _differentiate(
-        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scale: float
     ) -> list[Tensor]:
         """dq, dk, dv of one part; operands are dout, q, k, v, out of its rows and keys."""
         grads = self.run_backward(operands, lse.permute(1, 2, 0).contiguous(), part, scale)
         return [g[..., : operands[0].shape[-1]].transpose(0, 1) for g in grads]
 
     def run_forward(
-        self, operands: tuple[Tensor, ...], part: Part, scale: float
+        self, operands: tuple[Tensor, ...], part: FlashRect, scale: float
     ) -> tuple[Tensor, Tensor]:
         """out [batch, rows, ...] and lse [batch, heads, rows] of a part's own q, k, v."""
         sizes = part.q1 - part.q0, part.k1 - part.k0
@@ -142,7 +142,7 @@ class CudaFlash:
         return out, lse
 
     def run_backward(
-        self, operands: tuple[Tensor, ...], lse: Tensor, part: Part, scale: float
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scale: float
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv [batch, rows, ...] of a part's own dout, q, k, v, out; lse as forward's."""
         sizes = part.q1 - part.q0, part.k1 - part.k0
@@ -179,11 +179,11 @@ def batch_first(x: Tensor) -> Tensor:
     return (F.pad(x, (0, spare)) if spare else x).transpose(0, 1)
 
 
-def is_causal(part: Part) -> bool:
+def is_causal(part: FlashRect) -> bool:
     return part.right == 0 and part.left < 0
 
 
-def _window(part: Part) -> dict[str, int | None]:
+def _window(part: FlashRect) -> dict[str, int | None]:
     if part.left < 0:
         return {"window_size_left": None, "window_size_right": None}
     return {"window_size_left": part.left, "window_size_right": part.right}

@@ -25,7 +25,7 @@ from tilewise.kernels.protocol import (
     no_keys,
 )
 from tilewise.kernels.torch_flash import cuda_half_only
-from tilewise.tiles.calls import Call
+from tilewise.tiles.calls import KernelCall
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -65,7 +65,7 @@ class _Sdpa(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class _Sdpa(ABC):
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:
@@ -205,7 +205,7 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
 
 
-def _is_causal(call: Call, mask: Tensor | None) -> bool:
+def _is_causal(call: KernelCall, mask: Tensor | None) -> bool:
     """A mask on a causal call only hides a key beside its single one: all else is allowed."""
     return is_square_causal(call) and mask is None
 

@@ -49,9 +49,9 @@ def cells(mask: Mask, q_layout: Layout, k_layout: Layout) -> dict[tuple[int, int
     return {key: Cell(*cell) for key, cell in zip(zip(i, j, strict=True), values, strict=True)}
 
 
-def _search(strips: Strips, q_layout: Layout, k_layout: Layout) -> Found:
+def _search(strips: Strips, q_layout: Layout, k_layout: Layout) -> CellCounts:
     q, k = runs_of(q_layout), runs_of(k_layout)
-    found = Found(q_layout.world_size, k_layout.world_size)
+    found = CellCounts(q_layout.world_size, k_layout.world_size)
     if not (len(strips) and len(q.start) and len(k.start)):
         return found
     sloped = bool(strips.lo_slope.any() or strips.hi_slope.any())
@@ -90,7 +90,7 @@ def _is_striped(k: Runs, num_tokens: int) -> bool:
     )
 
 
-def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, found: Found) -> None:
+def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, found: CellCounts) -> None:
     """Areas alone, row by row: w neighbouring keys are w // n of every residue mod n, and one more
     of the w mod n residues from the first key's on."""
     n, num_q = len(k.start), found.num_q_shards
@@ -153,7 +153,7 @@ class Pieces(NamedTuple):
         )
 
 
-class Found:
+class CellCounts:
     """Collects areas and row ranges of shard pairs; a pair is the number i * num_k_shards + j."""
 
     def __init__(self, num_q_shards: int, num_k_shards: int):
@@ -202,7 +202,7 @@ def parts(pieces: Pieces, size: int) -> list[Pieces]:
     return [pieces.take(slice(a, a + size)) for a in range(0, len(pieces.run), size)]
 
 
-def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], found: Found) -> None:
+def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], found: CellCounts) -> None:
     """Count piece pairs[0][n] against key run pairs[1][n], for every n."""
     index, run = pairs
     lines, first, rows, q_run = pieces.take(index)
@@ -230,7 +230,7 @@ def join(pieces: Pieces, q: Runs, k: Runs, pairs: tuple[Array, Array], found: Fo
     found.add(1, pair, k.offset[run] + k_start, k.offset[run] + k_stop)
 
 
-def join_blocks(pieces: Pieces, q: Runs, k: Runs, found: Found) -> None:
+def join_blocks(pieces: Pieces, q: Runs, k: Runs, found: CellCounts) -> None:
     """Count pieces against runs of neighbouring keys: one by one those that a line crosses, and
     together the many between the lines, each of whose keys every row of the piece sees."""
     (lo, lo_slope, hi, hi_slope), first, rows, _ = pieces
@@ -252,7 +252,7 @@ def join_blocks(pieces: Pieces, q: Runs, k: Runs, found: Found) -> None:
 
 
 def _full_keys(
-    shard: Array, rows: Array, between: tuple[Array, Array], k: Runs, found: Found
+    shard: Array, rows: Array, between: tuple[Array, Array], k: Runs, found: CellCounts
 ) -> None:
     """Areas and key rows: this many rows of each shard see all of runs between[0] .. [1]."""
     width = len(k.start) + 1
@@ -277,7 +277,7 @@ def _full_rows(
     rows: tuple[Array, Array],
     between: tuple[Array, Array],
     k: Runs,
-    found: Found,
+    found: CellCounts,
 ) -> None:
     """Query rows: local rows [rows[0], rows[1]) of each shard see all of runs between[0] .. [1]."""
     width = max(1, AT_ONCE // (len(k.start) + 1))

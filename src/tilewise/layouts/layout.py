@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tilewise.opaque import Constant
+from tilewise.opaque import OpaqueValue
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Run(NamedTuple):
     stride: int = 1
 
 
-class Layout(Constant):
+class Layout(OpaqueValue):
     """Global positions of every shard's rows, in row order. A frozen, hashable value.
 
     Args:

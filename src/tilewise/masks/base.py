@@ -22,13 +22,13 @@ from numpy.typing import ArrayLike
 from tilewise.masks import area as grid
 from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
-from tilewise.opaque import Constant
+from tilewise.opaque import OpaqueValue
 
 Array = np.ndarray
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mask(Constant, ABC):
+class Mask(OpaqueValue, ABC):
     """Allowed pairs of queries and keys, by global position. Equal masks have equal reprs."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No cyclic garbage collection: plans and programs are many tuples and no cycle.
 
     The collector would search everything that is imported, several times, and find nothing: that

@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from tilewise.opaque import Constant
+from tilewise.opaque import OpaqueValue
 
 Rows = tuple[tuple[int, int], ...]
 """Half-open ranges of local rows of a shard, ascending and disjoint."""
@@ -119,7 +119,7 @@ def own_shards(world_size: int) -> Owners:
     return side, side
 
 
-class Plan(Constant):
+class Plan(OpaqueValue):
     """A frozen, hashable value; equality and hash ignore the name.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.plan.ir import Item, Plan, Role, Side, Step, Tile, Transfer
 
 FORMAT = "tilewise plan 1"
@@ -13,7 +13,7 @@ FORMAT = "tilewise plan 1"
 
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
-    must_be(Plan, "plan", plan)
+    require_type(Plan, "plan", plan)
     return json.dumps(
         {
             "format": FORMAT,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
 
 _TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
@@ -27,7 +27,7 @@ def show(plan: Plan) -> str:
 
     The header names the plan, its world and who holds each shard from the start.
     """
-    must_be(Plan, "plan", plan)
+    require_type(Plan, "plan", plan)
     lines = [
         f"plan: {plan.name}",
         f"ranks: {plan.world_size}, head groups: {plan.num_head_groups}",

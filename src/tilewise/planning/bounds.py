@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side
 from tilewise.plan.payload import ITEM_BYTES, accumulator
 from tilewise.planning.options import Option
-from tilewise.planning.pass_model import Scene
-from tilewise.simulation.costs import Costs
+from tilewise.planning.pass_model import PassModel
+from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import BETWEEN, INSIDE
 from tilewise.workload import Workload
@@ -80,7 +80,7 @@ SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
 
-def shape_bound(scene: Scene, option: Option) -> float:
+def shape_bound(scene: PassModel, option: Option) -> float:
     """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link."""
     if not option.shape.q:
         return SAFE * _compute(scene, *_longest(scene, option))
@@ -106,7 +106,7 @@ def shape_bound(scene: Scene, option: Option) -> float:
     return SAFE * max(_compute(scene, *_longest(scene, option)), links)
 
 
-def _longest(scene: Scene, option: Option) -> tuple[float, float]:
+def _longest(scene: PassModel, option: Option) -> tuple[float, float]:
     """Queries and keys per query of the largest call that a plan could make."""
     tokens = scene.work.num_tokens
     if 0 in option.shape.call:
@@ -116,13 +116,13 @@ def _longest(scene: Scene, option: Option) -> tuple[float, float]:
     return option.shape.call[0] * rows, (keys + 1) / 2 if scene.alike else keys
 
 
-def _compute(scene: Scene, queries: float, keys: float) -> float:
+def _compute(scene: PassModel, queries: float, keys: float) -> float:
     speed = scene.best_speed(max(queries, 1), max(keys, 1))
     launch = scene.machine.launch_seconds + scene.kernel.launch_seconds
     return scene.flop / scene.world_size / speed + launch
 
 
-def steps_bound(scene: Scene, option: Option, plan: Plan) -> float:
+def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
     """Seconds by the steps of rank 0 and of those who share its NIC; 0 if cells are not alike.
 
     A rank computes in order: before step s all that its tiles up to s read must have arrived, and
@@ -149,7 +149,7 @@ def steps_bound(scene: Scene, option: Option, plan: Plan) -> float:
     return SAFE * best
 
 
-def moved_bound(scene: Scene, option: Option, plan: Plan) -> float:
+def moved_bound(scene: PassModel, option: Option, plan: Plan) -> float:
     """Seconds of any schedule that moves the shards that this plan moves; 0 as in steps_bound.
 
     The exchange of a split by heads comes before everything else, and another one after it.
@@ -184,7 +184,7 @@ def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
     return plan.memo("weighed", rank, lambda: plan.rank_steps(rank), keep=STEPS_KEPT)
 
 
-def _lane(scene: Scene, src: int, dst: int) -> str:
+def _lane(scene: PassModel, src: int, dst: int) -> str:
     size = scene.machine.node_size
     return INSIDE if src // size == dst // size else BETWEEN
 
@@ -192,7 +192,7 @@ def _lane(scene: Scene, src: int, dst: int) -> str:
 Lanes = list[dict[str, float]]
 
 
-def _needed(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
+def _needed(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
     """Per step, bytes of operands that must have arrived when its tiles begin, by link."""
     arrived: dict[Item, tuple[str, float]] = {}
     total: dict[str, float] = defaultdict(float)
@@ -212,7 +212,7 @@ def _needed(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
     return found
 
 
-def _leaving(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
+def _leaving(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
     """Per step, bytes sent from it on, by link."""
     total: dict[str, float] = defaultdict(float)
     found = []
@@ -223,12 +223,12 @@ def _leaving(scene: Scene, costs: Costs, steps: tuple[RankStep, ...]) -> Lanes:
     return found[::-1]
 
 
-def _slowest(scene: Scene, lanes: Lanes, share: float) -> list[float]:
+def _slowest(scene: PassModel, lanes: Lanes, share: float) -> list[float]:
     widths = {lane: bandwidth / share for lane, bandwidth in scene.bandwidths().items()}
     return [max((size / widths[x] for x, size in at.items()), default=0.0) for at in lanes]
 
 
-def _shared(scene: Scene, plan: Plan, costs: Costs) -> float:
+def _shared(scene: PassModel, plan: Plan, costs: PassCosts) -> float:
     """Seconds of the NIC that rank 0 shares.
 
     Under a split by heads the ranks of one inner rank send equally many bytes between nodes, so
@@ -249,5 +249,5 @@ def _shared(scene: Scene, plan: Plan, costs: Costs) -> float:
 
 def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:
     """Both passes at the machine's highest kernel speeds, without any communication."""
-    passes = [Scene(work, machine, world_size, backward) for backward in (False, True)]
+    passes = [PassModel(work, machine, world_size, backward) for backward in (False, True)]
     return sum(one.flop / world_size / one.best_speed(2.0**60, 2.0**60) for one in passes)

@@ -30,7 +30,7 @@ class Distances(NamedTuple):
     least_bytes: int
 
 
-class Row(NamedTuple):
+class PlanRow(NamedTuple):
     """A line of the table that a candidate was chosen from."""
 
     strategy: str
@@ -77,7 +77,7 @@ class Candidate:
     peak_bytes: int
     distances: Distances
     reason: str = ""
-    rows: tuple[Row, ...] = field(default=(), repr=False)
+    rows: tuple[PlanRow, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -88,9 +88,9 @@ class Candidate:
         return self.plan.world_size
 
     @property
-    def row(self) -> Row:
+    def row(self) -> PlanRow:
         """This candidate as a line of the table."""
-        return Row(
+        return PlanRow(
             self.strategy,
             self.plan.name,
             self.backward_plan.name,
@@ -192,7 +192,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             int(told["peak_bytes"]),
             Distances(**data["distances"]),
             str(data["reason"]),
-            tuple(Row(**row) for row in data["rows"]),
+            tuple(PlanRow(**row) for row in data["rows"]),
         )
 
 

@@ -15,7 +15,7 @@ from tilewise.layouts.cells import cells
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
 from tilewise.plan.row_ranges import count
 from tilewise.planning.bounds import SAFE
-from tilewise.planning.pass_model import Scene
+from tilewise.planning.pass_model import PassModel
 from tilewise.simulation.network import BETWEEN, INSIDE
 
 Array = np.ndarray
@@ -56,7 +56,7 @@ class _Need(NamedTuple):
 class MaskBounds:
     """Bounds by who computes which cells."""
 
-    def __init__(self, scene: Scene):
+    def __init__(self, scene: PassModel):
         self.scene = scene
         self._tables = cache(self._make_tables)
 

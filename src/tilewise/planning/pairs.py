@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tilewise.planning.options import EVERY_RANK, Option
-from tilewise.planning.pass_model import Scene
+from tilewise.planning.pass_model import PassModel
 from tilewise.planning.trials import Plans, Trial, Trials, ticks
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS
@@ -101,7 +101,7 @@ class Pairs:
 
         def trials(backward: bool, save: str) -> Trials:
             fixed = replace(work, save=save)
-            return Trials(Scene(fixed, machine, world_size, backward), plans, effort.trials)
+            return Trials(PassModel(fixed, machine, world_size, backward), plans, effort.trials)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}

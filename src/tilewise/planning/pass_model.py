@@ -11,15 +11,15 @@ from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
-from tilewise.simulation.costs import MATMULS, Costs
-from tilewise.simulation.machine import Kernel, Machine
+from tilewise.simulation.costs import MATMULS, PassCosts
+from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 
 
-def evened(work: Workload, world_size: int) -> Workload:
+def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:
     """The workload with the next multiple of twice the ranks as its number of tokens.
 
     As it is if that makes ranks no more alike: for other masks than full and causal ones, and for
@@ -39,7 +39,7 @@ def evened(work: Workload, world_size: int) -> Workload:
 
 
 @dataclass(frozen=True)
-class Scene:
+class PassModel:
     """A pass to plan for.
 
     Args:
@@ -108,7 +108,7 @@ class Scene:
         return 2.0 * MATMULS[self.backward] * self.work.num_heads * self.work.head_dim
 
     @cached_property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelSpeed:
         return self.machine.kernel(self.work.dtype, self.backward, self.work.head_dim)
 
     def payload(self, degree: int) -> Payload:
@@ -119,12 +119,12 @@ class Scene:
         wire = work.wire_dtype or work.dtype
         return Payload(self.backward, *sizes, work.head_dim, work.dtype, wire, saved)
 
-    def costs(self, plan: Plan) -> Costs:
+    def costs(self, plan: Plan) -> PassCosts:
         """Prices of whole shards: for plans and masks whose cells are alike."""
         layouts = self.layout, self.layout
         payload = self.payload(plan.num_head_groups)
         alike = bool(self.alike)
-        return Costs(self.work, self.machine, payload, layouts, self.kernel, None, alike)
+        return PassCosts(self.work, self.machine, payload, layouts, self.kernel, None, alike)
 
     @cached_property
     def nic(self) -> float:

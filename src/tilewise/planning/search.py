@@ -12,15 +12,15 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 
-from tilewise.arguments import must_be
-from tilewise.plan.gc_pause import collector_at_rest
+from tilewise.arguments import require_type
+from tilewise.plan.gc_pause import gc_paused
 from tilewise.plan.ir import Plan
 from tilewise.planning.bounds import least_bytes, least_seconds
 from tilewise.planning.candidate import Candidate, Distances
 from tilewise.planning.candidate_format import with_save
 from tilewise.planning.options import EVERY_RANK, options
 from tilewise.planning.pairs import Effort, Pair, Pairs
-from tilewise.planning.pass_model import evened
+from tilewise.planning.pass_model import pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS, Simulation
@@ -31,7 +31,7 @@ PROMISING = 4, 2
 more than EVERY_RANK."""
 
 
-@collector_at_rest()
+@gc_paused()
 def search(
     work: Workload,
     machine: Machine,
@@ -51,8 +51,8 @@ def search(
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
-    must_be(Workload, "work", work)
-    must_be(Machine, "machine", machine)
+    require_type(Workload, "work", work)
+    require_type(Machine, "machine", machine)
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")
     memory = machine.memory_bytes if memory_bytes is None else memory_bytes
@@ -65,7 +65,7 @@ def search(
             "make it for these"
         )
     fixed = replace(work, layout=layout)
-    even = evened(fixed, world_size) if world_size > EXACT_RANKS else fixed
+    even = pad_to_equal_shards(fixed, world_size) if world_size > EXACT_RANKS else fixed
     tried = options(even, world_size, machine.node_size)
     found = Pairs(even, machine, tried, memory, Effort())
     pairs = found.ranked()
@@ -91,7 +91,7 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     made for the mask. Nothing that forward gathered is kept where that takes memory. What is
     chosen depends on the arguments alone.
     """
-    even = evened(replace(work, layout=work.layout_for(world_size)), world_size)
+    even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
     effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False, exact=False)
     best = Pairs(even, machine, tried, sys.maxsize, effort).ranked()[0]

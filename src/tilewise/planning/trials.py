@@ -13,7 +13,7 @@ from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, steps_bound
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option
-from tilewise.planning.pass_model import Scene
+from tilewise.planning.pass_model import PassModel
 from tilewise.simulation.engine import Timeline
 from tilewise.simulation.simulator import num_messages, peak_of_pass, simulate_pass
 
@@ -46,7 +46,7 @@ class Trial:
 
     option: Option
     plan: Plan
-    scene: Scene
+    scene: PassModel
     timeline: Timeline
     symmetry: Symmetry
     rough: bool = False
@@ -99,7 +99,7 @@ class Trials:
         large: orders of what would have been the fastest so far, had it fitted.
     """
 
-    def __init__(self, scene: Scene, plans: Plans, most: int | None = None):
+    def __init__(self, scene: PassModel, plans: Plans, most: int | None = None):
         self.scene, self.plans = scene, plans
         if most is None and scene.one_by_one and scene.world_size > EVERY_RANK:
             ranks = MOST_UNLIKE if scene.alike is None else MOST_PRUNED

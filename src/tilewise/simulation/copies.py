@@ -20,7 +20,15 @@ from tilewise.plan.builder import partial
 from tilewise.plan.ir import Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
 from tilewise.plan.row_ranges import count
-from tilewise.tiles.call_rows import CallParts, Cut, Part, Table, is_range, num_rows, span
+from tilewise.tiles.call_rows import (
+    CallParts,
+    CallStyle,
+    RowSelection,
+    TileCalls,
+    is_range,
+    num_rows,
+    span,
+)
 
 Places: TypeAlias = tuple[Sequence["Place"], Sequence["Place"]]
 InHalves: TypeAlias = tuple[int, int, int, int | None, int | None]
@@ -48,7 +56,7 @@ class _Pattern(NamedTuple):
     zigzagged: bool
     q: tuple[InHalves, ...]
     kv: tuple[InHalves, ...]
-    cut: Cut
+    cut: CallStyle
 
 
 class Copies(NamedTuple):
@@ -72,7 +80,7 @@ class Copies(NamedTuple):
         return Copies(copied, aside, merged, self.heads)
 
 
-def alike(table: Table) -> bool | None:
+def alike(table: TileCalls) -> bool | None:
     """Whether tiles of these shards can be looked at in small: True on zigzag shards, False on
     contiguous ones, None if they cannot."""
     layout = table.layouts[0]
@@ -88,7 +96,7 @@ def alike(table: Table) -> bool | None:
 
 
 def copies(
-    table: Table,
+    table: TileCalls,
     tile: Tile,
     places: Places,
     zigzagged: bool | None,
@@ -105,13 +113,15 @@ def copies(
     return _counted(table, tile, places)
 
 
-def whole(table: Table, tile: Tile, places: Places) -> Copies:
+def whole(table: TileCalls, tile: Tile, places: Places) -> Copies:
     """What the call of a tile copies whose rows all see all keys."""
     found = []
     for side, layout, shards in zip(places, table.layouts, tile[:2], strict=True):
         ends = accumulate((count(place.rows, 0) for place in side), initial=0)
-        parts: list[Part[np.ndarray]] = [
-            Part(i, partial(Side.Q, shard), slice(*ends_of), None, None)  # no item is looked at
+        parts: list[RowSelection[np.ndarray]] = [
+            RowSelection(
+                i, partial(Side.Q, shard), slice(*ends_of), None, None
+            )  # no item is looked at
             for i, (shard, ends_of) in enumerate(zip(shards, pairwise(ends), strict=True))
         ]
         if len(parts) == 1:
@@ -121,7 +131,7 @@ def whole(table: Table, tile: Tile, places: Places) -> Copies:
     return Copies(copied, aside, merged)
 
 
-def _counted(table: Table, tile: Tile, places: Places) -> list[Copies]:
+def _counted(table: TileCalls, tile: Tile, places: Places) -> list[Copies]:
     held = tuple(tuple(place.rows for place in side) for side in places)
     sizes = [
         [layout.size(shard) for shard in shards]
@@ -141,7 +151,7 @@ def _counted(table: Table, tile: Tile, places: Places) -> list[Copies]:
 
 
 def _of_side(
-    parts: Sequence[Part[np.ndarray]],
+    parts: Sequence[RowSelection[np.ndarray]],
     heads: slice | None,
     places: Sequence[Place],
     sizes: Sequence[int],
@@ -179,7 +189,7 @@ def _share(call: CallParts, groups: HeadGroups) -> float:
 
 def _small(
     zigzagged: bool,
-    table: Table,
+    table: TileCalls,
     tile: Tile,
     places: Places,
 ) -> tuple[_Pattern, float] | None:
@@ -212,7 +222,7 @@ def _small(
 def _in_small(pattern: _Pattern) -> tuple[Copies, ...]:
     n = 1 + max(row[0] for row in (*pattern.q, *pattern.kv))
     layout = (zigzag if pattern.zigzagged else contiguous)(2 * SMALL * n, n)
-    table = Table((layout, layout), Causal(), HeadGroups(1, 1, 1), pattern.cut)
+    table = TileCalls((layout, layout), Causal(), HeadGroups(1, 1, 1), pattern.cut)
 
     def rows(halves: int | None) -> int | None:
         return None if halves is None else halves * SMALL

@@ -11,7 +11,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
 from tilewise.plan.row_ranges import count
-from tilewise.simulation.machine import Kernel, Machine
+from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.workload import Workload
 
 MATMULS = (2, 5)
@@ -22,7 +22,7 @@ q k and p v; q k again, dout v, dv, dq and dk.
 
 
 @dataclass(frozen=True)
-class Costs:
+class PassCosts:
     """Prices of one pass.
 
     Args:
@@ -36,7 +36,7 @@ class Costs:
     machine: Machine
     payload: Payload
     layouts: tuple[Layout, Layout]
-    kernel: Kernel
+    kernel: KernelSpeed
     cells: Mapping[tuple[int, int], Cell] | None = None
     halved: bool = False
 

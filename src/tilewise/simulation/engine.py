@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.plan.ir import Tile
-from tilewise.simulation.fair_share import CLOSE, Fluid, Route
-from tilewise.simulation.timeline_ops import LOST, Await, Busy, Compute, Depart, Score
+from tilewise.simulation.fair_share import CLOSE, FairShare, Route
+from tilewise.simulation.timeline_ops import LOST, HostOp, KernelOp, PricedPrograms, SendOp, WaitOp
 
 
 class Span(NamedTuple):
@@ -58,16 +58,16 @@ class Timeline(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class Replay:
+class EventLoop:
     """Runs a score once. Messages from one rank to another go one after the other, in order.
 
     Args:
         routes, num_resources: the network's.
     """
 
-    def __init__(self, score: Score, routes: list[Route], num_resources: int):
+    def __init__(self, score: PricedPrograms, routes: list[Route], num_resources: int):
         self.score = score
-        self.fluid = Fluid(routes, num_resources)
+        self.fluid = FairShare(routes, num_resources)
         num = len(score.tracks)
         self.track_of = {track.rank: index for index, track in enumerate(score.tracks)}
         self.place, self.missing, self.ended = [0] * num, [0] * num, [np.nan] * num
@@ -120,17 +120,17 @@ class Replay:
             op = track.ops[self.place[index]]
             self.place[index] += 1
             match op:
-                case Compute(seconds, route, tile):
+                case KernelOp(seconds, route, tile):
                     if seconds:
                         self._work(index, seconds, route, ("compute", _name(tile)))
                         return
-                case Busy(seconds, route, name):
+                case HostOp(seconds, route, name):
                     self._work(index, seconds, route, ("wait", name))
                     return
-                case Depart(flows):
+                case SendOp(flows):
                     for flow in flows:
                         self._launch(flow)
-                case Await(flows):
+                case WaitOp(flows):
                     late = {flow for flow in flows if not self.done[flow]}
                     if late:
                         self.missing[index] = len(late)
@@ -202,7 +202,7 @@ class Replay:
         track = self.score.tracks[stuck[0]]
         op = track.ops[self.place[stuck[0]] - 1]
         what = "its sends"
-        if isinstance(op, Await):
+        if isinstance(op, WaitOp):
             for flow, (step, hop) in zip(op.flows, op.hops, strict=False):
                 if flow == LOST or not self.done[flow]:
                     what = f"step {step}, {hop.item} from rank {hop.src}"

@@ -24,7 +24,7 @@ FEW = 16  # routes
 MEMO = 4096  # sets of routes whose rates are remembered
 
 
-class Fluid:
+class FairShare:
     """The flows under way: islands of flows that no resource links, each with a clock of its own.
 
     Args:

@@ -37,7 +37,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSpeed:
     """FLOP per second of one dtype and pass over a grid of tile sizes, interpolated in log scale.
 
     Outside the grid its nearest edge counts.
@@ -100,7 +100,7 @@ class Machine:
     node_size: int
     inside: Link
     between: Link
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelSpeed, ...]
     nics: int = 1
     pooled: bool = False
     launch_seconds: float = 0.0
@@ -176,7 +176,7 @@ class Machine:
         assert inside and between
         return replace(self, inside=inside, between=between, across=across)
 
-    def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> Kernel:
+    def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> KernelSpeed:
         """The speeds of a dtype and pass; float16 and bfloat16 stand in for each other.
 
         Args:
@@ -198,7 +198,7 @@ class Machine:
         )
 
 
-def _between(kernels: list[Kernel], head_dim: int | None) -> Kernel:
+def _between(kernels: list[KernelSpeed], head_dim: int | None) -> KernelSpeed:
     """The table of a head_dim: one of these, ascending, or what lies between two of them."""
     if head_dim is None or head_dim >= kernels[-1].head_dim:
         return kernels[-1]
@@ -238,7 +238,7 @@ def _check_numbers(machine: Machine) -> None:
             raise ValueError(f"{what} ({value}) must be above 0, or left out")
 
 
-def _check_kernel(kernel: Kernel) -> None:
+def _check_kernel(kernel: KernelSpeed) -> None:
     ITEM_BYTES(kernel.dtype)
     for what in ("head_dim", "launch_seconds", "edge_keys"):
         if not getattr(kernel, what) >= 0:
@@ -285,11 +285,13 @@ def _machine(fields: Mapping[str, Any], where: str) -> Machine:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _kernel(table: Mapping[str, Any]) -> Kernel:
+def _kernel(table: Mapping[str, Any]) -> KernelSpeed:
     if table["pass"] not in ("forward", "backward"):
         raise ValueError(f"pass ({table['pass']!r}) of a kernel must be 'forward' or 'backward'")
     flops = tuple(tuple(map(float, row)) for row in table["flops"])
     queries, keys = (tuple(map(float, table[side])) for side in ("queries", "keys"))
     width = int(table.get("head_dim", 0))
     extra = (float(table.get(name, 0.0)) for name in ("launch_seconds", "edge_keys"))
-    return Kernel(table["dtype"], table["pass"] == "backward", queries, keys, flops, width, *extra)
+    return KernelSpeed(
+        table["dtype"], table["pass"] == "backward", queries, keys, flops, width, *extra
+    )

@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait
+from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait
 from tilewise.plan.ir import Item, Plan, Role, Side, Tile, Transfer
 from tilewise.plan.shifts import absolutes
-from tilewise.simulation.costs import Costs
+from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.network import Network
 from tilewise.simulation.timeline_ops import (
     LOST,
-    Await,
-    Busy,
-    Compute,
-    Depart,
     Flow,
+    HostOp,
+    KernelOp,
     Op,
-    Score,
-    Track,
+    PricedPrograms,
+    RankOps,
+    SendOp,
+    WaitOp,
 )
 from tilewise.simulation.zigzag_causal import Halves
 
@@ -63,8 +63,8 @@ Known = dict[tuple[int, int, int, Side, Role], tuple[int, int]]
 
 
 def compile_relabelled(
-    plan: Plan, programs: dict[int, Program], costs: Costs, network: Network, halves: Halves
-) -> Score:
+    plan: Plan, programs: dict[int, Program], costs: PassCosts, network: Network, halves: Halves
+) -> PricedPrograms:
     """Price the programs of all ranks.
 
     Args:
@@ -82,13 +82,13 @@ def compile_relabelled(
     tracks = {}
     for writer in writers:
         for rank, ops in zip(writer.ranks, writer.resolved(known, first), strict=True):
-            tracks[rank] = Track(rank, ops)
+            tracks[rank] = RankOps(rank, ops)
     moved = (
         flow._replace(after=flow.after + first[rank]) if flow.after != LOST else flow
         for rank in sorted(flows)
         for flow in flows[rank]
     )
-    return Score(tuple(tracks[rank] for rank in sorted(tracks)), tuple(moved))
+    return PricedPrograms(tuple(tracks[rank] for rank in sorted(tracks)), tuple(moved))
 
 
 class _Writer:
@@ -98,7 +98,7 @@ class _Writer:
         self,
         program: Program,
         members: Array,
-        world: tuple[Costs, Network, Halves],
+        world: tuple[PassCosts, Network, Halves],
         known: Known,
     ):
         self.program, self.members, self.ranks = program, members, members.tolist()
@@ -118,7 +118,7 @@ class _Writer:
         launched: dict[int, Launch | Collective] = {}
         for instruction in self.program.instructions:
             match instruction:
-                case Run(tile):
+                case Compute(tile):
                     self._run(tile)
                 case Launch() | Collective():
                     launched[instruction.handle] = instruction
@@ -129,7 +129,7 @@ class _Writer:
                 case Free(item):
                     if not self.costs.payload.saved:
                         self._received.discard(item)
-        self.columns.append([Await(tuple(range(len(sent))), ()) for sent in self.flows])
+        self.columns.append([WaitOp(tuple(range(len(sent))), ()) for sent in self.flows])
 
     def resolved(self, known: Known, first: list[int]) -> Iterator[tuple[Op, ...]]:
         """Every rank's operations; flows are numbered on from the first of each rank."""
@@ -140,12 +140,12 @@ class _Writer:
                     ops.append(self._arriving(column, index, known, first))
                     continue
                 op = column[index]
-                if isinstance(op, Depart | Await):
+                if isinstance(op, SendOp | WaitOp):
                     op = op._replace(flows=tuple(flow + first[rank] for flow in op.flows))
                 ops.append(op)
             yield tuple(ops)
 
-    def _arriving(self, column: _Awaited, index: int, known: Known, first: list[int]) -> Await:
+    def _arriving(self, column: _Awaited, index: int, known: Known, first: list[int]) -> WaitOp:
         rank, step = self.ranks[index], column.step
         flows, hops = [], []
         for side, role, peer, shard, *_ in column.messages:
@@ -153,13 +153,13 @@ class _Writer:
             sender, number = known.get((src, step, rank, side, role), (LOST, LOST))
             flows.append(LOST if number == LOST else first[sender] + number)
             hops.append((step, Transfer(Item(side, role, shard[index]), src, rank)))
-        return Await(tuple(flows), tuple(hops))
+        return WaitOp(tuple(flows), tuple(hops))
 
     def _busy(self, name: str, seconds: float | Array) -> None:
         if np.any(seconds):
             each = np.broadcast_to(seconds, self.members.shape).tolist()
             self.columns.append(
-                [Busy(s, at, name) for s, at in zip(each, self._computing, strict=True)]
+                [HostOp(s, at, name) for s, at in zip(each, self._computing, strict=True)]
             )
 
     def _labels(self, number: int) -> list[int]:
@@ -178,7 +178,7 @@ class _Writer:
         seconds = self.costs.tile_seconds(tile)
         q, kv = (list(zip(*map(self._labels, side), strict=True)) for side in (tile.q, tile.kv))
         rows = zip(q, kv, self._computing, strict=True)
-        self.columns.append([Compute(seconds, at, Tile(a, b, tile.heads)) for a, b, at in rows])
+        self.columns.append([KernelOp(seconds, at, Tile(a, b, tile.heads)) for a, b, at in rows])
         self._busy("merge", merging if seconds else 0.0)
 
     def _accumulate(self, item: Item, whole: Array | None = None) -> float | Array:
@@ -229,7 +229,7 @@ class _Writer:
         for index in range(len(self.ranks)):
             before = len(self.flows[index])
             self._send(index, step, messages)
-            column.append(Depart(tuple(range(before, len(self.flows[index])))))
+            column.append(SendOp(tuple(range(before, len(self.flows[index])))))
         self._busy("pack", self.costs.pack_seconds(1) * self._copied(step, launch.sends))
         self.columns.append(column)
         number = len(launch.sends) + len(launch.recvs)

@@ -11,7 +11,7 @@ from tilewise.compiler.shards import everything_needed
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload, head_groups, saving
-from tilewise.tiles.call_rows import Cut, Table
+from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.workload import Workload
 
 
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     """
 
     plan: Plan
-    table: Table
+    table: TileCalls
     payload: Payload
     forward: Payload | None
     keeps: bool
@@ -40,7 +40,7 @@ def setting_of(
     gathered = saving(plan, work.save) == "gathered"
     return Setting(
         plan,
-        Table(layouts, work.mask, groups, Cut()),
+        TileCalls(layouts, work.mask, groups, CallStyle()),
         work.payload(plan, backward),
         work.payload(plan, False) if backward and gathered else None,
         gathered and not backward,

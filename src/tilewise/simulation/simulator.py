@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program
 from tilewise.compiler.pruning import prune_shards
@@ -23,8 +23,8 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.payload import check_gathered, saving
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.chrome_trace import trace_text
-from tilewise.simulation.costs import Costs
-from tilewise.simulation.engine import RankUse, Replay, Timeline
+from tilewise.simulation.costs import PassCosts
+from tilewise.simulation.engine import EventLoop, RankUse, Timeline
 from tilewise.simulation.footprint import written_peaks
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
@@ -169,11 +169,11 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    must_be(Plan, "plan", plan)
-    must_be(Workload, "work", work)
-    must_be(Machine, "machine", machine)
+    require_type(Plan, "plan", plan)
+    require_type(Workload, "work", work)
+    require_type(Machine, "machine", machine)
     if backward_plan is not None:
-        must_be(Plan, "backward_plan", backward_plan)
+        require_type(Plan, "backward_plan", backward_plan)
     gathered = saving(plan, work.save) == "gathered"
     if gathered and backward_plan is not None:
         check_gathered(plan, backward_plan)
@@ -211,7 +211,7 @@ def simulate_pass(
         score = compile_tracks(made.plan, made.programs, made.costs, network)
     else:
         score = compile_relabelled(made.plan, made.programs, made.costs, network, halves)
-    replay = Replay(score, network.routes, network.num_resources)
+    replay = EventLoop(score, network.routes, network.num_resources)
     replay.run()
     return replay.timeline(symmetry.members, lambda r: peaks.get(symmetry.written(r), 0)), symmetry
 
@@ -227,7 +227,7 @@ class _Made(NamedTuple):
     """A pass before it is replayed: programs of the ranks that others are relabelled from."""
 
     plan: Plan
-    costs: Costs
+    costs: PassCosts
     symmetry: Symmetry
     halves: Halves | None
     programs: dict[int, Program]
@@ -250,7 +250,7 @@ def _made(
     )
     alike = all_alike(plan, work.mask, layouts)
     symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
-    costs = Costs(work, machine, payload, layouts, kernel, None, bool(alike))
+    costs = PassCosts(work, machine, payload, layouts, kernel, None, bool(alike))
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, work.mask, *layouts)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait
+from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.shifts import absolute, relative
-from tilewise.simulation.costs import Costs
+from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.network import Network
 
 LOST = -1
@@ -40,7 +40,7 @@ class Flow(NamedTuple):
     name: str
 
 
-class Compute(NamedTuple):
+class KernelOp(NamedTuple):
     """Run a kernel; route is that of shared cores, if any."""
 
     seconds: float
@@ -48,7 +48,7 @@ class Compute(NamedTuple):
     tile: Tile
 
 
-class Busy(NamedTuple):
+class HostOp(NamedTuple):
     """A rank's own time for messages: packing, posting, merging; and around the whole pass."""
 
     seconds: float
@@ -56,39 +56,39 @@ class Busy(NamedTuple):
     name: str
 
 
-class Depart(NamedTuple):
+class SendOp(NamedTuple):
     """Let flows leave."""
 
     flows: tuple[int, ...]
 
 
-class Await(NamedTuple):
+class WaitOp(NamedTuple):
     """Wait for flows; hops name what is awaited."""
 
     flows: tuple[int, ...]
     hops: tuple[tuple[int, Transfer], ...]
 
 
-Op = Compute | Busy | Depart | Await
+Op = KernelOp | HostOp | SendOp | WaitOp
 
 
-class Track(NamedTuple):
+class RankOps(NamedTuple):
     """One rank's program, priced."""
 
     rank: int
     ops: tuple[Op, ...]
 
 
-class Score(NamedTuple):
+class PricedPrograms(NamedTuple):
     """All tracks and flows of a pass."""
 
-    tracks: tuple[Track, ...]
+    tracks: tuple[RankOps, ...]
     flows: tuple[Flow, ...]
 
 
 def compile_tracks(
-    plan: Plan, programs: dict[int, Program], costs: Costs, network: Network
-) -> Score:
+    plan: Plan, programs: dict[int, Program], costs: PassCosts, network: Network
+) -> PricedPrograms:
     """Price the programs of one rank per class.
 
     Args:
@@ -97,28 +97,28 @@ def compile_tracks(
     """
     symmetry, flows, known = network.symmetry, [], {}
     writers = [
-        _Writer(rank, programs[symmetry.written(rank)], costs, network)
+        _PriceWriter(rank, programs[symmetry.written(rank)], costs, network)
         for rank in symmetry.firsts()
     ]
     for writer in writers:
         writer.busy("call", costs.call_seconds(plan, writer.rank))
         writer.write(flows, known)
-    tracks = (Track(writer.rank, tuple(_resolved(writer, known))) for writer in writers)
-    return Score(tuple(tracks), tuple(flows))
+    tracks = (RankOps(writer.rank, tuple(_resolved(writer, known))) for writer in writers)
+    return PricedPrograms(tuple(tracks), tuple(flows))
 
 
-def _resolved(writer: _Writer, known: dict[Hashable, int]) -> Iterable[Op]:
+def _resolved(writer: _PriceWriter, known: dict[Hashable, int]) -> Iterable[Op]:
     for op in writer.ops:
-        if isinstance(op, Await) and op.hops:
+        if isinstance(op, WaitOp) and op.hops:
             keys = (writer.key(step, hop) for step, hop in op.hops)
             op = op._replace(flows=tuple(known.get(key, LOST) for key in keys))
         yield op
 
 
-class _Writer:
+class _PriceWriter:
     """Prices one program, for its own rank or relabelled for a rank like it."""
 
-    def __init__(self, rank: int, program: Program, costs: Costs, network: Network):
+    def __init__(self, rank: int, program: Program, costs: PassCosts, network: Network):
         self.rank, self.program = rank, program
         self.costs, self.network, self.symmetry = costs, network, network.symmetry
         self.ops: list[Op] = []
@@ -138,13 +138,13 @@ class _Writer:
     def busy(self, name: str, seconds: float) -> None:
         if seconds:
             route = self.network.compute(self.rank)
-            self.ops.append(Busy(seconds, route, name))
+            self.ops.append(HostOp(seconds, route, name))
 
     def write(self, flows: list[Flow], known: dict[Hashable, int]) -> None:
         launched: dict[int, tuple[int, tuple[Transfer, ...]]] = {}
         for instruction in self.program.instructions:
             match instruction:
-                case Run(tile):
+                case Compute(tile):
                     self._run(self._tile(tile))
                 case Launch() | Collective():
                     step, recvs = instruction.step, self._hops(instruction.recvs)
@@ -156,7 +156,7 @@ class _Writer:
                 case Free(item):
                     if not self.costs.payload.saved:
                         self._received.discard(self._item(item))
-        self.ops.append(Await(tuple(self._sent), ()))
+        self.ops.append(WaitOp(tuple(self._sent), ()))
 
     def _hops(self, hops: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         if self.rank == self.program.rank:
@@ -189,7 +189,7 @@ class _Writer:
         )
         merging = sum(map(self._accumulate, parts))
         seconds, route = self.costs.tile_seconds(tile), self.network.compute(self.rank)
-        self.ops.append(Compute(seconds, route, tile))
+        self.ops.append(KernelOp(seconds, route, tile))
         self.busy("merge", merging if seconds else 0.0)
 
     def _accumulate(self, item: Item, rows: Rows | None = None) -> float:
@@ -224,7 +224,7 @@ class _Writer:
         numbers = tuple(range(first, len(store[0])))
         self._sent += numbers
         self.busy("pack", self.costs.pack_seconds(self._copied))
-        self.ops.append(Depart(numbers))
+        self.ops.append(SendOp(numbers))
         self.busy("post", self.costs.machine.message_seconds * (len(sends) + len(recvs)))
         self._copied = 0
 
@@ -263,5 +263,5 @@ class _Writer:
         )
         full = tuple((step, hop) for hop in hops if self.costs.message_bytes(hop))
         if full:
-            self.ops.append(Await((), full))
+            self.ops.append(WaitOp((), full))
             self.busy("merge", merging)

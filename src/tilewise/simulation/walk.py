@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tilewise.compiler.liveness import CALLERS, Ledger, aligned, lifetimes
-from tilewise.compiler.program import Collective, Free, Launch, Program, Run, Wait, arrivals
+from tilewise.compiler.liveness import CALLERS, BufferLifetimes, aligned, lifetimes
+from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait, arrivals
 from tilewise.masks.base import Causal
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
@@ -56,7 +56,7 @@ class Walk:
     def __init__(self, setting: Setting, program: Program):
         self.setting, self.program, self.payload = setting, program, setting.payload
         self._sizes = [layout.sizes for layout in setting.table.layouts]
-        self.ledger = Ledger()
+        self.ledger = BufferLifetimes()
         self.bytes: list[int] = []
         self.kept = 0
         self.operands: dict[Item, Block] = {}
@@ -158,7 +158,7 @@ class Walk:
         launched: dict[int, tuple[tuple[Transfer, ...], list[int]]] = {}
         for instruction in self.program.instructions:
             match instruction:
-                case Run(tile):
+                case Compute(tile):
                     self._run(tile)
                 case Launch(handle, _, lane, sends, recvs) | Collective(
                     handle, _, _, lane, sends, recvs

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.program import Collective, Free, Instruction, Launch, Program, Run
+from tilewise.compiler.program import Collective, Compute, Free, Instruction, Launch, Program
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.shifts import Shift, Symmetry, absolute, absolutes, relative
 
@@ -174,9 +174,9 @@ class Members:
 
     def _instruction(self, instruction: Instruction, rank: int, index: int) -> Instruction:
         match instruction:
-            case Run(tile):
+            case Compute(tile):
                 q, kv = (tuple(self._label(shard, rank) for shard in side) for side in tile[:2])
-                return Run(Tile(q, kv, tile.heads))
+                return Compute(Tile(q, kv, tile.heads))
             case Free(item):
                 return Free(self._item(item, rank))
             case Launch() | Collective():

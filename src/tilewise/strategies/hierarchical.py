@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.plan.builder import Script
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer, own_shards
 
 Shards = tuple[tuple[int, ...], ...]
 """Per side, shards of the outer plan."""
 
-Beat = tuple[bool, frozenset[tuple[Side, Role]]]
+InnerStep = tuple[bool, frozenset[tuple[Side, Role]]]
 """Whether a step of the inner plan has tiles, and what moves in it."""
 
 
 def check_nests(outer: Plan, inner: Plan) -> None:
     """Raise ValueError for plans that have no place in another."""
     for what, plan in (("outer", outer), ("inner", inner)):
-        must_be(Plan, what, plan)
+        require_type(Plan, what, plan)
         if plan.num_head_groups > 1:
             raise ValueError(
                 f"hierarchical splits no heads, but its {what} plan is {plan.name}; "
@@ -46,7 +46,7 @@ class Round(NamedTuple):
     filled: Shards
 
 
-class Clock(NamedTuple):
+class Timetable(NamedTuple):
     """When what happens: the same on all ranks, so that both ends of a hop know it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Clock(NamedTuple):
 
     kinds: tuple[str, ...]
     starts: tuple[int, ...]
-    beats: tuple[Beat, ...]
+    beats: tuple[InnerStep, ...]
     first: int
     lags: tuple[int, ...]
 
@@ -70,7 +70,7 @@ class Clock(NamedTuple):
         return self.starts[number] if number < last else self.starts[last] + number - last
 
 
-def make_clock(outer: Plan, inner: Plan) -> Clock:
+def make_clock(outer: Plan, inner: Plan) -> Timetable:
     beats = beats_of(inner.rank_steps(0))
     kinds = kinds_of(rounds_of(outer.rank_steps(0)), beats)
     computing = [number for number, (tiles, _) in enumerate(beats) if tiles]
@@ -81,17 +81,17 @@ def make_clock(outer: Plan, inner: Plan) -> Clock:
         hops = [number for number, (_, parts) in enumerate(beats) if (side, Role.PARTIAL) in parts]
         return max([first, *(number + 1 - span for number in hops)])
 
-    return Clock(kinds, tuple(starts), beats, first, tuple(map(lag, Side)))
+    return Timetable(kinds, tuple(starts), beats, first, tuple(map(lag, Side)))
 
 
-def beats_of(steps: tuple[RankStep, ...]) -> tuple[Beat, ...]:
+def beats_of(steps: tuple[RankStep, ...]) -> tuple[InnerStep, ...]:
     return tuple(
         (bool(tiles), frozenset(hop.item[:2] for hop in (*sends, *recvs)))
         for tiles, sends, recvs in steps
     )
 
 
-def kinds_of(rounds: list[Round], beats: tuple[Beat, ...]) -> tuple[str, ...]:
+def kinds_of(rounds: list[Round], beats: tuple[InnerStep, ...]) -> tuple[str, ...]:
     moving = {side for _, parts in beats for side, _ in parts}
 
     def kind(work: Round) -> str:
@@ -210,7 +210,7 @@ def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:
     return script
 
 
-def _written(rank: int, outer: Plan, inner: Plan, clock: Clock) -> tuple[RankStep, ...]:
+def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[RankStep, ...]:
     size = inner.world_size
     s, (node, local) = Script(rank), divmod(rank, size)
     across, inside = outer.rank_steps(node), inner.rank_steps(local)

@@ -16,7 +16,7 @@ from math import inf
 from tilewise.plan.builder import Script, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
-from tilewise.strategies.mesh_schedules.model import Beat, Costs
+from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
 from tilewise.strategies.mesh_schedules.orders import least_held
 
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")
@@ -61,7 +61,7 @@ def mesh(
         raise ValueError(
             f"kv_bytes ({kv_bytes}) must be a number above 0, 2 num_kv_heads / num_heads"
         )
-    costs = Costs(2, kv_bytes, 1, kv_bytes) if backward else Costs(1, kv_bytes, 1, 0)
+    costs = ShardWeights(2, kv_bytes, 1, kv_bytes) if backward else ShardWeights(1, kv_bytes, 1, 0)
     if held is not None:
         _check_held(held, (a, n // a), schedule)
     if schedule == "gather":
@@ -94,7 +94,7 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
     return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
 
 
-def _beat_script(n: int, a: int, beats: Sequence[Beat]):
+def _beat_script(n: int, a: int, beats: Sequence[TileStep]):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = Script(rank), _shards(rank, n, a)
 

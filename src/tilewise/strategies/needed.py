@@ -7,7 +7,7 @@ Source: the group cast of MagiAttention (SandAI 2025).
 
 from __future__ import annotations
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -26,8 +26,8 @@ def needed(mask: Mask, layout: Layout) -> Plan:
     Args:
         mask, layout: the plan is for these only; ranks own rows as layout says.
     """
-    must_be(Layout, "layout", layout)
-    must_be(Mask, "mask", mask).check_tokens(layout.num_tokens)
+    require_type(Layout, "layout", layout)
+    require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
     n = layout.world_size
     table = cells(mask, layout, layout)
     readers: list[list[int]] = [[] for _ in range(n)]

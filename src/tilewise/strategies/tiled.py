@@ -6,7 +6,7 @@ read them so that no owner sends to everybody.
 
 from __future__ import annotations
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import Plan
@@ -26,8 +26,8 @@ def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 num_kv_heads / num_heads. None:
             volume and attention make the plan anew for the heads that they find.
     """
-    must_be(Layout, "layout", layout)
-    must_be(Mask, "mask", mask).check_tokens(layout.num_tokens)
+    require_type(Layout, "layout", layout)
+    require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
     make = triangle_plan if suits(mask, layout) else placed_plan
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
@@ -42,7 +42,7 @@ def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = BETWE
         kv_bytes: as for tiled. The default suits MHA and eight query heads per KV head alike; the
             heads' own ratio saves some more bytes.
     """
-    must_be(Mask, "mask", mask).check_tokens(num_tokens)
+    require_type(Mask, "mask", mask).check_tokens(num_tokens)
     if mask == Causal():
         return triangle_layout(num_tokens, n, _positive(kv_bytes))
     return placed_layout(mask, num_tokens, n, _positive(kv_bytes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.plan.builder import Script, operand, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Side, Transfer, own_shards
 from tilewise.strategies.ring import ring
@@ -27,7 +27,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         inner: a plan over whole shards, each owned by one rank; its world size times degree is
             this plan's. Outer shard s belongs to inner shard s div degree.
     """
-    inner = ring(1) if inner is None else must_be(Plan, "inner", inner)
+    inner = ring(1) if inner is None else require_type(Plan, "inner", inner)
     if degree < 1:
         raise ValueError(f"degree ({degree}) must be at least 1")
     if inner.head_split is not None:  # two exchanges in a row would send everything twice

@@ -15,7 +15,7 @@ from tilewise.masks.base import Mask
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.tiles.calls import Call, Kind, Ranges, row_index
+from tilewise.tiles.calls import KernelCall, Kind, Ranges, row_index
 from tilewise.tiles.cover import tile_calls
 
 Numbers = TypeVar("Numbers")
@@ -24,7 +24,7 @@ MAX_PIECES = 8  # a part in more pieces is gathered by index
 MAX_CALLS = 16  # that a kernel for whole tiles is asked to make of one
 
 
-class Part(NamedTuple, Generic[Numbers]):
+class RowSelection(NamedTuple, Generic[Numbers]):
     """Rows of one shard in one side of a call: in the call, in its block, in the whole shard.
 
     None stands for all rows, in order. shard counts the tile's shards of this side; item is the
@@ -41,27 +41,27 @@ class Part(NamedTuple, Generic[Numbers]):
 class CallParts(NamedTuple, Generic[Numbers]):
     """A call with its rows' places, and which of the group's heads it is for (None: all)."""
 
-    call: Call
-    q: tuple[Part[Numbers], ...]
-    k: tuple[Part[Numbers], ...]
+    call: KernelCall
+    q: tuple[RowSelection[Numbers], ...]
+    k: tuple[RowSelection[Numbers], ...]
     q_heads: slice | None
     kv_heads: slice | None
 
 
-class Cut(NamedTuple):
+class CallStyle(NamedTuple):
     """How a kernel wants tiles cut; see `tile_calls`."""
 
     square_causal: bool = False
     whole_tile: bool = False
 
 
-class Table(NamedTuple):
+class TileCalls(NamedTuple):
     """What a tile's calls follow from, beside the tile: layouts of both sides, mask, heads."""
 
     layouts: tuple[Layout, Layout]
     mask: Mask
     groups: HeadGroups
-    cut: Cut
+    cut: CallStyle
 
     def calls(self, tile: Tile, held: Held) -> Iterator[CallParts[np.ndarray]]:
         """The calls of a tile whose blocks hold these rows, query side first."""
@@ -89,11 +89,11 @@ class Table(NamedTuple):
 
     def _parts(
         self, side: Side, tile: Tile, ranges: Ranges, local: Sequence[np.ndarray]
-    ) -> tuple[Part[np.ndarray], ...]:
+    ) -> tuple[RowSelection[np.ndarray], ...]:
         rows = row_index(ranges)
         starts = np.cumsum([0, *map(len, local)])
         which = np.searchsorted(starts, rows, side="right") - 1
-        parts: list[tuple[int, Part[np.ndarray]]] = []
+        parts: list[tuple[int, RowSelection[np.ndarray]]] = []
         for i in np.unique(which).tolist():
             shard = (tile.q, tile.kv)[side][i]
             in_call = np.flatnonzero(which == i)
@@ -101,7 +101,7 @@ class Table(NamedTuple):
             limits = len(rows), len(local[i]), self.layouts[side].size(shard)
             for places in _pieces((in_call, in_block, local[i][in_block])):
                 index = (_index(x, n) for x, n in zip(places, limits, strict=True))
-                part = Part(i, partial(side, shard, tile.heads), *index)
+                part = RowSelection(i, partial(side, shard, tile.heads), *index)
                 parts.append((int(places[0][0]), part))
         return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
@@ -119,7 +119,7 @@ def num_rows(index: slice | Sized | None, size: int) -> int:
 
 
 def span(
-    parts: Sequence[Part], sizes: Sequence[int], starts: Sequence[int | None]
+    parts: Sequence[RowSelection], sizes: Sequence[int], starts: Sequence[int | None]
 ) -> tuple[int, int] | None:
     """The rows of a buffer in which all parts lie side by side, in order; None if they do not.
 
@@ -142,7 +142,7 @@ def span(
     return None if begin is None or end is None else (begin, end)
 
 
-def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, cut: Cut) -> Sequence[Call]:
+def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, cut: CallStyle) -> Sequence[KernelCall]:
     """A tile's calls.
 
     Those whose rows must be in the order of their positions, but do not lie so, are cut into

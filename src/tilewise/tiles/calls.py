@@ -45,7 +45,7 @@ class Slice(NamedTuple):
         return rows * (self.hi - self.lo) + slope * (rows * (self.q0 + self.q1 - 1) // 2)
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One kernel call: ranges of the tile's rows and keys, in call order, and the mask's shape.
 
     Ranges are half-open, into the tile's operand rows one after the other.

@@ -13,8 +13,8 @@ import numpy as np
 
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
-from tilewise.tiles.calls import Call, Kind, Ranges, Slice, count_rows, to_ranges
-from tilewise.tiles.intervals import Region, region
+from tilewise.tiles.calls import KernelCall, Kind, Ranges, Slice, count_rows, to_ranges
+from tilewise.tiles.intervals import AllowedCells, region
 from tilewise.tiles.pieces import Piece, cover, group
 
 MANY_SLICES = 64  # from here on a tile is looked at more closely
@@ -28,7 +28,7 @@ def tile_calls(
     *,
     square_causal: bool = True,
     whole_tile: bool = False,
-) -> tuple[Call, ...]:
+) -> tuple[KernelCall, ...]:
     """The calls that compute every allowed pair of a tile once, and no other pair.
 
     Args:
@@ -41,7 +41,7 @@ def tile_calls(
     if not (q.size and k.size):
         return ()
     if _allows_all(q, k, mask):
-        return (Call(((0, len(q)),), ((0, len(k)),), Kind.FULL),)
+        return (KernelCall(((0, len(q)),), ((0, len(k)),), Kind.FULL),)
     strips = mask.strips()
     views = [_View.of(q, k, strips)]
     if whole_tile:
@@ -57,7 +57,7 @@ class _View(NamedTuple):
 
     q_rows: np.ndarray
     k_rows: np.ndarray
-    region: Region
+    region: AllowedCells
 
     @classmethod
     def of(
@@ -98,26 +98,26 @@ def _allows_all(q: np.ndarray, k: np.ndarray, mask: Mask) -> bool:
     return mask.area(q_range, k_range) == cells
 
 
-def _calls(view: _View, square_causal: bool) -> list[Call]:
+def _calls(view: _View, square_causal: bool) -> list[KernelCall]:
     found = (piece for block in view.region.blocks() for piece in cover(block, square_causal))
     return [_call(piece, view.q_rows, view.k_rows) for piece in group(found)]
 
 
-def _whole(view: _View) -> tuple[Call, ...]:
+def _whole(view: _View) -> tuple[KernelCall, ...]:
     """All slices of a view as one call, on its rows in sorted order."""
     slices = tuple(map(Slice._make, view.region.columns.tolist()))
     if not slices:
         return ()
-    return (Call(to_ranges(view.q_rows), to_ranges(view.k_rows), Kind.SLICES, slices),)
+    return (KernelCall(to_ranges(view.q_rows), to_ranges(view.k_rows), Kind.SLICES, slices),)
 
 
-def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> Call:
+def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
     """A piece of sorted index space as a call on memory rows."""
     q, k = _take(q_rows, piece.q), _take(k_rows, piece.k)
     if piece.kind is Kind.FULL:  # any order will do: the one with the fewest ranges
         q, k = np.sort(q), np.sort(k)
     slices = tuple(_local(s, piece) for s in piece.slices)
-    return Call(to_ranges(q), to_ranges(k), piece.kind, slices)
+    return KernelCall(to_ranges(q), to_ranges(k), piece.kind, slices)
 
 
 def _take(rows: np.ndarray, ranges: Ranges) -> np.ndarray:

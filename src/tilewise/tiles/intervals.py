@@ -19,7 +19,7 @@ SHORT = 32  # rows; slices below it are joined to a staircase that is covered as
 Block: TypeAlias = list[Slice]  # neighbouring rows, both ends of the keys never descending
 
 
-class Region(NamedTuple):
+class AllowedCells(NamedTuple):
     """The allowed cells of sorted positions in index coordinates, as disjoint linear slices.
 
     Attributes:
@@ -41,7 +41,7 @@ class Region(NamedTuple):
         return [slices[a:b] for a, b in pairwise(cuts) if a < b]
 
 
-def region(q: np.ndarray, k: np.ndarray, strips: Strips) -> Region:
+def region(q: np.ndarray, k: np.ndarray, strips: Strips) -> AllowedCells:
     """What strips allow of q x k, both sorted.
 
     A strip's two lines ascend, so its keys on sorted rows are intervals [lo, hi) that ascend; rows
@@ -49,14 +49,14 @@ def region(q: np.ndarray, k: np.ndarray, strips: Strips) -> Region:
     """
     row, lo, hi = _row_intervals(q, k, strips)
     if not len(row):
-        return Region(np.empty((0, 6), np.int64), np.empty(0, bool))
+        return AllowedCells(np.empty((0, 6), np.int64), np.empty(0, bool))
     lo_step, hi_step = np.diff(lo), np.diff(hi)
     joined = (np.diff(row) == 1) & (lo_step >= 0) & (hi_step >= 0) & (lo[1:] < hi[:-1])
     first, lo_slope, hi_slope = _linear_runs(joined, lo_step, hi_step)
     start, stop = row[first], row[np.append(first[1:], len(row)) - 1] + 1
     lo_offset, hi_offset = lo[first] - lo_slope * start, hi[first] - hi_slope * start
     short = stop - start < SHORT
-    return Region(
+    return AllowedCells(
         np.stack((start, stop, lo_offset, lo_slope, hi_offset, hi_slope), 1),
         joined[first[1:] - 1] & short[1:] & short[:-1],
     )

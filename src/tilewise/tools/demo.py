@@ -119,7 +119,7 @@ class Demo(NamedTuple):
         return self
 
 
-class Case(NamedTuple):
+class DemoCase(NamedTuple):
     """One line of the demo."""
 
     plan: Plan
@@ -127,7 +127,7 @@ class Case(NamedTuple):
     layout: Layout
 
 
-class Row(NamedTuple):
+class DemoRow(NamedTuple):
     """What one case gave.
 
     Attributes:
@@ -162,7 +162,7 @@ class Row(NamedTuple):
         return None
 
 
-def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[Row]:
+def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
     """Run all cases on local processes, one row after another.
 
     Args:
@@ -176,7 +176,7 @@ def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[Row]:
         mask = masks[case.mask_name]
         work = Workload(demo.num_tokens, *heads, dtype="float64", mask=mask, layout=case.layout)
         moved = volume(case.plan, work)
-        yield Row(
+        yield DemoRow(
             case.plan.name,
             case.mask_name,
             case.layout.name,
@@ -188,7 +188,7 @@ def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[Row]:
         )
 
 
-def cases(demo: Demo) -> list[Case]:
+def cases(demo: Demo) -> list[DemoCase]:
     """Every strategy under both masks, each on the layout that suits it."""
     n, num_tokens = demo.world_size, demo.num_tokens
     wide = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
@@ -212,7 +212,9 @@ def cases(demo: Demo) -> list[Case]:
             (ulysses(degree, inner=mesh(inner, q_tile=inner)), balanced),
         ]
     chosen.append((tree(n), plain))
-    return [Case(plan, name, layout) for plan, layout in chosen for name in ("causal", "documents")]
+    return [
+        DemoCase(plan, name, layout) for plan, layout in chosen for name in ("causal", "documents")
+    ]
 
 
 def _masks(demo: Demo) -> dict[str, Mask]:
@@ -277,7 +279,7 @@ def _embed(demo: Demo) -> _Operands:
 
 
 def _measure(
-    case: Case, operands: _Operands, mask: Mask, rank: int
+    case: DemoCase, operands: _Operands, mask: Mask, rank: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """out, dq, dk, dv of this rank, and what they took."""
     plan, layout = case.plan, case.layout

@@ -19,7 +19,7 @@ class Released(BaseException):
     """Ends a rank whose wait can never be over; no `except Exception` keeps it."""
 
 
-class Baton:
+class CooperativeScheduler:
     """Lets one of n ranks run at a time, in the order in which they became able to.
 
     Ranks go on as long as they can, also after another has failed. When nobody can, those that

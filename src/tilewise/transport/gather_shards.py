@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.arguments import must_be
+from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.transport.agreement import agree
 from tilewise.transport.protocol import Message, Transport
@@ -33,7 +33,7 @@ def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> 
 
 def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
     """What the ranks must have in common, of a tensor that is right by itself."""
-    must_be(Tensor, "x", x, "what cp.attention returned")
+    require_type(Tensor, "x", x, "what cp.attention returned")
     wanted, others = layout.size(rank), list(x.shape)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.transport.cooperative_threads import Baton
+from tilewise.transport.cooperative_threads import CooperativeScheduler
 from tilewise.transport.protocol import Handle, Message, travelling
 from tilewise.transport.streams import (
     Moment,
@@ -158,7 +158,7 @@ class _Outstanding:
     The host waits until all have, the current stream then for their copies.
     """
 
-    def __init__(self, baton: Baton, rank: int) -> None:
+    def __init__(self, baton: CooperativeScheduler, rank: int) -> None:
         self._baton = baton
         self._rank = rank
         self._parcels: dict[_Parcel, None] = {}
@@ -193,7 +193,7 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.baton = Baton(size)
+        self.baton = CooperativeScheduler(size)
         self._boxes: dict[_Route, deque[_Parcel]] = {}
         self._boards: dict[int, dict[int, Tensor]] = {}
         self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from tilewise.kernels.call_masks import Same
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
-from tilewise.kernels.triton.tuning import Blocks, Tuning, tuning_for
+from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.work_list import UNIT, work_list
-from tilewise.tiles.calls import Call
+from tilewise.tiles.calls import KernelCall
 
 MAX_PROGRAMS = 65535  # in the second dimension of a CUDA grid
 _STEP = 128  # rows that one program of row_statistics does
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """A tensor [rows, batch, heads] or [.., head_dim] as a kernel's argument; head_dim is dense."""
 
     base: Tensor
@@ -82,7 +82,7 @@ class TritonSlices:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class TritonSlices:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        call: Call,
+        call: KernelCall,
         scale: float,
         into: Gradients | None = None,
     ) -> Gradients:
@@ -150,8 +150,8 @@ class DeterministicTritonSlices(TritonSlices):
 class _Launch:
     """One kernel over the work of a call, added to what is there or written over it."""
 
-    blocks: Blocks
-    call: Call
+    blocks: LaunchBlocks
+    call: KernelCall
     add: bool
     of_keys: bool = False
 
@@ -237,8 +237,8 @@ def _interprets() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _view(x: Tensor) -> View:
-    return View(x, *x.stride()[:3])
+def _view(x: Tensor) -> TensorView:
+    return TensorView(x, *x.stride()[:3])
 
 
 def _empty(like: Tensor) -> Tensor:

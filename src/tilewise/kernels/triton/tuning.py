@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 
-class Blocks(NamedTuple):
+class LaunchBlocks(NamedTuple):
     """Rows (at most 128) and keys of a block, and how Triton is to run it.
 
     Attributes:
@@ -36,10 +36,10 @@ class Tuning(NamedTuple):
         at_once: dq, dk and dv in one pass with atomic additions; None where that is not offered.
     """
 
-    forward: Blocks
-    dq: Blocks
-    keys: tuple[Blocks, ...]
-    at_once: Blocks | None = None
+    forward: LaunchBlocks
+    dq: LaunchBlocks
+    keys: tuple[LaunchBlocks, ...]
+    at_once: LaunchBlocks | None = None
 
 
 # By the largest head_dim. Two blocks of 64 fit a multiprocessor at 128 registers. Of 128, a third
@@ -47,46 +47,66 @@ class Tuning(NamedTuple):
 _HOPPER: Mapping[int, Tuning] = MappingProxyType(
     {
         64: Tuning(
-            forward=Blocks(128, 64, 8, 3, 128),
-            dq=Blocks(128, 64, 8, 3, 128),
-            keys=(Blocks(64, 128, 8, 3),),
-            at_once=Blocks(64, 128, 8, 3),
+            forward=LaunchBlocks(128, 64, 8, 3, 128),
+            dq=LaunchBlocks(128, 64, 8, 3, 128),
+            keys=(LaunchBlocks(64, 128, 8, 3),),
+            at_once=LaunchBlocks(64, 128, 8, 3),
         ),
         128: Tuning(
-            forward=Blocks(128, 128, 8, 3),
-            dq=Blocks(128, 64, 8, 3),
-            keys=(Blocks(64, 128, 8, 3),),
-            at_once=Blocks(64, 128, 8, 3),
+            forward=LaunchBlocks(128, 128, 8, 3),
+            dq=LaunchBlocks(128, 64, 8, 3),
+            keys=(LaunchBlocks(64, 128, 8, 3),),
+            at_once=LaunchBlocks(64, 128, 8, 3),
         ),
         256: Tuning(
-            forward=Blocks(128, 64, 8, 2),
-            dq=Blocks(128, 32, 8, 3),
-            keys=(Blocks(32, 128, 8, 3), Blocks(64, 128, 8, 2)),
+            forward=LaunchBlocks(128, 64, 8, 2),
+            dq=LaunchBlocks(128, 32, 8, 3),
+            keys=(LaunchBlocks(32, 128, 8, 3), LaunchBlocks(64, 128, 8, 2)),
         ),
     }
 )
 # Triton 3.6 makes a trap of the pass that does all at once.
 _BLACKWELL: Mapping[int, Tuning] = MappingProxyType(
     {
-        64: Tuning(Blocks(128, 128, 8, 3), Blocks(128, 64, 8, 3), (Blocks(64, 128, 8, 3),)),
-        128: Tuning(Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), (Blocks(64, 128, 8, 3),)),
-        256: _HOPPER[256]._replace(dq=Blocks(128, 32, 8, 2), keys=(Blocks(32, 128, 8, 2),) * 2),
+        64: Tuning(
+            LaunchBlocks(128, 128, 8, 3),
+            LaunchBlocks(128, 64, 8, 3),
+            (LaunchBlocks(64, 128, 8, 3),),
+        ),
+        128: Tuning(
+            LaunchBlocks(128, 128, 8, 2),
+            LaunchBlocks(128, 64, 8, 3),
+            (LaunchBlocks(64, 128, 8, 3),),
+        ),
+        256: _HOPPER[256]._replace(
+            dq=LaunchBlocks(128, 32, 8, 2), keys=(LaunchBlocks(32, 128, 8, 2),) * 2
+        ),
     }
 )
 # Fits the 99 KiB of shared memory that every GPU from Ampere on has.
 _OTHERS: Mapping[int, Tuning] = MappingProxyType(
     {
-        64: Tuning(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), (Blocks(64, 128, 8, 3),)),
-        128: Tuning(Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 3), (Blocks(32, 128, 8, 3),)),
+        64: Tuning(
+            LaunchBlocks(128, 64, 8, 3), LaunchBlocks(128, 64, 8, 3), (LaunchBlocks(64, 128, 8, 3),)
+        ),
+        128: Tuning(
+            LaunchBlocks(128, 64, 8, 3), LaunchBlocks(128, 32, 8, 3), (LaunchBlocks(32, 128, 8, 3),)
+        ),
         256: Tuning(
-            Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1), (Blocks(32, 64, 8, 1), Blocks(32, 64, 8, 2))
+            LaunchBlocks(64, 32, 8, 2),
+            LaunchBlocks(64, 32, 8, 1),
+            (LaunchBlocks(32, 64, 8, 1), LaunchBlocks(32, 64, 8, 2)),
         ),
     }
 )
 _FLOAT32: Mapping[int, Tuning] = MappingProxyType(
     {
-        64: Tuning(Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 2), (Blocks(64, 32, 4, 2),)),
-        256: Tuning(Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1), (Blocks(32, 32, 4, 1),)),
+        64: Tuning(
+            LaunchBlocks(64, 32, 4, 2), LaunchBlocks(64, 32, 4, 2), (LaunchBlocks(64, 32, 4, 2),)
+        ),
+        256: Tuning(
+            LaunchBlocks(32, 32, 4, 1), LaunchBlocks(32, 32, 4, 1), (LaunchBlocks(32, 32, 4, 1),)
+        ),
     }
 )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.tiles.calls import Call, Kind, Slice
+from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 FAR = 1 << 30  # farther than any index: an end that does not bind
 UNIT = 2  # rows at which runs of blocks of keys begin: their statistics are loaded in pairs
@@ -60,7 +60,7 @@ class _Bands(NamedTuple):
         return _Bands(*(column[index] for column in self))
 
 
-def work_list(call: Call, own: int, others: int, of_keys: bool = False) -> WorkList:
+def work_list(call: KernelCall, own: int, others: int, of_keys: bool = False) -> WorkList:
     """The work of a call, for blocks of so many rows that meet so many keys at a time.
 
     Args:
@@ -94,7 +94,7 @@ def work_list(call: Call, own: int, others: int, of_keys: bool = False) -> WorkL
     return _listed(full, *_merged(runs[kept], bands.take(edges[kept]), own, others), size, own)
 
 
-def _by_row(call: Call) -> _Bands:
+def _by_row(call: KernelCall) -> _Bands:
     q0, q1, lo, lo_slope, hi, hi_slope = _columns(call)
     return _Bands(
         q0,
@@ -106,7 +106,7 @@ def _by_row(call: Call) -> _Bands:
     )
 
 
-def _by_key(call: Call) -> _Bands:
+def _by_key(call: KernelCall) -> _Bands:
     """Key j meets row a of a slice if lo + lo_slope a <= j < hi + hi_slope a."""
     q0, q1, lo, lo_slope, hi, hi_slope = _columns(call)
     return _Bands(
@@ -119,7 +119,7 @@ def _by_key(call: Call) -> _Bands:
     )
 
 
-def _columns(call: Call) -> np.ndarray:
+def _columns(call: KernelCall) -> np.ndarray:
     m, n = call.num_q, call.num_k
     match call.kind:
         case Kind.FULL:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
-from tilewise.strategies.mesh_schedules.model import Beat, Block, Costs, Move, rectangles
+from tilewise.strategies.mesh_schedules.model import Block, Move, ShardWeights, TileStep, rectangles
 
 Queue = tuple[tuple[int, float], ...]
 """(kind, seconds left) of the messages to one neighbour, in order."""
@@ -50,7 +50,7 @@ class Prefix(NamedTuple):
         return sum(seconds for queue in self.queues for _, seconds in queue)
 
 
-class Grid:
+class TileState:
     """A tile: what follows a prefix, and bounds of its end.
 
     Args:
@@ -59,7 +59,7 @@ class Grid:
         block: seconds of a block.
     """
 
-    def __init__(self, shape: tuple[int, int], costs: Costs, block: float):
+    def __init__(self, shape: tuple[int, int], costs: ShardWeights, block: float):
         self.shape, self.costs, self.block = shape, costs, block
         last = [size - 1 for size in shape]
         self.last = (*last, last[0] * (costs[2] > 0), last[1] * (costs[3] > 0))
@@ -214,20 +214,20 @@ MOST = 4
 """Times its width that a beam may be wide for the sake of variety."""
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
     """A program: when it ends, and its steps."""
 
     seconds: float
-    beats: tuple[Beat, ...]
+    beats: tuple[TileStep, ...]
 
 
 def search(
     shape: tuple[int, int],
-    costs: Costs,
+    costs: ShardWeights,
     block: float,
     width: int,
     below: float = inf,
-) -> Found | None:
+) -> BeamResult | None:
     """The fastest program of a tile that a search of some width finds.
 
     Args:
@@ -238,7 +238,7 @@ def search(
     Returns:
         None if no program ends earlier.
     """
-    grid = Grid(shape, costs, block)
+    grid = TileState(shape, costs, block)
     level: Level = [(grid.first(), None)]
     for _ in range(grid.acts):
         level = _best(_longer(grid, level, below), width)
@@ -246,14 +246,14 @@ def search(
 
 
 def least(
-    shape: tuple[int, int], costs: Costs, block: float, below: float, most: int
+    shape: tuple[int, int], costs: ShardWeights, block: float, below: float, most: int
 ) -> float | None:
     """The least seconds of any program, or `below` if none ends earlier; None: too many to try.
 
     Args:
         most: programs of one length.
     """
-    grid = Grid(shape, costs, block)
+    grid = TileState(shape, costs, block)
     level: Level = [(grid.first(), None)]
     for _ in range(grid.acts):
         level = [(at, None) for _, at, _ in _longer(grid, level, below)]
@@ -263,7 +263,7 @@ def least(
 
 
 def _longer(
-    grid: Grid, level: Level, below: float
+    grid: TileState, level: Level, below: float
 ) -> Iterable[tuple[tuple[float, float], Prefix, Path]]:
     """Programs of one act more, each once."""
     found: dict[Prefix, tuple[tuple[float, float], Prefix, Path]] = {}
@@ -288,16 +288,16 @@ def _best(longer: Iterable[tuple[tuple[float, float], Prefix, Path]], width: int
     return level
 
 
-def _fastest(level: Level) -> Found:
+def _fastest(level: Level) -> BeamResult:
     at, path = min(level, key=lambda one: one[0].now + one[0].left())
     acts: list[Act] = []
     while path is not None:
         path, act = path
         acts.append(act)
-    return Found(at.now + at.left(), tuple(_steps(reversed(acts))))
+    return BeamResult(at.now + at.left(), tuple(_steps(reversed(acts))))
 
 
-def _steps(acts: Iterable[Act]) -> Iterator[Beat]:
+def _steps(acts: Iterable[Act]) -> Iterator[TileStep]:
     """Acts as steps: in each first messages that need not wait for one another, then blocks.
 
     Blocks become rectangles where all of them are there when the first begins.
@@ -320,5 +320,5 @@ def _steps(acts: Iterable[Act]) -> Iterator[Beat]:
     yield _beat(moves, runs)
 
 
-def _beat(moves: list[int], runs: list[list[Block]]) -> Beat:
-    return Beat(tuple(tile for run in runs for tile in rectangles(run)), *moves)
+def _beat(moves: list[int], runs: list[list[Block]]) -> TileStep:
+    return TileStep(tuple(tile for run in runs for tile in rectangles(run)), *moves)

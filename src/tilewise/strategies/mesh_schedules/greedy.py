@@ -10,9 +10,9 @@ from math import inf
 from tilewise.strategies.mesh_schedules.beam import search
 from tilewise.strategies.mesh_schedules.list_scheduling import Pace, Pacer
 from tilewise.strategies.mesh_schedules.model import (
-    Beat,
     Block,
-    Costs,
+    ShardWeights,
+    TileStep,
     moved,
     rectangles,
     seconds_of,
@@ -20,7 +20,7 @@ from tilewise.strategies.mesh_schedules.model import (
 from tilewise.strategies.mesh_schedules.orders import orders
 
 
-def stepwise_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Beat]:
+def stepwise_beats(rows: int, columns: int, order: str, costs: ShardWeights) -> list[TileStep]:
     """The steps of a tile that computes every block as soon as it can.
 
     Args:
@@ -31,7 +31,7 @@ def stepwise_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Be
     waiting: list[Block] = [(0, 0)]
     done: set[Block] = set()
     unlock_q, unlock_kv = costs.q + costs.q_partial, costs.kv + costs.kv_partial
-    beats: list[Beat] = []
+    beats: list[TileStep] = []
     while len(done) < rows * columns or rows_sent < rows - 1 or columns_sent < columns - 1:
         q = kv = q_partial = kv_partial = 0
         if y < columns and (x == rows or order == "kv_first" or x * unlock_q >= y * unlock_kv):
@@ -42,7 +42,7 @@ def stepwise_beats(rows: int, columns: int, order: str, costs: Costs) -> list[Be
             q_partial = rows_sent + 1
         if columns_sent < columns - 1 and all((k, columns_sent + 1) in done for k in range(rows)):
             kv_partial = columns_sent + 1
-        beats.append(Beat(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
+        beats.append(TileStep(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
         done.update(waiting)
         waiting = [*_unlocked(x, y, q, kv)]
         x, y = x + (q > 0), y + (kv > 0)
@@ -57,7 +57,7 @@ def _unlocked(x: int, y: int, q: int, kv: int) -> Iterator[Block]:
         yield from ((k, kv) for k in range(x))
 
 
-Beats = tuple[Beat, ...]
+Beats = tuple[TileStep, ...]
 
 RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 """Seconds of all blocks per second of all messages at which schedules are compared."""
@@ -76,7 +76,7 @@ TRIED_BLOCKS = 4096
 
 @lru_cache(maxsize=256)
 def greedy_beats(
-    shape: tuple[int, int], costs: Costs, held: int | None = None, pace: float | None = None
+    shape: tuple[int, int], costs: ShardWeights, held: int | None = None, pace: float | None = None
 ) -> Beats:
     """The steps of a tile that are nowhere far from the best, or the best found for one pace.
 
@@ -102,7 +102,7 @@ def greedy_beats(
 
 
 def _candidates(
-    shape: tuple[int, int], costs: Costs, held: int | None, pace: float | None
+    shape: tuple[int, int], costs: ShardWeights, held: int | None, pace: float | None
 ) -> Iterator[Beats]:
     blocks = shape[0] * shape[1]
     unit = moved(shape, costs) / blocks
@@ -122,7 +122,7 @@ def _candidates(
 
 
 def _searched(
-    shape: tuple[int, int], costs: Costs, block: float, widths: Iterable[int]
+    shape: tuple[int, int], costs: ShardWeights, block: float, widths: Iterable[int]
 ) -> Iterator[Beats]:
     seconds = inf
     for width in widths:
@@ -132,10 +132,10 @@ def _searched(
             yield found.beats
 
 
-def _with_kv_partials(beats: Iterable[Beat], rows: int, columns: int) -> list[Beat]:
+def _with_kv_partials(beats: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
     """Partials that take no time in the pass at hand leave as soon as their column is done."""
     left, sent, written = [rows] * columns, 0, []
-    for beat in [*beats, *[Beat(())] * columns]:
+    for beat in [*beats, *[TileStep(())] * columns]:
         if sent < columns - 1 and not left[sent + 1]:
             sent += 1
             beat = beat._replace(kv_partial=sent)

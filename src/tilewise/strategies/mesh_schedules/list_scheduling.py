@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tilewise.strategies.mesh_schedules.model import (
-    Beat,
     Block,
-    Costs,
     Need,
     Order,
     Port,
+    ShardWeights,
+    TileStep,
     rectangles,
 )
 
@@ -36,7 +36,7 @@ class Pace(NamedTuple):
 class Pacer:
     """Writes the steps of one order at one pace; blocks that the next moves need come first."""
 
-    def __init__(self, rows: int, columns: int, order: Order, costs: Costs, pace: Pace):
+    def __init__(self, rows: int, columns: int, order: Order, costs: ShardWeights, pace: Pace):
         self.costs, self.pace = costs, pace
         self.moves = [*reversed(order.receives)], [*reversed(order.sends)]
         self.port, self.shape = Port(), (rows, columns)
@@ -51,7 +51,7 @@ class Pacer:
         self.began = 0.0  # when the last run of blocks did, which takes only what was there
         self.steps: list[tuple[list[list[Block]], list[int]]] = [([], [0, 0, 0, 0])]
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[TileStep]:
         blocks = self.shape[0] * self.shape[1]
         while blocks or self.moves[0] or self.moves[1]:
             if any(self._post(moves) for moves in self.moves):
@@ -63,7 +63,7 @@ class Pacer:
                 self.port.advance(self.port.next_end())
             self._take_in()
         return [
-            Beat(tuple(t for run in runs for t in rectangles(run)), *moves)
+            TileStep(tuple(t for run in runs for t in rectangles(run)), *moves)
             for runs, moves in self.steps
         ]
 

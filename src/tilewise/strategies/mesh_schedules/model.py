@@ -22,7 +22,7 @@ Need = tuple[Move, Line | None]
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Costs(NamedTuple):
+class ShardWeights(NamedTuple):
     """Relative bytes: a query shard, a KV shard, a query partial, a KV partial."""
 
     q: float
@@ -31,13 +31,13 @@ class Costs(NamedTuple):
     kv_partial: float
 
 
-def moved(shape: tuple[int, int], costs: Costs) -> float:
+def moved(shape: tuple[int, int], costs: ShardWeights) -> float:
     """What all messages of a tile cost; 1 if there are none."""
     lengths = [size - 1 for size in (*shape, *shape)]
     return sum(length * cost for length, cost in zip(lengths, costs, strict=True)) or 1.0
 
 
-class Beat(NamedTuple):
+class TileStep(NamedTuple):
     """One step: the tiles computed, and the local index that moves on each chain (0: none)."""
 
     tiles: tuple[Rectangle, ...]
@@ -101,7 +101,7 @@ class Port:
         self.now += seconds
 
 
-def seconds_of(beats: Iterable[Beat], costs: Costs, block: float) -> float:
+def seconds_of(beats: Iterable[TileStep], costs: ShardWeights, block: float) -> float:
     """How long the steps take if a block takes so long."""
     port, arrived = Port(), {(kind, 0) for kind in range(4)}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilewise.strategies.mesh_schedules.beam import least, search
-from tilewise.strategies.mesh_schedules.model import Costs
+from tilewise.strategies.mesh_schedules.model import ShardWeights
 from tilewise.strategies.mesh_schedules.relaxed import relaxed
 
 WIDTHS = (8, 128)
@@ -24,7 +24,7 @@ class Optimum(NamedTuple):
 
 
 def optimum(
-    shape: tuple[int, int], costs: Costs, block: float, known: float, most: int = 20_000
+    shape: tuple[int, int], costs: ShardWeights, block: float, known: float, most: int = 20_000
 ) -> Optimum:
     """The least time of a tile whose blocks take so many seconds each.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilewise.strategies.mesh_schedules.model import Costs, Line, Move, Need, Order
+from tilewise.strategies.mesh_schedules.model import Line, Move, Need, Order, ShardWeights
 
-LEANINGS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
+KV_PRIORITY_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
 """How dear a KV shard's arrival is taken to be, beside its bytes; the likeliest first."""
 
 
@@ -24,7 +24,9 @@ def least_held(rows: int, columns: int) -> int:
     return min(rows + min(columns, 3), columns + min(rows, 3))
 
 
-def orders(rows: int, columns: int, costs: Costs, held: int | None = None) -> Iterator[Order]:
+def orders(
+    rows: int, columns: int, costs: ShardWeights, held: int | None = None
+) -> Iterator[Order]:
     """Orders to try, the likeliest first; none holds more than so many shards."""
     if held is None or held >= rows + columns:
         for receives in _receives(rows, columns, costs):
@@ -32,7 +34,7 @@ def orders(rows: int, columns: int, costs: Costs, held: int | None = None) -> It
             yield Order(tuple((move, None) for move in receives), sends)
         return
     room = {1: held - rows - 1, 0: held - columns - 1}
-    for leaning in range(len(LEANINGS)):
+    for leaning in range(len(KV_PRIORITY_FACTORS)):
         for side, slots in room.items():
             if slots >= min((rows, columns)[side] - 1, 2):
                 order = _passing((rows, columns), costs, side, slots, leaning)
@@ -41,7 +43,7 @@ def orders(rows: int, columns: int, costs: Costs, held: int | None = None) -> It
 
 
 def _passing(
-    shape: tuple[int, int], costs: Costs, side: int, slots: int, leaning: int
+    shape: tuple[int, int], costs: ShardWeights, side: int, slots: int, leaning: int
 ) -> Order | None:
     """All of the other side stay; of this one, as many as there are slots beside the own."""
     length = shape[side]
@@ -66,9 +68,9 @@ def _send(side: int, index: int) -> Need:
     return (2 + side, index), line
 
 
-def _receives(rows: int, columns: int, costs: Costs) -> list[list[Move]]:
+def _receives(rows: int, columns: int, costs: ShardWeights) -> list[list[Move]]:
     """Different ways to receive everything, the likeliest first."""
-    ways = {tuple(_grown(rows, columns, costs.q, costs.kv * x)): None for x in LEANINGS}
+    ways = {tuple(_grown(rows, columns, costs.q, costs.kv * x)): None for x in KV_PRIORITY_FACTORS}
     return [list(way) for way in ways]
 
 
@@ -84,7 +86,7 @@ def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
             x += 1
 
 
-def _sends(shape: tuple[int, int], costs: Costs) -> tuple[Need, ...]:
+def _sends(shape: tuple[int, int], costs: ShardWeights) -> tuple[Need, ...]:
     """Partials by local index; of two sides, receiving them in time reversed."""
     if costs.q_partial and costs.kv_partial:
         sides = [side for side, _ in _grown(*shape, costs.q_partial, costs.kv_partial)][::-1]

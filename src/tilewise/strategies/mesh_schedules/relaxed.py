@@ -19,7 +19,7 @@ from math import lcm
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tilewise.strategies.mesh_schedules.model import Block, Costs, Line
+from tilewise.strategies.mesh_schedules.model import Block, Line, ShardWeights
 
 
 class Bound(NamedTuple):
@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 def relaxed(
-    shape: tuple[int, int], costs: Costs, block: float, limit_seconds: float = 60.0
+    shape: tuple[int, int], costs: ShardWeights, block: float, limit_seconds: float = 60.0
 ) -> Bound:
     """A time below which no program of a tile ends.
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from tilewise.strategies.tiling.regions import TOLERANCE, Box, Region, Table
+from tilewise.strategies.tiling.regions import TOLERANCE, Box, Region, RegionTable
 
 EXHAUSTIVE = 4  # up to so many parts every tree of cuts is tried
 
@@ -38,7 +38,11 @@ class Cut(NamedTuple):
 
 
 def search(
-    table: Table, shares: tuple[float, ...], owns: tuple[int, ...], prices: Prices, depth: int = 2
+    table: RegionTable,
+    shares: tuple[float, ...],
+    owns: tuple[int, ...],
+    prices: Prices,
+    depth: int = 2,
 ) -> tuple[float, Cut | None]:
     """Choose the lines that cut a table into parts of the given shares, `depth` cuts ahead.
 
@@ -61,7 +65,7 @@ def search(
     return walk(table.whole(), 0, len(shares))
 
 
-def _searcher(table: Table, shares, owns, prices: Prices) -> Callable:
+def _searcher(table: RegionTable, shares, owns, prices: Prices) -> Callable:
     ends = (0.0, *accumulate(shares))
     known: dict = {}
     line = TOLERANCE * prices.area
@@ -93,13 +97,13 @@ def _searcher(table: Table, shares, owns, prices: Prices) -> Callable:
     return best
 
 
-def _price(table: Table, box: Box, own: int, prices: Prices) -> float:
+def _price(table: RegionTable, box: Box, own: int, prices: Prices) -> float:
     """Rows moved to the rank of a box, which may own so many of those it reads both ways."""
     q, kv, both = table.reads(box)
     return prices.q * q + prices.kv * kv - (prices.q + prices.kv) * min(both, own)
 
 
-def _guess(table: Table, box: Box, parts: int, prices: Prices) -> float:
+def _guess(table: RegionTable, box: Box, parts: int, prices: Prices) -> float:
     """About what parts equal regions of this one cost: rectangles of the best shape that fits."""
     q, kv, both = table.reads(box)
     part = table.size(box) / parts
@@ -118,7 +122,7 @@ def _splits(lo: int, hi: int) -> tuple[int, ...]:
 
 
 def apply(
-    tree: Cut | None, table: Table, shares: tuple[float, ...], mean: float
+    tree: Cut | None, table: RegionTable, shares: tuple[float, ...], mean: float
 ) -> list[tuple[Region, float]]:
     """The regions that a tree's lines give for these shares, in their order, and their areas."""
     ends = (0.0, *accumulate(shares))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.strategies.tiling.guillotine import Prices
-from tilewise.strategies.tiling.regions import Piece
+from tilewise.strategies.tiling.regions import PlacedRegion
 
 
 class Segment(NamedTuple):
@@ -29,14 +29,14 @@ STRIDE = 1024  # rows given away at a time, to level who gets them
 Span = tuple[int, int]  # first and last + 1 row of a component
 
 
-def segments(pieces: Sequence[Piece], spans: Mapping[int, Span]) -> list[Segment]:
+def segments(pieces: Sequence[PlacedRegion], spans: Mapping[int, Span]) -> list[Segment]:
     """Cut the rows of the pieces' components at every edge of a region.
 
     Args:
         spans: the rows of components whose pieces may leave some out.
     """
     found = []
-    by_component: dict[int, list[Piece]] = {}
+    by_component: dict[int, list[PlacedRegion]] = {}
     for p in pieces:
         by_component.setdefault(p.component, []).append(p)
     for component, own in by_component.items():
@@ -59,7 +59,7 @@ def segments(pieces: Sequence[Piece], spans: Mapping[int, Span]) -> list[Segment
 
 
 def own(
-    pieces: list[Piece], rooms: list[int], prices: Prices, spans: Mapping[int, Span]
+    pieces: list[PlacedRegion], rooms: list[int], prices: Prices, spans: Mapping[int, Span]
 ) -> list[Owned]:
     """Owners of all rows of the pieces' components, at most rooms rows a rank."""
     cut = segments(pieces, spans)
@@ -112,7 +112,7 @@ class Reading(NamedTuple):
 
 
 def readings(
-    pieces: Sequence[Piece],
+    pieces: Sequence[PlacedRegion],
     owned: Sequence[Owned],
     spans: Mapping[int, Span],
     *,

@@ -78,7 +78,7 @@ class Bins(NamedTuple):
     gap: np.ndarray
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Rows [start, stop) of a short document on the rank that owns and computes them."""
 
     document: int
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 class Packed(NamedTuple):
     """Short documents by rank, the shares of the long ones, and the rooms kept for their rows."""
 
-    parts: list[Part]
+    parts: list[DocumentPart]
     shares: list[Share]
     rooms: list[int]
     kept: dict[int, dict[int, int]]  # of those rooms: long document -> rank -> rows
@@ -130,7 +130,7 @@ def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: floa
     return Packed(parts, shares, kept.tolist(), bases)
 
 
-def _short(lengths, areas, bins: Bins, kept, bases) -> list[Part]:
+def _short(lengths, areas, bins: Bins, kept, bases) -> list[DocumentPart]:
     """Best fit, longest first, of short documents and of the last rows of long ones.
 
     A rank stays open to a document if the area left serves the rest of its tokens, too, at what
@@ -140,7 +140,7 @@ def _short(lengths, areas, bins: Bins, kept, bases) -> list[Part]:
     order = np.argsort(-tokens, kind="stable")
     sizes = areas[order] * (tokens[order] / np.maximum(1, lengths[order])) ** 2
     density = (sizes.sum() - sizes.cumsum()) / np.maximum(1, tokens.sum() - tokens[order].cumsum())
-    parts: list[Part] = []
+    parts: list[DocumentPart] = []
     for d, size, rest in zip(order.tolist(), sizes.tolist(), density.tolist(), strict=True):
         at, stop = 0, int(tokens[d])
         while at < stop:
@@ -159,7 +159,7 @@ def _short(lengths, areas, bins: Bins, kept, bases) -> list[Part]:
                 bases[d][r] = bases[d].get(r, 0) + end - at
                 kept[r] += end - at
             else:
-                parts.append(Part(d, at, end, r))
+                parts.append(DocumentPart(d, at, end, r))
             at = end
     return parts
 

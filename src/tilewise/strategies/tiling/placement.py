@@ -18,8 +18,8 @@ from tilewise.masks.components import documents
 from tilewise.strategies.tiling.guillotine import Cut, Prices, TooSmallError, apply, search
 from tilewise.strategies.tiling.ownership import Owned, Reading, own, readings
 from tilewise.strategies.tiling.packing import Share, divide, level, own_rows_apart
-from tilewise.strategies.tiling.regions import Piece, Region, Table, Triangle, tables
-from tilewise.strategies.tiling.routing import LSE, Flow, received
+from tilewise.strategies.tiling.regions import PlacedRegion, Region, RegionTable, Triangle, tables
+from tilewise.strategies.tiling.routing import LSE, RowReaders, received
 
 Array = np.ndarray
 
@@ -68,7 +68,7 @@ class Placement:
     """
 
     world_size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PlacedRegion, ...]
     owned: tuple[Owned, ...]
     spans: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -91,9 +91,11 @@ class Placement:
         """All rows, by who owns and who else reads them."""
         return readings(self.pieces, self.owned, self.spans)
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[RowReaders]:
         """What has to travel."""
-        return [Flow(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings if r.q or r.kv]
+        return [
+            RowReaders(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings if r.q or r.kv
+        ]
 
 
 class Variant(NamedTuple):
@@ -104,7 +106,7 @@ class Variant(NamedTuple):
     scale: float
 
 
-def attempt(tables: Sequence[Table], n: int, kv_bytes: float, variant: Variant) -> Placement:
+def attempt(tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: Variant) -> Placement:
     """Place the components of any mask, given in the order of their rows.
 
     Args:
@@ -136,11 +138,11 @@ def attempt(tables: Sequence[Table], n: int, kv_bytes: float, variant: Variant) 
     return Placement(n, (*pieces, *short), tuple(sorted(owned + kept)), spans)
 
 
-def _piece(component: int, rank: int, at: int, region: Region, size: float) -> Piece:
-    return Piece(component, rank, Region(*(x + at for x in region)), size)
+def _piece(component: int, rank: int, at: int, region: Region, size: float) -> PlacedRegion:
+    return PlacedRegion(component, rank, Region(*(x + at for x in region)), size)
 
 
-def _cut(share: Share, table: Table, prices: Prices) -> tuple[Share, Cut | None]:
+def _cut(share: Share, table: RegionTable, prices: Prices) -> tuple[Share, Cut | None]:
     """The cheapest cut of a document over some orders of its shares."""
     found = []
     for i, order in enumerate(_orders(share)):
@@ -174,7 +176,7 @@ def _permuted(share: Share, order) -> Share:
     return Share(share.document, ranks, areas, rooms)
 
 
-def _seat(share: Share, tree: Cut | None, table: Table, mean: float) -> Share:
+def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Share:
     """Ranks with room for rows take the regions on the diagonal, among those of like area."""
     regions = apply(tree, table, share.areas, mean)
     diagonal = [min(r.q1, r.k1) - max(r.q0, r.k0) for r, _ in regions]
@@ -226,7 +228,7 @@ def place_documents(cu: np.ndarray, n: int, kv_bytes: float) -> Placement:
 
 
 def place_tables(
-    tables: Sequence[Table], n: int, kv_bytes: float, tries: int = 2
+    tables: Sequence[RegionTable], n: int, kv_bytes: float, tries: int = 2
 ) -> Placement | None:
     """Place the components of any mask; tables in the order of their rows.
 
@@ -262,7 +264,7 @@ def own_rows(cu: np.ndarray, owned: Sequence[Owned], n: int) -> Placement:
             d = int(np.searchsorted(cu, start, side="right")) - 1
             end, at = min(stop, int(cu[d + 1])), int(cu[d])
             size = (end - start) * (end + start + 1 - 2 * at) / 2
-            pieces.append(Piece(d, rank, Region(start, end, at, end), size))
+            pieces.append(PlacedRegion(d, rank, Region(start, end, at, end), size))
             start = end
     return Placement(n, tuple(pieces), tuple(owned))
 

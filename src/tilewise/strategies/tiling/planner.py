@@ -30,7 +30,15 @@ from tilewise.strategies.tiling.placement import (
     own_rows,
     place,
 )
-from tilewise.strategies.tiling.routing import LSE, Cells, Flow, Work, assemble, flows_of, received
+from tilewise.strategies.tiling.routing import (
+    LSE,
+    Cells,
+    RowReaders,
+    ShardOwners,
+    assemble,
+    flows_of,
+    received,
+)
 from tilewise.strategies.tiling.shard_work import areas_of, refined, work_of
 
 GRAIN = 0.05  # of the mean area: differences in excess that count
@@ -54,14 +62,16 @@ class Choice(NamedTuple):
     """Who computes what, what that moves (units: a row of q; in all, and what counts), and by how
     many grains its largest area exceeds the limit."""
 
-    work: Work
-    flows: list[Flow]
+    work: ShardOwners
+    flows: list[RowReaders]
     total: float
     moved: float
     excess: int
 
     @classmethod
-    def of(cls, work: Work, n: int, kv_bytes: float, areas: np.ndarray | None = None) -> Choice:
+    def of(
+        cls, work: ShardOwners, n: int, kv_bytes: float, areas: np.ndarray | None = None
+    ) -> Choice:
         """areas: by rank; None: looked up."""
         flows = flows_of(work)
         load = received(flows, n, kv_bytes)
@@ -130,17 +140,17 @@ def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choi
     return _better([tiled], Choice.of(work_of(own, None, layout), n, kv_bytes, own.areas))
 
 
-def _own_queries(mask: Mask, layout: Layout) -> Work:
+def _own_queries(mask: Mask, layout: Layout) -> ShardOwners:
     """Every rank computes its own queries, as `needed` does."""
     n = layout.world_size
     table = cells(mask, layout, layout)
     own: list[Cells] = [{} for _ in range(n)]
     for q, kv in table:
         own[q].setdefault(q, set()).add(kv)
-    return Work(tuple(range(n)), layout.sizes, None, own, table)
+    return ShardOwners(tuple(range(n)), layout.sizes, None, own, table)
 
 
-def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners]:
     """Other ways to compute a mask on a layout."""
     if isinstance(layout, PlacedLayout) and layout.mask == mask:
         placement = layout.placement
@@ -178,7 +188,7 @@ def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
     return replace(fixed, pieces=tuple(pieces))
 
 
-def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
+def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners]:
     """Mesh patterns on parts of every rank's rows, made level."""
     n = layout.world_size
     homes, cuts = [], []
@@ -191,6 +201,6 @@ def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[Work]:
     table = cells(mask, cut, cut)
     if not table:
         return
-    work = Work(tuple(homes), cut.sizes, tuple(cuts), [], table)
+    work = ShardOwners(tuple(homes), cut.sizes, tuple(cuts), [], table)
     for a in (a for a in range(1, n + 1) if n % a == 0):
         yield refined(work, n, kv_bytes, a)

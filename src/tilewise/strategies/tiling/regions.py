@@ -27,7 +27,7 @@ class Region(NamedTuple):
     k1: int
 
 
-class Piece(NamedTuple):
+class PlacedRegion(NamedTuple):
     """One region of one component, in global positions, who computes it, and its allowed pairs."""
 
     component: int
@@ -44,7 +44,7 @@ class Reads(NamedTuple):
     both: int
 
 
-class Table(Protocol):
+class RegionTable(Protocol):
     """One component of a mask, to be cut into regions."""
 
     length: int
@@ -125,7 +125,7 @@ def _row_at(q0: int, k0: int, k1: int, target: float) -> float:
     return k1 + (target - whole + below) / width
 
 
-class Grid:
+class AreaGrid:
     """Any mask: boxes are cells of a grid, areas come from sums over the cells above and left."""
 
     def __init__(self, areas: np.ndarray, edges: np.ndarray) -> None:
@@ -190,15 +190,15 @@ CELLS = 1024  # of the grid's lines on either side, over all components
 LEAST = 8  # lines of a component, if it has so many rows
 
 
-def tables(mask: Mask, num_tokens: int) -> list[Table]:
+def tables(mask: Mask, num_tokens: int) -> list[RegionTable]:
     """Every component as a table that can be cut: closed forms for causal documents, else grids."""
     cu = documents(mask, num_tokens)
     if cu is not None:
         return [Triangle(m) for m in np.diff(cu).tolist()]
     edges = components(mask, num_tokens)
-    found: list[Table] = []
+    found: list[RegionTable] = []
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         lines = min(stop - start, max(LEAST, CELLS * (stop - start) // num_tokens))
         at = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
-        found.append(Grid(np.asarray(mask.areas(at, at), float), at))
+        found.append(AreaGrid(np.asarray(mask.areas(at, at), float), at))
     return found

@@ -21,7 +21,7 @@ FAN = 2  # ranks that one rank passes a range on to, where more than CHAIN read 
 CHAIN = 4  # so few readers form a chain: the most level, and not deeper than a tree of many
 
 
-class Flow(NamedTuple):
+class RowReaders(NamedTuple):
     """Rows of a shard, their owner, and the other ranks that compute with q, and with k and v.
 
     rows None: all of the shard; size: how many they are.
@@ -35,7 +35,7 @@ class Flow(NamedTuple):
     rows: Rows | None = None
 
 
-class Hop(NamedTuple):
+class RoutedTransfer(NamedTuple):
     """One transfer; level: how many hops of its tree have to be over before it."""
 
     item: Item
@@ -45,7 +45,7 @@ class Hop(NamedTuple):
     level: int
 
 
-def received(flows: Sequence[Flow], n: int, kv_bytes: float) -> np.ndarray:
+def received(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> np.ndarray:
     """Units (a row of q) every rank receives in forward, with trees as `hops` builds them."""
     load = _fixed(flows, n, kv_bytes)[0]
     for f in sorted(flows, key=lambda f: -f.size * len(f.q)):
@@ -54,7 +54,7 @@ def received(flows: Sequence[Flow], n: int, kv_bytes: float) -> np.ndarray:
     return np.array(load)
 
 
-def hops(flows: Sequence[Flow], n: int, kv_bytes: float) -> list[Hop]:
+def hops(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[RoutedTransfer]:
     """Every transfer of both passes: copies from the owner down a tree, partials up another."""
     into, out, back = _fixed(flows, n, kv_bytes)
     q, kv = Side.Q, Side.KV
@@ -62,24 +62,24 @@ def hops(flows: Sequence[Flow], n: int, kv_bytes: float) -> list[Hop]:
     jobs += [(1.0, operand(q, f.shard), f, f.q, out) for f in flows if f.q]
     jobs += [(kv_bytes, operand(kv, f.shard), f, f.kv, out) for f in flows if f.kv]
     jobs += [(kv_bytes, partial(kv, f.shard), f, f.kv, back) for f in flows if f.kv]
-    made: list[Hop] = []
+    made: list[RoutedTransfer] = []
     for unit, item, f, readers, load in sorted(jobs, key=lambda j: -j[0] * j[2].size * len(j[3])):
         tree = _tree(_children(f.size * unit, f.owner, readers, load), f.owner, readers)
         if item.role is Role.PARTIAL:
             heights: dict[int, int] = {}
             for parent, child in reversed(tree):
                 level = heights.get(child, 0)
-                made.append(Hop(item, f.rows, child, parent, level))
+                made.append(RoutedTransfer(item, f.rows, child, parent, level))
                 heights[parent] = max(heights.get(parent, 0), level + 1)
         else:
             depths = {f.owner: 0}
             for parent, child in tree:
-                made.append(Hop(item, f.rows, parent, child, depths[parent]))
+                made.append(RoutedTransfer(item, f.rows, parent, child, depths[parent]))
                 depths[child] = depths[parent] + 1
     return made
 
 
-def _fixed(flows: Sequence[Flow], n: int, kv_bytes: float) -> tuple[list[float], ...]:
+def _fixed(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> tuple[list[float], ...]:
     """What every rank receives and sends whatever the trees, and what it receives in backward.
 
     A reader gets q, k, v and returns out, dk, dv; an owner sends one copy and gets one partial.
@@ -131,7 +131,7 @@ Cells = dict[int, set[int]]
 """Of one rank: query shard -> the KV shards it computes it against."""
 
 
-class Work(NamedTuple):
+class ShardOwners(NamedTuple):
     """Who computes what, on shards.
 
     Attributes:
@@ -148,7 +148,7 @@ class Work(NamedTuple):
     table: Mapping[tuple[int, int], Cell] | None = None
 
 
-def flows_of(work: Work) -> list[Flow]:
+def flows_of(work: ShardOwners) -> list[RowReaders]:
     """What has to travel; readers of the same rows of a shard share a flow."""
     readers: dict[tuple[int, Rows | None], tuple[list[int], list[int]]] = defaultdict(
         lambda: ([], [])
@@ -160,12 +160,16 @@ def flows_of(work: Work) -> list[Flow]:
                 if work.homes[shard] != rank:
                     readers[shard, rows][side].append(rank)
     return [
-        Flow(count(rows, work.sizes[shard]), work.homes[shard], tuple(q), tuple(kv), shard, rows)
+        RowReaders(
+            count(rows, work.sizes[shard]), work.homes[shard], tuple(q), tuple(kv), shard, rows
+        )
         for (shard, rows), (q, kv) in readers.items()
     ]
 
 
-def _reads(work: Work, cells: Cells) -> tuple[dict[int, Rows | None], dict[int, Rows | None]]:
+def _reads(
+    work: ShardOwners, cells: Cells
+) -> tuple[dict[int, Rows | None], dict[int, Rows | None]]:
     """The shards that a rank's cells read, of each side, and which rows of them."""
     if work.table is None:
         keys = set().union(*cells.values()) if cells else set()
@@ -183,7 +187,11 @@ def _reads(work: Work, cells: Cells) -> tuple[dict[int, Rows | None], dict[int, 
 
 
 def assemble(
-    name: str, work: Work, flows: list[Flow], made_for: tuple[Mask, Layout], kv_bytes: float
+    name: str,
+    work: ShardOwners,
+    flows: list[RowReaders],
+    made_for: tuple[Mask, Layout],
+    kv_bytes: float,
 ) -> Plan:
     """The plan that moves these flows; one rank's steps are written when asked for.
 
@@ -193,7 +201,7 @@ def assemble(
     """
     n = made_for[1].world_size
     moves = hops(flows, n, kv_bytes)
-    touching: list[list[Hop]] = [[] for _ in range(n)]
+    touching: list[list[RoutedTransfer]] = [[] for _ in range(n)]
     for hop in moves:
         touching[hop.src].append(hop)
         touching[hop.dst].append(hop)
@@ -214,7 +222,9 @@ def assemble(
     )
 
 
-def _steps(rank: int, touching: list[Hop], cells: Cells, last: int) -> tuple[RankStep, ...]:
+def _steps(
+    rank: int, touching: list[RoutedTransfer], cells: Cells, last: int
+) -> tuple[RankStep, ...]:
     """One rank's part: its hops and its tiles; last: the step at which every operand is there."""
     s, arrived = Script(rank), ({}, {})
     for hop in touching:

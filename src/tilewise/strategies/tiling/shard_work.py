@@ -12,10 +12,10 @@ from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.strategies.tiling.placement import Placement
-from tilewise.strategies.tiling.routing import LSE, Cells, Work
+from tilewise.strategies.tiling.routing import LSE, Cells, ShardOwners
 
 
-def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> Work:
+def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> ShardOwners:
     """Who computes which shards against which.
 
     Args:
@@ -38,7 +38,7 @@ def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> Work:
         cut = layout.cut(homes, cuts)
         table = cells(mask, cut, cut)
         own = [_existing(cells_of, table) for cells_of in own]
-    return Work(tuple(homes), sizes, tuple(cuts), own, table)
+    return ShardOwners(tuple(homes), sizes, tuple(cuts), own, table)
 
 
 def _local_starts(n: int, parts) -> list[int]:
@@ -80,7 +80,7 @@ def _existing(mine: Cells, table: Mapping[tuple[int, int], Cell]) -> Cells:
     return {q: kvs for q, kvs in kept.items() if kvs}
 
 
-def areas_of(work: Work) -> np.ndarray:
+def areas_of(work: ShardOwners) -> np.ndarray:
     """Allowed pairs by rank, of a work with a table."""
     assert work.table is not None
     return np.array(
@@ -93,14 +93,14 @@ LIMIT = 1.02  # of the largest load over the mean, while moving
 MOVES = 24  # per rank that level, and as many that save
 
 
-def refined(work: Work, n: int, kv_bytes: float, a: int | None = None) -> Work:
+def refined(work: ShardOwners, n: int, kv_bytes: float, a: int | None = None) -> ShardOwners:
     """The work with blocks moved until it is level, and then where that saves rows.
 
     Args:
         a: start from a mesh with query groups of a ranks instead.
     """
     assert work.table is not None
-    blocks = Blocks(work, kv_bytes)
+    blocks = BlockMoves(work, kv_bytes)
     if a is None:
         rank_of = {
             (q, kv): rank for rank, mine in enumerate(work.cells) for q in mine for kv in mine[q]
@@ -117,7 +117,7 @@ def refined(work: Work, n: int, kv_bytes: float, a: int | None = None) -> Work:
     return work._replace(cells=own)
 
 
-class Blocks:
+class BlockMoves:
     """The state of a search: who computes each non-empty block, and what ranks read for it.
 
     Args:
@@ -125,7 +125,7 @@ class Blocks:
         kv_bytes: bytes of a row's k and v beside those of its q.
     """
 
-    def __init__(self, work: Work, kv_bytes: float):
+    def __init__(self, work: ShardOwners, kv_bytes: float):
         table = work.table or {}
         self.q, self.kv = np.array(list(table), np.int64).reshape(-1, 2).T
         self.area = np.array([cell.area for cell in table.values()], float)

@@ -22,7 +22,7 @@ LAYOUTS = ("own", "contiguous", "zigzag", "striped", "balanced")
 
 
 @dataclass(frozen=True)
-class Network:
+class LabNetwork:
     """What the messages of a case travel over.
 
     Args:
@@ -49,7 +49,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One attention problem; contenders of the same case are measured side by side.
 
     Args:
@@ -73,7 +73,7 @@ class Case:
     layout: str = "own"
     seed: int = 0
     device: str = "cpu"
-    network: Network = Network()
+    network: LabNetwork = LabNetwork()
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -135,7 +135,9 @@ def known_fields(of: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(of))
 
 
-def key_of(case: Case, timing: Timing, contender: dict[str, str], versions: dict[str, str]) -> str:
+def key_of(
+    case: BenchCase, timing: Timing, contender: dict[str, str], versions: dict[str, str]
+) -> str:
     """What a finished row is known by: 16 digits that depend on everything given."""
     whole: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
     whole |= {"contender": contender, "versions": versions}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.layouts.layout import Layout
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 
 
 class Traffic(NamedTuple):
@@ -118,15 +118,15 @@ class Contender(Protocol):
     @property
     def version(self) -> str: ...
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         """None, or in one line why this contender cannot run the case. Asked before any rank."""
         ...
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         """What can be said beforehand of a case that it supports."""
         ...
 
-    def prepare(self, case: Case, rank: int, group: Any) -> Running:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Running:
         """Everything that can be done before tensors are there: plans, metadata, buffers.
 
         Args:

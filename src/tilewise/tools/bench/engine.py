@@ -11,25 +11,25 @@ from types import TracebackType
 from typing import Any
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case, Network, Timing, key_of
+from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.contender import Contender, Prediction
 from tilewise.tools.bench.environment import environment, versions
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
 from tilewise.tools.bench.measure import Job
 from tilewise.tools.bench.memory import available_bytes
 from tilewise.tools.bench.results import Results
-from tilewise.tools.bench.rows import Entry, finished_row, unfinished_row
+from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
 from tilewise.tools.bench.worlds import Blamed, LabWorld, LocalWorld
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import nics
 
 PAYLOAD = 1448 / 1514  # of an Ethernet frame
 Row = dict[str, Any]
-Plan = Sequence[tuple[Case, tuple[Contender, ...]]]
+Plan = Sequence[tuple[BenchCase, tuple[Contender, ...]]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """What all cases of a run share.
 
     Args:
@@ -46,12 +46,12 @@ class Settings:
 class Started:
     """A case whose turn it is: the keys of all its rows, and how many are there already."""
 
-    case: Case
+    case: BenchCase
     keys: tuple[str, ...]
     num_known: int
 
 
-def run_cases(plan: Plan, results: Results, settings: Settings) -> Iterator[Started | Row]:
+def run_cases(plan: Plan, results: Results, settings: EngineSettings) -> Iterator[Started | Row]:
     """Run what is not in the results yet; yields each case before it runs, each row once written.
 
     Cases of one network follow each other, as its processes stay.
@@ -67,29 +67,29 @@ def run_cases(plan: Plan, results: Results, settings: Settings) -> Iterator[Star
                 yield row
 
 
-def _network_order(case: Case) -> tuple[Any, ...]:
+def _network_order(case: BenchCase) -> tuple[Any, ...]:
     network = case.network
     return case.world_size, network.name, network.hosts, network.mbit
 
 
-def _entry(case: Case, contender: Contender, settings: Settings) -> Entry:
+def _entry(case: BenchCase, contender: Contender, settings: EngineSettings) -> PlannedRow:
     who = {"name": contender.name, "library": contender.library, "version": contender.version}
     key = key_of(case, settings.timing, who, versions(case.device))
     machine = settings.machine or assumed_machine(case.network)
-    return Entry(key, case, settings.timing, contender, machine, Prediction())
+    return PlannedRow(key, case, settings.timing, contender, machine, Prediction())
 
 
-def _is_finished(entry: Entry, results: Results, settings: Settings) -> bool:
+def _is_finished(entry: PlannedRow, results: Results, settings: EngineSettings) -> bool:
     row = results.rows.get(entry.key)
     return row is not None and (row["outcome"] == "ok" or not settings.retry)
 
 
-def _case_rows(todo: list[Entry], worlds: _Worlds, settings: Settings) -> Iterator[Row]:
+def _case_rows(todo: list[PlannedRow], worlds: _Worlds, settings: EngineSettings) -> Iterator[Row]:
     """The rows of one case: first those that need no run, then the measured ones."""
     if not todo:
         return
     case, about = todo[0].case, environment(todo[0].case.device)
-    ready: list[Entry] = []
+    ready: list[PlannedRow] = []
     for entry in todo:
         outcome, message, prediction = _foreseen(entry)
         entry = replace(entry, prediction=prediction)
@@ -115,7 +115,7 @@ def _case_rows(todo: list[Entry], worlds: _Worlds, settings: Settings) -> Iterat
             return
 
 
-def _foreseen(entry: Entry) -> tuple[str, str, Prediction]:
+def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
     """An outcome that needs no run ("" if it must run), its message, and what is expected."""
     case, free = entry.case, available_bytes(entry.case.device)
     inputs = needed_bytes(case)
@@ -131,7 +131,7 @@ def _foreseen(entry: Entry) -> tuple[str, str, Prediction]:
     return "", "", prediction
 
 
-def assumed_machine(network: Network) -> Machine:
+def assumed_machine(network: LabNetwork) -> Machine:
     """The CPU preset, its links as fast as the NICs of a lab."""
     machine = Machine.preset("cpu-gloo")
     if network.name in ("none", "loopback"):
@@ -154,7 +154,7 @@ class _Worlds:
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
         self._open = ExitStack()
-        self._now: tuple[int, Network] | None = None
+        self._now: tuple[int, LabNetwork] | None = None
         self._world: LocalWorld | None = None
 
     def __enter__(self) -> _Worlds:
@@ -168,7 +168,7 @@ class _Worlds:
     ) -> None:
         self._open.close()
 
-    def of(self, case: Case) -> LocalWorld:
+    def of(self, case: BenchCase) -> LocalWorld:
         """The world that a case runs in."""
         wanted = case.world_size, case.network
         if self._world is None or wanted != self._now:
@@ -176,7 +176,7 @@ class _Worlds:
             self._now, self._world = wanted, self._make(case)
         return self._world
 
-    def _make(self, case: Case) -> LocalWorld:
+    def _make(self, case: BenchCase) -> LocalWorld:
         network = case.network
         sizes = network.hosts, network.ranks_per_host
         if network.name != "lab":

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewise.kernels.registry import PROVIDERS
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Contender
-from tilewise.tools.bench.grid import Run
+from tilewise.tools.bench.grid import BenchRun
 from tilewise.tools.bench.our_kernels import DENSE, kernel
 from tilewise.tools.bench.our_strategies import STRATEGIES, strategy
 
-Plan = list[tuple[Case, tuple[Contender, ...]]]
+Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
 
 
 def contenders_of(module: str) -> tuple[Contender, ...]:
@@ -36,7 +36,7 @@ def contenders_of(module: str) -> tuple[Contender, ...]:
     return found
 
 
-def entered(run: Run, others: Sequence[Contender] = ()) -> Plan:
+def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     """The cases of a run with their contenders: those named, or all that there are.
 
     Args:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise import masks
-from tilewise.tools.bench.case import KINDS, Case, Network, Timing, known_fields
+from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, known_fields
 
 Values = tuple[Any, ...]
 FIELDS: Mapping[str, type] = MappingProxyType(
@@ -43,7 +43,7 @@ SIZES: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """What one command measures.
 
     Args:
@@ -54,7 +54,7 @@ class Run:
     timing: Timing
     grids: tuple[tuple[tuple[str, Values], ...], ...]
 
-    def narrowed(self, given: Mapping[str, Sequence[Any]]) -> Run:
+    def narrowed(self, given: Mapping[str, Sequence[Any]]) -> BenchRun:
         """With lists in place of all grids' own; grids that become equal are one."""
         chosen = {name: tuple(values) for name, values in given.items() if values}
         dropped = {SIZES[name] for name in chosen if name in SIZES}
@@ -62,13 +62,13 @@ class Run:
         grids = dict.fromkeys(tuple(sorted(one.items())) for one in lists)
         return replace(self, grids=tuple(grids))
 
-    def cases(self) -> Iterator[tuple[Case, tuple[str, ...]]]:
+    def cases(self) -> Iterator[tuple[BenchCase, tuple[str, ...]]]:
         """Every case once, with the names of its contenders; none named: all there are.
 
         Raises:
             ValueError: if a value is not known or out of range.
         """
-        wanted: dict[Case, dict[str, None]] = {}
+        wanted: dict[BenchCase, dict[str, None]] = {}
         for grid in self.grids:
             lists = dict(grid)
             names = lists.pop("contender", ())
@@ -77,7 +77,7 @@ class Run:
         yield from ((case, tuple(names)) for case, names in wanted.items())
 
 
-def preset(kind: str, name: str) -> Run:
+def preset(kind: str, name: str) -> BenchRun:
     """One of the runs that come with the library: "quick" or "standard"."""
     text = (
         resources.files("tilewise.tools.bench").joinpath("cases", f"{kind}_{name}.toml").read_text()
@@ -85,7 +85,7 @@ def preset(kind: str, name: str) -> Run:
     return _run(tomllib.loads(text), f"preset {name}", kind)
 
 
-def read_cases(path: Path, kind: str) -> Run:
+def read_cases(path: Path, kind: str) -> BenchRun:
     """The run that a TOML file describes.
 
     Raises:
@@ -99,7 +99,7 @@ def read_cases(path: Path, kind: str) -> Run:
         raise ValueError(f"{path} is no TOML: {error}") from None
 
 
-def _run(table: Mapping[str, Any], where: str, kind: str) -> Run:
+def _run(table: Mapping[str, Any], where: str, kind: str) -> BenchRun:
     _known(table, ("kind", "timing", "grid"), where)
     if table.get("kind") != kind:
         raise ValueError(
@@ -115,7 +115,7 @@ def _run(table: Mapping[str, Any], where: str, kind: str) -> Run:
         made = Timing(**timing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}, timing: {error}") from None
-    return Run(kind, made, tuple(_grid(grid, where) for grid in grids))
+    return BenchRun(kind, made, tuple(_grid(grid, where) for grid in grids))
 
 
 def _grid(grid: Mapping[str, Any], where: str) -> tuple[tuple[str, Values], ...]:
@@ -138,7 +138,7 @@ def _known(table: Mapping[str, Any], names: Any, where: str) -> None:
             raise ValueError(f"{where}: {name!r} is not known; take one of {', '.join(names)}")
 
 
-def _cases(kind: str, lists: dict[str, Values]) -> Iterator[Case]:
+def _cases(kind: str, lists: dict[str, Values]) -> Iterator[BenchCase]:
     """All combinations, the mask changing slowest so that a stopped run has whole masks."""
     lists = {"mask": masks.NAMES, **lists}
     if kind == "network":
@@ -148,16 +148,16 @@ def _cases(kind: str, lists: dict[str, Values]) -> Iterator[Case]:
         yield _case(kind, dict(zip(names, values, strict=True)))
 
 
-def _case(kind: str, words: dict[str, Any]) -> Case:
+def _case(kind: str, words: dict[str, Any]) -> BenchCase:
     """One combination of a grid's words as a case."""
     fields: dict[str, Any] = {"kind": kind}
     if kind == "network":
         sizes = words.pop("hosts"), words.pop("ranks_per_host"), float(words.pop("mbit"))
-        network = Network(words.pop("network", "lab"), *sizes)
+        network = LabNetwork(words.pop("network", "lab"), *sizes)
         fields |= {"network": network, "world_size": network.hosts * network.ranks_per_host}
     elif kind == "strategies":
         n = words.pop("world_size", 4)
-        fields |= {"world_size": n, "network": Network("loopback", 1, n)}
+        fields |= {"world_size": n, "network": LabNetwork("loopback", 1, n)}
     per_rank = words.pop("tokens_per_rank", None)
     if per_rank is not None:
         fields["num_tokens"] = per_rank * fields.get("world_size", 1)
@@ -166,12 +166,12 @@ def _case(kind: str, words: dict[str, Any]) -> Case:
         fields["num_heads"], fields["num_kv_heads"] = _heads(heads)
     if "pass" in words:
         fields["which"] = words.pop("pass")
-    unused = [name for name in words if name not in known_fields(Case)]
+    unused = [name for name in words if name not in known_fields(BenchCase)]
     if unused:
         raise ValueError(f"{', '.join(unused)}: not of {kind}; leave it out")
     if "num_tokens" not in fields and "num_tokens" not in words:
         raise ValueError("a grid needs num_tokens or tokens_per_rank")
-    return Case(**{**words, **fields})
+    return BenchCase(**{**words, **fields})
 
 
 def _heads(text: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import ITEM_BYTES
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 
 NAMES = ("out", "dq", "dk", "dv")
 TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}.__getitem__
@@ -65,14 +65,14 @@ class Inputs(NamedTuple):
         return found
 
 
-def needed_bytes(case: Case) -> int:
+def needed_bytes(case: BenchCase) -> int:
     """Memory of the inputs, whole and once more cut over the ranks, with results and truth."""
     queries, keys = case.num_tokens * case.num_heads, case.num_tokens * case.num_kv_heads
     rows = 4 * (queries + keys) * ITEM_BYTES(case.dtype) + 2 * keys * ITEM_BYTES("float64")
     return rows * case.head_dim
 
 
-def write_inputs(case: Case, mask: Mask, truth_pairs: int, path: Path) -> int:
+def write_inputs(case: BenchCase, mask: Mask, truth_pairs: int, path: Path) -> int:
     """Draw a case's tensors, compute the truth, leave both in a file.
 
     Returns:

@@ -17,7 +17,7 @@ from tilewise.kernels.registry import PROVIDERS, Use, kernel_named, mask_kind
 from tilewise.masks.base import Mask
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.our_kernels import placed
-from tilewise.tools.calibration.trial import Clock
+from tilewise.tools.calibration.trial import SharedClock
 
 
 class Size(NamedTuple):
@@ -144,4 +144,4 @@ def _seconds(
             _, lse = kernel.forward(q[at], k[keys], v[keys], call, scale)
             kernel.backward(q[at], k[keys], v[keys], dout[at], lse, delta[at], call, scale)
 
-    return Clock(device).seconds(work)
+    return SharedClock(device).seconds(work)

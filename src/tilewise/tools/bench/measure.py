@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.tools.bench.case import Case, Timing
+from tilewise.tools.bench.case import BenchCase, Timing
 from tilewise.tools.bench.contender import Contender, Facts, Running, Traffic
 from tilewise.tools.bench.inputs import NAMES, Inputs, read_inputs
 from tilewise.tools.bench.memory import cache_bytes, peak_bytes
@@ -31,14 +31,14 @@ Tensors = tuple[Tensor, ...]
 class Job:
     """What the ranks are sent: a case, who takes part, and the file with their inputs."""
 
-    case: Case
+    case: BenchCase
     timing: Timing
     contenders: tuple[Contender, ...]
     inputs: str
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where the ranks are.
 
     Args:
@@ -51,7 +51,7 @@ class Place:
     nics: Nics | None = None
     site: Site | None = None
 
-    def joined(self) -> Place:
+    def joined(self) -> RankPlacement:
         """As it is on a rank: with the transport that keeps to the NICs' speed."""
         if self.nics is None:
             return self
@@ -96,13 +96,15 @@ class Figures(NamedTuple):
     build_seconds: dict[str, float]
 
 
-def measure(rank: int, job: Job, place: Place | None = None) -> Iterator[Announced | list[Figures]]:
+def measure(
+    rank: int, job: Job, place: RankPlacement | None = None
+) -> Iterator[Announced | list[Figures]]:
     """Yields each step's announcement, then the figures of all contenders."""
     inputs = read_inputs(Path(job.inputs))
     entrants: list[_Entrant] = []
     for index, contender in enumerate(job.contenders):
         yield Announced(index)
-        entrants.append(_Entrant(contender, job, inputs, rank, place or Place()))
+        entrants.append(_Entrant(contender, job, inputs, rank, place or RankPlacement()))
     flush = torch.empty(cache_bytes(), dtype=torch.uint8, device=job.case.device)
     for turn in range(job.timing.warmups + job.timing.repeats):
         for index, entrant in _back_and_forth(entrants, turn):
@@ -121,7 +123,9 @@ def _back_and_forth(entrants: list[_Entrant], turn: int) -> Iterable[tuple[int, 
 class _Entrant:
     """A contender on this rank: prepared, checked and counted when made, then timed run by run."""
 
-    def __init__(self, contender: Contender, job: Job, inputs: Inputs, rank: int, place: Place):
+    def __init__(
+        self, contender: Contender, job: Job, inputs: Inputs, rank: int, place: RankPlacement
+    ):
         self.case, self.rank, self.place = job.case, rank, place
         self.build_seconds: dict[str, float] = {}
         self.running = self._prepared(contender)

@@ -22,9 +22,9 @@ from tilewise.masks.base import Mask
 from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
-from tilewise.tiles.calls import Call, Kind, Ranges, row_index
+from tilewise.tiles.calls import KernelCall, Kind, Ranges, row_index
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.environment import installed
 from tilewise.tools.mask_report.figures import report
@@ -35,12 +35,12 @@ Index = slice | Tensor
 class PlacedCall(NamedTuple):
     """A call and what selects its rows and keys."""
 
-    call: Call
+    call: KernelCall
     rows: Index
     keys: Index
 
 
-def placed(calls: Iterable[Call], device: str) -> tuple[PlacedCall, ...]:
+def placed(calls: Iterable[KernelCall], device: str) -> tuple[PlacedCall, ...]:
     """Calls with their indices, on the device."""
     return tuple(PlacedCall(c, _index(c.q, device), _index(c.k, device)) for c in calls)
 
@@ -117,14 +117,14 @@ class ProviderKernel:
     def version(self) -> str:
         return installed("tilewise")
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         if case.device == "cuda" and not torch.cuda.is_available():
             return "no CUDA device here"
         dtype = getattr(torch, case.dtype)
         provider, backward = PROVIDERS[self.name](), case.which != "forward"
         return provider.supports(case.device, dtype, case.head_dim, backward)
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         size = _statistic(case)
         provider = PROVIDERS[self.name]()
         calls = _calls(provider, case)
@@ -136,7 +136,7 @@ class ProviderKernel:
         held = values + scores + dense * (size + 1)
         return Prediction(peak_bytes=held)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> _OneRank:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> _OneRank:
         mask, layout = case.make_mask(), contiguous(case.num_tokens, 1)
         provider = PROVIDERS[self.name]()
         calls = _calls(provider, case)
@@ -145,7 +145,7 @@ class ProviderKernel:
 
 @dataclass(frozen=True)
 class _OneRank:
-    case: Case
+    case: BenchCase
     mask: Mask
     layout: Layout
     kernel: Kernel
@@ -177,17 +177,17 @@ class DenseKernel:
     def version(self) -> str:
         return torch.__version__
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         if case.device == "cuda" and not torch.cuda.is_available():
             return "no CUDA device here"
         return None
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         size, table = _statistic(case), case.num_tokens**2
         held = table * (1 + QUADRATIC[self.name] * case.num_heads * size)
         return Prediction(peak_bytes=held)
 
-    def prepare(self, case: Case, rank: int, group: Any) -> _Dense:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> _Dense:
         positions = range(case.num_tokens)
         allowed = torch.from_numpy(case.make_mask().dense(positions, positions)).to(case.device)
         return _Dense(case, contiguous(case.num_tokens, 1), allowed, DENSE[self.name])
@@ -195,7 +195,7 @@ class DenseKernel:
 
 @dataclass(frozen=True)
 class _Dense:
-    case: Case
+    case: BenchCase
     layout: Layout
     allowed: Tensor
     compute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -243,13 +243,13 @@ def kernel(name: str) -> ProviderKernel | DenseKernel:
     raise ValueError(f"kernel {name!r} is not known; take one of {known}")
 
 
-def _calls(provider: Kernel, case: Case) -> tuple[Call, ...]:
+def _calls(provider: Kernel, case: BenchCase) -> tuple[KernelCall, ...]:
     """The calls of a whole mask, cut as a kernel wants them."""
     rows = np.arange(case.num_tokens)
     cut = {"square_causal": provider.square_causal, "whole_tile": provider.whole_tile}
     return tile_calls(rows, rows, case.make_mask(), **cut)
 
 
-def _statistic(case: Case) -> int:
+def _statistic(case: BenchCase) -> int:
     """Bytes of a number as kernels accumulate it."""
     return max(4, ITEM_BYTES(case.dtype))

@@ -32,7 +32,7 @@ from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.ulysses import ulysses
-from tilewise.tools.bench.case import Case
+from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.environment import installed
 from tilewise.tools.bench.traffic import WatchedTransport
@@ -49,14 +49,14 @@ class Planned(NamedTuple):
     backward_plan: Plan | None = None
 
 
-def planner_choice(work: Workload, case: Case) -> Planned:
+def planner_choice(work: Workload, case: BenchCase) -> Planned:
     """What ContextParallel takes for strategy "auto"."""
     machine = Machine.preset("h100x8" if case.device == "cuda" else "cpu-gloo")
     plan, backward = promising(work, machine, case.world_size)
     return Planned(plan, work.layout_for(case.world_size), None if backward is plan else backward)
 
 
-def from_file(path: str, case: Case) -> Planned:
+def from_file(path: str, case: BenchCase) -> Planned:
     """The candidate that tilewise plan wrote.
 
     Raises:
@@ -78,7 +78,7 @@ def from_file(path: str, case: Case) -> Planned:
 class _Setting(NamedTuple):
     """A case as strategies see it; the mask and its layout are made once."""
 
-    case: Case
+    case: BenchCase
     mask: Mask
 
     @property
@@ -227,7 +227,7 @@ class Strategy:
     def version(self) -> str:
         return installed("tilewise")
 
-    def planned(self, case: Case, mask: Mask | None = None) -> Planned:
+    def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
         """Its plan and layout.
 
         Raises:
@@ -244,14 +244,14 @@ class Strategy:
         head_groups(case.num_heads, case.num_kv_heads, plan.num_head_groups)
         return planned._replace(plan=plan)
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: BenchCase) -> str | None:
         try:
             _asked(self, case)
         except ValueError as error:
             return " ".join(str(error).split())
         return None
 
-    def predict(self, case: Case, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
         (plan, layout, backward), mask = _asked(self, case)
         work = Workload(case.num_tokens, *case.heads, dtype=case.dtype, mask=mask, layout=layout)
@@ -271,7 +271,7 @@ class Strategy:
             plan.name,
         )
 
-    def prepare(self, case: Case, rank: int, group: Any) -> _Prepared:
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> _Prepared:
         mask = case.make_mask()
         plan, layout, backward = self.planned(case, mask)
         transport = WatchedTransport(transport_for(group))
@@ -279,7 +279,7 @@ class Strategy:
 
 
 @lru_cache(maxsize=8)
-def _asked(strategy: Strategy, case: Case) -> tuple[Planned, Mask]:
+def _asked(strategy: Strategy, case: BenchCase) -> tuple[Planned, Mask]:
     """For questions before a run, which come several at a time; ranks plan for themselves."""
     mask = case.make_mask()
     return strategy.planned(case, mask), mask
@@ -287,7 +287,7 @@ def _asked(strategy: Strategy, case: Case) -> tuple[Planned, Mask]:
 
 @dataclass(frozen=True)
 class _Prepared:
-    case: Case
+    case: BenchCase
     mask: Mask
     plan: Plan
     layout: Layout

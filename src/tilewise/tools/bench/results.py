@@ -16,14 +16,14 @@ FORMAT = 1
 Row = dict[str, Any]
 
 
-class Read(NamedTuple):
+class ResultsFile(NamedTuple):
     """What a results file holds: its whole rows, the last of each key, and how many were lost."""
 
     rows: list[Row]
     num_lost: int
 
 
-def read_results(path: str | Path) -> Read:
+def read_results(path: str | Path) -> ResultsFile:
     """All whole rows of a file, in order; a later row replaces an earlier one of the same key.
 
     Raises:
@@ -107,7 +107,7 @@ class Results:
         self.rows[row["key"]] = row
 
 
-def _parsed(data: bytes) -> Read:
+def _parsed(data: bytes) -> ResultsFile:
     rows: dict[str, Row] = {}
     num_lost = 0
     whole, _, torn = data.rpartition(b"\n")
@@ -117,7 +117,7 @@ def _parsed(data: bytes) -> Read:
             rows[row["key"]] = row
         elif line.strip():
             num_lost += 1
-    return Read(list(rows.values()), num_lost + bool(torn.strip()))
+    return ResultsFile(list(rows.values()), num_lost + bool(torn.strip()))
 
 
 def _row(line: bytes) -> Row | None:

@@ -9,7 +9,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case, Timing
+from tilewise.tools.bench.case import BenchCase, Timing
 from tilewise.tools.bench.contender import Contender, Prediction
 from tilewise.tools.bench.inputs import NAMES, TOLERANCES
 from tilewise.tools.bench.measure import Figures
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedRow:
     """One contender of one case, before it is run.
 
     Args:
@@ -28,19 +28,21 @@ class Entry:
     """
 
     key: str
-    case: Case
+    case: BenchCase
     timing: Timing
     contender: Contender
     machine: Machine
     prediction: Prediction
 
 
-def unfinished_row(entry: Entry, outcome: str, message: str, environment: Row) -> Row:
+def unfinished_row(entry: PlannedRow, outcome: str, message: str, environment: Row) -> Row:
     """A row of a case that gave no figures."""
     return {**_about(entry), "outcome": outcome, "message": message, **environment}
 
 
-def finished_row(entry: Entry, ranks: Sequence[Figures], error_rows: int, environment: Row) -> Row:
+def finished_row(
+    entry: PlannedRow, ranks: Sequence[Figures], error_rows: int, environment: Row
+) -> Row:
     """A row with everything that was measured.
 
     Args:
@@ -66,7 +68,7 @@ def finished_row(entry: Entry, ranks: Sequence[Figures], error_rows: int, enviro
     }
 
 
-def _about(entry: Entry) -> Row:
+def _about(entry: PlannedRow) -> Row:
     case, timing, prediction = entry.case, entry.timing, entry.prediction
     network = case.network
     return {
@@ -103,7 +105,7 @@ def _about(entry: Entry) -> Row:
     }
 
 
-def _times(case: Case, ranks: Sequence[Figures]) -> Row:
+def _times(case: BenchCase, ranks: Sequence[Figures]) -> Row:
     """A run lasts as long as its slowest rank."""
     runs = list(zip(*(rank.seconds for rank in ranks), strict=True))
     seconds = [max(both for _, _, both in run) for run in runs]
@@ -135,7 +137,7 @@ def _quantile(values: Sequence[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def _work(case: Case, ranks: Sequence[Figures]) -> Row:
+def _work(case: BenchCase, ranks: Sequence[Figures]) -> Row:
     """Work by rank where the contender knows it."""
     by_rank = [median(both for _, _, both in rank.seconds) for rank in ranks]
     slowest = by_rank.index(max(by_rank))
@@ -186,7 +188,7 @@ def _bytes(ranks: Sequence[Figures]) -> Row:
     }
 
 
-def _errors(case: Case, ranks: Sequence[Figures]) -> Row:
+def _errors(case: BenchCase, ranks: Sequence[Figures]) -> Row:
     """The worst of all ranks; null of what the pass does not give, or where it is not finite."""
     worst = {name: max(rank.errors[name] for rank in ranks) for name in ranks[0].errors}
     tolerance = TOLERANCES(case.dtype)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Protocol
 
-from tilewise.tools.bench.measure import Announced, Figures, Job, Place, measure
+from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import Nics
 from tilewise.tools.processes import RankError, RankFailure, gather_yields
@@ -45,7 +45,7 @@ class LocalWorld:
 
     def __init__(self, world_size: int, timeout_seconds: float, nics: Nics | None = None):
         self.world_size, self.timeout_seconds = world_size, timeout_seconds
-        self._place = Place(nics=nics)
+        self._place = RankPlacement(nics=nics)
         self._senders: list[Connection] = []
         self._answers: Iterator[tuple[Any, ...]] | None = None
 
@@ -111,11 +111,11 @@ class LabWorld(LocalWorld):
     def _launch(
         self, fn: Callable[..., Iterator[Any]], receivers: list[Connection]
     ) -> Iterator[tuple[Any, ...]]:
-        place = Place(site=self._lab.site)
+        place = RankPlacement(site=self._lab.site)
         return self._lab.gather_yields(fn, receivers, place, timeout_seconds=self.timeout_seconds)
 
 
-def _serve(rank: int, receivers: list[Connection], place: Place) -> Iterator[Any]:
+def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iterator[Any]:
     """A rank's life: jobs until the caller hangs up."""
     joined = place.joined()
     while True:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.execution.allocator import Fresh
+from tilewise.execution.allocator import FreshAllocator
 from tilewise.execution.packing import Packing
 from tilewise.functional import attention
 from tilewise.kernels.merge import merge_into
@@ -18,10 +18,10 @@ from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Field
-from tilewise.simulation.machine import Kernel
+from tilewise.simulation.machine import KernelSpeed
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.ring import ring
-from tilewise.tools.calibration.trial import Clock
+from tilewise.tools.calibration.trial import SharedClock
 from tilewise.transport.protocol import Message
 from tilewise.transport.resolve import LocalTransport
 
@@ -67,7 +67,7 @@ class Instant:
     finish = wait
 
 
-def overheads(clock: Clock, dtype: str, kernel: Kernel) -> Overheads:
+def overheads(clock: SharedClock, dtype: str, kernel: KernelSpeed) -> Overheads:
     """All of them, measured without a second rank.
 
     Args:
@@ -85,7 +85,7 @@ def overheads(clock: Clock, dtype: str, kernel: Kernel) -> Overheads:
     )
 
 
-def _steps(clock: Clock, dtype: str) -> tuple[float, float]:
+def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
     """Of a tile, its merge and its kernel's launch included, and of a message sent or received."""
     alone, chain, gather = (
         _forward_seconds(clock, plan, dtype) for plan in (ring(1), ring(STEPS), all_gather(STEPS))
@@ -94,7 +94,7 @@ def _steps(clock: Clock, dtype: str) -> tuple[float, float]:
     return max(chain - gather, 0.0) / (STEPS - 1), per_message
 
 
-def _forward_seconds(clock: Clock, plan: Plan, dtype: str) -> float:
+def _forward_seconds(clock: SharedClock, plan: Plan, dtype: str) -> float:
     """Of one rank's forward pass on shards of a few rows, messages arriving at once."""
     n = plan.world_size
     q, k, v = (x[:, 0] for x in _rows(ROWS, dtype, clock.device))
@@ -113,7 +113,7 @@ def _rows(num: int, dtype: str, device: torch.device) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def _calls(clock: Clock, dtype: str) -> tuple[float, float]:
+def _calls(clock: SharedClock, dtype: str) -> tuple[float, float]:
     """Of a forward and a backward pass of one tile of a few rows, with its kernel's launch."""
     q, k, v = (x[:, 0].clone().requires_grad_() for x in _rows(4, dtype, clock.device))
     plan, layout, alone = ring(1), contiguous(4, 1), LocalTransport()
@@ -132,7 +132,7 @@ def _calls(clock: Clock, dtype: str) -> tuple[float, float]:
     return first, second
 
 
-def _merging(clock: Clock) -> tuple[float, float]:
+def _merging(clock: SharedClock) -> tuple[float, float]:
     """Of one merge, and bytes per second of the partial that is merged into."""
     small, large = 4, 8192
 
@@ -145,9 +145,9 @@ def _merging(clock: Clock) -> tuple[float, float]:
     return seconds[0], (large - small) * 8 * 65 * 4 / max(seconds[1] - seconds[0], 1e-9)
 
 
-def _packing(clock: Clock) -> float:
+def _packing(clock: SharedClock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
     packing = Packing([Field(name, 64, "float32") for name in ("k", "v")], 8)
-    lender = Fresh(k.device)
+    lender = FreshAllocator(k.device)
     return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], lender), 5, 2)

@@ -11,9 +11,9 @@ from tilewise.kernels.protocol import Kernel as LocalKernel
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.registry import kernel_for
 from tilewise.simulation.costs import MATMULS
-from tilewise.simulation.machine import Kernel
-from tilewise.tiles.calls import Call, Kind
-from tilewise.tools.calibration.trial import Clock
+from tilewise.simulation.machine import KernelSpeed
+from tilewise.tiles.calls import KernelCall, Kind
+from tilewise.tools.calibration.trial import SharedClock
 
 SMALLEST = 4
 REPEATS = 3
@@ -39,7 +39,7 @@ CPU = Sizes((16, 64, 256, 1024, 4096), (32, 128), 4, 1 << 20)
 CUDA = Sizes((64, 256, 1024, 4096, 16384), (64, 128), 8, 1 << 28)
 
 
-def kernel_tables(dtype: str, head_dim: int, clock: Clock, sizes: Sizes) -> list[Kernel]:
+def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -> list[KernelSpeed]:
     """The forward and the backward pass of a dtype and head_dim."""
     bench = _Bench(dtype, head_dim, clock, sizes.num_heads)
     launches = bench.seconds(SMALLEST, SMALLEST)
@@ -55,7 +55,7 @@ def kernel_tables(dtype: str, head_dim: int, clock: Clock, sizes: Sizes) -> list
         flops = tuple(tuple(speeds[_within(m, n, rows, sizes.most)] for n in rows) for m in rows)
         grid = tuple(map(float, rows))
         edge = edges[backward]
-        tables.append(Kernel(dtype, bool(backward), grid, grid, flops, head_dim, launch, edge))
+        tables.append(KernelSpeed(dtype, bool(backward), grid, grid, flops, head_dim, launch, edge))
     return tables
 
 
@@ -66,7 +66,7 @@ def sizes_for(device: torch.device) -> Sizes:
 class _Bench:
     """Times one kernel on tiles of any size."""
 
-    def __init__(self, dtype: str, head_dim: int, clock: Clock, num_heads: int):
+    def __init__(self, dtype: str, head_dim: int, clock: SharedClock, num_heads: int):
         self.dtype, self.head_dim = getattr(torch, dtype), head_dim
         self.clock, self.num_heads = clock, num_heads
         self.kernel: LocalKernel = kernel_for(clock.device.type, self.dtype, head_dim)
@@ -77,7 +77,7 @@ class _Bench:
         """Of forward and backward of one tile."""
         q, dout = self._random(num_queries), self._random(num_queries)
         k, v = self._random(num_keys), self._random(num_keys)
-        call = Call(((0, num_queries),), ((0, num_keys),), kind)
+        call = KernelCall(((0, num_queries),), ((0, num_keys),), kind)
         scale = self.head_dim**-0.5
         _, lse = self.kernel.forward(q, k, v, call, scale)
         delta = torch.zeros_like(lse, dtype=accumulator_dtype(self.dtype))

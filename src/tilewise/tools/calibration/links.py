@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.kernels.registry import kernel_for
 from tilewise.simulation.machine import Link
-from tilewise.tiles.calls import Call, Kind
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.transport.protocol import Message, Transport
 
 ROWS, HEADS, WIDTH, TIMES = 512, 4, 64, 24
@@ -45,7 +45,10 @@ def shared_cores(prober: Prober, node_size: int) -> Cores:
 def _together(prober: Prober, ranks: int) -> float:
     """Seconds of the same kernels on each of so many ranks at once, of the slowest."""
     q, k, v = torch.randn(3, ROWS, 1, HEADS, WIDTH)
-    kernel, call = kernel_for("cpu", q.dtype, WIDTH), Call(((0, ROWS),), ((0, ROWS),), Kind.FULL)
+    kernel, call = (
+        kernel_for("cpu", q.dtype, WIDTH),
+        KernelCall(((0, ROWS),), ((0, ROWS),), Kind.FULL),
+    )
     kernel.forward(q, k, v, call, 0.1)
     prober.everyone(0.0)
     start = time.perf_counter()

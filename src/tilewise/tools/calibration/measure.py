@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.simulation.machine import Kernel, Link, Machine, read_machine
+from tilewise.simulation.machine import KernelSpeed, Link, Machine, read_machine
 from tilewise.tools.calibration.executor import Overheads, overheads
 from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables, sizes_for
 from tilewise.tools.calibration.links import SMALL, Cores, Prober, Usage, available, shared_cores
-from tilewise.tools.calibration.trial import Clock, fitted, run_trial, trials
+from tilewise.tools.calibration.trial import SharedClock, fitted, run_trial, trials
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.agreement import RECORD_BYTES
 from tilewise.transport.resolve import transport_for
@@ -73,7 +73,7 @@ def calibration(
     if n % node_size and node_size < n:
         raise ValueError(f"node_size ({node_size}) must divide the number of ranks ({n})")
     device = torch.device(settings.device)
-    prober, clock = Prober(transport, device), Clock(device)
+    prober, clock = Prober(transport, device), SharedClock(device)
     tables, executor = yield from _own_work(prober, clock, settings)
     yield "cores"
     cores = shared_cores(prober, node_size) if device.type == "cpu" else None
@@ -93,8 +93,8 @@ def calibration(
 
 
 def _own_work(
-    prober: Prober, clock: Clock, settings: Settings
-) -> Generator[str, None, tuple[tuple[Kernel, ...], Overheads]]:
+    prober: Prober, clock: SharedClock, settings: Settings
+) -> Generator[str, None, tuple[tuple[KernelSpeed, ...], Overheads]]:
     """Kernels and the executor, on as many ranks as the cores of a host run undisturbed.
 
     All of those measure, so that caches and memory are as busy as they will be.
@@ -115,7 +115,7 @@ def _own_work(
 
 def _machine(
     settings: Settings,
-    tables: tuple[Kernel, ...],
+    tables: tuple[KernelSpeed, ...],
     executor: Overheads,
     links: tuple[Link | None, Link | None],
     cores: Cores | None,

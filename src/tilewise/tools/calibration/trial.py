@@ -21,7 +21,7 @@ from tilewise.tools.calibration.links import Prober
 from tilewise.workload import Workload
 
 
-class Clock:
+class SharedClock:
     """Measures work on one device.
 
     Args:
@@ -58,7 +58,7 @@ LEAST, MOST = 0.25, 16.0
 HALVINGS = 12
 
 
-class Trial(NamedTuple):
+class TimedTrial(NamedTuple):
     """A call whose time tells one factor."""
 
     plan: Plan
@@ -66,17 +66,17 @@ class Trial(NamedTuple):
     slowed: Callable[[Machine, float], Machine]
 
 
-def trials(world_size: int, dtype: str) -> tuple[Trial, ...]:
+def trials(world_size: int, dtype: str) -> tuple[TimedTrial, ...]:
     def work(rows: int, heads: int, head_dim: int) -> Workload:
         return Workload(rows * world_size, heads, heads, head_dim, dtype, layout="contiguous")
 
     return (
-        Trial(ring(world_size), work(16, 4, 32), _overheads_slowed),
-        Trial(ring(world_size), work(512, 4, 64), _kernels_slowed),
+        TimedTrial(ring(world_size), work(16, 4, 32), _overheads_slowed),
+        TimedTrial(ring(world_size), work(512, 4, 64), _kernels_slowed),
     )
 
 
-def run_trial(prober: Prober, trial: Trial) -> float:
+def run_trial(prober: Prober, trial: TimedTrial) -> float:
     """Median seconds of forward and backward, of the slowest rank; every rank calls it."""
     plan, work, _ = trial
     layout = work.layout_for(plan.world_size)
@@ -98,7 +98,7 @@ def run_trial(prober: Prober, trial: Trial) -> float:
     return statistics.median(seconds)
 
 
-def fitted(machine: Machine, measured: list[tuple[Trial, float]]) -> Machine:
+def fitted(machine: Machine, measured: list[tuple[TimedTrial, float]]) -> Machine:
     """The machine, slowed or sped up so that it predicts the trials."""
     for _ in range(ROUNDS):
         for trial, seconds in measured:
@@ -106,7 +106,7 @@ def fitted(machine: Machine, measured: list[tuple[Trial, float]]) -> Machine:
     return machine
 
 
-def _factor(machine: Machine, trial: Trial, seconds: float) -> float:
+def _factor(machine: Machine, trial: TimedTrial, seconds: float) -> float:
     low, high = math.log(LEAST), math.log(MOST)
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.bench.case import Case
-from tilewise.tools.bench.engine import Plan, Settings, Started, run_cases
+from tilewise.tools.bench.case import BenchCase
+from tilewise.tools.bench.engine import EngineSettings, Plan, Started, run_cases
 from tilewise.tools.bench.entrants import contenders_of, entered
-from tilewise.tools.bench.grid import Run, preset, read_cases
+from tilewise.tools.bench.grid import BenchRun, preset, read_cases
 from tilewise.tools.bench.results import Results
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
@@ -27,7 +27,7 @@ INTERRUPTED, NO_LAB = 130, 1
 Row = dict[str, Any]
 
 
-def follow(plan: Plan, results: Results, settings: Settings) -> list[str]:
+def follow(plan: Plan, results: Results, settings: EngineSettings) -> list[str]:
     """Run a plan under a progress bar; the keys of its rows."""
     console = Console(stderr=True)
     if results.num_lost:
@@ -57,7 +57,7 @@ def follow(plan: Plan, results: Results, settings: Settings) -> list[str]:
     return keys
 
 
-def _title(case: Case) -> str:
+def _title(case: BenchCase) -> str:
     ranks = f", {case.world_size} ranks" if case.world_size > 1 else ""
     return f"{case.mask}, {case.num_tokens} tokens{ranks}, {case.which}"
 
@@ -201,7 +201,7 @@ def _bench(kind: str, options: BenchOptions) -> None:
         run = _run(kind, options)
         others = [one for module in options.also or () for one in contenders_of(module)]
         plan = entered(run, others)
-        settings = Settings(run.timing, _machine(options.machine), options.retry)
+        settings = EngineSettings(run.timing, _machine(options.machine), options.retry)
         with Results(options.output) as results:
             keys = follow(plan, results, settings)
             rows = [results.rows[key] for key in keys]
@@ -211,7 +211,7 @@ def _bench(kind: str, options: BenchOptions) -> None:
         summary(rows, options.output)
 
 
-def _run(kind: str, options: BenchOptions) -> Run:
+def _run(kind: str, options: BenchOptions) -> BenchRun:
     """The preset or file, with the options' lists and times in place of its own."""
     if options.quick and options.cases is not None:
         raise ValueError("--quick and --cases both say what to run; give one")

@@ -14,7 +14,7 @@ from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
 from tilewise.tools.cli.show import draw
-from tilewise.tools.demo import TOLERANCE, Demo, Row, cases, run_demo
+from tilewise.tools.demo import TOLERANCE, Demo, DemoRow, cases, run_demo
 from tilewise.tools.processes import RankError
 
 FAILED = 1
@@ -49,10 +49,10 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _collect(settings: Demo) -> list[Row]:
+def _collect(settings: Demo) -> list[DemoRow]:
     wanted = cases(settings)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    rows: list[Row] = []
+    rows: list[DemoRow] = []
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("starting the ranks", total=len(wanted))
         for row in run_demo(settings):
@@ -62,7 +62,7 @@ def _collect(settings: Demo) -> list[Row]:
     return rows
 
 
-def _report(settings: Demo, num_documents: int, rows: list[Row]) -> None:
+def _report(settings: Demo, num_documents: int, rows: list[DemoRow]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
@@ -93,7 +93,7 @@ def _tiled(n: int) -> str:
     return f"mesh({n}, q_tile={max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)})"
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[DemoRow]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("strategy", min_width=17, overflow="fold")
     table.add_column("mask", no_wrap=True)

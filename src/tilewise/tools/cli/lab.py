@@ -18,7 +18,7 @@ from tilewise.simulation.machine import Machine
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, measured, on_rank
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
-from tilewise.tools.lab.comparison import Contest, Lap, Limited, Row, compete, rows_of
+from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.leftovers import clean
 from tilewise.tools.lab.site import LabError
@@ -186,11 +186,11 @@ def _collect(network: Lab | Limited, contest: Contest) -> list[Lap]:
     return laps
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: ContestRow) -> dict[str, Any]:
     return row._asdict() | {"ratio": row.ratio, "median_seconds": median(row.seconds)}
 
 
-def _report(options: LabOptions, rows: list[Row]) -> None:
+def _report(options: LabOptions, rows: list[ContestRow]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)

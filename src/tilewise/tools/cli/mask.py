@@ -24,21 +24,21 @@ from tilewise.tools.cli.options import NumTokens, command_of, read_count
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
-    Case,
-    Load,
+    MaskCase,
+    RankLoad,
     drawn,
     imbalance,
     load,
     planned,
 )
-from tilewise.tools.mask_report.view import View, colours, draw, painted, view
+from tilewise.tools.mask_report.view import MaskView, colours, draw, painted, view
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 NUMBERED = 16
 WHITE = 1.0
 
 
-def as_signs(seen: View) -> str:
+def as_signs(seen: MaskView) -> str:
     """Queries downward, keys to the right; two rows of cells a line, as letters are tall.
 
     The sign of the rank that computes a cell, "." where nothing is allowed. Beyond 36 ranks signs
@@ -52,7 +52,7 @@ def as_signs(seen: View) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_blocks(seen: View, n: int) -> Text:
+def as_blocks(seen: MaskView, n: int) -> Text:
     """The same in colours, each letter two cells one above the other."""
     cells = painted(seen, n)
     owned = colours(n)[seen.owners]
@@ -117,8 +117,8 @@ class Drawn(NamedTuple):
     mask: Mask
     layout: Layout
     plan: Plan
-    case: Case
-    load: Load
+    case: MaskCase
+    load: RankLoad
     imbalance: float
 
 
@@ -157,7 +157,7 @@ def _drawn(options: MaskOptions) -> Drawn:
     else:
         found = read_mask(options.name, also=masks.NAMES)
         found.check_tokens(num_tokens)
-    case = Case(n, num_tokens, HEADS, HEADS, HEAD_DIM)
+    case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
         plan, layout = planned(found, case, "tiled")
         moves, uneven = load(plan, found, layout, case)
@@ -199,7 +199,7 @@ def _figures(options: MaskOptions, found: Drawn) -> dict[str, Any]:
     }
 
 
-def _print(title: tuple[str, ...], seen: View, n: int) -> None:
+def _print(title: tuple[str, ...], seen: MaskView, n: int) -> None:
     console = Console()
     for i, line in enumerate(title):
         console.print(line, style="bold" if i == 0 else "", highlight=False, markup=False)

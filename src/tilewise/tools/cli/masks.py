@@ -13,7 +13,7 @@ from tilewise import masks as patterns
 from tilewise.plan.payload import head_groups
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
-from tilewise.tools.mask_report.figures import LAYOUTS, PLANS, Case
+from tilewise.tools.mask_report.figures import LAYOUTS, PLANS, MaskCase
 from tilewise.tools.mask_report.table import (
     CORPORA,
     DocumentRow,
@@ -68,7 +68,7 @@ def masks(options: MasksOptions) -> None:
         _patterns(options, cases[0])
 
 
-def _cases(options: MasksOptions) -> list[Case]:
+def _cases(options: MasksOptions) -> list[MaskCase]:
     ranks = (options.world_size,) if options.world_size is not None else None
     heads = (options.heads,) if options.heads is not None else None
     tokens = options.tokens_per_rank
@@ -85,7 +85,7 @@ def _cases(options: MasksOptions) -> list[Case]:
     ):
         if not 1 <= value <= most:
             raise ValueError(f"{what} ({value}) must be from 1 to {most}")
-    return [Case(n, n * tokens, *_heads(h), options.head_dim) for n in ranks for h in heads]
+    return [MaskCase(n, n * tokens, *_heads(h), options.head_dim) for n in ranks for h in heads]
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def _heads(text: str) -> tuple[int, int]:
     return heads
 
 
-def _patterns(options: MasksOptions, case: Case) -> None:
+def _patterns(options: MasksOptions, case: MaskCase) -> None:
     wanted = [(name, seed) for name in patterns.NAMES for seed in seeds_of(name, options.seeds)]
     rows = [
         pattern_row(name, case, seed)
@@ -126,7 +126,7 @@ def _patterns(options: MasksOptions, case: Case) -> None:
     console.print(_bytes(lines))
 
 
-def _documents(options: MasksOptions, cases: list[Case]) -> None:
+def _documents(options: MasksOptions, cases: list[MaskCase]) -> None:
     wanted = [
         (corpus, case, seed)
         for case in cases

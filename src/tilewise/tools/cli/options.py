@@ -110,7 +110,7 @@ Save = Annotated[
 ]
 
 
-class Asked(NamedTuple):
+class ParsedOptions(NamedTuple):
     """What the options of both commands say about the workload."""
 
     num_tokens: str
@@ -148,9 +148,9 @@ class Asked(NamedTuple):
         )
 
 
-def asked(options: Any) -> Asked:
+def parse_options(options: Any) -> ParsedOptions:
     """The workload's part of a command's options."""
-    return Asked(*(cast(Any, getattr(options, name)) for name in Asked._fields))
+    return ParsedOptions(*(cast(Any, getattr(options, name)) for name in ParsedOptions._fields))
 
 
 def read_plans(text: str, world_size: int | None) -> tuple[Plan, Plan | None]:

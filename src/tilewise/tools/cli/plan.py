@@ -21,8 +21,8 @@ from tilewise.tools.cli.options import (
     NumTokens,
     Save,
     WireDtype,
-    asked,
     command_of,
+    parse_options,
     read_bytes,
     read_machine_option,
 )
@@ -59,7 +59,7 @@ def _plan(options: PlanOptions) -> None:
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
-        work = asked(options).workload(options.world_size)
+        work = parse_options(options).workload(options.world_size)
         found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
     best, shown = found[0], found[: options.top]
     if options.output is not None:

@@ -20,8 +20,8 @@ from tilewise.tools.cli.options import (
     PlanText,
     Save,
     WireDtype,
-    asked,
     command_of,
+    parse_options,
     read_machine_option,
     read_plans,
 )
@@ -60,7 +60,7 @@ def _simulate(options: SimulateOptions) -> None:
         plan, other = read_plans(options.plan, options.world_size)
         if options.backward_plan:
             other, _ = read_plans(options.backward_plan, plan.world_size)
-        work = asked(options).workload(plan.world_size)
+        work = parse_options(options).workload(plan.world_size)
         found = simulate(plan, work, machine, backward_plan=other)
         if options.trace is not None:
             try:

@@ -2,6 +2,6 @@
 
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.leftovers import clean
-from tilewise.tools.lab.site import LabError, Site, Traffic
+from tilewise.tools.lab.site import LabError, NicTraffic, Site
 
-__all__ = ["Lab", "LabError", "Site", "Traffic", "clean"]
+__all__ = ["Lab", "LabError", "NicTraffic", "Site", "clean"]

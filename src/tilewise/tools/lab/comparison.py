@@ -77,7 +77,7 @@ class Lap(NamedTuple):
     sent: tuple[int, ...]
 
 
-class Row(NamedTuple):
+class ContestRow(NamedTuple):
     """What all laps of one strategy come to.
 
     Attributes:
@@ -187,10 +187,10 @@ def run_laps(
         yield start, stop, tuple(b - a for a, b in zip(before, after, strict=True))
 
 
-def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[Row]:
+def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[ContestRow]:
     """One row per strategy, of the laps of a whole contest on this network."""
     times, passes = _times(contest, laps), (False, True)[: 1 + contest.backward]
-    rows: list[Row] = []
+    rows: list[ContestRow] = []
     busiest: list[int] = []
     for number, text in enumerate(contest.strategies):
         plan = read_plan(text)
@@ -204,7 +204,7 @@ def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[R
         busiest.append(max(by_host))
         counted = [sum(lap.sent) for lap in laps if lap.strategy == number and lap.sent]
         at_line_rate = 8 * busiest[-1] / (network.mbit * 1e6 * LINE_SHARE)
-        row = Row(
+        row = ContestRow(
             text,
             RATE_LIMITED if isinstance(network, Limited) else NAMESPACES,
             times[number],

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from tilewise.tools.lab.leftovers import claim, clean, release
-from tilewise.tools.lab.site import MOST_HOSTS, Site, Traffic, build
+from tilewise.tools.lab.site import MOST_HOSTS, NicTraffic, Site, build
 from tilewise.tools.processes import gather_yields, run_ranks
 
 
@@ -84,6 +84,6 @@ class Lab:
             site.world_size, fn, args, timeout_seconds=timeout_seconds, settle=site.enter
         )
 
-    def counters(self) -> tuple[Traffic, ...]:
+    def counters(self) -> tuple[NicTraffic, ...]:
         """What each host's NIC has moved, counted at the switch; ranks call lab.site.counters."""
         return self.site.counters()

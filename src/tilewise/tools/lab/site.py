@@ -37,7 +37,7 @@ class LabError(RuntimeError):
     """A lab cannot be made here; the message says what is missing."""
 
 
-class Traffic(NamedTuple):
+class NicTraffic(NamedTuple):
     """What one host's NIC moved since the lab was made, as its port of the switch counted it.
 
     Bytes are those of Ethernet frames: payload, headers and acknowledgements. Packets that TCP
@@ -88,13 +88,13 @@ class Site(NamedTuple):
         host = rank // self.ranks_per_host
         become_host(self.host(host), _address(host))
 
-    def counters(self) -> tuple[Traffic, ...]:
+    def counters(self) -> tuple[NicTraffic, ...]:
         """Of every host, read at the switch; from any process of this machine."""
         ports = inside(self.switch, read_counters)
         counted = [ports[_port(host)] for host in range(self.hosts)]
         # What a port receives its host has sent.
         return tuple(
-            Traffic(c.received_bytes, c.sent_bytes, c.received_packets, c.sent_packets)
+            NicTraffic(c.received_bytes, c.sent_bytes, c.received_packets, c.sent_packets)
             for c in counted
         )
 

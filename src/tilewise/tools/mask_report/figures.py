@@ -24,7 +24,7 @@ from tilewise.strategies.mesh import mesh
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import tiled, tiled_layout
-from tilewise.tiles.calls import Call, row_index
+from tilewise.tiles.calls import KernelCall, row_index
 from tilewise.tiles.cover import tile_calls
 from tilewise.workload import Workload
 
@@ -150,7 +150,7 @@ MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
 PLANS = ("ring", "mesh", "needed", "tiled")
 
 
-class Case(NamedTuple):
+class MaskCase(NamedTuple):
     """Ranks, their tokens, and the heads of a layer in bf16."""
 
     world_size: int
@@ -174,7 +174,7 @@ class Case(NamedTuple):
         return Workload(self.num_tokens, *heads, mask=mask, layout=layout)
 
 
-class Load(NamedTuple):
+class RankLoad(NamedTuple):
     """Bytes in forward, as shares of the ring's: sent on average, most sent or received."""
 
     mean: float
@@ -210,7 +210,7 @@ def imbalance(mask: Mask, layout: Layout) -> float:
     return max(mine) * len(mine) / sum(mine) if any(mine) else 1.0
 
 
-def planned(mask: Mask, case: Case, name: str) -> tuple[Plan, Layout]:
+def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
     """A plan of PLANS with the layout that it is at home on; of the meshes the one that sends
     least."""
     n, num_tokens = case.world_size, case.num_tokens
@@ -232,12 +232,12 @@ def planned(mask: Mask, case: Case, name: str) -> tuple[Plan, Layout]:
     raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
 
 
-def load(plan: Plan, mask: Mask, layout: Layout, case: Case) -> tuple[Load, float]:
+def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLoad, float]:
     """What a plan moves, and its largest over mean area."""
     found = moved(plan, case.workload(mask, layout))
     ring_bytes = max(1.0, case.ring_bytes)
     busiest = max(*found.sent, *found.received)
-    return Load(float(np.mean(found.sent)) / ring_bytes, busiest / ring_bytes), found.imbalance
+    return RankLoad(float(np.mean(found.sent)) / ring_bytes, busiest / ring_bytes), found.imbalance
 
 
 def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple[float, Waste]:
@@ -248,7 +248,7 @@ def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple
     return waste.num_calls / len(ranks), waste
 
 
-def _tiles(case: Case) -> Iterator[int]:
+def _tiles(case: MaskCase) -> Iterator[int]:
     """Query shards per tile of a few meshes, those that are near the best for a full mask first."""
     n, best = case.world_size, math.sqrt(case.world_size * case.num_kv_heads / case.num_heads)
     inner = [a for a in range(2, n) if n % a == 0] or [1]
@@ -275,7 +275,7 @@ class Waste(NamedTuple):
         )
 
 
-def waste(calls: tuple[Call, ...], area: int) -> Waste:
+def waste(calls: tuple[KernelCall, ...], area: int) -> Waste:
     """Computed beside allowed cells; a causal call computes its triangle, SLICES its rectangle.
 
     Args:

@@ -17,8 +17,8 @@ from tilewise.masks.base import Mask
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     PLANS,
-    Case,
-    Load,
+    MaskCase,
+    RankLoad,
     drawn,
     imbalance,
     kernel_calls,
@@ -44,13 +44,13 @@ class PatternRow(NamedTuple):
     mask: str
     area: float
     imbalance: dict[str, float]
-    bytes: dict[str, Load]
+    bytes: dict[str, RankLoad]
     areas: dict[str, float]
     calls: dict[str, float]
     waste: dict[str, float]
 
 
-def pattern_row(name: str, case: Case, seed: int) -> PatternRow:
+def pattern_row(name: str, case: MaskCase, seed: int) -> PatternRow:
     """All figures of a pattern."""
     mask, n, num_tokens = drawn(name, case.num_tokens, seed), case.world_size, case.num_tokens
     area = mask.area((0, num_tokens), (0, num_tokens)) / num_tokens**2
@@ -78,7 +78,7 @@ def joined(rows: Sequence[PatternRow]) -> PatternRow:
         return {key: float(how([column[key] for column in columns])) for key in columns[0]}
 
     moved = {
-        who: Load(*np.mean([row.bytes[who] for row in rows], axis=0).tolist())
+        who: RankLoad(*np.mean([row.bytes[who] for row in rows], axis=0).tolist())
         for who in first.bytes
     }
     return PatternRow(
@@ -107,13 +107,13 @@ class DocumentRow(NamedTuple):
     world_size: int
     heads: str
     seed: int
-    bytes: dict[str, Load]
+    bytes: dict[str, RankLoad]
     imbalance: float
     waste: float
     seconds: float
 
 
-def document_row(corpus: tuple[str, int, float], case: Case, seed: int) -> DocumentRow:
+def document_row(corpus: tuple[str, int, float], case: MaskCase, seed: int) -> DocumentRow:
     """All figures of one draw of causal documents.
 
     Args:
@@ -133,7 +133,7 @@ def document_row(corpus: tuple[str, int, float], case: Case, seed: int) -> Docum
     return DocumentRow(name, mix, case.world_size, heads, seed, moved, uneven, waste, seconds)
 
 
-def _moved(mask: Mask, case: Case, who: str) -> Load:
+def _moved(mask: Mask, case: MaskCase, who: str) -> RankLoad:
     plan, layout = planned(mask, case, who)
     return load(plan, mask, layout, case)[0]
 

@@ -23,7 +23,7 @@ MOST_CELLS = 512
 SAMPLES = (0.5, 0.2, 0.8)  # places within a cell where a plan is asked who computes it
 
 
-class View(NamedTuple):
+class MaskView(NamedTuple):
     """Cells between edges, queries by keys.
 
     Attributes:
@@ -40,7 +40,7 @@ class View(NamedTuple):
     owners: Array
 
 
-def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> View:
+def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> MaskView:
     """A mask seen through at most this many cells a side.
 
     Args:
@@ -57,7 +57,7 @@ def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> Vi
         ranks = np.broadcast_to(owners[:, None], shares.shape)
     else:
         ranks = _computed(plan, layout, edges, owners)
-    return View(edges, shares, np.where(shares > 0, ranks, -1), owners)
+    return MaskView(edges, shares, np.where(shares > 0, ranks, -1), owners)
 
 
 def owner_of_tokens(layout: Layout) -> Array:
@@ -125,14 +125,14 @@ def colours(n: int) -> np.ndarray:
     )
 
 
-def painted(seen: View, n: int) -> np.ndarray:
+def painted(seen: MaskView, n: int) -> np.ndarray:
     """float [cells, cells, 3]: the colour of who computes a cell, paler where less is allowed."""
     level = (np.ceil(seen.shares * LEVELS) - 1) / (LEVELS - 1)
     strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
     return 1 - strength * (1 - colours(n)[seen.ranks])
 
 
-def draw(seen: View, n: int, title: tuple[str, ...], path: Path) -> None:
+def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     """Write a PNG.
 
     Args:

@@ -23,7 +23,7 @@ PASSES = MappingProxyType(
 )
 
 
-class Case(NamedTuple):
+class ReportCase(NamedTuple):
     """Rows of the same problem, by contender."""
 
     fields: tuple[tuple[str, Any], ...]
@@ -54,14 +54,14 @@ def _cost(row: Row) -> float:
     return cost(row) or math.inf
 
 
-def cases(rows: Iterable[Row]) -> list[Case]:
+def cases(rows: Iterable[Row]) -> list[ReportCase]:
     """All cases in the order of their first rows; seconds and speeds are kept apart."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         library = row.get("library") if row.get("library") == "LongCA-bench" else None
         key = (*((name, row.get(name)) for name in IDENTITY), ("source", library))
         found.setdefault(key, []).append(row)
-    return [Case(key, tuple(mine)) for key, mine in found.items()]
+    return [ReportCase(key, tuple(mine)) for key, mine in found.items()]
 
 
 def contenders(rows: Iterable[Row]) -> list[str]:
@@ -69,7 +69,7 @@ def contenders(rows: Iterable[Row]) -> list[str]:
     return [name for name, _ in Counter(str(row.get("contender")) for row in rows).most_common()]
 
 
-def slowdowns(every: Iterable[Case]) -> dict[str, list[float]]:
+def slowdowns(every: Iterable[ReportCase]) -> dict[str, list[float]]:
     """Per contender: its time over the fastest's in each case where it has one."""
     found: dict[str, list[float]] = {}
     for case in every:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise.tools.report.bench_cases import (
-    Case,
     Facet,
+    ReportCase,
     Row,
     cases,
     cost,
@@ -23,7 +23,7 @@ from tilewise.tools.report.chart import (
     Axis,
     Chart,
     Figure,
-    Grid,
+    HeatMap,
     Series,
     Table,
     count,
@@ -88,7 +88,7 @@ def _text(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def winners(kind: str, every: list[Case], colours: dict[str, int]) -> Figure:
+def winners(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figure:
     """How many cases of each mask each contender wins."""
     masks = list(dict.fromkeys(str(dict(case.fields)["mask"]) for case in every))
     won: dict[tuple[str, str], list[Row]] = {}
@@ -116,14 +116,14 @@ def winners(kind: str, every: list[Case], colours: dict[str, int]) -> Figure:
     return Figure(f"winners-{kind}", f"Winners per mask: {kind}", caption, chart, rows)
 
 
-def heat_map(kind: str, every: list[Case], colours: dict[str, int]) -> Figure:
+def heat_map(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figure:
     """Masks by contenders: how much slower than the fastest, or why there is no figure."""
     masks = list(dict.fromkeys(str(dict(case.fields)["mask"]) for case in every))
     names = [n for n in colours if any(r.get("contender") == n for c in every for r in c.rows)]
     found = [[_cell(mask, name, every) for name in names] for mask in masks]
     used = sorted({cell[0] for line in found for cell in line if cell[0] >= 0})
     cells = [[used.index(level) if level >= 0 else -1 for level, _, _ in line] for line in found]
-    grid = Grid(
+    grid = HeatMap(
         Axis(""),
         Axis(""),
         tuple(names),
@@ -142,7 +142,7 @@ def heat_map(kind: str, every: list[Case], colours: dict[str, int]) -> Figure:
     return Figure(f"heat-{kind}", title, caption, grid, rows)
 
 
-def _cell(mask: str, name: str, every: list[Case]) -> tuple[int, str, str]:
+def _cell(mask: str, name: str, every: list[ReportCase]) -> tuple[int, str, str]:
     """Level, text and note of a mask and a contender."""
     mine = [case for case in every if dict(case.fields)["mask"] == mask]
     rows = [row for case in mine for row in case.rows if row.get("contender") == name]
@@ -210,7 +210,7 @@ def bytes_against_time(rows: list[Row], colours: dict[str, int]) -> Figure | Non
     return Figure("traffic", "Bytes against time", caption, chart, row_table(case.done))
 
 
-def _size(case: Case) -> tuple[int, ...]:
+def _size(case: ReportCase) -> tuple[int, ...]:
     sizes = (int(dict(case.fields).get(name) or 0) for name in ("world_size", "num_tokens"))
     return len(case.done), *sizes
 

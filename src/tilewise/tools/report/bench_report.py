@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.tools.bench.results import read_results
-from tilewise.tools.report.bench_cases import Case, Facet, Row, cases, contenders, cost, facets
+from tilewise.tools.report.bench_cases import (
+    Facet,
+    ReportCase,
+    Row,
+    cases,
+    contenders,
+    cost,
+    facets,
+)
 from tilewise.tools.report.bench_charts import (
     along,
     bytes_against_time,
@@ -112,7 +120,7 @@ def page_of(found: Rows) -> Page:
     )
 
 
-def _facets(every: Iterable[Case], field: str) -> list[Facet]:
+def _facets(every: Iterable[ReportCase], field: str) -> list[Facet]:
     return facets((row for case in every for row in case.rows), field, FACETS)
 
 
@@ -123,7 +131,7 @@ def _lost(number: int) -> str:
     return f"{said} not whole and left out: the file was cut off or damaged there."
 
 
-def _facts(rows: Sequence[Row], every: Sequence[Case]) -> tuple[Fact, ...]:
+def _facts(rows: Sequence[Row], every: Sequence[ReportCase]) -> tuple[Fact, ...]:
     done = sum(cost(row) is not None for row in rows)
     wrong = sum(row.get("is_exact") is False for row in rows)
     ended = {
@@ -151,7 +159,7 @@ def _section(name: str, title: str, figures: Iterable[Figure | None]) -> Section
     return Section(name, title, figures=drawn, narrow=name == "scaling") if drawn else None
 
 
-def _winners(by_kind: dict[str, list[Case]], colours: dict[str, int]) -> Section | None:
+def _winners(by_kind: dict[str, list[ReportCase]], colours: dict[str, int]) -> Section | None:
     won = [(kind, mine) for kind, mine in by_kind.items() if any(case.done for case in mine)]
     return _section("winners", "Winners", [winners(kind, mine, colours) for kind, mine in won])
 

@@ -166,7 +166,7 @@ class Chart(NamedTuple):
     bars: bool = False
 
 
-class Grid(NamedTuple):
+class HeatMap(NamedTuple):
     """A table of coloured cells.
 
     Attributes:
@@ -218,7 +218,7 @@ class Bar(NamedTuple):
     note: str
 
 
-class Timeline(NamedTuple):
+class TimelineChart(NamedTuple):
     """Both passes of a few ranks.
 
     Attributes:
@@ -247,7 +247,7 @@ class Timeline(NamedTuple):
         return bar.row + 0.16 + 0.16 * links.index(bar.lane), 0.14
 
 
-Drawing = Chart | Grid | Tiles | Timeline
+Drawing = Chart | HeatMap | Tiles | TimelineChart
 
 
 class Table(NamedTuple):

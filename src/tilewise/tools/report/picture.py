@@ -19,9 +19,9 @@ from tilewise.tools.report.chart import (
     Axis,
     Chart,
     Figure,
-    Grid,
+    HeatMap,
     Tiles,
-    Timeline,
+    TimelineChart,
     colour,
     quantity,
 )
@@ -50,11 +50,11 @@ def draw(figure: Figure, path: str | Path) -> None:
             _bars(axes, figure.drawing)
         case Chart():
             _lines(axes, figure.drawing)
-        case Grid():
+        case HeatMap():
             _grid(axes, figure.drawing)
         case Tiles():
             _tiles(axes, figure.drawing)
-        case Timeline():
+        case TimelineChart():
             _timeline(axes, figure.drawing)
     canvas.suptitle(figure.title, fontsize=11, fontweight="bold", x=0.01, ha="left")
     if axes.get_legend_handles_labels()[0]:
@@ -71,9 +71,9 @@ def _inches(figure: Figure) -> float:
     match figure.drawing:
         case Chart(bars=True):
             return AROUND + BAR * len({x for one in figure.drawing.series for x in one.x})
-        case Grid():
+        case HeatMap():
             return AROUND + 0.8 + CELL * len(figure.drawing.rows)
-        case Timeline():
+        case TimelineChart():
             return AROUND + ROW * len(figure.drawing.ranks)
         case Tiles():
             return INCHES * 0.75
@@ -127,7 +127,7 @@ def _bars(axes: Axes, chart: Chart) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _grid(axes: Axes, grid: Grid) -> None:
+def _grid(axes: Axes, grid: HeatMap) -> None:
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -154,7 +154,7 @@ def _tiles(axes: Axes, tiles: Tiles) -> None:
     axes.set(xlabel="KV shard", ylabel="query shard")
 
 
-def _timeline(axes: Axes, drawn: Timeline) -> None:
+def _timeline(axes: Axes, drawn: TimelineChart) -> None:
     for lane in drawn.lanes:
         mine = [bar for bar in drawn.bars if bar.lane == lane]
         middles, heights = zip(*(drawn.place(bar) for bar in mine), strict=True)

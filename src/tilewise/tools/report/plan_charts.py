@@ -21,7 +21,7 @@ from tilewise.tools.report.chart import (
     short,
     times,
 )
-from tilewise.tools.report.studies import LONGEST_RING, Entry, Studies
+from tilewise.tools.report.studies import LONGEST_RING, Studies, StudyEntry
 
 THIS = "this plan"
 COLOURS = MappingProxyType(
@@ -30,11 +30,11 @@ COLOURS = MappingProxyType(
 NAMES = MappingProxyType({"mesh": "best mesh", "hybrid": "best hybrid", "ulysses": "Ulysses"})
 
 
-def named(entry: Entry) -> str:
+def named(entry: StudyEntry) -> str:
     return NAMES.get(entry.family, entry.family)
 
 
-def seconds(entries: Iterable[Entry]) -> Figure:
+def seconds(entries: Iterable[StudyEntry]) -> Figure:
     """What each strategy's time is made of."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
     names = tuple(named(entry) for entry in entries)
@@ -66,7 +66,7 @@ def seconds(entries: Iterable[Entry]) -> Figure:
     return Figure("seconds", "Time by strategy, fastest first", caption, chart, Table(header, rows))
 
 
-def bytes_by_link(entries: Iterable[Entry]) -> Figure:
+def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
     """What the busiest rank sends, by strategy and class of link."""
     entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
     names = tuple(named(entry) for entry in entries)
@@ -93,7 +93,7 @@ def bytes_by_link(entries: Iterable[Entry]) -> Figure:
     return Figure("bytes", title, caption, chart, Table(header, rows))
 
 
-def lines(found: list[tuple[float, Entry]], x: Axis, more: tuple[Series, ...] = ()) -> Chart:
+def lines(found: list[tuple[float, StudyEntry]], x: Axis, more: tuple[Series, ...] = ()) -> Chart:
     """Seconds of each family against something, with their plans as notes."""
     parts = []
     for name in dict.fromkeys(entry.family for _, entry in found):
@@ -111,7 +111,7 @@ def lines(found: list[tuple[float, Entry]], x: Axis, more: tuple[Series, ...] = 
     return Chart(x, y, tuple(parts))
 
 
-def scaling(studies: Studies, this: Entry) -> Figure:
+def scaling(studies: Studies, this: StudyEntry) -> Figure:
     """Time of the same sequence on 8 to 4096 devices."""
     every, found = studies.sizes(), studies.scaled()
     ticks = tuple((n, count(n)) for n in every)
@@ -147,7 +147,7 @@ def scaling(studies: Studies, this: Entry) -> Figure:
     return Figure("scaling", "Time against devices", caption, chart, _by_place(found, "devices"))
 
 
-def _by_place(found: list[tuple[float, Entry]], what: str) -> Table:
+def _by_place(found: list[tuple[float, StudyEntry]], what: str) -> Table:
     rows = tuple(
         (
             f"{place:g}",
@@ -161,7 +161,7 @@ def _by_place(found: list[tuple[float, Entry]], what: str) -> Table:
     return Table((what, "strategy", "plan", "both passes", "waiting"), rows)
 
 
-def sensitivity(found: list[tuple[float, Entry]]) -> Figure:
+def sensitivity(found: list[tuple[float, StudyEntry]]) -> Figure:
     """Time against the bandwidth of all links, as a multiple of the machine's."""
     places = sorted({place for place, _ in found})
     ticks = tuple((p, f"{CROSS}{p:g}" if p >= 1 else f"{CROSS}1/{1 / p:g}") for p in places)

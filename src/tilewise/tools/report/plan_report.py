@@ -14,7 +14,7 @@ from tilewise.simulation.simulator import simulate
 from tilewise.tools.report import assignment, plan_charts, timeline
 from tilewise.tools.report.chart import Figure, Section, Table, count, quantity, short, times
 from tilewise.tools.report.page import Fact, Page
-from tilewise.tools.report.studies import Entry, Studies
+from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
@@ -46,9 +46,9 @@ class Subject:
     least_bytes: float = 0.0
 
     @cached_property
-    def entry(self) -> Entry:
+    def entry(self) -> StudyEntry:
         plans = self.plan, self.work, self.machine, self.backward_plan
-        return Entry(plan_charts.THIS, self.plan, simulate(*plans))
+        return StudyEntry(plan_charts.THIS, self.plan, simulate(*plans))
 
 
 def subject_of(candidate: Candidate) -> Subject:
@@ -133,7 +133,7 @@ def _lead(subject: Subject) -> str:
     )
 
 
-def _facts(subject: Subject, others: list[Entry]) -> tuple[Fact, ...]:
+def _facts(subject: Subject, others: list[StudyEntry]) -> tuple[Fact, ...]:
     mine = subject.entry.simulation
     ring = next((entry for entry in others if entry.family == "ring"), None)
     sent = mine.bytes_by_link
@@ -171,7 +171,7 @@ def _facts(subject: Subject, others: list[Entry]) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def _choice(subject: Subject, entries: list[Entry]) -> Section:
+def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
     intro = subject.reason or "What else one would try by hand, simulated on the same machine."
     return Section("why", "Why this plan", intro, (plan_charts.seconds(entries),), subject.ranked)
 

@@ -22,10 +22,10 @@ from tilewise.tools.report.chart import (
     Axis,
     Chart,
     Drawing,
-    Grid,
+    HeatMap,
     Series,
     Tiles,
-    Timeline,
+    TimelineChart,
     colour,
     quantity,
 )
@@ -121,7 +121,7 @@ def plot_tiles(tiles: Tiles) -> go.Figure:
     return figure
 
 
-def plot_timeline(drawn: Timeline) -> go.Figure:
+def plot_timeline(drawn: TimelineChart) -> go.Figure:
     """Lying bars in rows, one trace per lane."""
     time = Axis("time", "s")
     rows = Axis("", ticks=tuple(enumerate(drawn.names("<br>"))))
@@ -216,7 +216,7 @@ def _line(series: Series) -> go.Scatter:
     )
 
 
-def plot_grid(grid: Grid) -> go.Figure:
+def plot_grid(grid: HeatMap) -> go.Figure:
     """Coloured cells with words, one trace for each kind of cell."""
     figure = go.Figure(layout=layout(grid.x, grid.y))
     for level, (name, number) in enumerate(grid.levels):
@@ -245,7 +245,7 @@ def plot_grid(grid: Grid) -> go.Figure:
     return figure
 
 
-def _only(level: int, grid: Grid) -> list[list[str]]:
+def _only(level: int, grid: HeatMap) -> list[list[str]]:
     """The texts of one kind of cell."""
     return [
         [text if cell == level else "" for cell, text in zip(cells, texts, strict=True)]
@@ -262,17 +262,17 @@ def as_plotly(drawing: Drawing) -> dict[str, Any]:
     match drawing:
         case Chart():
             return plot_chart(drawing).to_plotly_json()
-        case Grid():
+        case HeatMap():
             return plot_grid(drawing).to_plotly_json()
         case Tiles():
             return plot_tiles(drawing).to_plotly_json()
-        case Timeline():
+        case TimelineChart():
             return plot_timeline(drawing).to_plotly_json()
 
 
 def width(drawing: Drawing) -> int:
     """Pixels below which a figure would be too narrow, so that it scrolls; 0: none."""
-    return NAMES + COLUMN * len(drawing.columns) if isinstance(drawing, Grid) else 0
+    return NAMES + COLUMN * len(drawing.columns) if isinstance(drawing, HeatMap) else 0
 
 
 def height(drawing: Drawing) -> int | None:
@@ -280,9 +280,9 @@ def height(drawing: Drawing) -> int | None:
     match drawing:
         case Tiles():
             return None
-        case Grid():
+        case HeatMap():
             return AROUND + 60 + CELL * len(drawing.rows)
-        case Timeline():
+        case TimelineChart():
             return AROUND + 30 + ROW * len(drawing.ranks)
         case Chart():
             names = {name for series in drawing.series for name in series.x}

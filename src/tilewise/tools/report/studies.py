@@ -32,7 +32,7 @@ SCALED = ("ring", "double ring", "ulysses", "mesh", "hybrid")  # on other number
 TRIED = ("ring", "mesh", "hybrid")  # on other bandwidths
 
 
-class Entry(NamedTuple):
+class StudyEntry(NamedTuple):
     """A plan of a family and what the simulator says of it."""
 
     family: str
@@ -45,10 +45,10 @@ class Studies:
 
     def __init__(self, work: Workload, machine: Machine):
         self.work, self.machine = work, machine
-        self._known: dict[tuple[str, int, float], Entry | None] = {}
+        self._known: dict[tuple[str, int, float], StudyEntry | None] = {}
         self._plans: dict[tuple[str, int], list[Plan]] = {}
 
-    def best(self, name: str, n: int, bandwidth: float = 1.0) -> Entry | None:
+    def best(self, name: str, n: int, bandwidth: float = 1.0) -> StudyEntry | None:
         """The fastest member of a family; None if none exists of this size.
 
         Args:
@@ -60,12 +60,12 @@ class Studies:
             work = _work_on(self.work, n)
             plans = self._plans.get((name, n)) or list(_members(name, work, machine, n))
             self._plans[name, n] = plans
-            entries = [Entry(name, plan, simulate(plan, work, machine)) for plan in plans]
+            entries = [StudyEntry(name, plan, simulate(plan, work, machine)) for plan in plans]
             fastest = min(entries, key=lambda entry: entry.simulation.seconds, default=None)
             self._known[key] = fastest
         return self._known[key]
 
-    def compared(self, n: int) -> list[Entry]:
+    def compared(self, n: int) -> list[StudyEntry]:
         """The best of each family that exists of this size, in the families' order."""
         found = (self.best(name, n) for name in FAMILIES)
         return [entry for entry in found if entry]
@@ -77,14 +77,16 @@ class Studies:
         powers = range(int(math.log2(SMALLEST)), int(math.log2(LARGEST)) + 1)
         return [1 << power for power in powers if 1 << power <= last]
 
-    def scaled(self) -> list[tuple[float, Entry]]:
+    def scaled(self) -> list[tuple[float, StudyEntry]]:
         """Each size with the best of the families that are tried on all."""
         found = [(n, self.best(name, n)) for n in self.sizes() for name in SCALED]
         return [(n, entry) for n, entry in found if entry]
 
-    def rescaled(self, this: Entry, backward_plan: Plan | None) -> list[tuple[float, Entry]]:
+    def rescaled(
+        self, this: StudyEntry, backward_plan: Plan | None
+    ) -> list[tuple[float, StudyEntry]]:
         """Each bandwidth with a plan, and the best of a few families of its size."""
-        found: list[tuple[float, Entry]] = []
+        found: list[tuple[float, StudyEntry]] = []
         for factor in BANDWIDTHS:
             tried = [self.best(name, this.plan.world_size, factor) for name in TRIED]
             found += [(factor, entry) for entry in tried if entry]

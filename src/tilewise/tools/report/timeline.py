@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from tilewise.simulation.engine import Span
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
-from tilewise.tools.report.chart import LINK_NAMES, OWN, Bar, Figure, Table, Timeline, quantity
+from tilewise.tools.report.chart import LINK_NAMES, OWN, Bar, Figure, Table, TimelineChart, quantity
 
 MOST_ROWS = 12
 FINEST = 1500  # bars closer than this part of the pass are drawn as one
 LANES = (*OWN, *LINKS)
 
 
-def timeline(simulation: Simulation, most: int = MOST_ROWS) -> Timeline:
+def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineChart:
     """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
     uses = simulation.forward.ranks
     if len(uses) > most:
@@ -34,7 +34,7 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> Timeline:
         begin += part.seconds
     ranks = tuple((use.rank, use.members) for use in uses)
     lanes = tuple(lane for lane in LANES if any(bar.lane == lane for bar in bars))
-    return Timeline(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
+    return TimelineChart(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
 
 
 def _joined(spans: Iterable[Span], gap: float) -> list[Bar]:
@@ -88,7 +88,7 @@ def figure(simulation: Simulation) -> Figure:
     return Figure("timeline", title, caption, drawn, _table(simulation, drawn), jumps)
 
 
-def _table(simulation: Simulation, drawn: Timeline) -> Table:
+def _table(simulation: Simulation, drawn: TimelineChart) -> Table:
     rows = []
     for rank, like in drawn.ranks:
         both = simulation.use(rank)

@@ -11,10 +11,10 @@ import numpy as np
 from tilewise.plan.builder import REACH
 from tilewise.plan.ir import Side
 from tilewise.strategies.tiling.causal.blocks import Blocks, Rect, cells
-from tilewise.strategies.tiling.causal.local_search import Hop, level
+from tilewise.strategies.tiling.causal.local_search import TimedTransfer, level
 
 
-class Costs(NamedTuple):
+class ChunkBytes(NamedTuple):
     """Bytes of one chunk by what travels; 0: it does not (KV partials in forward)."""
 
     q: float
@@ -26,15 +26,15 @@ class Costs(NamedTuple):
 class Schedule(NamedTuple):
     """What travels when, and by step and rank the tiles: some Q pieces by some KV pieces."""
 
-    pieces: tuple[Piece, ...]
-    hops: tuple[Hop, ...]
+    pieces: tuple[ChunkRun, ...]
+    hops: tuple[TimedTransfer, ...]
     tiles: tuple[tuple[tuple[Cell, ...], ...], ...]
 
 
 def schedule(
     blocks: Blocks,
     owner: Sequence[int],
-    costs: Sequence[Costs],
+    costs: Sequence[ChunkBytes],
     *,
     step_bytes: float,
     max_chunks: int = 2,
@@ -56,8 +56,8 @@ def schedule(
             for cost in costs
         ]
     )
-    run = _Run(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
-    hops: list[Hop] = []
+    run = _Scheduler(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
+    hops: list[TimedTransfer] = []
     tiles: list[tuple[tuple[Cell, ...], ...]] = []
     while run.unfinished():
         room = _Room(len(blocks), step_bytes)
@@ -93,10 +93,10 @@ class _Room:
         self.into[dst] -= cost
 
 
-class _Run:
+class _Scheduler:
     """All ranks while steps are laid out; loads include the bytes that are known beforehand."""
 
-    def __init__(self, pieces: Sequence[Piece], weights: np.ndarray, ranks: list[Reader]):
+    def __init__(self, pieces: Sequence[ChunkRun], weights: np.ndarray, ranks: list[Reader]):
         self.pieces, self.ranks = pieces, ranks
         self.costs: list[list[float]] = weights.tolist()
         self.holders = [[p.owner] for p in pieces]
@@ -113,9 +113,9 @@ class _Run:
     def unfinished(self) -> bool:
         return any(self.unsent) or any(rank.todo.any() for rank in self.ranks)
 
-    def operands(self, room: _Room, step: int) -> list[Hop]:
+    def operands(self, room: _Room, step: int) -> list[TimedTransfer]:
         """In rounds, each rank takes the best it can get, from the holder that sends least."""
-        hops: list[Hop] = []
+        hops: list[TimedTransfer] = []
         asking = [r for r, rank in enumerate(self.ranks) if rank.missing.any()]
         while asking:
             served = [hop for r in asking if (hop := self._serve(r, room, step))]
@@ -123,7 +123,7 @@ class _Run:
             hops += served
         return hops
 
-    def _serve(self, r: int, room: _Room, step: int) -> Hop | None:
+    def _serve(self, r: int, room: _Room, step: int) -> TimedTransfer | None:
         for piece in self.ranks[r].wishes() if room.into[r] > 0 else ():
             cost = self.costs[piece][0]
             able = room.sources(self.holders[piece], r, cost)
@@ -132,12 +132,12 @@ class _Run:
                 self.sent[src] += cost
                 room.take(src, r, cost)
                 self.ranks[r].expect(piece)
-                return Hop(step, piece, False, src, r)
+                return TimedTransfer(step, piece, False, src, r)
         return None
 
-    def partials(self, room: _Room, step: int) -> list[Hop]:
+    def partials(self, room: _Room, step: int) -> list[TimedTransfer]:
         """Each finished partial goes to the owner or a reader yet to send, who receives least."""
-        hops: list[Hop] = []
+        hops: list[TimedTransfer] = []
         for piece, waiting in enumerate(self.unsent):
             ready = [r for r in waiting if piece in self.ranks[r].finished]
             takers: set[int] = set()
@@ -148,7 +148,7 @@ class _Run:
                     if dst in waiting:
                         waiting[dst] += rounded
                     takers.add(dst)
-                    hops.append(Hop(step, piece, True, r, dst))
+                    hops.append(TimedTransfer(step, piece, True, r, dst))
         return hops
 
     def _taker(self, piece: int, r: int, room: _Room) -> int | None:
@@ -164,7 +164,7 @@ class _Run:
         room.take(r, dst, cost)
         return dst
 
-    def arrive(self, hops: Iterable[Hop]) -> None:
+    def arrive(self, hops: Iterable[TimedTransfer]) -> None:
         for hop in hops:
             if not hop.partial:
                 self.holders[hop.piece].append(hop.dst)
@@ -175,7 +175,7 @@ Cell = tuple[tuple[int, ...], tuple[int, ...]]
 """Pieces of Q by pieces of KV, all pairs: one tile."""
 
 
-class Piece(NamedTuple):
+class ChunkRun(NamedTuple):
     """Neighbouring chunks of one side with one owner and the same readers; they travel together."""
 
     side: Side
@@ -185,7 +185,7 @@ class Piece(NamedTuple):
     readers: tuple[int, ...]
 
 
-def pieces_of(blocks: Blocks, owner: Sequence[int], max_chunks: int) -> tuple[Piece, ...]:
+def pieces_of(blocks: Blocks, owner: Sequence[int], max_chunks: int) -> tuple[ChunkRun, ...]:
     """Group the chunks of each side by owner and readers, cut at the rectangles' edges.
 
     The owner itself is no reader.
@@ -208,7 +208,7 @@ def pieces_of(blocks: Blocks, owner: Sequence[int], max_chunks: int) -> tuple[Pi
         for _, run in groupby(chunks, key=keys.__getitem__):
             first, *rest = run
             readers = tuple(np.flatnonzero(reads[first]).tolist())
-            found.append(Piece(side, first, first + len(rest) + 1, owner[first], readers))
+            found.append(ChunkRun(side, first, first + len(rest) + 1, owner[first], readers))
     return tuple(found)
 
 
@@ -270,7 +270,7 @@ class Reader:
         )
 
 
-def readers_of(blocks: Blocks, pieces: Sequence[Piece], costs: np.ndarray) -> list[Reader]:
+def readers_of(blocks: Blocks, pieces: Sequence[ChunkRun], costs: np.ndarray) -> list[Reader]:
     """The ranks' tables; costs are bytes of each piece's operand."""
     at = np.zeros((2, max(p.stop for p in pieces)), np.int64)
     for i, p in enumerate(pieces):

@@ -18,7 +18,7 @@ from tilewise.plan.builder import REACH
 LEVEL = 1.02  # of the mean: ranks no busier than that are left alone
 
 
-class Hop(NamedTuple):
+class TimedTransfer(NamedTuple):
     """One transfer of a piece's operand, or of its partial."""
 
     step: int
@@ -29,8 +29,12 @@ class Hop(NamedTuple):
 
 
 def level(
-    hops: Sequence[Hop], owners: Sequence[int], weights: np.ndarray, world_size: int, room: float
-) -> list[Hop]:
+    hops: Sequence[TimedTransfer],
+    owners: Sequence[int],
+    weights: np.ndarray,
+    world_size: int,
+    room: float,
+) -> list[TimedTransfer]:
     """Lower the most bytes sent by choice of sources, then the most received by choice of takers.
 
     Args:
@@ -50,7 +54,7 @@ def level(
 class _Load:
     """Bytes that ranks send, or receive: by step, and by pass as a multiple of that pass's mean."""
 
-    def __init__(self, hops: list[Hop], into: bool, weights: np.ndarray, world_size: int):
+    def __init__(self, hops: list[TimedTransfer], into: bool, weights: np.ndarray, world_size: int):
         step, piece, late, src, dst = np.array(hops, np.int64).T
         end, cost = (dst if into else src), weights[:, piece, late]
         by_step = np.zeros((step.max() + 1, world_size))
@@ -67,7 +71,7 @@ class _Load:
         """How busy the rank would be with a hop of this piece more."""
         return max(map(sum, zip(self.shares[rank], self.costs[piece], strict=True)))
 
-    def move(self, hop: Hop, cost: float, src: int, dst: int) -> None:
+    def move(self, hop: TimedTransfer, cost: float, src: int, dst: int) -> None:
         for rank, sign in ((src, -1), (dst, 1)):
             self.by_step[hop.step][rank] += sign * cost
             mine, change = self.shares[rank], self.costs[hop.piece]
@@ -78,7 +82,7 @@ class _Load:
 class _Trees:
     """The ways of the partials home, and how often each value was rounded on its way."""
 
-    def __init__(self, hops: list[Hop], num_pieces: int):
+    def __init__(self, hops: list[TimedTransfer], num_pieces: int):
         self.next: list[dict[int, int]] = [{} for _ in range(num_pieces)]
         self.rounded: list[dict[int, int]] = [{} for _ in range(num_pieces)]
         for hop in hops:
@@ -93,13 +97,13 @@ class _Trees:
             yield rank
             rank = self.next[piece][rank]
 
-    def fits(self, hop: Hop, dst: int) -> bool:
+    def fits(self, hop: TimedTransfer, dst: int) -> bool:
         """Whether no value on the way from dst home would gather too many roundings."""
         rounded, before = self.rounded[hop.piece], set(self._way(hop.piece, hop.dst))
         limit = REACH - rounded[hop.src]
         return all(r in before or rounded[r] <= limit for r in self._way(hop.piece, dst))
 
-    def move(self, hop: Hop, dst: int) -> None:
+    def move(self, hop: TimedTransfer, dst: int) -> None:
         rounded = self.rounded[hop.piece]
         for start, sign in ((hop.dst, -1), (dst, 1)):
             for rank in self._way(hop.piece, start):
@@ -111,7 +115,12 @@ class _Search:
     """Local search over one end of the hops of one role."""
 
     def __init__(
-        self, hops: list[Hop], partial: bool, owners: Sequence[int], load: _Load, room: float
+        self,
+        hops: list[TimedTransfer],
+        partial: bool,
+        owners: Sequence[int],
+        load: _Load,
+        room: float,
     ):
         self.hops, self.load, self.room, self.partial = hops, load, room, partial
         self.trees = _Trees(hops, len(owners)) if partial else None

@@ -10,8 +10,13 @@ from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import Script, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side
 from tilewise.strategies.tiling.causal.blocks import causal_blocks, score
-from tilewise.strategies.tiling.causal.list_scheduling import Costs, Piece, Schedule, schedule
-from tilewise.strategies.tiling.causal.local_search import Hop
+from tilewise.strategies.tiling.causal.list_scheduling import (
+    ChunkBytes,
+    ChunkRun,
+    Schedule,
+    schedule,
+)
+from tilewise.strategies.tiling.causal.local_search import TimedTransfer
 
 
 def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple[RankStep, ...]]:
@@ -22,9 +27,9 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
     """
 
     @cache
-    def by_rank() -> tuple[Schedule, list[list[Hop]]]:
+    def by_rank() -> tuple[Schedule, list[list[TimedTransfer]]]:
         made = schedule()
-        touching: list[list[Hop]] = [[] for _ in range(n)]
+        touching: list[list[TimedTransfer]] = [[] for _ in range(n)]
         for hop in made.hops:
             touching[hop.src].append(hop)
             touching[hop.dst].append(hop)
@@ -50,7 +55,7 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
     return script
 
 
-def _chunks(pieces: Iterable[Piece]) -> list[int]:
+def _chunks(pieces: Iterable[ChunkRun]) -> list[int]:
     return [chunk for piece in pieces for chunk in range(piece.start, piece.stop)]
 
 
@@ -107,10 +112,10 @@ def _num_chunks(layout: Layout) -> int:
     return min(CHUNKS, layout.num_tokens // layout.world_size)
 
 
-def _passes(kv_bytes: float) -> tuple[Costs, Costs]:
+def _passes(kv_bytes: float) -> tuple[ChunkBytes, ChunkBytes]:
     """Bytes of what travels of a shard, forward and backward, in those of a query shard."""
-    forward = Costs(1.0, 1.0 + LSE, kv_bytes, 0.0)
-    backward = Costs(2.0 + 2 * LSE, 1.0, kv_bytes, kv_bytes)
+    forward = ChunkBytes(1.0, 1.0 + LSE, kv_bytes, 0.0)
+    backward = ChunkBytes(2.0 + 2 * LSE, 1.0, kv_bytes, kv_bytes)
     return forward, backward
 
 
@@ -125,7 +130,7 @@ def _schedule(n: int, c: int, homes: tuple[int, ...], kv_bytes: float) -> Schedu
     return schedule(
         causal_blocks(n, c, *_costs(kv_bytes)),
         homes,
-        [Costs(*(x / c for x in costs)) for costs in passes],
+        [ChunkBytes(*(x / c for x in costs)) for costs in passes],
         step_bytes=2 * sum(costs.q for costs in passes),
         max_chunks=max(1, c // 2),
     )
