@@ -10,7 +10,7 @@ from conformance.table import plans
 
 import tilewise as tw
 from tilewise.compiler.lowering import tile_operands
-from tilewise.compiler.program import Collective, Compute, Free, Instruction, Launch, Program, Wait
+from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
 
@@ -30,15 +30,15 @@ def used(instruction: Instruction) -> set[Item]:
     match instruction:
         case Compute(tile):
             return set(tile_operands(tile))
-        case Launch(sends=sends) | Collective(sends=sends):
+        case Launch(sends=sends):
             items = {hop.item for hop in sends}
             results = {item for item in items if item.role is Role.RESULT}
             return items | {item._replace(role=Role.PARTIAL) for item in results}
     return set()
 
 
-def launches(program: Program) -> list[Launch | Collective]:
-    return [i for i in program.instructions if isinstance(i, Launch | Collective)]
+def launches(program: Program) -> list[Launch]:
+    return [i for i in program.instructions if isinstance(i, Launch)]
 
 
 def arrived(program: Program, wait: Wait) -> list[Item]:
@@ -58,7 +58,7 @@ def test_every_receive_is_waited_for_once_and_before_its_use(n: int, ahead: int)
                     for item in arrived(program, instruction):
                         under_way[item] -= 1
                 assert not any(under_way[item] for item in used(instruction)), (plan, rank)
-                if isinstance(instruction, Launch | Collective):
+                if isinstance(instruction, Launch):
                     under_way.update(hop.item for hop in instruction.recvs)
             assert not any(under_way.values())
 
@@ -78,7 +78,7 @@ def test_waits_stand_at_the_first_use(n: int):
                 if nearest is None:
                     continue
                 # Several launches may begin one step: all that its sends need comes before.
-                step = [i for i in rest if isinstance(i, Launch | Collective)]
+                step = [i for i in rest if isinstance(i, Launch)]
                 same = [i for i in step if step[0].step == i.step] if nearest in step else []
                 needed = set().union(*map(used, [nearest, *same]))
                 assert needed.intersection(arrived(program, wait)), (plan, rank, wait, nearest)
@@ -130,49 +130,6 @@ def test_receives_meet_their_sends_in_launch_order(n: int, ahead: int, node_size
         assert sent == received, plan
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 6, 8])
-def test_every_rank_finds_the_same_collectives(n: int):
-    for plan in some_plans(n):
-        per_rank = {
-            tuple(
-                (c.step, c.kind, c.lane, {(h.item.side, h.item.role) for h in c.sends})
-                for c in tw.lower(plan, rank).instructions
-                if isinstance(c, Collective)
-            ).__repr__()
-            for rank in range(n)
-        }
-        assert len(per_rank) == 1, (plan, per_rank)
-
-
-def kinds(plan: Plan) -> list[str]:
-    return [c.kind for c in tw.lower(plan, 0).instructions if isinstance(c, Collective)]
-
-
-def test_complete_transfer_sets_are_collectives():
-    assert kinds(tw.all_gather(4)) == ["all_gather", "reduce_scatter"]
-    assert kinds(tw.ulysses(4)) == ["all_to_all"] * 4
-    assert kinds(tw.mesh(4, q_tile=4, schedule="gather")) == ["all_gather", "reduce_scatter"]
-    assert kinds(tw.ring(4)) == kinds(tw.tree(4)) == kinds(tw.attention2d(2, 2)) == []
-    assert kinds(tw.all_gather(2)) == [], "two ranks exchange point to point"
-
-
-def test_a_pruned_set_that_is_incomplete_on_one_rank_is_none_on_all():
-    mask, layout = tw.Causal(), tw.contiguous(16, 4)
-    pruned = tw.prune(tw.all_gather(4), mask, layout)
-    assert all(
-        not isinstance(i, Collective) for r in range(4) for i in tw.lower(pruned, r).instructions
-    )
-
-
-def test_a_collective_has_one_send_and_one_receive_per_peer():
-    for rank in range(4):
-        for c in tw.lower(tw.ulysses(4), rank).instructions:
-            if isinstance(c, Collective):
-                others = [other for other in range(4) if other != rank]
-                assert sorted(hop.dst for hop in c.sends) == others
-                assert sorted(hop.src for hop in c.recvs) == others
-
-
 def test_transfers_inside_a_node_and_between_nodes_take_lanes_of_their_own():
     plan = tw.double_ring(3, 4)
     lanes = {
@@ -183,15 +140,6 @@ def test_transfers_inside_a_node_and_between_nodes_take_lanes_of_their_own():
     }
     assert lanes == {(0, False), (1, True)}
     assert {one.lane for one in launches(tw.lower(plan, 0))} == {0}
-
-
-def test_a_collective_between_nodes_takes_their_lane():
-    collectives = [
-        c
-        for c in tw.lower(tw.all_gather(4), 0, node_size=2).instructions
-        if isinstance(c, Collective)
-    ]
-    assert [c.lane for c in collectives] == [1, 1]
 
 
 def test_receives_ahead_are_posted_before_the_launch_of_their_step():
@@ -239,7 +187,7 @@ def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n
                 freed = False
                 for instruction in program.instructions:
                     freed |= isinstance(instruction, Free) and instruction.item in arena
-                    if isinstance(instruction, Launch | Collective):
+                    if isinstance(instruction, Launch):
                         assert not (freed and {hop.item for hop in instruction.recvs} & set(arena))
 
 

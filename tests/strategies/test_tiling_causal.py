@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from benchmarks.tiled import best_mesh
-from tilewise.compiler.program import Collective
 from tilewise.plan.builder import REACH
 from tilewise.plan.ir import Plan, Role
 from tilewise.strategies.tiling.causal.blocks import Rect, causal_blocks, cells
@@ -55,23 +54,12 @@ def test_check_accepts_it_and_no_hop_can_be_dropped(n: int):
             assert tw.droppable(plan, CAUSAL, layout) == ()
 
 
-def collectives(plan: Plan) -> list[Collective]:
-    programs = [tw.lower(plan, rank) for rank in range(plan.world_size)]
-    return [x for program in programs for x in program.instructions if isinstance(x, Collective)]
-
-
-def test_its_ranks_agree_to_use_no_collective():
-    for n in range(3, 10):
-        assert not collectives(tw.tiled(CAUSAL, tw.contiguous(16 * n, n)))
-
-
-def test_a_rank_that_alone_meets_all_others_does_not_make_it_a_collective():
+def test_one_rank_may_meet_all_others_in_a_step():
     """Rank 2 exchanges keys with ranks 0 and 1 in one step, they none with each other."""
     hub = tw.Slices([((0, 16), (16, 24), "full"), ((16, 24), (7, 16), "full")])
     layout = tw.contiguous(24, 3)
     x = draw((24, 2, 4), (24, 2, 4), seed=3)
     for plan in (tw.needed(hub, layout), tw.tiled(hub, layout)):
-        assert not collectives(plan)
         assert_close(split(x, plan, layout, hub), dense(x, hub))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tilewise.compiler.lowering import tile_operands
-from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Collective, Compute, Free, Launch, Program
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Compute, Free, Launch, Program
 from tilewise.plan.ir import Item, Role
 
 ALIGNMENT = 256
@@ -104,7 +104,7 @@ def lifetimes(program: Program) -> Lifetimes:
             used.update(dict.fromkeys(tile_operands(instruction.tile), place))
         elif isinstance(instruction, Free):
             freed[instruction.item] = place
-        elif isinstance(instruction, Launch | Collective):
+        elif isinstance(instruction, Launch):
             items = [hop.item for hop in instruction.sends if hop.item.role is Role.OPERAND]
             sends.update(items)
             used.update(dict.fromkeys(items, place))

@@ -1,8 +1,8 @@
 """Lowering: one rank's share of a plan becomes its program.
 
 Waits stand at the first use of an arrival, not at the end of its step; operands are freed after
-their last use; receives can be posted some launches ahead; complete transfer sets become
-collectives. Only this rank's part of the plan is built, so that it costs the same in any world.
+their last use; receives can be posted some launches ahead. Only this rank's part of the plan is
+built, so that it costs the same in any world.
 """
 
 from __future__ import annotations
@@ -11,16 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 
-from tilewise.compiler.program import (
-    Collective,
-    CollectiveKind,
-    Compute,
-    Free,
-    Instruction,
-    Launch,
-    Program,
-    Wait,
-)
+from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import operand
 from tilewise.plan.gc_pause import gc_paused
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
@@ -54,7 +45,7 @@ def lower(
             steps = tuple(_carrying(step, carries) for step in steps)
         writer = _ProgramWriter(rank, steps, node_size)
         for number, step in enumerate(steps):
-            writer.step(step, number, _collectives(plan, rank, number, step))
+            writer.step(step, number)
         writer.finish()
         instructions = writer.instructions
         if ahead:
@@ -84,28 +75,15 @@ class _ProgramWriter:
             if item in received:
                 self.expiring[number].append(item)
 
-    def step(self, step: RankStep, number: int, collectives: dict[Part, CollectiveKind]) -> None:
+    def step(self, step: RankStep, number: int) -> None:
         self.number = number
         for hop in step.sends:
             if hop.item in self.pending:
                 self._wait(hop.item)
             if hop.item.role is Role.RESULT:
                 self._wait(hop.item._replace(role=Role.PARTIAL))
-        if collectives or self.node_size is not None:
-            single = [h for h in (*step.sends, *step.recvs) if _part(h) not in collectives]
-            for lane in sorted({self._lane(h) for h in single}):
-                self._launch(
-                    *_chosen(
-                        step,
-                        lambda h, lane=lane: _part(h) not in collectives and self._lane(h) == lane,
-                    ),
-                    lane,
-                )
-            for part, kind in collectives.items():
-                sends, recvs = _chosen(step, lambda h, part=part: _part(h) == part)
-                self._launch(sends, recvs, max(map(self._lane, sends)), kind)
-        elif step.sends or step.recvs:
-            self._launch(step.sends, step.recvs, 0)
+        for lane in sorted({self._lane(hop) for hop in (*step.sends, *step.recvs)}):
+            self._launch(*_chosen(step, lambda hop, at=lane: self._lane(hop) == at), lane)
         for tile, items in zip(step.tiles, self.reads[number], strict=True):
             for item in items:
                 if item in self.pending:
@@ -131,17 +109,10 @@ class _ProgramWriter:
             self.node_size is not None and hop.src // self.node_size != hop.dst // self.node_size
         )
 
-    def _launch(
-        self, sends: Hops, recvs: Hops, lane: int, kind: CollectiveKind | None = None
-    ) -> None:
+    def _launch(self, sends: Hops, recvs: Hops, lane: int) -> None:
         for index, hop in enumerate(recvs):
             self.pending.setdefault(hop.item, []).append((self.handles, index))
-        if kind is None:
-            self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs))
-        else:
-            self.instructions.append(
-                Collective(self.handles, kind, self.number, lane, sends, recvs)
-            )
+        self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs))
         self.handles += 1
 
 
@@ -166,53 +137,8 @@ def _part(hop: Transfer) -> Part:
     return hop.item.side, hop.item.role
 
 
-def _collectives(plan: Plan, rank: int, number: int, step: RankStep) -> dict[Part, CollectiveKind]:
-    """The parts of a step in which every rank exchanges one item with every other.
-
-    Where the steps of all ranks are known all are looked at; a script's ranks are alike in this,
-    which a test shows for every strategy, but those of a mask-aware plan, which makes no use of it.
-    """
-    found: dict[Part, CollectiveKind] = {}
-    if len(step.sends) < plan.world_size - 1 or plan.world_size < 3:
-        return found
-    if plan.scripted and plan.made_for is not None:
-        return found
-    for part in sorted({_part(hop) for hop in step.sends}):
-        kind = _kind(step, part, rank, plan.world_size)
-        if kind and not plan.scripted:
-            kind = plan.memo(
-                "collective", (number, part), lambda p=part: _common_kind(plan, number, p), keep=64
-            )
-        if kind:
-            found[part] = kind
-    return found
-
-
-def _common_kind(plan: Plan, number: int, part: Part) -> CollectiveKind | None:
-    """What all ranks can call a part of a step, None if it is not complete on one of them."""
-    n = plan.world_size
-    kinds: list[CollectiveKind | None] = [
-        _kind(plan.rank_steps(rank)[number], part, rank, n) for rank in range(n)
-    ]
-    if None in kinds:
-        return None
-    return kinds[0] if len(set(kinds)) == 1 else "all_to_all"
-
-
-def _kind(step: RankStep, part: Part, rank: int, world_size: int) -> CollectiveKind | None:
-    sends, recvs = ([hop for hop in hops if _part(hop) == part] for hops in step[1:])
-    others = [other for other in range(world_size) if other != rank]
-    if sorted(h.dst for h in sends) != others or sorted(h.src for h in recvs) != others:
-        return None
-    if part[1] is Role.OPERAND and len({(hop.item, hop.rows) for hop in sends}) == 1:
-        return "all_gather"
-    if part[1] is Role.PARTIAL and len({hop.item for hop in recvs}) == 1:
-        return "reduce_scatter"
-    return "all_to_all"
-
-
 def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> list[Instruction]:
-    """Move the receives of every launch before its sends by some launches, past no collective.
+    """Move the receives of every launch before its sends by some launches.
 
     Per pair of ranks the order of receives stays the order of sends.
     """
@@ -220,11 +146,9 @@ def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> li
     moved: dict[int, Instruction] = {}
     places: list[int] = []
     for place, launch in enumerate(instructions):
-        if isinstance(launch, Collective):
-            places.clear()
-        elif not isinstance(launch, Launch):
+        if not isinstance(launch, Launch):
             continue
-        elif places and launch.recvs:
+        if places and launch.recvs:
             early[places[-ahead:][0]].append(launch._replace(sends=()))
             moved[place] = launch._replace(handle=handles + place, recvs=())
         places.append(place)

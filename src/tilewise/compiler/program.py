@@ -1,15 +1,13 @@
-"""The program: what one rank does, in order, in five kinds of instruction.
+"""The program: what one rank does, in order, in four kinds of instruction.
 
 The executor runs it, the simulator replays it; neither needs to know the strategy.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tilewise.plan.ir import Item, Role, Rows, Tile, Transfer
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_to_all"]
 
 LAUNCHES_IN_FLIGHT = 1
 """Launches of a lane whose sends are left to themselves.
@@ -26,17 +24,6 @@ class Launch(NamedTuple):
     """
 
     handle: int
-    step: int
-    lane: int
-    sends: tuple[Transfer, ...]
-    recvs: tuple[Transfer, ...]
-
-
-class Collective(NamedTuple):
-    """A Launch with exactly one send to and one receive from every other rank of the world."""
-
-    handle: int
-    kind: CollectiveKind
     step: int
     lane: int
     sends: tuple[Transfer, ...]
@@ -62,7 +49,7 @@ class Free(NamedTuple):
     item: Item
 
 
-Instruction = Launch | Wait | Compute | Free | Collective
+Instruction = Launch | Wait | Compute | Free
 
 
 class Program(NamedTuple):
@@ -83,7 +70,7 @@ def arrivals(program: Program) -> dict[Item, Rows | None]:
     return {
         hop.item: hop.rows
         for instruction in program.instructions
-        if isinstance(instruction, Launch | Collective)
+        if isinstance(instruction, Launch)
         for hop in instruction.recvs
         if hop.item.role is Role.OPERAND
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait
+from tilewise.compiler.program import Compute, Free, Launch, Program, Wait
 from tilewise.plan.ir import Item, Tile, Transfer
 from tilewise.transport.protocol import Handle, Message, Transport
 
@@ -80,7 +80,7 @@ def execute(program: Program, work: RankState, transport: Transport) -> None:
                 del under_way[handle]
         elif isinstance(instruction, Free):
             work.free(instruction.item)
-        elif isinstance(instruction, Launch) and not together:
+        elif not together:
             arrivals = _launch_apart(instruction, work, transport)
             if arrivals:
                 under_way[instruction.handle] = arrivals
@@ -103,9 +103,7 @@ def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list
     return arrivals
 
 
-def _launch_together(
-    launch: Launch | Collective, work: RankState, transport: Transport
-) -> list[Arrival]:
+def _launch_together(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post all sends and receives at once."""
     rooms = [work.room(hop) for hop in launch.recvs]
     incoming = [

@@ -28,7 +28,6 @@ from tilewise.simulation.engine import EventLoop, RankUse, Timeline
 from tilewise.simulation.footprint import written_peaks
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.relabelled import compile_relabelled
 from tilewise.simulation.setting import setting_of
 from tilewise.simulation.timeline_ops import compile_tracks
 from tilewise.simulation.zigzag_causal import Halves
@@ -204,13 +203,10 @@ def simulate_pass(
         memory: whether to count it, which takes a quarter of the time; False: peak_bytes are 0.
     """
     made = _made(plan, work, machine, backward, exact)
-    symmetry, halves = made.symmetry, made.halves
+    symmetry = made.symmetry
     peaks = made.peaks(work, backward) if memory else {}
     network = Network(machine, symmetry)
-    if halves is None:
-        score = compile_tracks(made.plan, made.programs, made.costs, network)
-    else:
-        score = compile_relabelled(made.plan, made.programs, made.costs, network, halves)
+    score = compile_tracks(made.plan, made.programs, made.costs, network, made.halves)
     replay = EventLoop(score, network.routes, network.num_resources)
     replay.run()
     return replay.timeline(symmetry.members, lambda r: peaks.get(symmetry.written(r), 0)), symmetry

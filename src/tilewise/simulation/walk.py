@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.liveness import CALLERS, BufferLifetimes, aligned, lifetimes
-from tilewise.compiler.program import Collective, Compute, Free, Launch, Program, Wait, arrivals
+from tilewise.compiler.program import Compute, Free, Launch, Program, Wait, arrivals
 from tilewise.masks.base import Causal
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
@@ -160,9 +160,7 @@ class Walk:
             match instruction:
                 case Compute(tile):
                     self._run(tile)
-                case Launch(handle, _, lane, sends, recvs) | Collective(
-                    handle, _, _, lane, sends, recvs
-                ):
+                case Launch(handle, _, lane, sends, recvs):
                     launched[handle] = recvs, [self._room(hop) for hop in recvs]
                     for hop in sends:
                         self._depart(hop)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.program import Collective, Compute, Free, Instruction, Launch, Program
+from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.shifts import Shift, Symmetry, absolute, absolutes, relative
 
@@ -149,7 +149,7 @@ class Members:
         self._whole: Whole = {}
         self._received = np.zeros(len(self.members), np.int64)
         for launch in program.instructions:
-            if isinstance(launch, Launch | Collective):
+            if isinstance(launch, Launch):
                 for hop in (*launch.sends, *launch.recvs):
                     self._whole[launch.step, hop] = halves.whole(launch.step, hop, self.members)
                 for hop in launch.recvs:
@@ -179,11 +179,11 @@ class Members:
                 return Compute(Tile(q, kv, tile.heads))
             case Free(item):
                 return Free(self._item(item, rank))
-            case Launch() | Collective():
+            case Launch():
                 return self._launch(instruction, rank, index)
         return instruction
 
-    def _launch(self, launch: Launch | Collective, rank: int, index: int) -> Launch | Collective:
+    def _launch(self, launch: Launch, rank: int, index: int) -> Launch:
         sends, recvs = (
             tuple(self._hop(launch.step, hop, rank, index) for hop in hops)
             for hops in (launch.sends, launch.recvs)
