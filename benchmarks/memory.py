@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import tilewise as tw
+from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.orders import least_held
 
@@ -37,7 +38,7 @@ def rows(work: tw.Workload, machine: tw.Machine, n: int, q_tile: int) -> Iterato
         for backward in (False, True):
             plan = tw.mesh(n, q_tile, kv_bytes=kv_bytes, backward=backward, held=held)
             timeline, _ = simulate_pass(plan, work, machine, backward)
-            found += [timeline.seconds, max(use.peak_bytes for use in timeline.ranks)]
+            found += [timeline.seconds, PassMemory(plan, work, backward).peak_bytes]
         yield Row(held, *found)  # pyright: ignore[reportArgumentType]
 
 

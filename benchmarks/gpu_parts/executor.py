@@ -21,7 +21,7 @@ from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, make_problem
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
-from tilewise.simulation.simulator import simulate_pass
+from tilewise.planning.peak_memory import rank_peak_bytes
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 
@@ -101,11 +101,11 @@ def run(session: Session, options: Row) -> Row:
     before, watched = session.allocated(), Watched(kernel)
     rank = Rank(session, shape, watched)
     row: Row = {"forward_calls": watched.calls, "forward_area": watched.area}
-    row |= memory(session, shape, rank, before, backward=False)
+    row |= memory(session, rank, before, backward=False)
     area, watched.calls, watched.area = row["forward_area"], 0, 0
     rank.backward()
     row |= {"backward_calls": watched.calls, "backward_area": watched.area}
-    row |= memory(session, shape, rank, before, backward=True)
+    row |= memory(session, rank, before, backward=True)
     flops = 4 * area * shape.heads[0] * shape.head_dim
     ones = one_call(session, shape, kernel, area)
     passes = (("forward", rank.forward, flops), ("backward", rank.backward, 2.5 * flops))
@@ -141,25 +141,16 @@ def one_call(session: Session, shape: Shape, kernel: Kernel, area: int) -> tuple
     )
 
 
-def memory(session: Session, shape: Shape, rank: Rank, before: int, *, backward: bool) -> Row:
-    """A bound pass's peak bytes and the planner's figure.
+def memory(session: Session, rank: Rank, before: int, *, backward: bool) -> Row:
+    """A bound pass's peak bytes, and those that the planner counts for the rank.
 
     The first includes kernels' own workspaces, the second does not.
     """
-    work = tw.Workload(
-        num_tokens=shape.num_tokens,
-        num_heads=shape.heads[0],
-        num_kv_heads=shape.heads[1],
-        head_dim=shape.head_dim,
-        mask=shape.mask,
-    )
     what = "backward" if backward else "forward"
     later = () if backward else (rank.out, rank.lse, rank.dout)
     apart = before + rank.transport.num_bytes + sum(x.nbytes for x in later)
     peak = session.peak_bytes(rank.backward if backward else rank.forward)
-    plan = rank.problem.plans[backward]
-    timeline, _ = simulate_pass(plan, work, tw.Machine.preset("h100x8"), backward)
-    planned = max(use.peak_bytes for use in timeline.ranks)
+    planned = rank_peak_bytes(rank.problem, rank.rank, backward)
     return {f"{what}_peak_bytes": max(peak - apart, 0), f"{what}_planned_bytes": planned}
 
 

@@ -36,7 +36,6 @@ def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
         fewer += found.symmetries[0].num_classes < n
         assert found.forward_seconds == pytest.approx(every.forward_seconds, rel=1e-6)
         assert found.backward_seconds == pytest.approx(every.backward_seconds, rel=1e-6)
-        assert found.peak_bytes == every.peak_bytes, plan
         assert found.bytes_by_link == every.bytes_by_link
         assert found.total_bytes_by_link == every.total_bytes_by_link
         for rank in range(n):
@@ -54,10 +53,9 @@ def test_causal_ranks_are_simulated_each_and_taken_as_alike_if_that_is_asked_for
     for plan in (tw.mesh(32, q_tile=4), tw.attention2d(8, 4)):
         work = workload(32, num_kv_heads=4, mask=tw.Causal())
         found, every = (simulate(plan, work, cluster, exact=e) for e in (None, True))
-        assert found.seconds == every.seconds and found.peak_bytes == every.peak_bytes
+        assert found.seconds == every.seconds
         for rank in range(32):
-            uses = zip(found.use(rank), every.use(rank), strict=True)
-            assert all(one == other._replace(peak_bytes=one.peak_bytes) for one, other in uses)
+            assert found.use(rank) == every.use(rank)
         rough = simulate(plan, work, cluster, exact=False)
         assert rough.symmetries[0].num_classes < 32
         assert rough.seconds == pytest.approx(every.seconds, rel=0.05), plan

@@ -58,6 +58,8 @@ TORCH_SIDE = {
         "storage",
         "totals",
         "slabs",
+        "planner",
+        "planning",
     ),
 }
 

@@ -2,16 +2,16 @@
 
 What a pass asks for, in which order and for how long, follows from its program and shapes alone.
 The first pass records that (a tape); every buffer of a later one is a view, made once, of one slab
-in which buffers that are never needed together share their place. It stands alone because a pass
-only takes and gives: whether that is bound or fresh is decided by who lends.
+in which buffers that are never needed together share their place.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -141,8 +141,17 @@ class MemoryPlanCache:
     def lender(self, shelf: WorkspacePool, device: torch.device) -> Allocator:
         """For one pass: records the first, plays later ones."""
         if self.tape is None:
-            return RecordingAllocator(self, shelf, device)
+            return RecordingAllocator(
+                device, lambda requests: self._bind(MemoryPlan(requests), shelf, device)
+            )
         return PlannedAllocator(self.tape, shelf, device)
+
+    def _bind(self, tape: MemoryPlan, shelf: WorkspacePool, device: torch.device) -> None:
+        """Keep a tape, and make its buffers ahead of the next pass."""
+        self.tape, slab = tape, shelf.take()
+        slab.enter(tape, device)
+        slab.leave()
+        shelf.slabs.append(slab)
 
 
 class _RecordedBuffer(NamedTuple):
@@ -154,20 +163,26 @@ class _RecordedBuffer(NamedTuple):
     first: int
     starts: tuple[int, ...]  # bytes
 
+    @property
+    def last(self) -> int:
+        return self.first + len(self.rows)
+
 
 class RecordingAllocator(FreshAllocator):
-    """Lends new memory and writes down what is asked for, and when it is no longer needed."""
+    """Lends new memory and writes down what is asked for, and when it is no longer needed.
+
+    Args:
+        recorded: is given all that was asked for, when the pass ends.
+    """
 
     adopts = False
 
-    def __init__(self, binding: MemoryPlanCache, shelf: WorkspacePool, device: torch.device):
+    def __init__(self, device: torch.device, recorded: Callable[[list[BufferSpec]], None]):
         super().__init__(device)
-        self._binding, self._shelf = binding, shelf
+        self._recorded = recorded
         self._ledger = BufferLifetimes()
         self._asked: list[_RecordedBuffer] = []
-        self._known: dict[
-            int, _RecordedBuffer
-        ] = {}  # the last request by the address of its memory
+        self._known: WeakKeyDictionary[torch.UntypedStorage, _RecordedBuffer] = WeakKeyDictionary()
         self.launched, self.left = self._ledger.launched, self._ledger.left
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -182,7 +197,7 @@ class RecordingAllocator(FreshAllocator):
         )
         self._asked.append(asked)
         if x.numel():
-            self._known[address(x)] = asked
+            self._known[x.untyped_storage()] = asked
         return x
 
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,27 +214,25 @@ class RecordingAllocator(FreshAllocator):
 
     def _number(self, x: Tensor) -> int | None:
         """None: it is empty, or a caller's."""
-        known = self._known.get(address(x)) if x.numel() else None
+        known = self._known.get(x.untyped_storage()) if x.numel() else None
         if known is None:
             return None
-        return known.first + bisect_right(known.starts, x.data_ptr() - address(x)) - 1
+        start = x.storage_offset() * x.itemsize
+        return known.first + bisect_right(known.starts, start) - 1
 
     def end(self) -> None:
         ends = self._ledger.ends()
-        requests = [
-            BufferSpec(
-                asked.shape,
-                asked.dtype,
-                asked.first,
-                tuple(zip(asked.rows, ends[asked.first :], strict=False)),
-            )
-            for asked in self._asked
-        ]
-        self._binding.tape = tape = MemoryPlan(requests)
-        slab = self._shelf.take()
-        slab.enter(tape, self.device)
-        slab.leave()
-        self._shelf.slabs.append(slab)
+        self._recorded(
+            [
+                BufferSpec(
+                    asked.shape,
+                    asked.dtype,
+                    asked.first,
+                    tuple(zip(asked.rows, ends[asked.first : asked.last], strict=True)),
+                )
+                for asked in self._asked
+            ]
+        )
 
 
 class PlannedAllocator(_NoTracking):
@@ -245,8 +258,3 @@ class PlannedAllocator(_NoTracking):
     def end(self) -> None:
         self._slab.leave()
         self._shelf.slabs.append(self._slab)
-
-
-def address(x: Tensor) -> int:
-    """Of a tensor's memory, the same for all its views."""
-    return x.untyped_storage().data_ptr()

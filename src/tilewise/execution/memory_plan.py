@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import ALIGNMENT, aligned
 from tilewise.transport.streams import Moment, current_moment, follow
 
-Array = np.ndarray
 MOST_TRIES, MOST_PLACED = 32, 4096
 """Times that places are looked for anew, and requests placed in all of them, for each order."""
 
@@ -65,27 +64,31 @@ class _Box(NamedTuple):
     end: int
 
 
-def places(requests: Sequence[BufferSpec]) -> tuple[list[int], int]:
+def places(requests: Sequence[BufferSpec], enough: int = 0) -> tuple[list[int], int]:
     """The first byte of each request, such that rows of one time do not overlap; bytes in all.
 
     Each in turn at the lowest place that is free for as long as it is needed: largest first. Where
     that takes more than what is held at once, again with those that lie highest placed first, and
     in other orders.
 
+    Args:
+        enough: bytes in all that need not be bettered.
+
     Source: Pisarchyk and Lee 2020, "greedy by size for offset calculation".
     """
     boxes = [_boxes(request) for request in requests]
+    rivals, sizes = _rivals(boxes), [*map(_size, boxes)]
     least, best = _most_held(boxes), ([0] * len(boxes), 0)
     tries = min(MOST_TRIES, MOST_PLACED // max(1, len(boxes)))
     for key in _ORDERS:
         order = sorted(range(len(boxes)), key=lambda i, key=key: key(boxes[i]))
         for _ in range(1 + tries):
-            found = _placed(boxes, order)
+            found = _placed(rivals, sizes, order)
             if not best[1] or found[1] < best[1]:
                 best = found
-            if best[1] <= least:
+            if best[1] <= max(least, enough):
                 return best
-            high = [i for i in order if found[0][i] + _size(boxes[i]) == found[1]]
+            high = [i for i in order if found[0][i] + sizes[i] == found[1]]
             if order[: len(high)] == high:
                 break
             order = high + [i for i in order if i not in high]
@@ -132,36 +135,52 @@ def _most_held(requests: Sequence[Sequence[_Box]]) -> int:
     return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
-def _placed(requests: Sequence[Sequence[_Box]], order: Iterable[int]) -> tuple[list[int], int]:
-    offsets, total = [0] * len(requests), 0
-    taken = np.zeros((sum(map(len, requests)), 4), np.int64)
-    count = 0
+def _rivals(requests: Sequence[Sequence[_Box]]) -> list[list[tuple[int, int, int]]]:
+    """For each request (another, low, high): its offset minus the other's is not in (low, high)."""
+    apart: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    held: list[tuple[int, _Box]] = []
+    boxes = [(i, box) for i, boxes in enumerate(requests) for box in boxes]
+    for i, box in sorted(boxes, key=lambda numbered: numbered[1].begin):
+        held = [(j, other) for j, other in held if other.end > box.begin]
+        for j, other in held:
+            if i != j:
+                apart[i, j].append((other.start - box.stop, other.stop - box.start))
+        held.append((i, box))
+    rivals: list[list[tuple[int, int, int]]] = [[] for _ in requests]
+    for (i, j), intervals in apart.items():
+        for low, high in _joined(intervals):
+            rivals[i].append((j, low, high))
+            rivals[j].append((i, -high, -low))
+    return rivals
+
+
+def _joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Open intervals, those that overlap as one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(intervals):
+        if joined and low < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], high)
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _placed(
+    rivals: Sequence[Sequence[tuple[int, int, int]]], sizes: Sequence[int], order: Iterable[int]
+) -> tuple[list[int], int]:
+    offsets: list[int | None] = [None] * len(sizes)
     for i in order:
-        boxes = requests[i]
-        low, high = [], []
-        for start, stop, begin, end in boxes:
-            placed = taken[:count]
-            rivals = placed[(placed[:, 2] < end) & (begin < placed[:, 3])]
-            low.append(rivals[:, 0] - stop)  # an offset in (low, high) would overlap
-            high.append(rivals[:, 1] - start)
-        offsets[i] = offset = _lowest(low, high)
-        for start, stop, begin, end in boxes:
-            taken[count] = offset + start, offset + stop, begin, end
-            count += 1
-        total = max(total, offset + _size(boxes))
-    return offsets, total
-
-
-def _lowest(low: Sequence[Array], high: Sequence[Array]) -> int:
-    """The lowest offset, from 0 on, that lies in none of the open intervals (low, high)."""
-    if not low:
-        return 0
-    lows, highs = np.concatenate(low), np.concatenate(high)
-    lows, highs = lows[highs > 0], highs[highs > 0]
-    order = np.argsort(lows, kind="stable")
-    tops = np.maximum.accumulate(np.concatenate([[0], highs[order]]))
-    nexts = np.append(lows[order], np.iinfo(np.int64).max)
-    return int(tops[np.argmax(nexts >= tops)])
+        taken = [
+            (at + low, at + high) for j, low, high in rivals[i] if (at := offsets[j]) is not None
+        ]
+        lowest = 0
+        for low, high in sorted(taken):
+            if low >= lowest:
+                break
+            lowest = max(lowest, high)
+        offsets[i] = lowest
+    found = [at for at in offsets if at is not None]
+    return found, max(map(add, found, sizes), default=0)
 
 
 class Workspace:

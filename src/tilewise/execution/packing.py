@@ -119,7 +119,10 @@ def take(x: Tensor, held: Rows, wanted: Rows | None, lender: Source) -> Tensor:
 def join(pieces: Sequence[Tensor], lender: Source) -> Tensor:
     """Rows one after the other, copied."""
     shape = sum(map(len, pieces)), *pieces[0].shape[1:]
-    return torch.cat(pieces, out=lender.take(shape, pieces[0].dtype))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    joined = lender.take(shape, pieces[0].dtype)
+    if joined.is_meta:  # shapes without values
+        return joined
+    return torch.cat(pieces, out=joined)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class Arena:

@@ -12,7 +12,7 @@ from tilewise.compiler.liveness import Lifetimes, lifetimes
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program, arrivals
 from tilewise.compiler.pruning import prune_shards
-from tilewise.execution import allocator
+from tilewise.execution import allocator as buffers
 from tilewise.execution.allocator import (
     Allocator,
     CaptureAllocator,
@@ -75,12 +75,15 @@ class PassRun:
         """Who lends this pass its buffers: on BOUND_DEVICES one that has them all already.
 
         A graph that is being captured gets memory of its own, which lives as long as the graph.
+        The problem's own allocator goes before all that.
 
         Args:
             tensors: that the pass starts with, rows first; None: it starts without.
         """
         problem, device = self.problem, self.device
-        if device.type not in allocator.BOUND_DEVICES:
+        if problem.allocator is not None:
+            return problem.allocator(device)
+        if device.type not in buffers.BOUND_DEVICES:
             return FreshAllocator(device)
         if is_capturing(device):
             return CaptureAllocator(device)
@@ -168,7 +171,7 @@ class PassRun:
                 for result, value in zip(results, values, strict=True):
                     result[rows][:, :, first : first + width].copy_(value)
 
-    def allocator(self) -> Iterator[tuple[Item, ...]]:
+    def buffers(self) -> Iterator[tuple[Item, ...]]:
         """The items that lie in each of the buffers that hold what arrives.
 
         Items of one arena share one buffer, own operands among them; all others have their own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check_shards
 from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.execution.allocator import Allocator
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, use_of
 from tilewise.layouts.layout import Layout
@@ -53,6 +54,7 @@ class Problem(NamedTuple):
     Attributes:
         plans, layouts, groups: forward's and backward's plan and head groups; the layouts of the
             query and the KV shards.
+        allocator: makes what lends a pass its buffers; None: as the device of q asks.
     """
 
     plans: tuple[Plan, Plan]
@@ -66,6 +68,7 @@ class Problem(NamedTuple):
     gathered: bool
     prune: bool
     kernel: Kernel
+    allocator: Callable[[torch.device], Allocator] | None = None
 
 
 def make_problem(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes
-from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch, address
+from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
 from tilewise.execution.gather import Binder, BoundCall, Index, TensorPart, gather, pick
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
 from tilewise.execution.partials import PartialGroups, Tensors
@@ -147,7 +147,7 @@ class PassWork(ABC):
         if rows is not None and rows != block.rows:
             part = take(wire, block.rows, rows, lender)
         self._sent(part)
-        if part is not wire and address(part) != address(wire):
+        if part is not wire and part.untyped_storage() is not wire.untyped_storage():
             lender.give(part)  # a copy
         if sends and item in sends:
             sends[item] -= 1

@@ -1,7 +1,6 @@
 """Merging partial attentions of the same queries over disjoint keys, exactly.
 
-Stands alone because everything that combines partials does it here: kernels into accumulators,
-the executor on arrival, the tree's reduction.
+Kernels merge into accumulators, the executor on arrival, the tree in its reduction.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
     where one kernel does all and allocates nothing).
     """
     _check_shapes(Partial(out_acc, lse_acc), Partial(out, lse))
+    if out_acc.is_meta:  # shapes without values
+        return
     if out_acc.is_cuda and out_acc.ndim == 4:
         from tilewise.kernels.triton.merge import merge_rows
 

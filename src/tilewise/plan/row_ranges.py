@@ -31,13 +31,6 @@ def whole_or(rows: Rows, size: int) -> Rows | None:
     return None if covers(rows, ((0, size),)) else rows
 
 
-def pieces(held: Rows, wanted: Rows | None) -> int:
-    """In how many pieces the wanted rows lie among those held, one after the other."""
-    if wanted is None or wanted == held:
-        return 1
-    return sum(min(b, d) > max(a, c) for a, b in held for c, d in wanted)
-
-
 def count(rows: Rows | None, size: int) -> int:
     """Number of rows of a shard of this size."""
     return size if rows is None else sum(stop - start for start, stop in rows)

@@ -116,7 +116,13 @@ def _plans(pair: Pair) -> tuple[Plan, Plan]:
 def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distances) -> Candidate:
     forward, backward = pair.forward, pair.backward
     plan, other = _plans(pair)
-    found = Simulation(forward.timeline, backward.timeline, (forward.symmetry, backward.symmetry))
+    found = Simulation(
+        forward.timeline,
+        backward.timeline,
+        (forward.symmetry, backward.symmetry),
+        (forward.plan, backward.plan),
+        forward.scene.work,
+    )
     return Candidate(
         work,
         machine,

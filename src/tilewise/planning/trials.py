@@ -14,8 +14,9 @@ from tilewise.planning.bounds import first_steps, moved_bound, shape_bound, step
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import EVERY_RANK, Option
 from tilewise.planning.pass_model import PassModel
+from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.engine import Timeline
-from tilewise.simulation.simulator import num_messages, peak_of_pass, simulate_pass
+from tilewise.simulation.simulator import num_messages, simulate_pass
 
 MOST_UNLIKE, MOST_PRUNED = 384, 2560
 """So many ranks are simulated one by one in all the trials of a pass, if there are more than
@@ -40,7 +41,6 @@ class Trial:
     """An option's plan, simulated in one pass.
 
     Attributes:
-        timeline: its peak_bytes are not counted.
         rough: whether ranks that send less than others were taken to send as much.
     """
 
@@ -63,9 +63,7 @@ class Trial:
     @cached_property
     def peak_bytes(self) -> int:
         """Counted when it is asked for: most trials are too slow for it to matter."""
-        scene = self.scene
-        exact = False if self.rough else None
-        return peak_of_pass(self.plan, scene.work, scene.machine, scene.backward, exact)
+        return PassMemory(self.plan, self.scene.work, self.scene.backward).peak_bytes
 
 
 class Plans:
@@ -240,9 +238,7 @@ class Trials:
         plan, scene = self.plans.plan(order), self.scene
         assert plan is not None
         exact = False if rough else None
-        timeline, symmetry = simulate_pass(
-            plan, scene.work, scene.machine, scene.backward, exact, memory=False
-        )
+        timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward, exact)
         kept = timeline._replace(spans=())
         return Trial(self.plans.options[order], plan, scene, kept, symmetry, rough)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +36,6 @@ class RankUse(NamedTuple):
             posting and merging them, and what a call takes around its program.
         idle_seconds: nothing left to do while others went on.
         bytes_by_link: sent, by the class of the link.
-        peak_bytes: what the caller holds, results among it, and all buffers of the pass, at their
-            most; see simulation/footprint.py.
     """
 
     rank: int
@@ -47,7 +44,6 @@ class RankUse(NamedTuple):
     exposed_seconds: float
     idle_seconds: float
     bytes_by_link: dict[str, int]
-    peak_bytes: int
 
 
 class Timeline(NamedTuple):
@@ -213,18 +209,14 @@ class EventLoop:
             f"{ended} of {len(self.ended)} ranks have ended"
         )
 
-    def timeline(self, members: int, peak_bytes: Callable[[int], int]) -> Timeline:
-        """What was recorded; each track stands for so many ranks.
-
-        Args:
-            peak_bytes: of a rank.
-        """
+    def timeline(self, members: int) -> Timeline:
+        """What was recorded; each track stands for so many ranks."""
         total = max(self.ended, default=0.0)
         sent: list[dict[str, int]] = [defaultdict(int) for _ in self.score.tracks]
         for flow in self.score.flows:
             sent[self.track_of[flow.rank]][flow.link] += flow.num_bytes * flow.messages
         ranks = (
-            RankUse(rank, members, busy, end - busy, total - end, dict(links), peak_bytes(rank))
+            RankUse(rank, members, busy, end - busy, total - end, dict(links))
             for rank, busy, end, links in zip(
                 (track.rank for track in self.score.tracks),
                 self.busy,

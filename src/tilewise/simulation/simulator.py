@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
@@ -25,13 +25,14 @@ from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.chrome_trace import trace_text
 from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.engine import EventLoop, RankUse, Timeline
-from tilewise.simulation.footprint import written_peaks
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.setting import setting_of
 from tilewise.simulation.timeline_ops import compile_tracks
-from tilewise.simulation.zigzag_causal import Halves
+from tilewise.simulation.zigzag_causal import Halves, halves_of
 from tilewise.workload import Workload
+
+if TYPE_CHECKING:
+    from tilewise.planning.peak_memory import PassMemory
 
 EXACT_RANKS = 64
 """Up to so many ranks every one is simulated as pruned under a causal mask."""
@@ -51,11 +52,14 @@ class Simulation:
     Attributes:
         forward, backward: timelines; a rank that stands for others is named alone.
         symmetries: of each pass: which rank stands for which.
+        plans, work: what was simulated; memory is counted of them when it is asked for.
     """
 
     forward: Timeline
     backward: Timeline
     symmetries: tuple[Symmetry, Symmetry]
+    plans: tuple[Plan, Plan]
+    work: Workload
 
     @property
     def forward_seconds(self) -> float:
@@ -111,7 +115,16 @@ class Simulation:
     @property
     def peak_bytes(self) -> int:
         """Memory of the rank that needs most, in the pass that needs most."""
-        return max(use.peak_bytes for timeline in self._passes for use in timeline.ranks)
+        return max(self.pass_peak_bytes)
+
+    @property
+    def pass_peak_bytes(self) -> tuple[int, int]:
+        """Memory of the rank that needs most, by pass."""
+        return self._memory[0].peak_bytes, self._memory[1].peak_bytes
+
+    def rank_peak_bytes(self, rank: int) -> int:
+        """Memory of a rank in the pass in which it needs most."""
+        return max(memory.of_rank(rank) for memory in self._memory)
 
     @property
     def world_size(self) -> int:
@@ -133,6 +146,14 @@ class Simulation:
     @property
     def _passes(self) -> tuple[Timeline, Timeline]:
         return self.forward, self.backward
+
+    @cached_property
+    def _memory(self) -> tuple[PassMemory, PassMemory]:
+        # Imported here alone: the executor counts memory, and what simulates time needs no torch.
+        from tilewise.planning.peak_memory import PassMemory
+
+        forward, backward = self.plans
+        return PassMemory(forward, self.work, False), PassMemory(backward, self.work, True)
 
     @cached_property
     def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
@@ -184,7 +205,7 @@ def simulate(
         )
     forward, symmetry = simulate_pass(plan, work, machine, False, exact)
     backward, other = simulate_pass(back, work, machine, True, exact)
-    return Simulation(forward, backward, (symmetry, other))
+    return Simulation(forward, backward, (symmetry, other), (plan, back), work)
 
 
 def simulate_pass(
@@ -193,30 +214,17 @@ def simulate_pass(
     machine: Machine,
     backward: bool,
     exact: bool | None = None,
-    memory: bool = True,
 ) -> tuple[Timeline, Symmetry]:
     """One pass alone, as simulate does it, and which rank of it stands for which.
 
     A planner chooses the plans of forward and backward apart.
-
-    Args:
-        memory: whether to count it, which takes a quarter of the time; False: peak_bytes are 0.
     """
-    made = _made(plan, work, machine, backward, exact)
-    symmetry = made.symmetry
-    peaks = made.peaks(work, backward) if memory else {}
+    plan, costs, symmetry, halves, programs = _made(plan, work, machine, backward, exact)
     network = Network(machine, symmetry)
-    score = compile_tracks(made.plan, made.programs, made.costs, network, made.halves)
+    score = compile_tracks(plan, programs, costs, network, halves)
     replay = EventLoop(score, network.routes, network.num_resources)
     replay.run()
-    return replay.timeline(symmetry.members, lambda r: peaks.get(symmetry.written(r), 0)), symmetry
-
-
-def peak_of_pass(
-    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None = None
-) -> int:
-    """Memory of the rank that needs most, as simulate_pass counts it, without a replay."""
-    return max(_made(plan, work, machine, backward, exact).peaks(work, backward).values())
+    return replay.timeline(symmetry.members), symmetry
 
 
 class _Made(NamedTuple):
@@ -227,10 +235,6 @@ class _Made(NamedTuple):
     symmetry: Symmetry
     halves: Halves | None
     programs: dict[int, Program]
-
-    def peaks(self, work: Workload, backward: bool) -> dict[int, int]:
-        setting = setting_of(self.plan, work, self.costs.layouts, backward)
-        return written_peaks(setting, self.programs, self.halves)
 
 
 def _made(
@@ -272,7 +276,7 @@ def _replayed(
         return found, None
     shifts = found.plan_shifts or find_symmetry(plan).plan_shifts
     if shifts:
-        halves: Halves = plan.memo("halves", (shifts, size), lambda: Halves(plan, shifts, size), 2)
+        halves = halves_of(plan, shifts, size)
         if halves.complete:
             return halves.symmetry, halves
     return alone if n <= EXACT_RANKS else found, None

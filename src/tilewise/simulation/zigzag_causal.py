@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Tile, Transfer
-from tilewise.plan.shifts import Shift, Symmetry, absolute, absolutes, relative
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Transfer
+from tilewise.plan.shifts import Shift, Symmetry, absolutes, relative
 
 Array = np.ndarray
 
@@ -64,11 +63,33 @@ class Halves:
         Args:
             members: the ranks of its class.
         """
+        rank, whole = self._decided(step, hop)
+        return whole[self._index[absolutes(rank, members, self._shifts)]]
+
+    def pruned(self, plan: Plan) -> Plan:
+        """The plan with what the mask leaves of every transfer, written by rank as it is."""
+
+        def left(step: int, hops: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+            return tuple(hop._replace(rows=self._rows(step, hop)) for hop in hops)
+
+        def script(rank: int) -> tuple[RankStep, ...]:
+            return tuple(
+                RankStep(tiles, left(step, sends), left(step, recvs))
+                for step, (tiles, sends, recvs) in enumerate(plan.rank_steps(rank))
+            )
+
+        return plan.changed(script=script)
+
+    def _rows(self, step: int, hop: Transfer) -> Rows | None:
+        rank, whole = self._decided(step, hop)
+        return None if whole[self._index[rank]] else self.half[hop.item.side]
+
+    def _decided(self, step: int, hop: Transfer) -> tuple[int, Array]:
+        """The rank that decides a transfer's rows, and whether all travel, by rank of its class."""
         side, role, shard, _ = hop.item
         rank = hop.dst if role is Role.OPERAND else hop.src
         place = _Place(int(self._class[rank]), side, relative(shard, rank, self._shifts))
-        deciding = absolutes(rank, members, self._shifts)
-        return self._whole[step, role, place][self._index[deciding]]
+        return rank, self._whole[step, role, place]
 
     def _follow(self, steps: dict[int, tuple[RankStep, ...]], role: Role) -> None:
         """Operands from their readers back to their owners, partials from their first filler on."""
@@ -115,6 +136,11 @@ class Halves:
                     yield _Place(written, side, shard), least
 
 
+def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
+    """The halves of a plan, kept with it."""
+    return plan.memo("halves", (shifts, size), lambda: Halves(plan, shifts, size), 2)
+
+
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:
     """Whether a rank reads what it receives and adds to what it sends."""
     tiles = [tile for step in steps for tile in step.tiles]
@@ -127,76 +153,3 @@ def _no_relay(steps: tuple[RankStep, ...]) -> bool:
         if hop.item.role is role
     )
     return all(item.shard in used[item.side] for item in moved)
-
-
-TELLING = 8
-"""Ranks of a class that are looked at."""
-
-Whole = dict[tuple[int, Transfer], np.ndarray]
-"""(step, transfer as written) -> whether all its rows travel, by rank of the class."""
-
-
-class Members:
-    """The programs of all ranks that are relabelled from a program's.
-
-    Args:
-        program: as it is written.
-    """
-
-    def __init__(self, program: Program, halves: Halves):
-        self.written, self.halves = program, halves
-        self.members = halves.members(program.rank)
-        self._whole: Whole = {}
-        self._received = np.zeros(len(self.members), np.int64)
-        for launch in program.instructions:
-            if isinstance(launch, Launch):
-                for hop in (*launch.sends, *launch.recvs):
-                    self._whole[launch.step, hop] = halves.whole(launch.step, hop, self.members)
-                for hop in launch.recvs:
-                    if hop.item.role is Role.OPERAND:
-                        self._received += self._whole[launch.step, hop]
-
-    def telling(self) -> list[int]:
-        """Some ranks that tell what all hold at most: from that which receives most operands to
-        that which receives least, who may copy more."""
-        order = self.members[np.argsort(-self._received, kind="stable")]
-        places = np.linspace(0, len(order) - 1, min(TELLING, len(order))).round().astype(int)
-        return order[places].tolist()
-
-    def program(self, rank: int) -> Program:
-        """That of one of them."""
-        index = int(np.searchsorted(self.members, rank))
-        instructions = tuple(self._instruction(x, rank, index) for x in self.written.instructions)
-        arenas = tuple(
-            tuple(self._item(item, rank) for item in arena) for arena in self.written.arenas
-        )
-        return Program(rank, self.written.world_size, instructions, arenas)
-
-    def _instruction(self, instruction: Instruction, rank: int, index: int) -> Instruction:
-        match instruction:
-            case Compute(tile):
-                q, kv = (tuple(self._label(shard, rank) for shard in side) for side in tile[:2])
-                return Compute(Tile(q, kv, tile.heads))
-            case Free(item):
-                return Free(self._item(item, rank))
-            case Launch():
-                return self._launch(instruction, rank, index)
-        return instruction
-
-    def _launch(self, launch: Launch, rank: int, index: int) -> Launch:
-        sends, recvs = (
-            tuple(self._hop(launch.step, hop, rank, index) for hop in hops)
-            for hops in (launch.sends, launch.recvs)
-        )
-        return launch._replace(sends=sends, recvs=recvs)
-
-    def _hop(self, step: int, hop: Transfer, rank: int, index: int) -> Transfer:
-        rows = None if self._whole[step, hop][index] else self.halves.half[hop.item.side]
-        ends = self._label(hop.src, rank), self._label(hop.dst, rank)
-        return Transfer(self._item(hop.item, rank), *ends, rows)
-
-    def _item(self, item: Item, rank: int) -> Item:
-        return item._replace(shard=self._label(item.shard, rank))
-
-    def _label(self, number: int, rank: int) -> int:
-        return int(absolute(number, rank, self.halves.symmetry.plan_shifts))

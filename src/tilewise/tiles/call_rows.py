@@ -1,7 +1,4 @@
-"""Which rows of which shard each kernel call of a tile reads, and which of them need copying.
-
-It stands alone, without tensors, because the executor gathers by it and the simulator counts by it.
-"""
+"""Which rows of which shard each kernel call of a tile reads, and which of them need copying."""
 
 from __future__ import annotations
 

@@ -103,5 +103,5 @@ def _table(found: Simulation) -> Table:
     for link in sorted(links):
         most = [max(use.bytes_by_link.get(link, 0) for use in one.ranks) for one in passes]
         table.add_row(f"sent {link}", *map(as_bytes, most))
-    table.add_row("memory", *(as_bytes(max(u.peak_bytes for u in one.ranks)) for one in passes))
+    table.add_row("memory", *map(as_bytes, found.pass_peak_bytes))
     return table

@@ -97,7 +97,7 @@ def _table(simulation: Simulation, drawn: TimelineChart) -> Table:
             for what in ("compute", "exposed", "idle")
         )
         sent = sum(sum(use.bytes_by_link.values()) for use in both)
-        peak = max(use.peak_bytes for use in both)
+        peak = simulation.rank_peak_bytes(rank)
         spent = (compute, wait, idle, quantity(sent, "B"), quantity(peak, "B"))
         rows.append((str(rank), str(like), *spent))
     header = ("rank", "ranks like it", "compute", "wait", "idle", "sent", "peak memory")

@@ -1,0 +1,227 @@
+"""Peak memory of a pass: the executor runs it on shapes, and the buffers that it takes are placed.
+
+Tensors are on torch's device "meta": they have shapes and no values. The kernel computes nothing,
+the transport moves nothing, and all else is the code that runs on a GPU. Counted is
+
+    q, k, v, out, lse; in backward dout, dq, dk, dv too    the caller's tensors
+    operands that forward keeps for backward               with save="gathered"
+    the slab that all buffers of the pass are placed in    see execution/memory_plan.py
+
+and left out is what kernels allocate inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.compiler.symmetry import all_alike, find_symmetry
+from tilewise.execution.allocator import RecordingAllocator
+from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.memory_plan import BufferSpec, places
+from tilewise.execution.problem import Problem
+from tilewise.kernels.protocol import Accumulators, Gradients, accumulator_dtype
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Causal, Full, Mask
+from tilewise.plan.ir import Plan, Side
+from tilewise.plan.payload import head_groups, saving
+from tilewise.simulation.simulator import EXACT_RANKS
+from tilewise.simulation.zigzag_causal import halves_of
+from tilewise.workload import Workload
+
+SMALL_SHARD = 1024
+"""Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
+those of larger shards are, and scaled: every buffer's bytes go with a shard's rows."""
+
+LIKE_RANKS = 5
+"""Ranks that are looked at of those that differ only in which halves of shards they move."""
+
+
+RANKS_A_COPY = 64
+"""Ranks that are counted on one copy of a plan, with which the executor keeps their programs."""
+
+
+class PassMemory:
+    """Peak bytes of a plan's ranks in one pass; see the module.
+
+    Args:
+        plan: of this pass.
+    """
+
+    def __init__(self, plan: Plan, work: Workload, backward: bool):
+        self._backward, self._scale = backward, 1.0
+        plan, layouts = _sharded(plan, work)
+        alike, size = all_alike(plan, work.mask, layouts), layouts[0].size(0)
+        if alike is not None and work.mask in (Full(), Causal()) and size > SMALL_SHARD:
+            self._scale = size / SMALL_SHARD
+            work = replace(work, num_tokens=SMALL_SHARD * plan.world_size, layout="zigzag")
+            plan, layouts = _sharded(plan, work)
+        plan, self._ranks = _pruned(plan, work.mask, layouts, alike)
+        groups = head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
+        self._problem = Problem(
+            plans=(plan, plan),
+            layouts=layouts,
+            mask=work.mask,
+            groups=(groups, groups),
+            head_dim=work.head_dim,
+            scale=1.0,
+            dtype=work.dtype,
+            wire_dtype=work.wire_dtype or work.dtype,
+            gathered=saving(plan, work.save) == "gathered",
+            prune=False,
+            kernel=_NoKernel(),
+        )
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return self._most(self._ranks)
+
+    def of_rank(self, rank: int) -> int:
+        """Of one rank."""
+        return self._most([rank])
+
+    def _most(self, ranks: Sequence[int]) -> int:
+        most, problem = 0, self._problem
+        for number, rank in enumerate(ranks):
+            if number % RANKS_A_COPY == 0:
+                problem = problem._replace(plans=(_copy(self._problem.plans[0]),) * 2)
+            most = max(most, rank_peak_bytes(problem, rank, self._backward, most))
+        return round(self._scale * most)
+
+
+def _sharded(plan: Plan, work: Workload) -> tuple[Plan, tuple[Layout, Layout]]:
+    """The plan for the workload's heads, and its shards."""
+    plan = plan.tuned(work.num_heads, work.num_kv_heads)
+    layout = work.layout_for(plan.world_size)
+    check_made_for(plan, work.mask, layout)
+    return plan, shard_layouts(plan, layout)
+
+
+def _pruned(
+    plan: Plan, mask: Mask, layouts: tuple[Layout, Layout], alike: bool | None
+) -> tuple[Plan, Sequence[int]]:
+    """What the mask leaves of a plan, and some ranks of which one needs most of all.
+
+    Args:
+        alike: as symmetry.all_alike says.
+    """
+    symmetry = None if alike is None else find_symmetry(plan)
+    if symmetry is not None and symmetry.members > 1:
+        firsts = symmetry.firsts()
+        if not alike:
+            return plan, firsts
+        halves = halves_of(plan, symmetry.plan_shifts, layouts[0].size(0))
+        if halves.complete:
+            some = max(2, LIKE_RANKS // len(firsts))
+            members = (halves.members(first) for first in firsts)
+            return halves.pruned(plan), [rank for ranks in members for rank in _spread(ranks, some)]
+        if plan.world_size > EXACT_RANKS:
+            return plan, firsts
+    return prune_shards(plan, mask, *layouts), range(plan.world_size)
+
+
+def _copy(plan: Plan) -> Plan:
+    """The plan anew, with nothing kept."""
+    return plan.changed() if plan.scripted else plan.changed(steps=plan.steps, script=None)
+
+
+def _spread(ranks: np.ndarray, most: int) -> list[int]:
+    places = np.linspace(0, len(ranks) - 1, min(most, len(ranks)))
+    return ranks[places.round().astype(int)].tolist()
+
+
+def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0) -> int:
+    """Peak bytes of one rank in a pass of a checked call on one sequence.
+
+    Args:
+        problem: of its kernel only counts how that wants tiles cut.
+        enough: what need not be bettered: figures up to it may be above the truth, for less work.
+    """
+    asked: list[BufferSpec] = []
+    problem = problem._replace(
+        kernel=_NoKernel(problem.kernel.square_causal, problem.kernel.whole_tile),
+        allocator=lambda device: RecordingAllocator(device, asked.extend),
+    )
+    transport = _NoTransport(rank, problem.plans[backward].world_size)
+    q, k, v = _operands(problem, rank)
+    out, lse, kept = *_results(q), []
+    if problem.gathered or not backward:
+        out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
+    held = [q, k, v, out, lse, *kept]
+    if backward:
+        asked.clear()
+        dout = torch.empty_like(out)
+        saved = q, k, v, out, lse
+        held += [dout, *backward_pass(problem, transport, saved, kept, (dout, None))]
+    num_bytes = sum(x.nbytes for x in held)
+    return num_bytes + places(asked, enough - num_bytes)[1]
+
+
+def _operands(problem: Problem, rank: int) -> list[Tensor]:
+    """A rank's q, k, v."""
+    groups, tensors = problem.groups[0], []
+    for side, heads in (
+        (Side.Q, groups.num_heads),
+        (Side.KV, groups.num_kv_heads),
+        (Side.KV, groups.num_kv_heads),
+    ):
+        owners, layout = problem.plans[0].owners[side], problem.layouts[side]
+        rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
+        dtype = getattr(torch, problem.dtype)
+        tensors.append(torch.empty(rows, heads, problem.head_dim, dtype=dtype, device="meta"))
+    return tensors
+
+
+def _results(q: Tensor) -> Accumulators:
+    """out and lse, of any content."""
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+
+
+class _NoKernel:
+    """A kernel that computes nothing; see kernels.protocol.Kernel."""
+
+    name = "none"
+
+    def __init__(self, square_causal: bool = False, whole_tile: bool = False):
+        self.square_causal, self.whole_tile = square_causal, whole_tile
+
+    def supports(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def forward(self, *args: Any, **_: Any) -> Accumulators:
+        q, into = args[0], args[-1]
+        return _results(q) if into is None else into
+
+    def backward(self, *args: Any, **_: Any) -> Gradients:
+        return args[-1]  # buffers of the pass: see Lender.adopts
+
+
+class _NoTransport:
+    """A transport that moves nothing, as NCCL does it: no receive is posted ahead of its send."""
+
+    receives_ahead, node_size = 0, None
+    bytes_sent = messages_sent = 0
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def exchange(self, *_: Any) -> _NoTransport:
+        return self
+
+    def wait(self) -> None:
+        return
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        return [record] * self.world_size
+
+    def finish(self) -> None:
+        return
