@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.arguments import require_type
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts
+from tilewise.compiler.pruning import prune_resolved
+from tilewise.compiler.shards import Resolved, everything_needed, resolve
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
@@ -80,6 +80,11 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
+    def resolve(self, plan: Plan) -> Resolved:
+        """A plan made for this workload's heads, checked for its mask and layout."""
+        heads = self.num_heads, self.num_kv_heads
+        return resolve(plan, self.mask, self.layout_for(plan.world_size), heads)
+
     def payload(self, plan: Plan, backward: bool) -> Payload:
         """What travels for this workload in one pass of a plan."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, plan.num_head_groups).size
@@ -112,16 +117,14 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
 
 
 def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layout = work.layout_for(plan.world_size)
-    check_made_for(plan, work.mask, layout)
-    layouts = shard_layouts(plan, layout)
+    resolved = work.resolve(plan)
+    plan, layouts = resolved.plan, resolved.layouts
     payload = work.payload(plan, backward)
     if everything_needed(work.mask, *layouts):
         symmetry = find_symmetry(plan)
         if symmetry.members > 1:
             return _sent_alike(plan, symmetry, layouts, payload)
-    pruned = prune_shards(plan, work.mask, *layouts)
+    pruned = prune_resolved(resolved)
     return tuple(
         sum(
             count(hop.rows, layouts[hop.item.side].size(hop.item.shard))

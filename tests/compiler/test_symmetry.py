@@ -1,16 +1,20 @@
-"""Ranks that are alike: found where they are, simulated and counted as every one by itself."""
+"""Ranks that are alike: declared where they are, simulated and counted as every one by itself."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
 from conformance.table import plans
 from support.described import MACHINES, machine, workload
+from support.symmetry_search import maps_to_itself, permutations, respects, searched, written
 
 import tilewise as tw
 from tilewise.compiler.symmetry import find_symmetry
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import Plan, Traits
+from tilewise.plan.shifts import Shift
+from tilewise.planning.options import options
 from tilewise.simulation.machine import Link, Machine
 from tilewise.simulation.simulator import Simulation, simulate
 
@@ -70,7 +74,7 @@ def test_many_ranks_that_are_not_alike_are_refused():
         simulate(tw.balanced_ring(2048), work, machine())
 
 
-def test_classes_are_found_and_false_ones_are_not():
+def test_shifts_are_fitted_to_a_machine():
     assert find_symmetry(tw.ring(64)).num_classes == 1
     assert find_symmetry(tw.ring(64), (8,)).num_classes == 8
     assert find_symmetry(tw.ring(64), (6,)).num_classes == 64
@@ -86,6 +90,77 @@ def test_classes_are_found_and_false_ones_are_not():
     assert find_symmetry(nested, (8,)).num_classes == 1
     assert find_symmetry(tw.ulysses(4, inner=nested), (8,)).num_classes == 1
     assert find_symmetry(tw.needed(tw.Causal(), tw.zigzag(64, 8))).num_classes == 8
+
+
+@pytest.mark.parametrize("n", (2, 3, 4, 6, 8, 12, pytest.param(16, marks=pytest.mark.slow)))
+def test_strategies_declare_shifts_that_map_the_whole_plan_to_itself_and_all_that_are_found(n: int):
+    for plan in plans(n, "tree"):
+        is_symmetric_and_no_less_than_found(plan, [(), (2,), (3,), (4,), (2, 4), (2, 6), (5,)])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    (
+        tw.attention2d(3, 9),
+        tw.attention2d(9, 3),
+        tw.attention2d(4, 8),
+        tw.attention2d(8, 4),
+        tw.attention2d(6, 12),
+        tw.attention2d(8, 8),
+        tw.attention2d(5, 2),
+        tw.attention2d(7, 3),
+        tw.hierarchical(tw.attention2d(4, 2), tw.mesh(4, q_tile=2)),
+        tw.ulysses(4, inner=tw.attention2d(4, 4)),
+        tw.mesh(36, q_tile=6),
+        tw.mesh(48, q_tile=12, schedule="gather"),
+    ),
+    ids=lambda plan: plan.name,
+)
+def test_larger_plans_declare_what_is_found_too(plan: Plan):
+    is_symmetric_and_no_less_than_found(plan, [(), (4,), (6,), (2, 8), (4, 16), (8,)])
+
+
+def is_symmetric_and_no_less_than_found(plan: Plan, machines: list[tuple[int, ...]]) -> None:
+    n, rows = plan.world_size, written(plan)
+    for shift in plan.traits.shifts:
+        for permutation in permutations(shift, n):
+            assert maps_to_itself(plan, rows, permutation), (plan, shift)
+    for blocks in machines:
+        blocks = tuple(block for block in blocks if block < n)
+        declared, found = find_symmetry(plan, blocks), searched(plan, rows, blocks)
+        assert all(respects(shift, blocks, n) for shift in declared.shifts), (plan, blocks)
+        assert found.num_classes > n // 2 or declared.num_classes <= found.num_classes, (
+            plan,
+            blocks,
+        )
+
+
+def test_a_wrong_shift_is_seen_by_the_search():
+    plan = tw.balanced_ring(4)
+    permutation = next(permutations(Shift(1, 4), 4))
+    assert not maps_to_itself(plan, written(plan), permutation)
+    unfree = tw.mesh(8, q_tile=4)
+    cycle, swap = permutations(Shift(1, 4, free=True), 8)
+    assert maps_to_itself(unfree, written(unfree), cycle)
+    assert not maps_to_itself(unfree, written(unfree), swap)
+
+
+def test_the_planner_knows_the_digits_of_a_plan_before_it_is_made():
+    work = workload(16, num_heads=16, num_kv_heads=4)
+    for option in options(work, 16, 4, held=True):
+        if option.kind not in ("attention2d", "balanced_ring"):
+            known = {option.degree, *(option.degree * place for place in option.shape.places)}
+            declared = {shift.place for shift in option.make().traits.shifts}
+            assert known - {1, 16} == declared - {1, 16}, option
+
+
+def test_plans_that_nobody_declares_symmetric_have_their_ranks_apart():
+    plan = tw.ring(8)
+    for foreign in (tw.parse(tw.show(plan)), tw.from_json(tw.to_json(plan))):
+        assert foreign == plan and find_symmetry(foreign).num_classes == 8
+    assert find_symmetry(pickle.loads(pickle.dumps(plan))).num_classes == 1
+    with pytest.raises(ValueError, match="in which rank r owns shard r"):
+        Plan("tree", 2, 1, tw.tree(2).owners, (), traits=Traits((Shift(1, 2),)))
 
 
 BIG: tuple[tuple[Callable[[], Plan], float, float, int], ...] = (

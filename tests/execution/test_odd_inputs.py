@@ -185,8 +185,9 @@ def test_a_plan_goes_to_another_process(name: str):
         "tiled": tw.tiled(mask, layout),
     }[name]
     there = pickle.loads(pickle.dumps(plan))
-    assert there == plan and (there.name, there.made_for) == (plan.name, plan.made_for)
+    assert there == plan and (there.name, there.traits) == (plan.name, plan.traits)
     tw.check(there, mask, layout)
+    assert there.tuned(8, 8) == plan.tuned(8, 8) and there.tuned(8, 1) == plan.tuned(8, 1)
 
 
 def test_a_copied_model_shares_its_context_parallel():

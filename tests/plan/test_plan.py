@@ -92,10 +92,10 @@ def test_transfers_are_kept_in_canonical_order():
 def test_memo_keeps_the_most_recent():
     plan, built = tw.ring(2), []
     for key in ("a", "b", "a", "c", "a"):
-        plan.memo("letter", key, lambda key=key: built.append(key), keep=2)
-    for number in range(9):  # another kind leaves the letters where they are
-        plan.memo("number", number, lambda: None, keep=1)
-    plan.memo("letter", "a", lambda: built.append("a again"), keep=2)
+        plan.memo("program", key, lambda key=key: built.append(key), keep=2)
+    for number in range(9):  # another kind leaves the programs where they are
+        plan.memo("pruned", number, lambda: None, keep=1)
+    plan.memo("program", "a", lambda: built.append("a again"), keep=2)
     assert built == ["a", "b", "c"]
 
 

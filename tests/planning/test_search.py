@@ -123,7 +123,7 @@ def test_no_plan_moves_less_than_the_least(n: int, num_kv_heads: int):
 
 def two_sided(plan: tw.Plan) -> bool:
     """Whether a plan moves both queries and keys beside the exchange of a split by heads."""
-    inner = plan.head_split[1] if plan.head_split else plan
+    inner = plan.traits.head_split[1] if plan.traits.head_split else plan
     sides = {hop.item.side for step in inner.rank_steps(0) for hop in step.sends}
     return len(sides) == 2
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.arguments import require_type
-from tilewise.compiler.shards import check_made_for, everything_needed, shard_layouts, table_cells
+from tilewise.compiler.shards import Resolved, everything_needed, resolve, table_cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
@@ -35,29 +35,30 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     require_type(Plan, "plan", plan)
     require_type(Mask, "mask", mask)
     require_type(Layout, "layout", layout)
-    check_made_for(plan, mask, layout)
-    return prune_shards(plan, mask, *shard_layouts(plan, layout))
+    return prune_resolved(resolve(plan, mask, layout, None))
 
 
-def prune_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
-    """As prune, with the layout of each side's shards given; mask-aware plans stay as they are."""
+def prune_resolved(resolved: Resolved) -> Plan:
+    """As prune; mask-aware plans stay as they are."""
+    plan, mask, layouts = resolved
 
     def build() -> Plan:
-        if plan.made_for is not None or everything_needed(mask, q_layout, kv_layout):
+        if plan.made_for is not None or everything_needed(mask, *layouts):
             return plan
-        return _pruned(plan, mask, q_layout, kv_layout)
+        return _pruned(resolved)
 
-    return plan.memo("pruned", (mask, q_layout, kv_layout), build)
+    return plan.memo("pruned", (mask, *layouts), build)
 
 
-def _pruned(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> Plan:
-    cells = table_cells(plan, mask, q_layout, kv_layout)
+def _pruned(resolved: Resolved) -> Plan:
+    plan, mask, layouts = resolved
+    cells = table_cells(plan, mask, *layouts)
 
     def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
         cell = cells.get((q, kv))
         return cell and (cell.q_rows, cell.k_rows)
 
-    return _reduced(plan, reads, (q_layout.sizes, kv_layout.sizes))
+    return _reduced(plan, reads, (layouts[0].sizes, layouts[1].sizes))
 
 
 def droppable(
@@ -70,8 +71,7 @@ def droppable(
     rows included.
     """
     if mask is not None and layout is not None:
-        check_made_for(plan, mask, layout)
-        kept = _pruned(plan, mask, *shard_layouts(plan, layout))
+        kept = _pruned(resolve(plan, mask, layout, None))
     else:
         sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
         kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))

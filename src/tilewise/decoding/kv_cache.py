@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.compiler.shards import shard_layouts
+from tilewise.compiler.shards import resolve
 from tilewise.decoding.chunk import Chunk
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
@@ -241,10 +241,10 @@ class KVCache:
         def build() -> DecodingPass:
             heads = head_groups(num_heads, self.shape.num_kv_heads, 1)
             layout = contiguous(self.shape.num_tokens, self.shape.world_size)
+            sizes, positions = (num_heads, self.shape.num_kv_heads), range(num_queries)
+            resolved = resolve(self._plan, Full(), layout, sizes, q_positions=positions)
             problem = Problem(
-                (self._plan, self._plan),
-                shard_layouts(self._plan, layout, q_positions=range(num_queries)),
-                Full(),
+                (resolved, resolved),
                 (heads, heads),
                 self.shape.head_dim,
                 self._scale,

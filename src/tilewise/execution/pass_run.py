@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.compiler.liveness import Lifetimes, lifetimes
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program, arrivals
-from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.pruning import prune_resolved
 from tilewise.execution import allocator as buffers
 from tilewise.execution.allocator import (
     Allocator,
@@ -47,10 +47,10 @@ class PassRun:
         device: torch.device,
     ):
         self.problem, self.batch, self.device = problem, batch, device
-        plan = problem.plans[backward]
+        resolved = problem.resolved[backward]
         self.groups: HeadGroups = problem.groups[backward]
         self.rank = transport.rank
-        pruned = prune_shards(plan, problem.mask, *problem.layouts) if problem.prune else plan
+        pruned = prune_resolved(resolved) if problem.prune else resolved.plan
         self.plan = pruned
         saved = backward and problem.gathered
         names = problem.head_dim, problem.dtype, problem.wire_dtype
@@ -68,7 +68,7 @@ class PassRun:
                 ahead=ahead,
                 carries=self.payload.carries,
             ),
-            keep=4 * plan.world_size,
+            keep=4 * pruned.world_size,
         )
 
     def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check_shards
-from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.compiler.shards import Resolved, resolve
 from tilewise.execution.allocator import Allocator
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, use_of
@@ -52,14 +52,11 @@ class Problem(NamedTuple):
     """A checked call.
 
     Attributes:
-        plans, layouts, groups: forward's and backward's plan and head groups; the layouts of the
-            query and the KV shards.
+        resolved, groups: forward's and backward's plan and head groups.
         allocator: makes what lends a pass its buffers; None: as the device of q asks.
     """
 
-    plans: tuple[Plan, Plan]
-    layouts: tuple[Layout, Layout]
-    mask: Mask
+    resolved: tuple[Resolved, Resolved]
     groups: tuple[HeadGroups, HeadGroups]
     head_dim: int
     scale: float
@@ -69,6 +66,20 @@ class Problem(NamedTuple):
     prune: bool
     kernel: Kernel
     allocator: Callable[[torch.device], Allocator] | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, Plan]:
+        forward, backward = self.resolved
+        return forward.plan, backward.plan
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of the query and the KV shards."""
+        return self.resolved[0].layouts
+
+    @property
+    def mask(self) -> Mask:
+        return self.resolved[0].mask
 
 
 def make_problem(
@@ -83,10 +94,8 @@ def make_problem(
     _check_kinds(call)
     # int: a compiler's symbolic sizes become plain numbers.
     mask, heads, head_dim = call.mask, (int(q.shape[-2]), int(k.shape[-2])), int(q.shape[-1])
-    plan = call.plan.tuned(*heads)
-    backward = plan if call.backward_plan is None else call.backward_plan.tuned(*heads)
-    _check_plans(plan, backward, call, world_size)
-    layouts = _layouts(replace(call, plan=plan), q.shape[-3])
+    resolved = _resolved(call, heads, q.shape[-3], world_size)
+    (plan, _, layouts), (backward, _, _) = resolved
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(mask, heads[1])
@@ -100,9 +109,7 @@ def make_problem(
         if not one.scripted:
             one.memo("checked", (mask, layouts), lambda p=one: check_shards(p, mask, *layouts))
     return Problem(
-        (plan, backward),
-        layouts,
-        mask,
+        resolved,
         (head_groups(*heads, plan.num_head_groups), head_groups(*heads, backward.num_head_groups)),
         head_dim,
         checked_scale(call.softmax_scale, head_dim),
@@ -151,21 +158,37 @@ def _check_kinds(call: AttentionCall) -> None:
         require_type(Layout, "kv_layout", call.kv_layout)
 
 
-def _check_plans(plan: Plan, backward: Plan, call: AttentionCall, world_size: int) -> None:
-    for one in (plan, backward):
-        if one.world_size != world_size:
+def _resolved(
+    call: AttentionCall, heads: tuple[int, int], num_queries: int, world_size: int
+) -> tuple[Resolved, Resolved]:
+    """Both passes' plans, made for the heads."""
+    kv_layout = call.kv_layout or call.layout
+    for plan in (call.plan, call.backward_plan or call.plan):
+        if plan.world_size != world_size:
             raise ValueError(
-                f"{one.name} is for {one.world_size} ranks, but the group has {world_size}; "
+                f"{plan.name} is for {plan.world_size} ranks, but the group has {world_size}; "
                 f"make the plan for {world_size}"
             )
-        check_made_for(one, call.mask, call.layout)
-        if one.made_for and call.kv_layout not in (None, call.layout):
-            raise ValueError(f"{one.name} is for one layout of q, k and v; leave out kv_layout")
-    if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
+    for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
+        if not layout.is_partition:
+            raise ValueError(
+                f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
+                "every token must belong to exactly one rank"
+            )
+    positions = _query_positions(call, num_queries, kv_layout.num_tokens)
+    where = call.mask, call.layout, heads, kv_layout, positions
+    forward = backward = resolve(call.plan, *where)
+    if call.backward_plan is not None:
+        backward = resolve(call.backward_plan, *where)
+    for plan in (forward.plan, backward.plan):
+        if plan.made_for and kv_layout != call.layout:
+            raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
+    if (backward.plan.owners, backward.plan.cuts) != (forward.plan.owners, forward.plan.cuts):
         raise ValueError(
-            f"{backward.name} and {plan.name} own shards differently; a backward plan needs the "
-            "forward plan's owners"
+            f"{backward.plan.name} and {forward.plan.name} own shards differently; a backward plan "
+            "needs the forward plan's owners"
         )
+    return forward, backward
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -196,18 +219,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not of(q) == of(k) == of(v):
             raise ValueError(f"q, k, v have {what} {of(q)}, {of(k)}, {of(v)}; they must be equal")
     check_dtype("dtype", str(q.dtype).removeprefix("torch."))
-
-
-def _layouts(call: AttentionCall, num_queries: int) -> tuple[Layout, Layout]:
-    kv_layout = call.kv_layout or call.layout
-    for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
-        if not layout.is_partition:
-            raise ValueError(
-                f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
-                "every token must belong to exactly one rank"
-            )
-    positions = _query_positions(call, num_queries, kv_layout.num_tokens)
-    return shard_layouts(call.plan, call.layout, kv_layout, positions)
 
 
 def _query_positions(call: AttentionCall, num_queries: int, num_keys: int) -> list[int] | None:

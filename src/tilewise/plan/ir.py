@@ -5,7 +5,6 @@ Two sides (Q, KV) and two roles (operand, partial) name all that can travel. No 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from enum import IntEnum
 from functools import partial
@@ -13,6 +12,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from tilewise.opaque import OpaqueValue
+from tilewise.plan.cache import Kind, PlanCache
+from tilewise.plan.shifts import Shift
 
 Rows = tuple[tuple[int, int], ...]
 """Half-open ranges of local rows of a shard, ascending and disjoint."""
@@ -119,6 +120,44 @@ def own_shards(world_size: int) -> Owners:
     return side, side
 
 
+class Tuning(NamedTuple):
+    """How a mask-aware plan that was made before heads were known is made anew for them.
+
+    Attributes:
+        make: (mask, layout, kv_bytes) -> Plan, a module's function, so that it can be pickled.
+            Owners and cuts of the shards may differ from the plan's at hand.
+        kv_bytes: what that was made for: bytes of a KV shard per byte of a query shard.
+    """
+
+    make: Callable[[Any, Any, float], Plan]
+    kv_bytes: float
+
+
+class Traits(NamedTuple):
+    """What the author of a plan knows of it beside its steps.
+
+    Not part of its value: == ignores them, text and JSON leave them out, and a plan with other
+    steps has none.
+
+    Attributes:
+        shifts: digits of ranks, and of their shards with them, that may be shifted without
+            changing the plan; ranks that they map to each other are simulated once. Rank r must
+            own shard r.
+        head_split: the degree and the inner plan that a split by heads was made of; for those
+            who compose plans.
+        made_for: the mask and the layout that a mask-aware plan covers, and no other.
+        tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
+    """
+
+    shifts: tuple[Shift, ...] = ()
+    head_split: tuple[int, Plan] | None = None
+    made_for: tuple[Hashable, Hashable] | None = None
+    tuning: Tuning | None = None
+
+
+NO_TRAITS = Traits()
+
+
 class Plan(OpaqueValue):
     """A frozen, hashable value; equality and hash ignore the name.
 
@@ -135,26 +174,20 @@ class Plan(OpaqueValue):
         default_save: what backward does unless told: "replay" the operands' transfers, or keep
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
-        head_split: the degree and the inner plan that a split by heads was made of; for those
-            who compose plans, not part of the value.
-        made_for: the mask and the layout that a mask-aware plan covers, and no other.
-        tune: makes the plan anew, for the same mask and layout and another ratio of KV to query
-            bytes; owners and cuts of its shards may differ.
+        traits: what its author knows of it beside its steps.
     """
 
     __slots__ = (
-        "_memo",
+        "_cache",
         "_script",
         "_steps",
         "cuts",
         "default_save",
-        "head_split",
-        "made_for",
         "name",
         "num_head_groups",
         "owners",
         "replicated_queries",
-        "tune",
+        "traits",
         "world_size",
     )
 
@@ -170,14 +203,14 @@ class Plan(OpaqueValue):
         cuts: Rows | None = None,
         default_save: str = "replay",
         replicated_queries: bool = False,
-        head_split: tuple[int, Any] | None = None,
-        made_for: tuple[Hashable, Hashable] | None = None,
-        tune: Callable[[float], Plan] | None = None,
+        traits: Traits = NO_TRAITS,
     ):
         if world_size < 1:
             raise ValueError(f"world_size ({world_size}) must be at least 1")
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
+        if traits.shifts and (cuts is not None or owners != own_shards(world_size)):
+            raise ValueError("shifts need a plan without cuts in which rank r owns shard r")
         fixed = None if steps is None else tuple(_canonical(step) for step in steps)
         for field, value in (
             ("name", name),
@@ -187,12 +220,10 @@ class Plan(OpaqueValue):
             ("cuts", cuts),
             ("default_save", default_save),
             ("replicated_queries", replicated_queries),
-            ("head_split", head_split),
-            ("made_for", made_for),
-            ("tune", tune),
+            ("traits", traits),
             ("_steps", fixed),
             ("_script", script),
-            ("_memo", {}),
+            ("_cache", PlanCache()),
         ):
             object.__setattr__(self, field, value)
 
@@ -237,18 +268,28 @@ class Plan(OpaqueValue):
             return self._script(rank)
         return self.memo("by rank", (), lambda: _split(self._steps, self.world_size))[rank]
 
+    @property
+    def made_for(self) -> tuple[Any, Any] | None:
+        """The mask and the layout that a mask-aware plan covers, and no other."""
+        return self.traits.made_for
+
     def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         """The plan for these heads: a strategy's own, a mask-aware one's weighed for them."""
-        if self.tune is None:
+        if self.traits.tuning is None:
             return self
-        tune, kv_bytes = self.tune, 2 * num_kv_heads / num_heads
-        return self.memo("tuned", kv_bytes, lambda: tune(kv_bytes))
+        kv_bytes = 2 * num_kv_heads / num_heads
+        return self.memo("tuned", kv_bytes, lambda: self._remade(kv_bytes))
+
+    def _remade(self, kv_bytes: float) -> Plan:
+        tuning, made_for = self.traits.tuning, self.traits.made_for
+        assert tuning and made_for
+        if kv_bytes == tuning.kv_bytes:
+            return self.changed(traits=self.traits._replace(tuning=None))
+        return tuning.make(*made_for, kv_bytes)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
-        """This plan with other steps, a value of its own: nobody can make it anew or compose it."""
-        return self.changed(
-            name=name, steps=steps, script=None, head_split=None, made_for=None, tune=None
-        )
+        """This plan with other steps, of which nobody knows more than they say."""
+        return self.changed(name=name, steps=steps, script=None, traits=NO_TRAITS)
 
     def changed(self, **fields: Any) -> Plan:
         """This plan with other values of some of its arguments; its steps are not built for it."""
@@ -257,26 +298,18 @@ class Plan(OpaqueValue):
             "world_size": self.world_size,
             "num_head_groups": self.num_head_groups,
             "owners": self.owners,
-            "script": self.rank_steps,
+            "steps": None if self.scripted else self._steps,
+            "script": self._script,
             "cuts": self.cuts,
             "default_save": self.default_save,
             "replicated_queries": self.replicated_queries,
-            "head_split": self.head_split,
-            "made_for": self.made_for,
-            "tune": self.tune,
+            "traits": self.traits,
         }
         return Plan(**{**known, **fields})
 
-    def memo(self, kind: str, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
+    def memo(self, kind: Kind, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
         """A value derived from this plan, kept for the most recent keys of its kind."""
-        known: OrderedDict[Hashable, Any] = self._memo.setdefault(kind, OrderedDict())
-        if key in known:
-            known.move_to_end(key)
-            return known[key]
-        value = known[key] = build()
-        while len(known) > keep:
-            known.popitem(last=False)
-        return value
+        return self._cache.get(kind, key, build, keep)
 
     def _key(self) -> tuple:
         return (
@@ -296,8 +329,8 @@ class Plan(OpaqueValue):
         return self.memo("hash", (), lambda: hash(self._key()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets the steps, but not what remakes or composes the plan."""
-        names = "cuts", "default_save", "replicated_queries", "made_for"
+        """Another process gets the steps of all ranks in place of a script."""
+        names = "cuts", "default_save", "replicated_queries", "traits"
         make = partial(Plan, **{name: getattr(self, name) for name in names})
         return make, (self.name, self.world_size, self.num_head_groups, self.owners, self.steps)
 

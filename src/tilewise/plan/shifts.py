@@ -1,12 +1,14 @@
 """Digits of a rank's number that may be shifted, and what ranks are then alike.
 
 A ring's ranks are shifted by one, a mesh's along either coordinate; in attention2d a row and the
-columns that are its remainders go together.
+columns that are its remainders go together. A strategy declares its shifts as it makes its plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from math import gcd, lcm
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,11 +22,14 @@ class Shift(NamedTuple):
 
     Attributes:
         others: lower places of digits of the same radix.
+        free: the digit's values may be permuted in any way, those at others alike: so digits of
+            the digit may be shifted too, each by itself.
     """
 
     place: int
     radix: int
     others: tuple[int, ...] = ()
+    free: bool = False
 
     @property
     def span(self) -> int:
@@ -33,6 +38,34 @@ class Shift(NamedTuple):
     @property
     def places(self) -> tuple[int, ...]:
         return self.place, *self.others
+
+    def times(self, factor: int) -> Shift:
+        """The shift of the same digits of rank // factor."""
+        others = tuple(place * factor for place in self.others)
+        return self._replace(place=self.place * factor, others=others)
+
+    def cut(self, blocks: Iterable[int]) -> Iterator[Shift]:
+        """A free digit as digits that end where blocks do, so that more shifts respect these."""
+        ends = [self.radix]
+        if self.free:
+            whole = {gcd(b, p * self.radix) // p for b in blocks for p in self.places if b % p == 0}
+            for end in sorted(whole, reverse=True):
+                ends.append(gcd(end, ends[-1]))
+        for high, low in pairwise([*ends, 1]):
+            others = tuple(place * low for place in self.others)
+            if high > low:
+                yield Shift(self.place * low, high // low, others)
+
+    def respecting(self, blocks: Iterable[int]) -> Iterator[Shift]:
+        """The shift, or some of it repeated, that maps blocks of neighbouring ranks to blocks."""
+        if self.others:
+            ends = [(place, place * self.radix) for place in self.places]
+            if all(b % end == 0 or place % b == 0 for place, end in ends for b in blocks):
+                yield self
+            return
+        place = lcm(self.place, *(block for block in blocks if block % self.span))
+        if self.span % place == 0 and place < self.span:
+            yield Shift(place, self.span // place)
 
 
 class Symmetry(NamedTuple):
@@ -83,7 +116,7 @@ def span(shifts: Iterable[Shift]) -> int:
 
 def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
     """A rank after the shift that brings another to the first of its class."""
-    for place, radix, others in shifts:
+    for place, radix, others, _ in shifts:
         by = to // place % radix
         for p in (place, *others):
             digit = rank // p % radix
@@ -102,7 +135,7 @@ def absolute(rank: Number, seen_by: Any, shifts: tuple[Shift, ...]) -> Number:
     Args:
         seen_by: a rank; or several, if rank is several.
     """
-    for place, radix, others in shifts:
+    for place, radix, others, _ in shifts:
         by = seen_by // place % radix
         for p in (place, *others):
             digit = rank // p % radix

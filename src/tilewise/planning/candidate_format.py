@@ -109,4 +109,5 @@ def with_save(plan: Plan, save: str, made_for: tuple[Mask, Layout] | None = None
     """
     if plan.default_save == save and made_for is None:
         return plan
-    return plan.changed(default_save=save, made_for=made_for or plan.made_for, tune=None)
+    traits = plan.traits._replace(made_for=made_for or plan.made_for, tuning=None)
+    return plan.changed(default_save=save, traits=traits)

@@ -62,7 +62,7 @@ class MaskBounds:
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of the slowest rank or node that is looked at."""
-        degree, inner = plan.head_split or (1, plan)
+        degree, inner = plan.traits.head_split or (1, plan)
         some = range(0, inner.world_size, max(1, inner.world_size // LOOKED_AT))
         ranks = {rank: self._of_rank(degree, rank, inner) for rank in some}
         nodes = self._of_nodes(degree, {rank: rows for rank, (_, rows) in ranks.items()})

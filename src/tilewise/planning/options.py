@@ -271,6 +271,6 @@ def _aware(work: Workload, world_size: int) -> Iterator[_Inner]:
     layout = work.layout_for(world_size)
     if work.mask == Causal() and layout == zigzag(work.num_tokens, world_size):
         return
-    heads = work.num_heads, work.num_kv_heads
+    ratio = 2 * work.num_kv_heads / work.num_heads
     yield _Inner("needed", lambda: needed(work.mask, layout), Shape())
-    yield _Inner("tiled", lambda: tiled(work.mask, layout).tuned(*heads), Shape())
+    yield _Inner("tiled", lambda: tiled(work.mask, layout, kv_bytes=ratio), Shape())

@@ -21,16 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.compiler.pruning import prune_resolved
+from tilewise.compiler.shards import Resolved
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
 from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, accumulator_dtype
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Full, Mask
+from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, Side
 from tilewise.plan.payload import head_groups, saving
 from tilewise.simulation.simulator import EXACT_RANKS
@@ -58,18 +57,16 @@ class PassMemory:
 
     def __init__(self, plan: Plan, work: Workload, backward: bool):
         self._backward, self._scale = backward, 1.0
-        plan, layouts = _sharded(plan, work)
-        alike, size = all_alike(plan, work.mask, layouts), layouts[0].size(0)
+        resolved = work.resolve(plan)
+        alike, size = all_alike(*resolved), resolved.layouts[0].size(0)
         if alike is not None and work.mask in (Full(), Causal()) and size > SMALL_SHARD:
             self._scale = size / SMALL_SHARD
             work = replace(work, num_tokens=SMALL_SHARD * plan.world_size, layout="zigzag")
-            plan, layouts = _sharded(plan, work)
-        plan, self._ranks = _pruned(plan, work.mask, layouts, alike)
+            resolved = work.resolve(plan)
+        plan, self._ranks = _pruned(resolved, alike)
         groups = head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         self._problem = Problem(
-            plans=(plan, plan),
-            layouts=layouts,
-            mask=work.mask,
+            resolved=(resolved._replace(plan=plan),) * 2,
             groups=(groups, groups),
             head_dim=work.head_dim,
             scale=1.0,
@@ -93,27 +90,20 @@ class PassMemory:
         most, problem = 0, self._problem
         for number, rank in enumerate(ranks):
             if number % RANKS_A_COPY == 0:
-                problem = problem._replace(plans=(_copy(self._problem.plans[0]),) * 2)
+                copied = self._problem.resolved[0]
+                copied = copied._replace(plan=_copy(copied.plan))
+                problem = problem._replace(resolved=(copied, copied))
             most = max(most, rank_peak_bytes(problem, rank, self._backward, most))
         return round(self._scale * most)
 
 
-def _sharded(plan: Plan, work: Workload) -> tuple[Plan, tuple[Layout, Layout]]:
-    """The plan for the workload's heads, and its shards."""
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layout = work.layout_for(plan.world_size)
-    check_made_for(plan, work.mask, layout)
-    return plan, shard_layouts(plan, layout)
-
-
-def _pruned(
-    plan: Plan, mask: Mask, layouts: tuple[Layout, Layout], alike: bool | None
-) -> tuple[Plan, Sequence[int]]:
+def _pruned(resolved: Resolved, alike: bool | None) -> tuple[Plan, Sequence[int]]:
     """What the mask leaves of a plan, and some ranks of which one needs most of all.
 
     Args:
         alike: as symmetry.all_alike says.
     """
+    plan, layouts = resolved.plan, resolved.layouts
     symmetry = None if alike is None else find_symmetry(plan)
     if symmetry is not None and symmetry.members > 1:
         firsts = symmetry.firsts()
@@ -126,7 +116,7 @@ def _pruned(
             return halves.pruned(plan), [rank for ranks in members for rank in _spread(ranks, some)]
         if plan.world_size > EXACT_RANKS:
             return plan, firsts
-    return prune_shards(plan, mask, *layouts), range(plan.world_size)
+    return prune_resolved(resolved), range(plan.world_size)
 
 
 def _copy(plan: Plan) -> Plan:

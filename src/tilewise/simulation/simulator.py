@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import check_made_for, shard_layouts, table_cells
+from tilewise.compiler.pruning import prune_resolved
+from tilewise.compiler.shards import table_cells
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import check_gathered, saving
@@ -240,10 +240,8 @@ class _Made(NamedTuple):
 def _made(
     plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
 ) -> _Made:
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layout = work.layout_for(plan.world_size)
-    check_made_for(plan, work.mask, layout)
-    layouts = shard_layouts(plan, layout)
+    resolved = work.resolve(plan)
+    plan, layouts = resolved.plan, resolved.layouts
     payload, kernel = (
         work.payload(plan, backward),
         machine.kernel(work.dtype, backward, work.head_dim),
@@ -254,7 +252,7 @@ def _made(
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, work.mask, *layouts)
-        plan, costs = prune_shards(plan, work.mask, *layouts), replace(costs, cells=cells)
+        plan, costs = prune_resolved(resolved), replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     return _Made(plan, costs, symmetry, halves, programs)

@@ -7,7 +7,8 @@ gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), secti
 from __future__ import annotations
 
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.shifts import Shift
 
 
 def all_gather(world_size: int) -> Plan:
@@ -30,4 +31,5 @@ def all_gather(world_size: int) -> Plan:
             s.recv(partial(Side.KV, rank), other)
         return s.done()
 
-    return Plan(f"all_gather({n})", n, 1, own_shards(n), script=script)
+    traits = Traits((Shift(1, n, free=True),))
+    return Plan(f"all_gather({n})", n, 1, own_shards(n), script=script, traits=traits)

@@ -10,9 +10,11 @@ shard whose owner is in its column stays, and only the others are exchanged.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.shifts import Shift
 
 
 def attention2d(rows: int, columns: int) -> Plan:
@@ -79,4 +81,27 @@ def attention2d(rows: int, columns: int) -> Plan:
             s.recv(partial(Side.KV, rank), away)
         return s.done()
 
-    return Plan(f"attention2d({rows}, {columns})", n, 1, own_shards(n), script=script)
+    name, traits = f"attention2d({rows}, {columns})", Traits(_shifts(rows, columns))
+    return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
+
+
+def _shifts(rows: int, columns: int) -> tuple[Shift, ...]:
+    """A rank's column and its shard's remainder modulo columns are shifted alike.
+
+    The first is rank // rows, the second rank % columns. So digits end where others end, rows times
+    higher or lower, and go with these; where no such digits are left, no ranks are alike.
+    """
+    n = rows * columns
+    if rows == 1:
+        return (Shift(1, n, free=True),)
+    if math.gcd(columns, rows - 1) > 1:  # two columns of odd length exchange every other shard
+        return (Shift(rows, 2),) if columns == 2 else ()
+    powers = [rows**k for k in range(n.bit_length()) if rows**k <= n]
+    ends = sorted({*powers, *(n // power for power in powers if n % power == 0)})
+    if any(high % low for low, high in pairwise(ends)):
+        return ()
+    return tuple(
+        Shift(low, high // low, tuple(low // p for p in powers[1:] if low % p == 0), free=True)
+        for low, high in pairwise(ends)
+        if low >= columns
+    )

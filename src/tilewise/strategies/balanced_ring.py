@@ -10,7 +10,8 @@ plan like any other. A KV shard skips the ranks that do not read it.
 from __future__ import annotations
 
 from tilewise.plan.builder import Script, goes_home, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.shifts import Shift
 
 
 def balanced_ring(world_size: int) -> Plan:
@@ -66,4 +67,5 @@ def balanced_ring(world_size: int) -> Plan:
                 s.at(t + 1).recv(partial(Side.Q, rank), helper)
         return s.done()
 
-    return Plan(f"balanced_ring({n})", n, 1, own_shards(n), script=script)
+    shifts = (Shift(1, n),) if n == 2 else ()  # two ranks are a ring; of more, those below help
+    return Plan(f"balanced_ring({n})", n, 1, own_shards(n), script=script, traits=Traits(shifts))

@@ -7,7 +7,7 @@ node before they leave it, and never revisit their owner before the last hop.
 
 from __future__ import annotations
 
-from tilewise.plan.ir import Plan, own_shards
+from tilewise.plan.ir import Plan
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
 
@@ -21,5 +21,4 @@ def double_ring(num_nodes: int, node_size: int) -> Plan:
     if min(num_nodes, node_size) < 1:
         raise ValueError(f"num_nodes ({num_nodes}) and node_size ({node_size}) must be at least 1")
     rings = hierarchical(ring(num_nodes), ring(node_size))
-    n, name = rings.world_size, f"double_ring({num_nodes}, {node_size})"
-    return Plan(name, n, 1, own_shards(n), script=rings.rank_steps)
+    return rings.changed(name=f"double_ring({num_nodes}, {node_size})")

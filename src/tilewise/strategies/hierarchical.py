@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tilewise.arguments import require_type
 from tilewise.plan.builder import Script
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer, own_shards
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Traits, Transfer, own_shards
 
 Shards = tuple[tuple[int, ...], ...]
 """Per side, shards of the outer plan."""
@@ -194,7 +194,9 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     check_nests(outer, inner)
     n = outer.world_size * inner.world_size
     name = f"hierarchical({outer.name}, {inner.name})"
-    return Plan(name, n, 1, own_shards(n), script=_script(outer, inner))
+    between = (shift.times(inner.world_size) for shift in outer.traits.shifts)
+    traits = Traits((*inner.traits.shifts, *between))
+    return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
 
 
 def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from math import inf
 
 from tilewise.plan.builder import Script, goes_home, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
 from tilewise.strategies.mesh_schedules.orders import least_held
@@ -72,8 +73,14 @@ def mesh(
         script = _beat_script(n, a, greedy_beats((a, n // a), costs, held, pace))
     tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
     tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
+    free = schedule == "gather"
     return Plan(
-        f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned})", n, 1, own_shards(n), script=script
+        f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned})",
+        n,
+        1,
+        own_shards(n),
+        script=script,
+        traits=Traits((Shift(1, a, free=free), Shift(a, n // a, free=free))),
     )
 
 

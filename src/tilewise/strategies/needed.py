@@ -12,7 +12,7 @@ from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Rows, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Rows, Side, Traits, own_shards
 from tilewise.plan.row_ranges import count, whole_or
 
 STAGES = 4
@@ -56,8 +56,9 @@ def needed(mask: Mask, layout: Layout) -> Plan:
             s.at(stage + 2).recv(partial(Side.KV, rank), reader, rows(reader, rank))
         return s.done()
 
+    traits = Traits(made_for=(mask, layout))
     name = f"needed({mask!r}, {layout!r})"  # ranks compare mask and layout on their own
-    return Plan(name, n, 1, own_shards(n), script=script, made_for=(mask, layout))
+    return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
 
 
 def _dealt(sources: list[int], sizes: list[int]) -> list[list[int]]:

@@ -13,7 +13,8 @@ and goes home every few hops, so that rounding on the wire does not grow with th
 from __future__ import annotations
 
 from tilewise.plan.builder import Script, goes_home, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, own_shards
+from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.shifts import Shift
 
 
 def ring(world_size: int, moves: str = "kv") -> Plan:
@@ -47,4 +48,5 @@ def ring(world_size: int, moves: str = "kv") -> Plan:
             s.next()
         return s.done()
 
-    return Plan(f"ring({n}, moves={moves!r})", n, 1, own_shards(n), script=script)
+    name = f"ring({n}, moves={moves!r})"
+    return Plan(name, n, 1, own_shards(n), script=script, traits=Traits((Shift(1, n),)))

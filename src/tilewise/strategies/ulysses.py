@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from tilewise.arguments import require_type
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Item, Plan, RankStep, Side, Transfer, own_shards
+from tilewise.plan.ir import Item, Plan, RankStep, Side, Traits, Transfer, own_shards
+from tilewise.plan.shifts import Shift
 from tilewise.strategies.ring import ring
 
 
@@ -30,8 +31,9 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     inner = ring(1) if inner is None else require_type(Plan, "inner", inner)
     if degree < 1:
         raise ValueError(f"degree ({degree}) must be at least 1")
-    if inner.head_split is not None:  # two exchanges in a row would send everything twice
-        return ulysses(degree * inner.head_split[0], inner=inner.head_split[1])
+    if inner.traits.head_split is not None:  # two exchanges in a row would send everything twice
+        other, innermost = inner.traits.head_split
+        return ulysses(degree * other, inner=innermost)
     if inner.owners != own_shards(inner.world_size) or inner.num_head_groups > 1 or inner.cuts:
         raise ValueError(
             f"ulysses needs an inner plan of whole heads in which rank r owns shard r, "
@@ -80,5 +82,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     # Alone, what is gathered is as large as what was given away: keeping it takes no extra memory.
     save = "gathered" if alone else inner.default_save
     name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
-    made = {"script": script, "default_save": save, "head_split": (degree, inner)}
+    within = (shift.times(degree) for shift in inner.traits.shifts)
+    traits = Traits((Shift(1, degree, free=True), *within), head_split=(degree, inner))
+    made = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **made)

@@ -13,7 +13,7 @@ from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Traits
 from tilewise.plan.row_ranges import count, union, whole_or
 
 LSE = 4 / 256  # bytes of lse beside those of one head of a row: bf16, head_dim 128
@@ -218,7 +218,7 @@ def assemble(
         (owners, owners),
         script=script,
         cuts=work.cuts,
-        made_for=made_for,
+        traits=Traits(made_for=made_for),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tilewise.compiler.shards import resolve
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
 from tilewise.layouts.balanced import balanced, default_layout
@@ -240,7 +241,8 @@ class Strategy:
             return from_file(self.name, case)
         else:
             planned = Planned(read_plan(self.name, case.world_size), setting.layout())
-        plan = planned.plan.tuned(case.num_heads, case.num_kv_heads)
+        heads = case.num_heads, case.num_kv_heads
+        plan = resolve(planned.plan, setting.mask, planned.layout, heads).plan
         head_groups(case.num_heads, case.num_kv_heads, plan.num_head_groups)
         return planned._replace(plan=plan)
 

@@ -5,8 +5,7 @@ With several ranks on a host it is the NIC that is busy, not the rank.
 
 from __future__ import annotations
 
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import shard_layouts
+from tilewise.compiler.pruning import prune_resolved
 from tilewise.plan.ir import Plan
 from tilewise.plan.row_ranges import count
 from tilewise.workload import Workload
@@ -25,11 +24,9 @@ def nic_bytes(
             f"world_size ({plan.world_size}) must be a multiple of "
             f"ranks_per_host ({ranks_per_host})"
         )
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
+    resolved = work.resolve(plan)
+    plan, layouts = prune_resolved(resolved) if prune else resolved.plan, resolved.layouts
     payload = work.payload(plan, backward)
-    if prune:
-        plan = prune_shards(plan, work.mask, *layouts)
 
     def sent(rank: int) -> int:
         return sum(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise import lengths, masks
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.compiler.pruning import prune_resolved
+from tilewise.compiler.shards import resolve
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
@@ -44,9 +44,9 @@ class Moved(NamedTuple):
 
 def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
     """One pass of a plan, after pruning; sent is what volume counts."""
-    plan = plan.tuned(work.num_heads, work.num_kv_heads)
-    layouts = shard_layouts(plan, work.layout_for(plan.world_size))
-    pruned = prune_shards(plan, work.mask, *layouts)
+    resolved = work.resolve(plan)
+    plan, layouts = resolved.plan, resolved.layouts
+    pruned = prune_resolved(resolved)
     payload, table = work.payload(plan, backward), cells(work.mask, *layouts)
     sent, received, areas = ([0] * plan.world_size for _ in range(3))
     for rank in range(plan.world_size):
@@ -76,11 +76,10 @@ def report(
     Raises:
         ValueError: if a mask-aware plan was made for another mask or layout.
     """
-    check_made_for(plan, mask, layout)
-    layouts = shard_layouts(plan, layout)
-    pruned = prune_shards(plan, mask, *layouts)
+    resolved = resolve(plan, mask, layout, None)
+    pruned = prune_resolved(resolved)
     chosen = range(plan.world_size) if ranks is None else ranks
-    return tuple(_of_rank(pruned, rank, mask, layouts) for rank in chosen)
+    return tuple(_of_rank(pruned, rank, mask, resolved.layouts) for rank in chosen)
 
 
 def total(rows: Iterable[Waste]) -> Waste:

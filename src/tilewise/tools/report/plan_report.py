@@ -178,9 +178,8 @@ def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
 
 def _assignments(subject: Subject) -> Section:
     work, plan = subject.work, subject.plan
-    shown = plan.tuned(work.num_heads, work.num_kv_heads)
     figures: tuple[Figure, ...] = assignment.figures(
-        shown, work.mask, work.layout_for(plan.world_size)
+        work.resolve(plan).plan, work.mask, work.layout_for(plan.world_size)
     )
     groups = plan.num_head_groups
     intro = (

@@ -8,7 +8,7 @@ from functools import cache
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import Script, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side
+from tilewise.plan.ir import Plan, RankStep, Side, Traits
 from tilewise.strategies.tiling.causal.blocks import causal_blocks, score
 from tilewise.strategies.tiling.causal.list_scheduling import (
     ChunkBytes,
@@ -89,7 +89,7 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
         (owners, owners),
         script=script_of(lambda: _schedule(n, c, homes, kv_bytes), n),
         cuts=cuts,
-        made_for=(mask, layout),
+        traits=Traits(made_for=(mask, layout)),
     )
 
 
