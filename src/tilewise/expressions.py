@@ -14,26 +14,12 @@ from typing import Any
 
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.plan.ir import Plan
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.ring import ring
-from tilewise.strategies.tree import tree
-from tilewise.strategies.ulysses import ulysses
+from tilewise.strategies import catalog
 
 LARGEST = 1 << 20  # a plan's numbers multiplied: far above any use, far below any memory
 
 STRATEGIES: Mapping[str, Callable[..., Plan]] = MappingProxyType(
-    {
-        make.__name__: make
-        for make in (
-            *(ring, all_gather, double_ring, balanced_ring),
-            *(attention2d, mesh, hierarchical, ulysses, tree),
-        )
-    }
+    {strategy.name: strategy.make for strategy in catalog.STRATEGIES}
 )
 MASKS: Mapping[str, Callable[..., Mask]] = MappingProxyType(
     {"full": Full, "causal": Causal, "window": Window, "document": Document}

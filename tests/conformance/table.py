@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import tilewise as tw
 from tilewise import Plan
+from tilewise.strategies import catalog
+from tilewise.strategies.catalog import divisors
+
+KV_BYTES = 0.5  # of a KV shard per byte of a query shard, for which schedules are made
 
 
 class Strategy(NamedTuple):
@@ -14,22 +19,6 @@ class Strategy(NamedTuple):
 
     name: str
     plans: Callable[[int], Iterator[Plan]]
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _ring(n: int) -> Iterator[Plan]:
-    yield tw.ring(n)
-    yield tw.ring(n, moves="q")
-
-
-def _mesh(n: int) -> Iterator[Plan]:
-    for a in divisors(n):
-        for schedule in ("greedy", "eager", "kv_first", "gather"):
-            yield tw.mesh(n, q_tile=a, schedule=schedule)
-        yield tw.mesh(n, q_tile=a, kv_bytes=0.5, backward=True)
 
 
 def _hierarchical(n: int) -> Iterator[Plan]:
@@ -62,20 +51,19 @@ def _ulysses(n: int) -> Iterator[Plan]:
         yield tw.ulysses(degree, inner=tw.hierarchical(*rings))
 
 
-STRATEGIES = (
-    Strategy("ring", _ring),
-    Strategy("all_gather", lambda n: iter([tw.all_gather(n)])),
-    Strategy("double_ring", lambda n: (tw.double_ring(d, n // d) for d in divisors(n))),
-    Strategy("balanced_ring", lambda n: iter([tw.balanced_ring(n)])),
-    Strategy("attention2d", lambda n: (tw.attention2d(d, n // d) for d in divisors(n))),
-    Strategy("mesh", _mesh),
-    Strategy("hierarchical", _hierarchical),
-    Strategy("ulysses", _ulysses),
-    Strategy("tree", lambda n: iter([tw.tree(n)])),
-)
+COMPOSED = {"hierarchical": _hierarchical, "ulysses": _ulysses}
+"""Strategies that run other plans: the table says which."""
 
 
-MASK_AWARE = (("needed", tw.needed), ("tiled", tw.tiled))
+def _plans(strategy: catalog.StrategyEntry, n: int) -> Iterator[Plan]:
+    if strategy.name in COMPOSED:
+        return COMPOSED[strategy.name](n)
+    found = sorted(strategy.variants(n, KV_BYTES), key=lambda variant: variant.degenerate)
+    return (variant.make() for variant in found)
+
+
+STRATEGIES = tuple(Strategy(s.name, partial(_plans, s)) for s in catalog.STRATEGIES)
+MASK_AWARE = tuple((strategy.name, strategy.make) for strategy in catalog.MASK_AWARE)
 """Builders of a plan for one mask and one layout: (mask, layout) -> Plan."""
 
 

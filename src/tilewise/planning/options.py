@@ -7,24 +7,26 @@ Plans are made when they are looked at: a search leaves most of them alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import head_groups
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.catalog import (
+    MASK_AWARE,
+    STRATEGIES,
+    Shape,
+    StrategyEntry,
+    Variant,
+    degrees,
+    divisors,
+)
 from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import SCHEDULES, mesh
-from tilewise.strategies.mesh_schedules.orders import least_held
-from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import tiled
+from tilewise.strategies.tiled import MHA
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 
@@ -41,23 +43,14 @@ EVERY_RANK = 16
 ANY_NODE_RANKS = 32
 """Up to so many ranks plans of whole nodes are tried for groups of every size, not only nodes."""
 
+CHEAP = "kv_first"
+"""A schedule that is made in no time, and moves the same shards as those that take some."""
 
-class Shape(NamedTuple):
-    """What every rank computes, in shards of the plan inside a head group.
+QUICK = ("", "gather", CHEAP)
+"""No schedule, and those that are made in no time."""
 
-    Attributes:
-        q, kv: shards that a rank's tiles read; 0: not known.
-        call: query and KV shards of its largest call.
-        nodes: the tile of the plan between nodes, all of whose hops cross from node to node.
-        places: sizes of groups of neighbouring ranks within which ranks are alike; none: ranks
-            are not alike.
-    """
-
-    q: int = 0
-    kv: int = 0
-    call: tuple[int, int] = (0, 0)
-    nodes: tuple[int, int] = (1, 1)
-    places: tuple[int, ...] = ()
+SCHEDULES = (*QUICK, "greedy", "eager", "held")
+"""Of a tile, the cheapest to make first."""
 
 
 class Option(NamedTuple):
@@ -96,16 +89,6 @@ class Option(NamedTuple):
         return f"ulysses({self.degree}) x {self.kind}"
 
 
-class _Inner(NamedTuple):
-    """A plan for the ranks of one head group."""
-
-    kind: str
-    make: Callable[[], Plan]
-    shape: Shape
-    schedule: str = ""
-    backward: bool | None = None
-
-
 def options(
     work: Workload, world_size: int, node_size: int, *, usual: bool = False, held: bool = False
 ) -> list[Option]:
@@ -116,57 +99,45 @@ def options(
         usual: no plans of whole nodes, and no more than three schedules of a mesh.
         held: also meshes that hold as few shards at once as they can.
     """
-    found: list[tuple[int, _Inner]] = []
-    for degree in degrees(work, world_size):
-        inner = world_size // degree
-        if inner == 1 and degree > 1:
-            found.append(
-                (degree, _Inner("ulysses", partial(ring, 1), Shape(1, 1, (1, 1), places=(1,))))
-            )
-            continue
-        group = node_size // degree if node_size % degree == 0 else 1
-        ratios = [2 * max(work.num_kv_heads, degree) / work.num_heads]
-        found += [(degree, plan) for plan in _inner(inner, group, ratios, world_size)]
-        if held:
-            found += [(degree, plan) for plan in _held(inner, ratios[0])]
-    aware = [(1, plan) for plan in _aware(work, world_size)]
+    found = [
+        (degree, variant)
+        for degree in degrees(world_size, work.num_heads, work.num_kv_heads)
+        for variant in _inside(degree, work, world_size, node_size)
+        if held or variant.schedule != "held"
+    ]
+    aware = [(1, variant) for variant in _aware(work, world_size)]
     if usual or (aware and world_size > EVERY_RANK):
-        found = [(degree, plan) for degree, plan in found if _plain(plan)]
+        found = [(degree, variant) for degree, variant in found if _plain(variant)]
     found += aware
-    kinds = ["ring", "ulysses", *dict.fromkeys(plan.kind for _, plan in found)]
+    kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
-    twins = {
-        (degree, plan.shape): order
-        for order, (degree, plan) in enumerate(found)
-        if plan.schedule == CHEAP
+    cheap = {
+        (degree, variant.shape): order
+        for order, (degree, variant) in enumerate(found)
+        if variant.schedule == CHEAP
     }
 
-    def option(order: int, degree: int, plan: _Inner) -> Option:
-        twin = twins[degree, plan.shape] if plan.schedule not in ("", CHEAP) else None
-        variant = plan.schedule not in ("", CHEAP, "greedy", "held")
-        variant |= plan.schedule == "greedy" and plan.backward is not None
-        make = _headed(degree, plan.make)
-        rest = twin, plan.backward, variant
-        return Option(plan.kind, degree, order, make, plan.shape, *rest)
+    def option(order: int, degree: int, of: Variant) -> Option:
+        twin = None if of.schedule in QUICK else cheap[degree, of.shape]
+        beside = of.schedule == "eager" or (of.schedule == "greedy" and of.backward is not None)
+        make = _headed(degree, of.make)
+        return Option(of.kind, degree, order, make, of.shape, twin, of.backward, beside)
 
-    return [option(order, degree, plan) for order, (degree, plan) in enumerate(found)]
+    return [option(order, *pair) for order, pair in enumerate(found)]
 
 
-def degrees(work: Workload, world_size: int) -> list[int]:
-    """The degrees of ulysses that the heads and the number of ranks allow."""
-
-    def legal(degree: int) -> bool:
-        try:
-            head_groups(work.num_heads, work.num_kv_heads, degree)
-        except ValueError:
-            return False
-        return True
-
-    return [degree for degree in divisors(world_size) if legal(degree)]
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _inside(degree: int, work: Workload, world_size: int, node_size: int) -> Iterator[Variant]:
+    """Plans for the ranks of one head group."""
+    n = world_size // degree
+    if n == 1 and degree > 1:
+        yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1), places=(1,)))
+        return
+    kv_bytes = 2 * max(work.num_kv_heads, degree) / work.num_heads
+    for variant in _of_one_level(n, kv_bytes):
+        if variant.shape.places or world_size <= UNLIKE_RANKS:
+            yield variant
+    node = node_size // degree if node_size % degree == 0 else 1
+    yield from _of_two_levels(n, node, anywhere=world_size <= ANY_NODE_RANKS)
 
 
 def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
@@ -175,102 +146,73 @@ def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
     return lambda: ulysses(degree, inner=make())
 
 
-def _inner(n: int, group: int, ratios: list[float], world_size: int) -> Iterator[_Inner]:
-    yield _Inner("ring", partial(ring, n), Shape(1, n, (1, 1), places=(1,)))
-    if n == 1:
-        return
-    yield _Inner("ring of q", partial(ring, n, moves="q"), Shape(n, 1, (1, 1), places=(1,)))
-    yield _Inner("all_gather", partial(all_gather, n), Shape(1, n, (1, n), places=(1,)))
-    for size in divisors(n)[1:-1]:
-        shape = Shape(1, n, (1, 1), places=(size,))
-        yield _Inner("double_ring", partial(double_ring, n // size, size), shape)
-    yield from _meshes(n, ratios)
-    if world_size <= UNLIKE_RANKS:
-        for rows in divisors(n)[1:-1]:  # the outermost are all_gather, and a mesh that gathers
-            shape = Shape(n // rows, rows, (n // rows, rows))
-            yield _Inner("attention2d", partial(attention2d, rows, n // rows), shape)
-        yield _Inner("balanced_ring", partial(balanced_ring, n), Shape(1, n, (1, 1)))
-    sizes = divisors(n)[1:-1] if world_size <= ANY_NODE_RANKS else [group]
-    for size in sizes:
-        if n % size == 0 and 1 < size < n:
-            yield from _nested(n // size, size, ratios, size == group)
+def _of_one_level(n: int, kv_bytes: float) -> list[Variant]:
+    """The catalog's, those whose ranks are alike first, of the others those of one call."""
+
+    def unlike(variant: Variant) -> int:
+        shape = variant.shape
+        return 0 if shape.places else 1 if shape.call == shape[:2] else 2
+
+    tried = [strategy for strategy in STRATEGIES if not strategy.decodes]
+    found = sorted(_variants(tried, n, kv_bytes), key=unlike)
+    return sorted(found, key=lambda variant: variant.schedule == "held")
 
 
-def _meshes(n: int, ratios: list[float]) -> Iterator[_Inner]:
-    """Tiles of every shape in every schedule; of each shape the cheapest to make first."""
-    for q_tile in divisors(n)[1:]:
-        tile = q_tile, n // q_tile
-        shape = Shape(*tile, tile, places=(q_tile,))
-        yield _Inner("mesh", partial(mesh, n, q_tile, "gather"), shape)
-        if q_tile == n:
+def _variants(tried: Iterable[StrategyEntry], n: int, kv_bytes: float) -> Iterator[Variant]:
+    """Their plans on n ranks, of each shape the cheapest to make first."""
+
+    def cost(variant: Variant) -> tuple[int, int]:
+        return SCHEDULES.index(variant.schedule), (None, False, True).index(variant.backward)
+
+    for strategy in tried:
+        for a, b in strategy.factors(n):
+            found = sorted(strategy.at(a, b, kv_bytes), key=cost)
+            yield from (variant for variant in found if not variant.degenerate)
+
+
+def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:
+    """Plans between groups of ranks, each with a plan inside the groups.
+
+    Args:
+        node: ranks of a node.
+        anywhere: groups of every size, not only nodes.
+    """
+
+    def nested(size: int) -> list[Variant]:
+        found = _variants((s for s in STRATEGIES if s.nests), size, MHA)
+        return [variant for variant in found if variant.schedule in QUICK]
+
+    for size in divisors(n)[1:-1] if anywhere else [node]:
+        if n % size or not 1 < size < n:
             continue
-        yield _Inner("mesh", partial(mesh, n, q_tile, CHEAP), shape, CHEAP)
-        for schedule in (x for x in SCHEDULES if x not in ("gather", CHEAP)):
-            make = partial(mesh, n, q_tile, schedule)
-            yield _Inner("mesh", make, shape, schedule)
-            for ratio in ratios:
-                tuned = partial(make, kv_bytes=ratio) if ratio != 2 else make
-                if ratio != 2:
-                    yield _Inner("mesh", tuned, shape, schedule, False)
-                yield _Inner("mesh", partial(tuned, backward=True), shape, schedule, True)
-
-
-def _held(n: int, ratio: float) -> Iterator[_Inner]:
-    """Meshes that free shards early, for each pass."""
-    for q_tile in divisors(n)[1:-1]:
-        tile = q_tile, n // q_tile
-        shape = Shape(*tile, tile, places=(q_tile,))
-        for backward in (False, True):
-            tuned = partial(mesh, n, q_tile, kv_bytes=ratio, backward=backward)
-            made = partial(tuned, held=least_held(*tile))
-            yield _Inner("mesh", made, shape, "held", backward)
-
-
-def _nested(num_groups: int, size: int, ratios: list[float], whole_nodes: bool) -> Iterator[_Inner]:
-    """Plans between groups of ranks, each with a plan inside the groups."""
-
-    def plain(n: int) -> list[_Inner]:
-        return [plan for plan in _inner(n, 1, ratios[:1], UNLIKE_RANKS + 1) if plan.kind in PLAIN]
-
-    def worth(plan: _Inner) -> bool:
-        return plan.schedule in ("", CHEAP)
-
-    outer = plain(num_groups) + [p for p in _meshes(num_groups, ratios[:1]) if worth(p)]
-    inner = plain(size) + [p for p in _meshes(size, ratios[:1]) if worth(p)]
-    for between in outer:
-        for inside in inner:
+        for between, inside in product(nested(n // size), nested(size)):
             (a, b), (c, d) = between.shape[:2], inside.shape[:2]
             calls = (between.shape.call[0] * c, between.shape.call[1] * d)
-            nodes = (a, b) if whole_nodes else (1, 1)
-            make = partial(_hierarchical, between.make, inside.make)
+            nodes = (a, b) if size == node else (1, 1)
             outer_places = (size * place for place in between.shape.places)
             places = (*inside.shape.places, size, *outer_places)
-            yield _Inner("hierarchical", make, Shape(a * c, b * d, calls, nodes, places))
-
-
-def _plain(plan: _Inner) -> bool:
-    """Whether it is tried where every rank has to be simulated by itself."""
-    usual = plan.schedule in ("", CHEAP, "greedy") and plan.backward is None
-    return usual and plan.kind not in ("hierarchical", "balanced_ring")
-
-
-CHEAP = "kv_first"
-"""A schedule that is made in no time, and moves the same shards as those that take some."""
-
-PLAIN = ("ring", "ring of q", "all_gather")
+            make = partial(_hierarchical, between.make, inside.make)
+            yield Variant("hierarchical", make, Shape(a * c, b * d, calls, nodes, places))
 
 
 def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Plan:
     return hierarchical(between(), inside())
 
 
-def _aware(work: Workload, world_size: int) -> Iterator[_Inner]:
+def _plain(variant: Variant) -> bool:
+    """Whether it is tried where every rank has to be simulated by itself."""
+    usual = variant.schedule in (*QUICK, "greedy") and variant.backward is None
+    return usual and variant.kind not in ("hierarchical", "balanced_ring")
+
+
+def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
     """Plans made for the mask, where it leaves something out that others compute or move."""
     if world_size > AWARE_RANKS or world_size == 1 or isinstance(work.mask, Full):
         return
     layout = work.layout_for(world_size)
     if work.mask == Causal() and layout == zigzag(work.num_tokens, world_size):
         return
-    ratio = 2 * work.num_kv_heads / work.num_heads
-    yield _Inner("needed", lambda: needed(work.mask, layout), Shape())
-    yield _Inner("tiled", lambda: tiled(work.mask, layout, kv_bytes=ratio), Shape())
+    kv_bytes = 2 * work.num_kv_heads / work.num_heads
+    for strategy in MASK_AWARE:
+        make = partial(strategy.plan, work.mask, layout, kv_bytes)
+        yield Variant(strategy.name, make, Shape())

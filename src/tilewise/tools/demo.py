@@ -16,17 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.functional import attention
-from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Mask
 from tilewise.plan.ir import Plan
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.catalog import STRATEGIES, divisors, near_square
 from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import SCHEDULES, mesh
+from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.resolve import transport_for
@@ -190,31 +186,28 @@ def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
 
 def cases(demo: Demo) -> list[DemoCase]:
     """Every strategy under both masks, each on the layout that suits it."""
-    n, num_tokens = demo.world_size, demo.num_tokens
-    wide = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
-    degree = next((d for d in range(2, n) if n % d == 0), None)
-    balanced, regular, plain = (make(num_tokens, n) for make in (zigzag, striped, contiguous))
-    chosen = [
-        (ring(n), balanced),
-        (ring(n, moves="q"), balanced),
-        (all_gather(n), balanced),
-        (double_ring(wide, n // wide), balanced),
-        (balanced_ring(n), plain),
-        (attention2d(wide, n // wide), regular),
-        *((mesh(n, q_tile=wide, schedule=schedule), balanced) for schedule in SCHEDULES),
-        (hierarchical(ring(wide, moves="q"), ring(n // wide)), balanced),
-        (ulysses(n), balanced),
-    ]
-    if degree:
-        inner = n // degree
-        chosen += [
-            (ulysses(degree, inner=ring(inner)), balanced),
-            (ulysses(degree, inner=mesh(inner, q_tile=inner)), balanced),
-        ]
-    chosen.append((tree(n), plain))
-    return [
-        DemoCase(plan, name, layout) for plan, layout in chosen for name in ("causal", "documents")
-    ]
+    n, names = demo.world_size, ("causal", "documents")
+    a, b = near_square(n)
+    composed = {
+        "hierarchical": [hierarchical(ring(a, moves="q"), ring(b))],
+        "ulysses": [ulysses(n), *_hybrids(n)],
+    }
+    found: list[DemoCase] = []
+    for strategy in STRATEGIES:
+        layout = strategy.layout(demo.num_tokens, n)
+        both = (v for v in strategy.at(a, b) if v.backward is None)
+        plans = composed.get(strategy.name) or [variant.make() for variant in both]
+        found += [DemoCase(plan, name, layout) for plan in plans for name in names]
+    return found
+
+
+def _hybrids(n: int) -> list[Plan]:
+    """Two ways to split heads a little, if the ranks can be divided, and the rest otherwise."""
+    if len(divisors(n)) < 3:
+        return []
+    degree = divisors(n)[1]
+    inner = n // degree
+    return [ulysses(degree, inner=ring(inner)), ulysses(degree, inner=mesh(inner, q_tile=inner))]
 
 
 def _masks(demo: Demo) -> dict[str, Mask]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,15 +22,11 @@ from tilewise.planning.candidate import load_candidate
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
-from tilewise.strategies.balanced_ring import balanced_ring
-from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies import catalog
+from tilewise.strategies.catalog import degrees, near_square
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import mesh
-from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
@@ -90,13 +85,13 @@ class _Setting(NamedTuple):
     def kv_bytes(self) -> float:
         return 2 * self.case.num_kv_heads / self.case.num_heads
 
-    def nodes(self, name: str) -> tuple[int, int]:
+    def nodes(self) -> tuple[int, int]:
         """Hosts and the ranks on each; where there is but one of either, ranks are cut in two
         factors."""
         network = self.case.network
         if min(network.hosts, network.ranks_per_host) > 1:
             return network.hosts, network.ranks_per_host
-        return _factors(self.n, name)
+        return near_square(self.n)
 
     def layout(self) -> Layout:
         """The case's; "own": what levels the mask's work."""
@@ -118,96 +113,88 @@ class _Setting(NamedTuple):
         )
 
 
-def _on_layout(make: Callable[[_Setting], Plan]) -> Callable[[_Setting], Planned]:
-    """A strategy that runs on any layout."""
-    return lambda setting: Planned(make(setting), setting.layout())
+def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
+    """The plan of a strategy that one takes when in doubt."""
+    if strategy.decodes:
+        raise ValueError(
+            f"{strategy.name} is for decoding: its queries are a few tokens that every rank holds"
+        )
+    factors = setting.nodes() if strategy.cut == "nodes" else near_square(setting.n)
+    if strategy.cut in ("nodes", "grid"):
+        _check_factors(strategy.name, factors)
+    plan = next(strategy.at(*factors, setting.kv_bytes)).make()
+    if strategy.levels and setting.case.layout == "own":
+        return Planned(plan, strategy.layout(setting.case.num_tokens, setting.n))
+    return Planned(plan, setting.layout())
 
 
-def _on_contiguous(make: Callable[[int], Plan]) -> Callable[[_Setting], Planned]:
-    """A strategy that levels by itself what contiguous shards leave uneven."""
-
-    def planned(setting: _Setting) -> Planned:
-        if setting.case.layout != "own":
-            return Planned(make(setting.n), setting.layout())
-        return Planned(make(setting.n), contiguous(setting.case.num_tokens, setting.n))
-
-    return planned
-
-
-def _needed(setting: _Setting) -> Planned:
-    layout = setting.layout()
-    return Planned(needed(setting.mask, layout), layout)
+def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
+    case, mask, kv_bytes = setting.case, setting.mask, setting.kv_bytes
+    if strategy.levels and case.layout != "own":
+        raise ValueError(f"{strategy.name} makes its own layout, it cannot run on {case.layout}")
+    layout = (
+        strategy.layout(mask, case.num_tokens, setting.n, kv_bytes)
+        if strategy.levels
+        else setting.layout()
+    )
+    return Planned(strategy.plan(mask, layout, kv_bytes), layout)
 
 
-def _tiled(setting: _Setting) -> Planned:
-    if setting.case.layout != "own":
-        raise ValueError(f"tiled makes its own layout, it cannot run on {setting.case.layout}")
-    kv_bytes = setting.kv_bytes
-    layout = tiled_layout(setting.mask, setting.case.num_tokens, setting.n, kv_bytes=kv_bytes)
-    return Planned(tiled(setting.mask, layout, kv_bytes=kv_bytes), layout)
+def _check_factors(name: str, factors: tuple[int, int]) -> None:
+    if 1 in factors:
+        n = factors[0] * factors[1]
+        raise ValueError(f"{name} needs a number of ranks that is a product, not {n}")
 
 
 def _auto(setting: _Setting) -> Planned:
     return planner_choice(setting.work(setting.layout()), setting.case)
 
 
-def _tree(setting: _Setting) -> Planned:
-    raise ValueError("tree is for decoding: its queries are a few tokens that every rank holds")
-
-
-def _wide(n: int) -> int:
-    """The largest divisor up to the square root."""
-    return max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
-
-
-def _factors(n: int, name: str) -> tuple[int, int]:
-    """Two factors of a number of ranks, as equal as can be."""
-    wide = _wide(n)
-    if wide == 1:
-        raise ValueError(f"{name} needs a number of ranks that is a product, not {n}")
-    return wide, n // wide
-
-
 def _hierarchical(setting: _Setting) -> Plan:
     """A tile of whole nodes, a ring inside each."""
-    num_nodes, node_size = setting.nodes("hierarchical")
-    return hierarchical(mesh(num_nodes, q_tile=_wide(num_nodes)), ring(node_size))
+    num_nodes, node_size = setting.nodes()
+    _check_factors("hierarchical", (num_nodes, node_size))
+    return hierarchical(_square(num_nodes), ring(node_size))
+
+
+def _square(n: int) -> Plan:
+    return mesh(n, q_tile=near_square(n)[0])
 
 
 def _hybrid(setting: _Setting, inner: Callable[[int], Plan], name: str) -> Plan:
     """The largest Ulysses degree that the heads allow and that leaves an inner plan two ranks."""
-    case, n = setting.case, setting.n
-    for degree in (d for d in range(n // 2, 1, -1) if n % d == 0):
-        try:
-            head_groups(case.num_heads, case.num_kv_heads, degree)
-        except ValueError:
-            continue
+    n, heads = setting.n, (setting.case.num_heads, setting.case.num_kv_heads)
+    degree = max((d for d in degrees(n, *heads) if d <= n // 2), default=1)
+    if degree > 1:
         return ulysses(degree, inner=inner(n // degree))
     raise ValueError(
         f"{name} needs a degree above 1 that divides the ranks ({n}) with two left over, and the "
-        f"heads ({case.num_heads}:{case.num_kv_heads})"
+        f"heads ({heads[0]}:{heads[1]})"
     )
+
+
+COMPOSED: Mapping[str, Callable[[_Setting], Plan]] = MappingProxyType(
+    {
+        "ring_moves_q": lambda s: ring(s.n, moves="q"),
+        "hierarchical": _hierarchical,
+        "ulysses": lambda s: ulysses(s.n),
+        "ulysses_ring": lambda s: _hybrid(s, ring, "ulysses_ring"),
+        "ulysses_mesh": lambda s: _hybrid(s, _square, "ulysses_mesh"),
+    }
+)
+"""Those that compose plans, and another form of one of the catalog's."""
+
+
+def _composed(make: Callable[[_Setting], Plan], setting: _Setting) -> Planned:
+    return Planned(make(setting), setting.layout())
 
 
 STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
     {
-        "ring": _on_layout(lambda s: ring(s.n)),
-        "ring_moves_q": _on_layout(lambda s: ring(s.n, moves="q")),
-        "all_gather": _on_layout(lambda s: all_gather(s.n)),
-        "double_ring": _on_layout(lambda s: double_ring(*s.nodes("double_ring"))),
-        "hierarchical": _on_layout(_hierarchical),
-        "balanced_ring": _on_contiguous(balanced_ring),
-        "attention2d": _on_layout(lambda s: attention2d(*_factors(s.n, "attention2d"))),
-        "mesh": _on_layout(lambda s: mesh(s.n, q_tile=_wide(s.n), kv_bytes=s.kv_bytes)),
-        "ulysses": _on_layout(lambda s: ulysses(s.n)),
-        "ulysses_ring": _on_layout(lambda s: _hybrid(s, ring, "ulysses_ring")),
-        "ulysses_mesh": _on_layout(
-            lambda s: _hybrid(s, lambda n: mesh(n, q_tile=_wide(n)), "ulysses_mesh")
-        ),
-        "needed": _needed,
-        "tiled": _tiled,
+        **{s.name: partial(_usual, s) for s in catalog.STRATEGIES},
+        **{name: partial(_composed, make) for name, make in COMPOSED.items()},
+        **{s.name: partial(_mask_aware, s) for s in catalog.MASK_AWARE},
         "auto": _auto,
-        "tree": _tree,
     }
 )
 """What each name means for a case."""

@@ -12,6 +12,7 @@ from tilewise.compiler.pruning import prune
 from tilewise.expressions import read_plan
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
+from tilewise.strategies.catalog import near_square
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
 from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import TOLERANCE, Demo, DemoRow, cases, run_demo
@@ -90,7 +91,7 @@ def _report(settings: Demo, num_documents: int, rows: list[DemoRow]) -> None:
 
 
 def _tiled(n: int) -> str:
-    return f"mesh({n}, q_tile={max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)})"
+    return f"mesh({n}, q_tile={near_square(n)[0]})"
 
 
 def _table(rows: list[DemoRow]) -> Table:

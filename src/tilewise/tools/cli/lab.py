@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tilewise.expressions import read_mask, read_plan
 from tilewise.simulation.machine import Machine
+from tilewise.strategies.catalog import near_square
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, measured, on_rank
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
@@ -162,8 +163,7 @@ def _contest(options: LabOptions) -> Contest:
 
 
 def _usual(n: int, heads: int) -> list[str]:
-    wide = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
-    degree = math.gcd(n, heads)
+    wide, degree = near_square(n)[0], math.gcd(n, heads)
     texts = [f"ring({n})"]
     if wide > 1:
         texts.append(f"mesh({n}, q_tile={wide})")

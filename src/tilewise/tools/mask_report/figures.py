@@ -20,10 +20,9 @@ from tilewise.masks.components import row_areas
 from tilewise.plan.ir import Plan, RankStep, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
 from tilewise.plan.row_ranges import count
+from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
-from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.tiles.calls import KernelCall, row_index
 from tilewise.tiles.cover import tile_calls
 from tilewise.workload import Workload
@@ -212,23 +211,22 @@ def imbalance(mask: Mask, layout: Layout) -> float:
 def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
     """A plan of PLANS with the layout that it is at home on; of the meshes the one that sends
     least."""
-    n, num_tokens = case.world_size, case.num_tokens
-    match name:
-        case "needed":
-            layout = balanced(mask, num_tokens, n)
-            return needed(mask, layout), layout
-        case "tiled":
-            layout = tiled_layout(mask, num_tokens, n, kv_bytes=case.kv_bytes)
-            return tiled(mask, layout, kv_bytes=case.kv_bytes), layout
-        case "ring":
-            return ring(n), zigzag(num_tokens, n)
-        case "mesh":
-            layout = zigzag(num_tokens, n)
-            return min(
-                (mesh(n, q_tile=a) for a in _tiles(case)),
-                key=lambda plan: sum(moved(plan, case.workload(mask, layout)).sent),
-            ), layout
-    raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
+    if name not in PLANS:
+        raise ValueError(f"plan {name!r} is not known; take one of {', '.join(PLANS)}")
+    n, num_tokens, kv_bytes = case.world_size, case.num_tokens, case.kv_bytes
+    for entry in catalog.MASK_AWARE:
+        if entry.name == name:
+            layout = entry.layout(mask, num_tokens, n, kv_bytes)
+            return entry.plan(mask, layout, kv_bytes), layout
+    layout = zigzag(num_tokens, n)
+    if name == "ring":
+        return ring(n), layout
+    best = math.sqrt(n * case.num_kv_heads / case.num_heads)
+    tiles = sorted(catalog.tile_sizes(n), key=lambda a: abs(math.log(a / best)))
+    return min(
+        (mesh(n, q_tile=a) for a in tiles[:MESHES]),
+        key=lambda plan: sum(moved(plan, case.workload(mask, layout)).sent),
+    ), layout
 
 
 def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLoad, float]:
@@ -245,13 +243,6 @@ def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple
     ranks = sorted({i * n // most for i in range(most)}) if n > most else range(n)
     waste = total(report(mask, layout, plan, ranks=ranks))
     return waste.num_calls / len(ranks), waste
-
-
-def _tiles(case: MaskCase) -> Iterator[int]:
-    """Query shards per tile of a few meshes, those that are near the best for a full mask first."""
-    n, best = case.world_size, math.sqrt(case.world_size * case.num_kv_heads / case.num_heads)
-    inner = [a for a in range(2, n) if n % a == 0] or [1]
-    yield from sorted(inner, key=lambda a: abs(math.log(a / best)))[:MESHES]
 
 
 class Waste(NamedTuple):

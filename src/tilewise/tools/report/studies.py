@@ -16,6 +16,7 @@ from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.catalog import degrees, tile_sizes
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
@@ -113,7 +114,7 @@ def _members(name: str, work: Workload, machine: Machine, n: int) -> Iterator[Pl
             yield all_gather(n)
         case "double ring" if n > node and n % node == 0 and n <= LONGEST_RING:
             yield double_ring(n // node, node)
-        case "ulysses" if _splits(work, n):
+        case "ulysses" if n in _degrees(work, n):
             yield ulysses(n)
         case "mesh":
             yield from (mesh(n, q_tile=a) for a in _tiles(work, n)[: _tried(n)])
@@ -123,8 +124,9 @@ def _members(name: str, work: Workload, machine: Machine, n: int) -> Iterator[Pl
 
 def _hybrids(work: Workload, machine: Machine, n: int) -> Iterator[Plan]:
     """Heads inside the node, queries and keys across: the largest degrees that fit."""
-    degrees = [u for u in range(2, min(n - 1, machine.node_size) + 1) if n % u == 0]
-    for degree in sorted((u for u in degrees if _splits(work, u)), reverse=True)[: _tried(n)]:
+    largest = min(n - 1, machine.node_size)
+    fitting = [degree for degree in _degrees(work, n) if 1 < degree <= largest]
+    for degree in reversed(fitting[-_tried(n) :]):
         inner = n // degree
         yield (
             ulysses(degree, inner=ring(inner))
@@ -139,9 +141,8 @@ def _tried(n: int) -> int:
     return TRIED_EACH if n <= LARGE else 1
 
 
-def _splits(work: Workload, degree: int) -> bool:
-    heads, kv_heads = work.num_heads, work.num_kv_heads
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+def _degrees(work: Workload, n: int) -> list[int]:
+    return degrees(n, work.num_heads, work.num_kv_heads)
 
 
 def _tiles(work: Workload, n: int) -> list[int]:
@@ -153,5 +154,4 @@ def _tiles(work: Workload, n: int) -> list[int]:
     def moved(a: int) -> float:
         return 5 * work.num_heads * (a - 1) + 6 * work.num_kv_heads * (n // a - 1)
 
-    inner = [a for a in range(2, n) if n % a == 0] or [1]
-    return sorted(inner, key=moved)
+    return sorted(tile_sizes(n), key=moved)

@@ -1,0 +1,219 @@
+"""The strategies, a line each: what planner, bench, demo, mask tables and tests go over.
+
+    STRATEGIES      from a number of ranks alone, or from plans, as hierarchical and ulysses
+    MASK_AWARE      from a mask and a layout
+
+docs/plan.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Literal, NamedTuple
+
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks.base import Mask
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import head_groups
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.balanced_ring import balanced_ring
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.hierarchical import hierarchical
+from tilewise.strategies.mesh import SCHEDULES, mesh
+from tilewise.strategies.mesh_schedules.orders import least_held
+from tilewise.strategies.needed import needed
+from tilewise.strategies.ring import ring
+from tilewise.strategies.tiled import MHA, tiled, tiled_layout
+from tilewise.strategies.tree import tree
+from tilewise.strategies.ulysses import ulysses
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def near_square(number: int) -> tuple[int, int]:
+    """Two factors of a number, as equal as can be, the smaller one first."""
+    small = max(d for d in divisors(number) if d * d <= number)
+    return small, number // small
+
+
+def degrees(world_size: int, num_heads: int, num_kv_heads: int) -> list[int]:
+    """The degrees of ulysses that the heads and the number of ranks allow."""
+
+    def legal(degree: int) -> bool:
+        try:
+            head_groups(num_heads, num_kv_heads, degree)
+        except ValueError:
+            return False
+        return True
+
+    return [degree for degree in divisors(world_size) if legal(degree)]
+
+
+def tile_sizes(world_size: int) -> list[int]:
+    """Query shards per tile of the meshes that are no ring; 1 where all are."""
+    return divisors(world_size)[1:-1] or [1]
+
+
+class Shape(NamedTuple):
+    """What every rank computes, in shards of the plan inside a head group.
+
+    Attributes:
+        q, kv: shards that a rank's tiles read; 0: not known.
+        call: query and KV shards of its largest call.
+        nodes: the tile of the plan between nodes, all of whose hops cross from node to node.
+        places: sizes of groups of neighbouring ranks within which ranks are alike; none: ranks
+            are not alike.
+    """
+
+    q: int = 0
+    kv: int = 0
+    call: tuple[int, int] = (0, 0)
+    nodes: tuple[int, int] = (1, 1)
+    places: tuple[int, ...] = ()
+
+
+class Variant(NamedTuple):
+    """A plan that could be made, for the ranks of one head group.
+
+    Attributes:
+        kind: what the planner's tables call it.
+        make: makes the plan.
+        schedule: of a mesh; "held" if it holds as few shards at once as it can.
+        backward: the one pass that it is for; None: both.
+        degenerate: another strategy's plan, as mesh(n, q_tile=1) is ring(n): exact, and not tried.
+    """
+
+    kind: str
+    make: Callable[[], Plan]
+    shape: Shape
+    schedule: str = ""
+    backward: bool | None = None
+    degenerate: bool = False
+
+
+def _rings(n: int) -> Iterator[Variant]:
+    yield Variant("ring", partial(ring, n), Shape(1, n, (1, 1), places=(1,)))
+    moves_q, shape = partial(ring, n, moves="q"), Shape(n, 1, (1, 1), places=(1,))
+    yield Variant("ring of q", moves_q, shape, degenerate=n == 1)
+
+
+def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
+    """A tile in every schedule, those that weigh bytes also for these bytes and for each pass."""
+    shape, thin = Shape(a, b, (a, b), places=(a,)), 1 in (a, b)
+    for schedule in SCHEDULES:
+        make = partial(mesh, a * b, a, schedule)
+        if schedule in ("kv_first", "gather"):
+            alone = thin and not (schedule == "gather" and a > 1)
+            yield Variant("mesh", make, shape, schedule, degenerate=alone)
+            continue
+        weighed = partial(make, kv_bytes=kv_bytes)
+        if kv_bytes != MHA:
+            yield Variant("mesh", weighed, shape, schedule, False, thin)
+        yield Variant("mesh", make, shape, schedule, None, thin)
+        yield Variant("mesh", partial(weighed, backward=True), shape, schedule, True, thin)
+    for backward in () if thin else (False, True):
+        made = partial(mesh, a * b, a, kv_bytes=kv_bytes, backward=backward, held=least_held(a, b))
+        yield Variant("mesh", made, shape, "held", backward)
+
+
+class StrategyEntry(NamedTuple):
+    """A strategy whose plans are for any mask and layout.
+
+    Attributes:
+        make: the public function, of a and b if the ranks are cut, else of their number.
+        shape: of its one plan on a x b ranks.
+        forms: (a, b, kv_bytes) -> its plans on a x b ranks, if it has several; first the one to
+            take when in doubt. kv_bytes: of a KV shard per byte of a query shard. With neither
+            shape nor forms it composes plans, and who composes them says which.
+        cut: what a and b are. "nodes": num_nodes, node_size; "grid": any two factors; "tile": the
+            same, and 1 is as good as others; "": only their product counts.
+        layout: on which a causal mask leaves its ranks, or its calls, even.
+        levels: whether it levels by itself what that layout leaves uneven.
+        nests: whether the planner tries it between nodes, and inside them, under hierarchical.
+        decodes: whether its queries are the same few tokens on every rank.
+    """
+
+    make: Callable[..., Plan]
+    shape: Callable[[int, int], Shape] | None = None
+    forms: Callable[[int, int, float], Iterable[Variant]] | None = None
+    cut: Literal["", "nodes", "grid", "tile"] = ""
+    layout: Callable[[int, int], Layout] = zigzag
+    levels: bool = False
+    nests: bool = False
+    decodes: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    def at(self, a: int, b: int, kv_bytes: float = MHA) -> Iterator[Variant]:
+        """Its plans on a x b ranks."""
+        if self.forms:
+            yield from self.forms(a, b, kv_bytes)
+        elif self.shape:
+            numbers = (a, b) if self.cut else (a * b,)
+            make = partial(self.make, *numbers)
+            yield Variant(self.name, make, self.shape(a, b), degenerate=1 in numbers)
+
+    def factors(self, world_size: int) -> list[tuple[int, int]]:
+        """Every a and b that the strategy tells apart; of nodes the smallest first."""
+        pairs = [(d, world_size // d) for d in divisors(world_size)]
+        return pairs[::-1] if self.cut == "nodes" else pairs if self.cut else pairs[:1]
+
+    def variants(self, world_size: int, kv_bytes: float = MHA) -> Iterator[Variant]:
+        """All its plans on so many ranks."""
+        for a, b in self.factors(world_size):
+            yield from self.at(a, b, kv_bytes)
+
+
+class MaskAwareEntry(NamedTuple):
+    """A strategy whose plans are for one mask and one layout.
+
+    Attributes:
+        make: the public function.
+        plan: (mask, layout, kv_bytes) -> the plan, weighed for these bytes.
+        layout: (mask, num_tokens, world_size, kv_bytes) -> the layout that it is at home on.
+        levels: whether it levels by itself what any other layout leaves uneven.
+    """
+
+    make: Callable[..., Plan]
+    plan: Callable[[Mask, Layout, float], Plan]
+    layout: Callable[[Mask, int, int, float], Layout]
+    levels: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+STRATEGIES = (
+    StrategyEntry(ring, forms=lambda a, b, _: _rings(a * b), nests=True),
+    StrategyEntry(all_gather, lambda a, b: Shape(1, a * b, (1, a * b), places=(1,)), nests=True),
+    StrategyEntry(double_ring, lambda a, b: Shape(1, a * b, (1, 1), places=(b,)), cut="nodes"),
+    StrategyEntry(
+        balanced_ring, lambda a, b: Shape(1, a * b, (1, 1)), layout=contiguous, levels=True
+    ),
+    StrategyEntry(attention2d, lambda a, b: Shape(b, a, (b, a)), cut="grid", layout=striped),
+    StrategyEntry(mesh, forms=_meshes, cut="tile", nests=True),
+    StrategyEntry(hierarchical),
+    StrategyEntry(ulysses),
+    StrategyEntry(tree, lambda a, b: Shape(), layout=contiguous, decodes=True),
+)
+MASK_AWARE = (
+    MaskAwareEntry(
+        needed,
+        lambda mask, layout, _: needed(mask, layout),
+        lambda mask, num_tokens, n, _: balanced(mask, num_tokens, n),
+    ),
+    MaskAwareEntry(
+        tiled,
+        lambda mask, layout, kv_bytes: tiled(mask, layout, kv_bytes=kv_bytes),
+        lambda mask, num_tokens, n, kv_bytes: tiled_layout(mask, num_tokens, n, kv_bytes=kv_bytes),
+        levels=True,
+    ),
+)
