@@ -9,10 +9,11 @@ from support.described import machine, workload
 
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
-from tilewise.planning.bounds import least_bytes, moved_bound, shape_bound, steps_bound
+from tilewise.planning.bounds import least_bytes, shape_bound, steps_bound
 from tilewise.planning.candidate import PlanRow
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
+from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import reason
 from tilewise.planning.trials import Plans, Trials
@@ -79,17 +80,15 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
     for backward in (False, True):
         scene = PassModel(work, CLUSTERS[name], n, backward)
         for option in tried[:: max(1, len(tried) // 12)]:
-            _check_bounds(scene, option, tried)
+            _check_bounds(scene, option)
 
 
-def _check_bounds(scene: PassModel, option: Option, tried: list[Option]) -> None:
+def _check_bounds(scene: PassModel, option: Option) -> None:
     plan = option.make()
     timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
     bounds = [shape_bound(scene, option), steps_bound(scene, option, plan)]
     if scene.alike is None and plan.cuts is None:
         bounds.append(MaskBounds(scene).seconds(plan))
-    if option.twin is not None:
-        bounds.append(moved_bound(scene, option, tried[option.twin].make()))
     assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
     if scene.alike and scene.world_size > 16 and scene.share(option) == 1:
         assert symmetry.members > 1, plan
@@ -184,9 +183,8 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
-    best = Trials(PassModel(work, preset, n, False), Plans(tried)).settle(
-        1 << 60, range(len(tried))
-    )
+    trials = Trials(PassModel(work, preset, n, False), Plans(tried), MAX_MESSAGES)
+    best = trials.settle(tried, lambda trial: True)
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
     assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)
 

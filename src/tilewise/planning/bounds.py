@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import accumulate
 from typing import NamedTuple
 
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
 from tilewise.plan.payload import ITEM_BYTES, accumulator
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
@@ -100,9 +100,13 @@ def shape_bound(scene: PassModel, option: Option) -> float:
         fastest = scene.machine.inside.bandwidth
     own = scene.machine.node_size // degree if scene.machine.node_size % degree == 0 else 1
     entering = sum(max(0, count - own) * size for count, size in zip(tile, each, strict=True))
-    entering *= min(degree, scene.machine.node_size) / scene.machine.node_size
+    machine = scene.machine
+    entering *= min(degree, machine.node_size) / machine.node_size
     across = sum((count - 1) * size for count, size in zip(nodes, each, strict=True))
-    links = max(sent / fastest, max(entering, across) * scene.nic_sharers / scene.nic)
+    links = max(
+        sent / fastest,
+        max(entering, across) * scene.machine.nic_sharers / scene.machine.nic_bandwidth,
+    )
     return SAFE * max(_compute(scene, *_longest(scene, option)), links)
 
 
@@ -133,7 +137,7 @@ def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
     if scene.alike is None or not option.shape.q:
         return 0.0
     costs, share = scene.costs(plan), scene.share(option)
-    steps = first_steps(plan)
+    steps = _steps(plan, 0)
     busy = [sum(map(costs.tile_seconds, step.tiles)) for step in steps]
     needed = _slowest(scene, _needed(scene, costs, steps), share)
     leaving = _slowest(scene, _leaving(scene, costs, steps), share)
@@ -144,39 +148,9 @@ def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
         best = max(best, lead + before[s] + tails[s])
         if s < len(steps):
             lead = max(lead, needed[s] - before[s])
-    if scene.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
+    if scene.machine.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
         best = max(best, share * _shared(scene, plan, costs))
     return SAFE * best
-
-
-def moved_bound(scene: PassModel, option: Option, plan: Plan) -> float:
-    """Seconds of any schedule that moves the shards that this plan moves; 0 as in steps_bound.
-
-    The exchange of a split by heads comes before everything else, and another one after it.
-    """
-    if scene.alike is None:
-        return 0.0
-    costs, share = scene.costs(plan), scene.share(option)
-    steps = first_steps(plan)
-    leaving = _leaving(scene, costs, steps)
-    first = last = 0.0
-    rest = leaving[0]
-    if option.degree > 1:
-        step = next(number for number, step in enumerate(steps) if step.tiles)
-        (first,) = _slowest(scene, [_needed(scene, costs, steps)[step]], share)
-        (last,) = _slowest(scene, leaving[-1:], share)
-        rest = leaving[1]
-    (between,) = _slowest(scene, [rest], share)
-    kernels = _compute(scene, *_longest(scene, option))
-    shared = 0.0
-    if scene.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
-        shared = share * _shared(scene, plan, costs)
-    return SAFE * max(first + max(kernels + last, between), shared)
-
-
-def first_steps(plan: Plan) -> tuple[RankStep, ...]:
-    """What rank 0 does."""
-    return _steps(plan, 0)
 
 
 def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
@@ -184,9 +158,8 @@ def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
     return plan.memo("weighed", rank, lambda: plan.rank_steps(rank), keep=STEPS_KEPT)
 
 
-def _lane(scene: PassModel, src: int, dst: int) -> str:
-    size = scene.machine.node_size
-    return INSIDE if src // size == dst // size else BETWEEN
+def _lane(scene: PassModel, hop: Transfer) -> str:
+    return INSIDE if scene.machine.same_node(hop.src, hop.dst) else BETWEEN
 
 
 Lanes = list[dict[str, float]]
@@ -208,7 +181,7 @@ def _needed(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> 
         for hop in step.recvs:
             if hop.item.role is Role.OPERAND:
                 size = costs.message_bytes(hop)
-                arrived[hop.item] = _lane(scene, hop.src, hop.dst), size
+                arrived[hop.item] = _lane(scene, hop), size
     return found
 
 
@@ -218,7 +191,7 @@ def _leaving(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) ->
     found = []
     for step in reversed(steps):
         for hop in step.sends:
-            total[_lane(scene, hop.src, hop.dst)] += costs.message_bytes(hop)
+            total[_lane(scene, hop)] += costs.message_bytes(hop)
         found.append(dict(total))
     return found[::-1]
 
@@ -234,7 +207,7 @@ def _shared(scene: PassModel, plan: Plan, costs: PassCosts) -> float:
     Under a split by heads the ranks of one inner rank send equally many bytes between nodes, so
     that one of them is enough where they are of one node.
     """
-    block, degree = scene.nic_sharers, plan.num_head_groups
+    block, degree = scene.machine.nic_sharers, plan.num_head_groups
     size = scene.machine.node_size
     alike = degree if size % degree == 0 or degree % size == 0 else 1
     stride = min(alike, block)
@@ -242,9 +215,9 @@ def _shared(scene: PassModel, plan: Plan, costs: PassCosts) -> float:
     for rank in range(0, block, stride):
         for step in _steps(plan, rank):
             for hop in step.sends:
-                if _lane(scene, hop.src, hop.dst) == BETWEEN:
+                if _lane(scene, hop) == BETWEEN:
                     sent += costs.message_bytes(hop) * stride
-    return sent / scene.nic
+    return sent / scene.machine.nic_bandwidth
 
 
 def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:

@@ -175,7 +175,7 @@ class MaskBounds:
         size = scene.machine.node_size
         if (size % degree and degree % size) or scene.world_size <= size:
             return 0.0
-        width = scene.bandwidths()[BETWEEN] * size / scene.nic_sharers / min(size, degree)
+        width = scene.bandwidths()[BETWEEN] * size / scene.machine.nic_sharers / min(size, degree)
         of_nodes: dict[int, Array] = {}
         for rank, rows in needs.items():
             node = rank * degree // size

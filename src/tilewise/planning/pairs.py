@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import replace
-from itertools import islice
+from itertools import product
 from typing import NamedTuple
 
-from tilewise.planning.options import EVERY_RANK, Option
+from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.planning.trials import Plans, Trial, Trials, ticks
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import EXACT_RANKS
-from tilewise.workload import Workload
+from tilewise.planning.trials import Entry, Plans, Trial, Trials, lowest_first, ticks
 
-ROWS, FEW_ROWS = 14, 4
-"""So many families are simulated for the table; few where every rank is simulated by itself."""
+MAX_MESSAGES = 24_000
+"""Messages that a search simulates in each pass: ten thousand take about a second."""
 
-CHEAP_HOPS = 1 << 10
-"""Plans of more hops than that are not simulated for the table alone."""
-
-LEANEST, PATIENCE = ("ring", "ring of q", "ulysses"), 12
-"""Kinds of which one needs least memory, and options tried before it is asked whether they fit."""
-
-KEPT = 2
-"""Pairs that must run one plan in both passes, of those that are replayed at the end."""
-
-FAR = 20.0
-"""Plans that take more than so many times the best are not worth a line."""
-
-
-class Effort(NamedTuple):
-    """How much is tried.
-
-    Attributes:
-        trials: options simulated in each pass; None: as many as it takes.
-        keeping: whether to keep what was gathered in forward even where that takes memory.
-        table: whether to simulate other families only to tell what they take.
-        exact: whether to simulate what is fastest exactly.
-    """
-
-    trials: int | None = None
-    keeping: bool = True
-    table: bool = True
-    exact: bool = True
+LEANEST = "ring", "ring of q", "ulysses"
+"""Kinds of which one needs least memory."""
 
 
 class Pair(NamedTuple):
@@ -63,14 +34,14 @@ class Pair(NamedTuple):
         return max(self.forward.peak_bytes, self.backward.peak_bytes)
 
     @property
-    def kept(self) -> bool:
-        """Whether both passes must run one plan."""
-        return self.save == "gathered" or self.forward.option.own_shards
-
-    @property
     def strategy(self) -> str:
         first, second = self.forward.option.family, self.backward.option.family
         return first if first == second else f"{first} / {second}"
+
+    @property
+    def kept(self) -> bool:
+        """Whether both passes must run one plan."""
+        return self.save == "gathered" or self.forward.option.own_shards
 
     @property
     def order(self) -> tuple[float, int, int, bool]:
@@ -82,44 +53,71 @@ class Pairs:
     """The search over both passes.
 
     Args:
-        work: its layout is a Layout.
+        scene: of the forward pass; its save is the workload's, None: the faster one.
         memory: bytes of a rank.
+        max_messages: that may be simulated in each pass; the last trial may go beyond it.
+        keeping: whether to keep what was gathered in forward even where that takes memory.
     """
 
     def __init__(
         self,
-        work: Workload,
-        machine: Machine,
+        scene: PassModel,
         options: list[Option],
         memory: int,
-        effort: Effort,
+        max_messages: int = MAX_MESSAGES,
+        keeping: bool = True,
     ):
-        self.effort = effort
-        world_size = len(work.layout_for(0).sizes)
-        self.save, self.memory, self.options = work.save, memory, options
+        self.save, self.memory, self.options = scene.work.save, memory, options
+        self.keeping = keeping
         plans = Plans(options)
 
         def trials(backward: bool, save: str) -> Trials:
-            fixed = replace(work, save=save)
-            return Trials(PassModel(fixed, machine, world_size, backward), plans, effort.trials)
+            work = replace(scene.work, save=save)
+            return Trials(replace(scene, work=work, backward=backward), plans, max_messages)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}
+        self._large: list[Option] = []
+        self._rings_fit = False
 
-    def ranked(self) -> list[Pair]:
-        """The fastest pair, then the best of every other family that was tried.
+    def fastest(self) -> Pair:
+        """The fastest pair.
 
         Raises:
             ValueError: if none fits.
         """
-        found: list[Pair] = []
-        if self.save != "gathered":
-            found += self._apart()
-        found += self._together(found)
-        if self.effort.table:
-            found += self._fill(found)
-        if self.effort.exact and self.forward.scene.rough:
+        return self._best_of_families(self._found())[0]
+
+    def ranked(self) -> list[Pair]:
+        """The fastest pair with its exact time, then the best of every other family.
+
+        Raises:
+            ValueError: if none fits.
+        """
+        found = self._found()
+        if self.forward.scene.rough:
             found = self._exactly(found)
+        if self.save != "gathered":
+            found += self._others(found)
+        return self._best_of_families(found)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a mesh did not fit that would have been the fastest so far."""
+        return any(option.kind == "mesh" for option in self._large)
+
+    def ring_seconds(self) -> tuple[float, bool]:
+        """What a ring takes in both passes, and whether that is only known to be the least."""
+        ring, backward = Entry(0), self.backward["replay"]
+        tried = 0 in self.forward.tried and 0 in backward.tried
+        self._sharpen(ring)
+        return self._bound(ring), not tried
+
+    def _found(self) -> list[Pair]:
+        found = self._apart() if self.save != "gathered" else []
+        return found + self._together(found)
+
+    def _best_of_families(self, found: list[Pair]) -> list[Pair]:
         best: dict[str, Pair] = {}
         for pair in sorted(found, key=lambda pair: pair.order):
             if pair.strategy not in best and pair.peak_bytes <= self.memory:
@@ -128,48 +126,44 @@ class Pairs:
             raise ValueError(self._too_little(found))
         return list(best.values())
 
-    @property
-    def lacks_memory(self) -> bool:
-        """Whether a mesh did not fit that would have been the fastest so far."""
-        large = self.forward.large | self.backward["replay"].large
-        return any(self.options[order].kind == "mesh" for order in large)
-
-    def ring_seconds(self) -> tuple[float, bool]:
-        """What a ring takes in both passes, and whether that is only known to be the least."""
-        backward = self.backward["replay"]
-        tried = 0 in self.forward.tried and 0 in backward.tried
-        for trials in (self.forward, backward):
-            trials.weigh(0)
-        return self._bound(0, "replay"), not tried
-
     def _apart(self) -> list[Pair]:
-        """Each pass by itself; plans that own shards as all others do."""
-        backward = self.backward["replay"]
-        common = [option.order for option in self.options if not option.own_shards]
-        first = self.forward.settle(self.memory, common, PATIENCE)
-        other = backward.settle(self.memory, common, PATIENCE) if first else None
-        if not (first and other):
-            self._check_that_rings_fit()
-            first = self.forward.settle(self.memory, common)
-            other = backward.settle(self.memory, common)
+        """Each pass by itself, in the best plan of all and of every family."""
+        parts = self.forward, self.backward["replay"]
+        common = [option for option in self.options if not option.own_shards]
+        first, other = (trials.settle(common, self._fits) for trials in parts)
         pairs = [Pair(first, other, "replay")] if first and other else []
-        tried = [t for t in self.forward.tried.values() if t.option.order in common]
-        for family in {trial.option.family for trial in tried}:
-            parts = [
-                self._fastest([t for t in of if t.option.family == family])
-                for of in (tried, backward.tried.values())
+        for family in {trial.option.family for trial in self._common(self.forward)}:
+            best = [
+                self._fastest([t for t in self._common(trials) if t.option.family == family])
+                for trials in parts
             ]
-            if parts[0] and parts[1]:
-                pairs.append(Pair(parts[0], parts[1], "replay"))
+            if best[0] and best[1]:
+                pairs.append(Pair(best[0], best[1], "replay"))
         return pairs
+
+    def _common(self, trials: Trials) -> list[Trial]:
+        """Trials of plans that own shards as all others do."""
+        return [trial for trial in trials.tried.values() if not trial.option.own_shards]
+
+    def _fits(self, trial: Trial) -> bool:
+        """Whether a trial that is the fastest so far fits."""
+        if trial.peak_bytes <= self.memory:
+            return True
+        self._large.append(trial.option)
+        if not self._rings_fit and self.save != "gathered":
+            self._check_that_rings_fit()
+        return False
 
     def _check_that_rings_fit(self) -> None:
         """Rings hold fewest shards at once: if none of them fits, nothing does."""
-        rings = [option.order for option in self.options if option.kind in LEANEST]
-        backward = self.backward["replay"]
-        pairs = [Pair(self.forward.trial(x), backward.trial(x), "replay") for x in rings]
-        if min(pair.peak_bytes for pair in pairs) > self.memory:
-            raise ValueError(self._too_little(pairs))
+        pairs = []
+        for order in (option.order for option in self.options if option.kind in LEANEST):
+            pair = Pair(self.forward.trial(order), self.backward["replay"].trial(order), "replay")
+            pairs.append(pair)
+            if pair.peak_bytes <= self.memory:
+                self._rings_fit = True
+                return
+        raise ValueError(self._too_little(pairs))
 
     def _fastest(self, trials: list[Trial]) -> Trial | None:
         """The fastest that fits; if none does, the fastest."""
@@ -179,103 +173,84 @@ class Pairs:
 
     def _together(self, found: list[Pair]) -> list[Pair]:
         """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
-        queue: list[tuple[float, int, str]] = []
+        entries: list[tuple[Entry, Option]] = []
         for option in self.options:
-            saves = ["replay"] * option.own_shards
-            saves += ["gathered"] * (self.effort.keeping or option.kind == "ulysses")
             if option.variant and option.backward is False:
                 continue
-            for save in saves:
-                if self.save in (None, save):
-                    queue.append((self._bound(option.order, save), option.order, save))
-        heapq.heapify(queue)
+            saves = ["replay"] * option.own_shards
+            saves += ["gathered"] * (self.keeping or option.kind == "ulysses")
+            entries += [(Entry(option.order, x), option) for x in saves if self.save in (None, x)]
         ranked = sorted(found, key=lambda pair: pair.seconds)
         fitting = (pair.seconds for pair in ranked if pair.peak_bytes <= self.memory)
         best, pairs = next(fitting, math.inf), []
-        while queue and queue[0][0] < best:
-            bound, order, save = heapq.heappop(queue)
-            if self._full(order, save):
+        for least, entry in lowest_first(entries, self._bound, self._sharpen):
+            if least >= best:
+                break
+            if best < math.inf and self._spent(entry):
                 continue
-            if any(t.weigh(order) is None for t in (self.forward, self.backward[save])):
-                continue
-            sharper = self._bound(order, save)
-            if sharper > bound:
-                heapq.heappush(queue, (sharper, order, save))
-                continue
-            pair = Pair(self.forward.trial(order), self.backward[save].trial(order), save)
+            order, backward = entry.order, self.backward[entry.save]
+            pair = Pair(self.forward.trial(order), backward.trial(order), entry.save)
             pairs.append(pair)
-            if pair.seconds < best and self._fits(pair):
+            fits = pair.seconds < best and self._fits(pair.forward)
+            if fits and pair.backward.peak_bytes <= self.memory:
                 best = pair.seconds
         return pairs
 
-    def _fits(self, pair: Pair) -> bool:
-        """Whether a pair of one plan that is the fastest so far fits."""
-        return (
-            self.forward.fits(pair.forward, self.memory) and pair.backward.peak_bytes <= self.memory
-        )
+    def _spent(self, entry: Entry) -> bool:
+        """Whether an option would have to be simulated, and no more messages may be."""
+        parts = self.forward, self.backward[entry.save]
+        return any(x.messages_left <= 0 and entry.order not in x.tried for x in parts)
+
+    def _bound(self, entry: Entry) -> float:
+        return self.forward.bounds[entry.order] + self.backward[entry.save].bounds[entry.order]
+
+    def _sharpen(self, entry: Entry) -> None:
+        self.forward.sharpen(entry.order)
+        self.backward[entry.save].sharpen(entry.order)
 
     def _exactly(self, found: list[Pair]) -> list[Pair]:
-        """The fastest pair with exact times; of the others those that cannot be taken for it."""
-        ranked = sorted(found, key=lambda pair: pair.order)
-        fitting = [
-            *islice((p for p in ranked if p.kept and p.peak_bytes <= self.memory), KEPT),
-            *islice((p for p in ranked if not p.kept and p.peak_bytes <= self.memory), 1),
-        ]
+        """The fastest pairs with exact times; of the others those that cannot be taken for them.
+
+        They are simulated in order of their rough times, until the next, sped up as much as any of
+        them, would not be faster, or no messages are left.
+        """
+        rough = [pair for pair in found if pair.kept]
+        if self.save != "gathered":
+            parts = map(self._common, (self.forward, self.backward["replay"]))
+            rough += [Pair(*passes, "replay") for passes in product(*parts)]
         exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
-        for pair in sorted(fitting, key=lambda pair: pair.order):
-            made = self._exact(pair) if ratio * pair.seconds < best else None
-            if made:
-                exact.append(made)
-                best, ratio = min(best, made.seconds), min(ratio, made.seconds / pair.seconds)
+        for pair in sorted(rough, key=lambda pair: pair.order):
+            backward = self.backward[pair.save]
+            spent = min(self.forward.messages_left, backward.messages_left) <= 0
+            if exact and (spent or ratio * pair.seconds >= best):
+                break
+            if pair.peak_bytes <= self.memory:
+                first, other = self.forward.exact(pair.forward), backward.exact(pair.backward)
+                exact.append(Pair(first, other, pair.save))
+                best = min(best, exact[-1].seconds)
+                ratio = min(ratio, exact[-1].seconds / pair.seconds)
         return exact + [pair for pair in found if pair.seconds >= best or not exact]
 
-    def _exact(self, pair: Pair) -> Pair | None:
-        """A pair with exact times; of plans that need not be one, the fastest of each pass."""
-        backward = self.backward[pair.save]
-        if pair.kept:
-            return Pair(self.forward.exact(pair.forward), backward.exact(pair.backward), pair.save)
-        first, other = (part.settle_exactly(self.memory) for part in (self.forward, backward))
-        return Pair(first, other, pair.save) if first and other else None
+    def _others(self, found: list[Pair]) -> list[Pair]:
+        """For the table, with the messages left: of each kind not found what has the lowest bound.
 
-    def _full(self, order: int, save: str) -> bool:
-        """Whether an option would have to be simulated, and no more may be."""
-        parts = self.forward, self.backward[save]
-        return any(part.full and order not in part.tried for part in parts)
-
-    def _bound(self, order: int, save: str) -> float:
-        return self.forward.bounds[order] + self.backward[save].bounds[order]
-
-    def _fill(self, found: list[Pair]) -> list[Pair]:
-        """Other families, for the table: of each what has the lowest bound."""
-        if self.save == "gathered":
-            return []
-        known = {pair.strategy for pair in found}
-        best = min((pair.seconds for pair in found), default=math.inf)
-        first: dict[str, Option] = {}
-        nearest = sorted(self.options[1:], key=lambda o: self._bound(o.order, "replay"))
-        for option in (self.options[0], *nearest):  # the ring is what all are compared with
-            if not option.own_shards and option.family not in known:
-                first.setdefault(option.family, option)
+        And the ring, which all are compared with.
+        """
+        known = {trial.option.kind for pair in found for trial in pair[:2]}
+        best = min(pair.seconds for pair in found) if self.forward.scene.rough else 0.0
+        parts = self.forward, self.backward["replay"]
+        nearest = sorted(self.options[1:], key=lambda option: self._bound(Entry(option.order)))
         pairs = []
-        scene = self.forward.scene
-        few = scene.alike is None or (scene.one_by_one and scene.world_size > EVERY_RANK)
-        room = FEW_ROWS if few else ROWS
-        for option in first.values():
-            ring = option.order == 0
-            near = ring or self._bound(option.order, "replay") <= FAR * best
-            room_left = ring or len(known) + len(pairs) < room
-            if room_left and near and option.backward is None and self._cheap(option):
-                trials = self.forward, self.backward["replay"]
-                if all(t.weigh(option.order) is not None for t in trials):
-                    ahead, back = (t.trial(option.order) for t in trials)
-                    pairs.append(Pair(ahead, back, "replay"))
+        for option in (self.options[0], *nearest):
+            if option.order and (option.kind in known or option.backward is not None):
+                continue
+            if min(trials.messages_left for trials in parts) <= 0:
+                break
+            known.add(option.kind)
+            pair = Pair(*(trials.trial(option.order) for trials in parts), "replay")
+            if pair.seconds >= best:
+                pairs.append(pair)
         return pairs
-
-    def _cheap(self, option: Option) -> bool:
-        """Whether simulating it takes no time to speak of."""
-        scene, steps = self.forward.scene, (option.shape.q + option.shape.kv) * option.degree
-        quick = scene.share(option) == 1.0 or scene.world_size <= EXACT_RANKS or not option.order
-        return 0 < steps <= CHEAP_HOPS and quick
 
     def _too_little(self, found: list[Pair]) -> str:
         least = min(found, key=lambda pair: pair.peak_bytes)

@@ -1,4 +1,4 @@
-"""What a search knows of one pass of its workload on its machine."""
+"""One pass of a workload on a machine, seen by those who weigh plans for it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,6 @@ from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
-
-
-def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:
-    """The workload with the next multiple of twice the ranks as its number of tokens.
-
-    As it is if that makes ranks no more alike: for other masks than full and causal ones, and for
-    layouts that are made otherwise.
-    """
-    layout = work.layout_for(world_size)
-    tokens = -(-work.num_tokens // (2 * world_size)) * 2 * world_size
-    named = dict(LAYOUTS).get(layout.name)
-    if tokens == work.num_tokens or named is None or not isinstance(work.mask, Full | Causal):
-        return work
-    if layout != named(work.num_tokens, world_size):
-        return work
-    even = named(tokens, world_size)
-    if all_alike(ring(world_size), work.mask, (even, even)) is None:
-        return work
-    return replace(work, num_tokens=tokens, layout=even)
 
 
 @dataclass(frozen=True)
@@ -59,11 +40,6 @@ class PassModel:
     def alike(self) -> bool | None:
         """As symmetry.all_alike, for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether every rank is simulated by itself."""
-        return self.alike is None or (self.alike and not self.rough)
 
     @property
     def rough(self) -> bool:
@@ -126,21 +102,9 @@ class PassModel:
         alike = bool(self.alike)
         return PassCosts(self.work, self.machine, payload, layouts, self.kernel, None, alike)
 
-    @cached_property
-    def nic(self) -> float:
-        """Bytes per second of one message between nodes that has the network to itself."""
-        machine = self.machine
-        own = machine.nics if machine.pooled else max(1, machine.nics // machine.node_size)
-        return machine.between.bandwidth * own
-
-    @property
-    def nic_sharers(self) -> int:
-        """Neighbouring ranks whose messages between nodes share `nic`."""
-        machine = self.machine
-        return machine.node_size if machine.pooled else max(1, machine.node_size // machine.nics)
-
     def bandwidths(self) -> dict[str, float]:
-        return {INSIDE: self.machine.inside.bandwidth, BETWEEN: self.nic}
+        """Bytes per second of one message by its link, if it has that to itself."""
+        return {INSIDE: self.machine.inside.bandwidth, BETWEEN: self.machine.nic_bandwidth}
 
     def best_speed(self, queries: float, keys: float) -> float:
         """The highest FLOP per second of a kernel of at most so many rows."""
@@ -150,3 +114,23 @@ class PassModel:
             for q in (*(x for x in kernel.queries if x < queries), queries)
             for k in (*(x for x in kernel.keys if x < keys), keys)
         )
+
+
+def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:
+    """The workload with the next multiple of twice the ranks as its number of tokens.
+
+    Ranks whose shards are equal are simulated once for all; a token more or less changes no choice.
+    As it is if that makes ranks no more alike: for other masks than full and causal ones, and for
+    layouts that are made otherwise.
+    """
+    layout = work.layout_for(world_size)
+    tokens = -(-work.num_tokens // (2 * world_size)) * 2 * world_size
+    named = dict(LAYOUTS).get(layout.name)
+    if tokens == work.num_tokens or named is None or not isinstance(work.mask, Full | Causal):
+        return work
+    if layout != named(work.num_tokens, world_size):
+        return work
+    even = named(tokens, world_size)
+    if all_alike(ring(world_size), work.mask, (even, even)) is None:
+        return work
+    return replace(work, num_tokens=tokens, layout=even)

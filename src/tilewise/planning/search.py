@@ -18,17 +18,16 @@ from tilewise.plan.ir import Plan
 from tilewise.planning.bounds import least_bytes, least_seconds
 from tilewise.planning.candidate import Candidate, Distances
 from tilewise.planning.candidate_format import with_save
-from tilewise.planning.options import EVERY_RANK, options
-from tilewise.planning.pairs import Effort, Pair, Pairs
-from tilewise.planning.pass_model import pad_to_equal_shards
+from tilewise.planning.options import options
+from tilewise.planning.pairs import Pair, Pairs
+from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS, Simulation
 from tilewise.workload import Workload
 
-PROMISING = 4, 2
-"""Options that are simulated in a pass where the choice must not take long, of few ranks and of
-more than EVERY_RANK."""
+QUICK_MESSAGES = 1000
+"""Messages that are simulated in each pass where the choice must not take long."""
 
 
 @gc_paused()
@@ -67,11 +66,12 @@ def search(
     fixed = replace(work, layout=layout)
     even = pad_to_equal_shards(fixed, world_size) if world_size > EXACT_RANKS else fixed
     tried = options(even, world_size, machine.node_size)
-    found = Pairs(even, machine, tried, memory, Effort())
+    scene = PassModel(even, machine, world_size, backward=False)
+    found = Pairs(scene, tried, memory)
     pairs = found.ranked()
     if found.lacks_memory:
         tried = options(even, world_size, machine.node_size, held=True)
-        found = Pairs(even, machine, tried, memory, Effort())
+        found = Pairs(scene, tried, memory)
         pairs = found.ranked()
     ring = found.ring_seconds()
     distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
@@ -93,9 +93,8 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     """
     even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
-    effort = Effort(PROMISING[world_size > EVERY_RANK], keeping=False, table=False, exact=False)
-    best = Pairs(even, machine, tried, sys.maxsize, effort).ranked()[0]
-    return _plans(best)
+    scene = PassModel(even, machine, world_size, backward=False)
+    return _plans(Pairs(scene, tried, sys.maxsize, QUICK_MESSAGES, keeping=False).fastest())
 
 
 def _told(even: Workload, work: Workload) -> str:

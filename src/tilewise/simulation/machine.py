@@ -176,6 +176,20 @@ class Machine:
         assert inside and between
         return replace(self, inside=inside, between=between, across=across)
 
+    @property
+    def nic_sharers(self) -> int:
+        """Neighbouring devices whose messages between nodes share `nic_bandwidth`."""
+        return self.node_size if self.pooled else max(1, self.node_size // self.nics)
+
+    @property
+    def nic_bandwidth(self) -> float:
+        """Bytes per second of one message between nodes that has the network to itself."""
+        nics = self.nics if self.pooled else max(1, self.nics // self.node_size)
+        return self.between.bandwidth * nics
+
+    def same_node(self, rank: int, other: int) -> bool:
+        return rank // self.node_size == other // self.node_size
+
     def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> KernelSpeed:
         """The speeds of a dtype and pass; float16 and bfloat16 stand in for each other.
 

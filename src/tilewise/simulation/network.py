@@ -18,7 +18,7 @@ def blocks(machine: Machine, world_size: int) -> tuple[int, ...]:
     """Sizes of the groups of neighbouring ranks that share something."""
     sizes = {_sharers(machine)} if machine.cores is not None else set()
     if world_size > machine.node_size:
-        sizes |= {machine.node_size, _nic_block(machine)}
+        sizes |= {machine.node_size, machine.nic_sharers}
         if machine.rack_nodes is not None:
             sizes.add(machine.node_size * machine.rack_nodes)
     return tuple(sorted(sizes - {1}))
@@ -26,13 +26,6 @@ def blocks(machine: Machine, world_size: int) -> tuple[int, ...]:
 
 def _sharers(machine: Machine) -> int:
     return machine.core_sharers or machine.node_size
-
-
-def _nic_block(machine: Machine) -> int:
-    """Neighbouring devices that share a NIC."""
-    if machine.pooled:
-        return machine.node_size
-    return max(1, machine.node_size // machine.nics)
 
 
 class Network:
@@ -49,9 +42,6 @@ class Network:
         self._known: dict[Route, int] = {}
         self._between: dict[tuple[int, int], int] = {}
         self._resources: dict[tuple[str, int], int] = {}
-        self._nic = machine.between.bandwidth * (
-            machine.nics if machine.pooled else max(1, machine.nics // machine.node_size)
-        )
 
     @property
     def num_resources(self) -> int:
@@ -59,10 +49,9 @@ class Network:
 
     def link(self, src: int, dst: int) -> str:
         """The class of the link between two ranks."""
-        size = self.machine.node_size
-        if src // size == dst // size:
+        if self.machine.same_node(src, dst):
             return INSIDE
-        rack = size * (self.machine.rack_nodes or 0)
+        rack = self.machine.node_size * (self.machine.rack_nodes or 0)
         return ACROSS if rack and src // rack != dst // rack else BETWEEN
 
     def latency(self, link: str) -> float:
@@ -72,7 +61,7 @@ class Network:
 
     def bandwidth(self, link: str) -> float:
         """Bytes per second of one message that has the network to itself."""
-        return self.machine.inside.bandwidth if link == INSIDE else self._nic
+        return self.machine.inside.bandwidth if link == INSIDE else self.machine.nic_bandwidth
 
     def message(self, src: int, dst: int) -> int:
         """The route between two ranks; its amounts are in seconds at `bandwidth`."""
@@ -89,9 +78,9 @@ class Network:
             if link == INSIDE:
                 uses.append(self._use(f"port {way}", rank, 1, 1.0))
             else:
-                uses.append(self._use(f"nic {way}", rank, _nic_block(machine), 1.0))
+                uses.append(self._use(f"nic {way}", rank, machine.nic_sharers, 1.0))
             if link == ACROSS and machine.across and machine.rack_nodes:
-                share = self._nic / machine.across.bandwidth
+                share = machine.nic_bandwidth / machine.across.bandwidth
                 rack = machine.node_size * machine.rack_nodes
                 uses.append(self._use(f"rack {way}", rank, rack, share))
             if machine.cores is not None and machine.copy_cores:
