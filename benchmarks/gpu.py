@@ -31,7 +31,7 @@ from benchmarks.gpu_parts.case import Case, Row
 from benchmarks.gpu_parts.clocks import Clocks
 from benchmarks.gpu_parts.runner import Runner
 from benchmarks.gpu_parts.summary import summary
-from tilewise.tools.bench.kernel_table import from_benchmark, write
+from benchmarks.kernel_table import from_benchmark, write
 
 BEFORE = 0.35  # of the time, at most, for what is not timed
 CORES = 16  # of the machine that estimates are for

@@ -4,7 +4,7 @@
 
 A tile of a query shards x b KV shards on one port, bytes as in strategies/mesh_schedules/model.py: backward
 doubles what queries carry and sends KV partials too. The ratio is all blocks' seconds over all
-messages'. The optimum is that of strategies/mesh_schedules/optimal.py. "greedy" is the default schedule, "paced"
+messages'. The optimum is that of mesh_optimum.py. "greedy" is the default schedule, "paced"
 greedy for that very ratio, "best" the best of these, "eager", "kv_first" and "gather".
 """
 
@@ -15,9 +15,10 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mesh_optimum import optimum
+
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
-from tilewise.strategies.mesh_schedules.optimal import optimum
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)

@@ -18,6 +18,7 @@ import tilewise as tw
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.orders import least_held
+from tilewise.tools.extras import require
 
 
 class Row(NamedTuple):
@@ -69,6 +70,8 @@ def main() -> None:
     parser.add_argument("--picture", metavar="PNG", help="draw the curve too")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.picture:
+        require("matplotlib", "--picture")
     heads, kv_heads = map(int, given.heads.split(":"))
     work = tw.Workload(given.num_tokens, heads, kv_heads, 128, mask=tw.Causal())
     machine = tw.Machine.preset(given.machine)

@@ -1,7 +1,4 @@
-"""What the papers claim, as values: the figures, what is assumed to compare them, what was found.
-
-It stands alone so that volumes and times share one form, which the table and the JSON print.
-"""
+"""What the papers claim, as values: figures, what is assumed to compare them, what was found."""
 
 from __future__ import annotations
 

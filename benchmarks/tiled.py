@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tilewise as tw
+from tilewise.tools.extras import require
 from tilewise.tools.mask_report.figures import moved
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)
@@ -107,6 +108,7 @@ def line(row: Row) -> str:
 
 def picture(path: str) -> None:
     """Who computes what on 32 ranks, one colour a rank, for two ratios of heads."""
+    require("matplotlib", "--picture")
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure

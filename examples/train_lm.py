@@ -5,7 +5,8 @@
 The model is a small Llama (RoPE, grouped queries, RMSNorm, SwiGLU), the text Python's own standard
 library, each top-level definition a document, packed end to end and masked apart. Then rank 0
 trains the same model with nothing split, on plain dense attention of torch, and both loss curves
-must agree to rounding; a plot and a JSON file of them are written. Plain python is one rank.
+must agree to rounding; a plot (by matplotlib, of the extra `report`) and a JSON file of them are
+written. Plain python is one rank.
 """
 
 import argparse
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ import tilewise as tw
 from tilewise import lengths
 from tilewise.expressions import read_plan
 from tilewise.tools import demo
+from tilewise.tools.extras import require
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Largest difference of a loss, relative, and of a parameter. The default run over 4 ranks has
@@ -228,6 +229,8 @@ def with_progress(way: Way, args: argparse.Namespace, title: str) -> Trained:
 
 def plot(split: list[float], whole: list[float], title: str, path: Path) -> None:
     """Both curves, and their difference below."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.5, 5))
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     steps = range(1, len(split) + 1)
@@ -280,6 +283,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Train, save, compare."""
     args = arguments(argv)
+    if args.compare:
+        require("matplotlib", "the plot of both curves")
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     console = Console(quiet=ranks()[0] != 0)

@@ -1,7 +1,4 @@
-"""What callers pass where a plan, a mask or a layout belongs, refused in the same words everywhere.
-
-It stands alone because plans, masks and layouts know nothing of each other.
-"""
+"""What callers pass where a plan, mask or layout belongs, refused in the same words everywhere."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts.summary import summary, targets
+from benchmarks.kernel_table import from_benchmark, write
 from tilewise.kernels.registry import Use, choose
-from tilewise.tools.bench.kernel_table import from_benchmark, write
 
 
 def kernel_row(contender: str, mask: str, ms: float, **more: float) -> dict:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.kernel_table import Size, measure, write
 from tilewise.kernels.registry import (
     PROVIDERS,
     Use,
@@ -21,7 +22,6 @@ from tilewise.kernels.registry import (
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.masks.base import Causal, Full, Window
 from tilewise.tools import doctor
-from tilewise.tools.bench.kernel_table import Size, measure, write
 from tilewise.tools.doctor import examine
 
 HALF = torch.bfloat16, 128

@@ -7,6 +7,7 @@ difference before keeping it.
 
 import io
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -70,5 +71,6 @@ def rewritten(page: Path) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # some blocks import benchmarks
     for path in PAGES:
         path.write_text(rewritten(path))

@@ -21,7 +21,6 @@ from tilewise.tools.report.chart import (
     times,
 )
 from tilewise.tools.report.page import Page, written
-from tilewise.tools.report.picture import draw, draw_timeline
 from tilewise.tools.report.plan_report import page_of
 from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.tools.report.timeline import timeline
@@ -204,14 +203,3 @@ def test_documents_and_two_plans_have_a_page():
     page = page_of(two)
     assert "then mesh(8, q_tile=4)" in page.title
     assert any(isinstance(figure.drawing, TimelineChart) for figure in figures(page))
-
-
-def test_pictures_are_written(page: Page, tmp_path):
-    for figure in figures(page):
-        draw(figure, tmp_path / f"{figure.name}.png")
-    found = tw.simulate(tw.ring(4), tw.Workload(64, 4, 4, 16), MACHINE)
-    draw_timeline(found, tmp_path / "alone.png")
-    for path in tmp_path.glob("*.png"):
-        data = path.read_bytes()
-        assert data.startswith(b"\x89PNG") and len(data) > 5000
-    assert len(list(tmp_path.glob("*.png"))) == len(figures(page)) + 1

@@ -107,6 +107,21 @@ def test_buttons_zoom_the_timeline(driver: Any, pages: dict[str, Path]):
     assert driver.execute_script(edge) > 0
 
 
+def test_a_chart_can_be_saved_as_png(driver: Any, pages: dict[str, Path], tmp_path: Path):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    there = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", there)
+    show(driver, pages["plan"], SCREENS[0], "dark")
+    for name in ("timeline", "assignment-0", "bytes"):
+        driver.execute_script(
+            f"document.querySelector('#{name} .modebar-btn[data-title*=\"PNG\"]').click()"
+        )
+        path = tmp_path / f"{name}.png"
+        WebDriverWait(driver, 60).until(lambda _, path=path: path.exists())
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
 def test_the_page_asks_no_network(driver: Any, pages: dict[str, Path]):
     show(driver, pages["plan"], SCREENS[0], "light")
     asked = driver.execute_script("return performance.getEntriesByType('resource').length")

@@ -2,8 +2,7 @@
 
 Rank r of n holds the tokens t of every sequence with t mod n = r. So whatever the lengths, ranks
 differ by at most one row a sequence, causal work levels itself, no token ever moves, and the keys
-of a window are one range of a rank's rows. It stands alone because it knows neither tensors nor
-what attends to them.
+of a window are one range of a rank's rows.
 """
 
 from __future__ import annotations

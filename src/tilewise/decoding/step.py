@@ -1,8 +1,7 @@
 """One decoding step on this rank: a few queries of every sequence against its cached keys.
 
 The tree's program is built once and run at every step; only what a rank reads of its cache changes
-with the lengths. It stands alone because a layout that grew with every token would have to be
-lowered and bound anew at every token, for milliseconds.
+with the lengths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An out made from delta, for kernels that derive delta from out themselves.
-
-It stands alone because those kernels keep none of it: what a call needs is made anew, in one pass.
-"""
+"""An out made from delta, for kernels that derive delta from out themselves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Exact areas of strips within rectangles and over grids of cells, in closed form.
 
 The sum over rows of min(x, line) is a number of constants and an arithmetic series; every area is
-four such sums. It stands alone because masks, layouts and shard supports all count with it.
+four such sums.
 """
 
 from __future__ import annotations

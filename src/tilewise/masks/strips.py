@@ -8,7 +8,7 @@
 
 Rectangles, causal triangles, bands and their intersections, unions and complements are all few
 strips, so areas, coverage and shard supports are closed forms over six integer columns, whatever
-the mask. The algebra stands alone: it knows no mask and no layout.
+the mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The machine: nodes of devices, what their links carry, how fast kernels are, how much memory.
 
 A value without any measurement in it: the simulator reads it, a data sheet or a calibration writes
-it. It stands alone so that a cluster one does not have can be described in a file.
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Kernel calls as values: which rows of a tile meet which keys, and under what shape of mask.
-
-Stands alone so that the torch-free side (`tiles/cover.py`, the simulator) can name what kernels do.
-"""
+"""Kernel calls as values: which rows of a tile meet which keys, and under what shape of mask."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A tile meets layout and mask: the few kernel calls that compute exactly its allowed cells.
-
-Stands alone because it is done once for all strategies, and by positions only: neither the strategy
-nor the layout is known here.
-"""
+"""A tile meets layout and mask: the few kernel calls that compute exactly its allowed cells."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A mask on a tile's sorted rows: per row the interval of keys it sees, then few linear slices.
-
-Stands alone because it is the only place where positions turn into indices: below it everything is
-plain geometry of index rectangles, whatever the layout was.
-"""
+"""A mask on a tile's sorted rows: per row the interval of keys it sees, then few linear slices."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +13,7 @@ from torch.cuda import nccl
 from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
-
-# What an extra adds: extra's name in pyproject.toml, the module that it brings, what that is for.
-EXTRAS = (
-    ("partition", "mtkahypar", "hypergraph partitioning, to compare plans with"),
-    ("solver", "ortools", "exact placement, to compare plans with"),
-    ("hf", "transformers", "Hugging Face models"),
-)
+from tilewise.tools.extras import EXTRAS
 
 # Packages whose versions matter, and what is said of one that is missing.
 REINSTALL = "not installed as a package: pip install -e ."
@@ -127,9 +120,7 @@ def _transports() -> list[Finding]:
 
 
 def _extras() -> list[Finding]:
-    found = []
-    for extra, module, use in EXTRAS:
-        is_here = find_spec(module) is not None
-        detail = use if is_here else f"{use}: pip install tilewise[{extra}]"
-        found.append(Finding("extra", module, is_here, detail))
-    return found
+    return [
+        Finding("extra", x.module, x.is_here, x.use if x.is_here else f"{x.use}: {x.install}")
+        for x in EXTRAS
+    ]

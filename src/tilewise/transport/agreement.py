@@ -1,8 +1,4 @@
-"""Ranks compare one fixed-size record before anything is posted, so that all fail alike or none.
-
-It stands alone because it must come before every other message: on gloo a size mismatch aborts
-the process, and a rank that fails alone leaves the others waiting.
-"""
+"""Ranks compare one fixed-size record before anything is posted, so that all fail alike or none."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

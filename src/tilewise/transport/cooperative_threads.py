@@ -1,8 +1,4 @@
-"""Threads that pass a baton: exactly one runs at a time, hands over when it waits.
-
-It stands alone because it knows nothing of messages: who runs next, who is released, what is
-raised.
-"""
+"""Threads that pass a baton: exactly one runs at a time, hands over when it waits."""
 
 import threading
 from collections import deque

@@ -1,8 +1,5 @@
 """A world in one process: ranks are threads that pass a baton, messages are copies.
 
-It stands alone because it needs no torch.distributed, is deterministic, and can say who waits for
-whom when nobody can go on.
-
 On CUDA the baton orders only what ranks launch. Each rank has a stream of its own and one for each
 of its lanes, and events order them: a copy waits for what sender and receiver had launched when
 they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.

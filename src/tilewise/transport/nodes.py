@@ -1,7 +1,4 @@
-"""Which ranks share a node, as the launcher of the processes says.
-
-It stands alone because nothing else in the library reads the environment.
-"""
+"""Which ranks share a node, as the launcher of the processes says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
-
-It stands alone because it holds every workaround for the backends, and nothing else does.
-"""
+"""Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence

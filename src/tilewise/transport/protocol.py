@@ -1,7 +1,4 @@
-"""What ranks hand to a transport: flat bytes, one peer, one label.
-
-It stands alone because every transport and its users need these values, and they need no transport.
-"""
+"""What ranks hand to a transport: flat bytes, one peer, one label."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable

@@ -1,7 +1,4 @@
-"""Choose the transport that belongs to what a caller passes as `group`.
-
-It stands alone so that neither the protocol nor a transport knows of the others.
-"""
+"""Choose the transport that belongs to what a caller passes as `group`."""
 
 from collections.abc import Sequence
 

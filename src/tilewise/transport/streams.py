@@ -1,7 +1,4 @@
-"""Order between streams of a device, by events alone: the host never waits.
-
-It stands alone so that what is said of order can be tested without a device.
-"""
+"""Order between streams of a device, by events alone: the host never waits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """A call's slices as lists of work for blocks of its rows, or of its keys: built once, on the host.
 
-    keys of a block of rows            An item is one block; the others' indices that it meets come
-    . o o|o o o o|o o .  .             in runs: full ones, whole blocks without any mask, and masked
-    .  o|o o o o|o o o  .              ones, with the interval of each of the block's own indices.
-
-Stands alone because it knows neither torch nor Triton: a kernel walks what it finds here.
+keys of a block of rows            An item is one block; the others' indices that it meets come
+. o o|o o o o|o o .  .             in runs: full ones, whole blocks without any mask, and masked
+.  o|o o o o|o o o  .              ones, with the interval of each of the block's own indices.
 """
 
 from __future__ import annotations

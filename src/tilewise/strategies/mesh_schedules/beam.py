@@ -241,31 +241,14 @@ def search(
     grid = TileState(shape, costs, block)
     level: Level = [(grid.first(), None)]
     for _ in range(grid.acts):
-        level = _best(_longer(grid, level, below), width)
+        level = _best(longer(grid, level, below), width)
     return _fastest(level) if level else None
 
 
-def least(
-    shape: tuple[int, int], costs: ShardWeights, block: float, below: float, most: int
-) -> float | None:
-    """The least seconds of any program, or `below` if none ends earlier; None: too many to try.
-
-    Args:
-        most: programs of one length.
-    """
-    grid = TileState(shape, costs, block)
-    level: Level = [(grid.first(), None)]
-    for _ in range(grid.acts):
-        level = [(at, None) for _, at, _ in _longer(grid, level, below)]
-        if len(level) > most:
-            return None
-    return min([below, *(at.now + at.left() for at, _ in level)])
-
-
-def _longer(
+def longer(
     grid: TileState, level: Level, below: float
 ) -> Iterable[tuple[tuple[float, float], Prefix, Path]]:
-    """Programs of one act more, each once."""
+    """Programs of one act more that can end before `below`, each once, after their bounds."""
     found: dict[Prefix, tuple[tuple[float, float], Prefix, Path]] = {}
     for before, path in level:
         for act, at in grid.next(before):

@@ -1,7 +1,4 @@
-"""The results file: one JSON object per line, synced row by row, so that a crash costs no row.
-
-It stands alone because the report reads it without running anything.
-"""
+"""The results file: one JSON object per line, synced row by row, so that a crash costs no row."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
 from tilewise.tools.lab.lab import Lab
@@ -21,18 +21,6 @@ class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an err
     def __init__(self, contender: int, outcome: str, message: str):
         super().__init__(message)
         self.contender, self.outcome, self.message = contender, outcome, message
-
-
-class World(Protocol):
-    """Processes that run jobs one after another."""
-
-    def run(self, job: Job) -> list[tuple[Figures, ...]]:
-        """Per contender the figures of every rank.
-
-        Raises:
-            Blamed: when a rank failed; the next run starts new processes.
-        """
-        ...
 
 
 class LocalWorld:
@@ -61,6 +49,11 @@ class LocalWorld:
         self._stop()
 
     def run(self, job: Job) -> list[tuple[Figures, ...]]:
+        """Per contender the figures of every rank.
+
+        Raises:
+            Blamed: when a rank failed; the next run starts new processes.
+        """
         at = 0
         try:
             if self._answers is None:

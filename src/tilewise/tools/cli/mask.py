@@ -22,6 +22,7 @@ from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
 from tilewise.tools.cli.options import NumTokens, command_of, read_count
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.tools.extras import require
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     MaskCase,
@@ -125,6 +126,8 @@ class Drawn(NamedTuple):
 def mask(options: MaskOptions) -> None:
     """Draw a mask with rank ownership: as a picture, or as text."""
     with refusing_bad_input():
+        if options.png:
+            require("matplotlib", "tilewise mask --png")
         if options.png and not options.png.parent.is_dir():
             raise ValueError(f"{options.png.parent} is no folder; make it, or write elsewhere")
         if options.png and options.png.suffix.lower() != PNG:

@@ -31,7 +31,6 @@ PATTERN_RANKS, DOCUMENT_RANKS = (16,), (8, 64)
 PATTERN_TOKENS, DOCUMENT_TOKENS = 4096, 8192
 PATTERN_HEADS, DOCUMENT_HEADS = ("32:32",), ("64:64", "64:8")
 MOST_RANKS = 512
-ABOUT_TILED = ("tiled:\nimbalance", "\nwaste", "\nseconds")
 T = TypeVar("T")
 
 

@@ -11,16 +11,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tilewise.tools.extras import MissingExtraError
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 BAD_INPUT = 2
 
 
 @contextmanager
 def refusing_bad_input() -> Iterator[None]:
-    """End with code 2 and the message in one line where the block raises ValueError."""
+    """End with code 2 and the message in one line on ValueError, or where an extra is missing."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, MissingExtraError) as error:
         message = " ".join(str(error).split())
         Console(stderr=True).print(f"tilewise: {message}", markup=False, soft_wrap=True)
         raise typer.Exit(BAD_INPUT) from None

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+from tilewise.tools.extras import require
 
 if TYPE_CHECKING:
     from tilewise.tools.report.report import Report
@@ -26,19 +27,17 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="A folder for the charts as pictures too.")
-    ] = None,
     csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one page that needs no network: what a plan does, or what a benchmark found."""
-    from tilewise.tools.report.report import read  # not before: the charts' library is large
+    from tilewise.tools.report.report import read  # here, so that other commands start sooner
 
     with refusing_bad_input():
+        require("plotly", "tilewise report")
         page = files[0].with_suffix(PAGE) if output is None else output
         found = read(files, with_rows=csv is not None)
-        written = _write(found, page, png, csv)
+        written = _write(found, page, csv)
     if as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
         return
@@ -50,11 +49,9 @@ def report(
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
 
 
-def _write(found: "Report", page: Path, png: Path | None, csv: Path | None) -> list[Path]:
+def _write(found: "Report", page: Path, csv: Path | None) -> list[Path]:
     try:
         written = found.write(page)
-        if png is not None:
-            written += found.write_pictures(png)
         if csv is not None:
             written += found.write_rows(csv)
     except OSError as error:

@@ -1,8 +1,4 @@
-"""Linux network namespaces from inside: entering one, and reading or setting what belongs to it.
-
-It stands alone because Python 3.11 has no setns, and because a thread, not a process, is what
-enters a namespace.
-"""
+"""Linux network namespaces from inside: entering one, and reading or setting what belongs to it."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
+from tilewise.tools.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +139,10 @@ def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     Args:
         n: number of ranks.
         title: lines; the first is the name.
+    Raises:
+        MissingExtraError: without matplotlib.
     """
+    require("matplotlib", "a picture of a mask")
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 

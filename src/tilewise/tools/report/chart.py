@@ -1,4 +1,7 @@
-"""Charts as data: tables, axes, units and colours, whatever draws them."""
+"""Charts as values: what is drawn, in which units and colours, with the rows behind it.
+
+plotly_figures.py says how plotly draws them; a chart's table is the CSV.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +16,10 @@ CROSS, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
 WHOLE = 4  # the place of no prefix
 COUNTED = ("B", "FLOP", "FLOP/s", "B/s")  # units that have no thousandths
-
-
-def quantity(value: float, unit: str = "") -> str:
-    """As in "12.3 ms" or "1.5 GB"; without a unit thousands are grouped."""
-    if not math.isfinite(value):
-        return NOTHING
-    if not unit:
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    if unit == "%":
-        return f"{value:.3g} %"
-    if value == 0:
-        return f"0 {unit}"
-    power = math.floor(math.log10(abs(value) * 1.0005) / 3)
-    least = 0 if unit in COUNTED else -WHOLE
-    power = min(max(power, least), len(PREFIXES) - 1 - WHOLE)
-    scaled = value / 1000.0**power
-    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
-    return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
-
-
-def times(ratio: float) -> str:
-    """A ratio with its cross, as in 2.3 times."""
-    return f"{ratio:.2f}{CROSS}" if ratio < 10 else f"{ratio:.3g}{CROSS}"
-
-
-def count(number: int) -> str:
-    """Tokens or devices: powers of two in their short form, as in "256k" for 262144."""
-    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
-        if number >= 1 << power and number % (1 << power - 2) == 0:
-            return f"{number / (1 << power):g}{letter}"
-    return f"{number:,}"
-
-
-def short(plan_name: str) -> str:
-    """A plan's name without what goes without saying."""
-    for usual in (", schedule='greedy'", ", moves='kv'"):
-        plan_name = plan_name.replace(usual, "")
-    return plan_name
+OWN = ("compute", "wait")  # lanes of which a rank is in one at a time
+# Of logarithmic axes: room around the values, a least span so that small differences look small.
+ROOM, LEAST_SPAN = 1.15, 1.6
+MANY_DECADES, FEWEST_TICKS, STEPS = 3.2, 3, (1, 2, 5, 10)
 
 
 class Colour(NamedTuple):
@@ -74,54 +43,14 @@ INK = Colour("#1d2733", "#e6ebf2")
 GRID = Colour("#e2e7ee", "#2d3846")
 SOFT = Colour("#f3f5f9", "#1c2530")
 FRAME = Colour("#b8c1cd", "#465465")
+GROUND = Colour("#ffffff", "#18202a")  # page.css's --card
 LANES = MappingProxyType({"compute": 0, "wait": 1, "inside": 5, "between": 3, "across": 6})
 """The palette's numbers of what a rank does."""
-LINKS = ("inside", "between", "across")
 LINK_NAMES = MappingProxyType(
     {"inside": "inside the node", "between": "between nodes", "across": "between racks"}
 )
-DARK = MappingProxyType({one.light: one.dark for one in (*SERIES, INK, GRID, SOFT, FRAME)})
+DARK = MappingProxyType({one.light: one.dark for one in (*SERIES, INK, GRID, SOFT, FRAME, GROUND)})
 """What the page's script replaces on dark ground."""
-
-
-def colour(number: int) -> str:
-    """A colour of the palette, on light ground; after the last comes the first."""
-    return SERIES[number % len(SERIES)].light
-
-
-ROOM = 1.15  # around the values
-LEAST_SPAN = 1.6  # so that small differences look small
-MANY_DECADES = 3.2
-FEWEST_TICKS = 3
-STEPS = (1, 2, 5, 10)
-
-
-def log_axis(title: str, unit: str, values: Iterable[float]) -> Axis:
-    """An axis for positive values; others are left out."""
-    values = [value for value in values if value > 0] or [1.0]
-    low, high = min(values) / ROOM, max(values) * ROOM
-    missing = math.sqrt(max(1.0, LEAST_SPAN / (high / low)))
-    low, high = low / missing, high * missing
-    ticks = tuple((place, quantity(place, unit)) for place in _places(low, high))
-    return Axis(title, unit, log=True, ticks=ticks, bounds=(low, high))
-
-
-def _places(low: float, high: float) -> list[float]:
-    """1, 2, 5 of each decade; powers of ten over many; even steps within less than one."""
-    many = math.log10(high / low) > MANY_DECADES
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [step * 10.0**power for power in powers for step in ((1,) if many else STEPS[:3])]
-    found = [place for place in found if low <= place <= high]
-    if len(found) >= FEWEST_TICKS:
-        return found
-    rough = (high - low) / FEWEST_TICKS
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(step * unit for step in reversed(STEPS) if step * unit <= rough * 1.001)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [number * step for number in range(first, last + 1)]
-
-
-OWN = ("compute", "wait")  # lanes of which a rank is in one at a time
 
 
 class Axis(NamedTuple):
@@ -198,15 +127,6 @@ class Tiles(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
-    def coloured(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ranks that have a cell, and the place among these of each cell's, -1 for none.
-
-        A colour goes with a place: those of a few ranks are farther apart than those of all.
-        """
-        ranks = np.unique(self.cells[self.cells >= 0])
-        places = np.searchsorted(ranks, self.cells)
-        return ranks, np.where(self.cells >= 0, places, -1).astype(np.int16)
-
 
 class Bar(NamedTuple):
     """Something that a rank did; several that followed at once are one."""
@@ -233,19 +153,6 @@ class TimelineChart(NamedTuple):
     turn: float
     end: float
 
-    def names(self, newline: str) -> list[str]:
-        """Of the rows."""
-        return [
-            f"rank {rank}" + f"{newline}{CROSS}{like}" * (like > 1) for rank, like in self.ranks
-        ]
-
-    def place(self, bar: Bar) -> tuple[float, float]:
-        """Middle and height of a bar, of a row: its rank's own above, the links below."""
-        if bar.lane in OWN:
-            return bar.row - 0.16, 0.44
-        links = [lane for lane in self.lanes if lane not in OWN]
-        return bar.row + 0.16 + 0.16 * links.index(bar.lane), 0.14
-
 
 Drawing = Chart | HeatMap | Tiles | TimelineChart
 
@@ -261,7 +168,7 @@ class Figure(NamedTuple):
     """A chart with its words.
 
     Attributes:
-        name: of its place on the page and of its picture's file.
+        name: of its place on the page, and of the PNG that the page saves.
         caption: what to see in it; read out where it cannot be seen.
         rows: what it was drawn from.
         jumps: parts of the horizontal axis to zoom in on, by name.
@@ -290,3 +197,71 @@ class Section(NamedTuple):
     figures: tuple[Figure, ...] = ()
     table: Table | None = None
     narrow: bool = False
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """As in "12.3 ms" or "1.5 GB"; without a unit thousands are grouped."""
+    if not math.isfinite(value):
+        return NOTHING
+    if not unit:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if unit == "%":
+        return f"{value:.3g} %"
+    if value == 0:
+        return f"0 {unit}"
+    power = math.floor(math.log10(abs(value) * 1.0005) / 3)
+    least = 0 if unit in COUNTED else -WHOLE
+    power = min(max(power, least), len(PREFIXES) - 1 - WHOLE)
+    scaled = value / 1000.0**power
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
+    return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
+
+
+def times(ratio: float) -> str:
+    """A ratio with its cross, as in 2.3 times."""
+    return f"{ratio:.2f}{CROSS}" if ratio < 10 else f"{ratio:.3g}{CROSS}"
+
+
+def count(number: int) -> str:
+    """Tokens or devices: powers of two in their short form, as in "256k" for 262144."""
+    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
+        if number >= 1 << power and number % (1 << power - 2) == 0:
+            return f"{number / (1 << power):g}{letter}"
+    return f"{number:,}"
+
+
+def short(plan_name: str) -> str:
+    """A plan's name without what goes without saying."""
+    for usual in (", schedule='greedy'", ", moves='kv'"):
+        plan_name = plan_name.replace(usual, "")
+    return plan_name
+
+
+def colour(number: int) -> str:
+    """A colour of the palette, on light ground; after the last comes the first."""
+    return SERIES[number % len(SERIES)].light
+
+
+def log_axis(title: str, unit: str, values: Iterable[float]) -> Axis:
+    """An axis for positive values; others are left out."""
+    values = [value for value in values if value > 0] or [1.0]
+    low, high = min(values) / ROOM, max(values) * ROOM
+    missing = math.sqrt(max(1.0, LEAST_SPAN / (high / low)))
+    low, high = low / missing, high * missing
+    ticks = tuple((place, quantity(place, unit)) for place in _places(low, high))
+    return Axis(title, unit, log=True, ticks=ticks, bounds=(low, high))
+
+
+def _places(low: float, high: float) -> list[float]:
+    """1, 2, 5 of each decade; powers of ten over many; even steps within less than one."""
+    many = math.log10(high / low) > MANY_DECADES
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [step * 10.0**power for power in powers for step in ((1,) if many else STEPS[:3])]
+    found = [place for place in found if low <= place <= high]
+    if len(found) >= FEWEST_TICKS:
+        return found
+    rough = (high - low) / FEWEST_TICKS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(step * unit for step in reversed(STEPS) if step * unit <= rough * 1.001)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [number * step for number in range(first, last + 1)]

@@ -4,6 +4,8 @@
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
   const narrow = window.matchMedia("(max-width: 640px)");
 
+  const ZOOM = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"];
+
   // Figures are written in the colours of light ground; on dark ground each has its sibling.
   const coloured = (value) => {
     if (typeof value === "string") return (scheme.matches && dark[value]) || value;
@@ -49,11 +51,13 @@
     if (holder.dataset.height) {
       holder.style.height = `${Number(holder.dataset.height) + 19 * Math.max(0, rows - 2)}px`;
     }
+    const zoom = "zoom" in holder.dataset;
     const config = {
       responsive: true,
       displaylogo: false,
-      displayModeBar: "zoom" in holder.dataset && !narrow.matches,
-      modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+      displayModeBar: narrow.matches ? false : zoom || "hover",
+      modeBarButtons: [...(zoom ? [ZOOM] : []), ["toImage"]],
+      toImageButtonOptions: { filename: holder.id, scale: 2 },
     };
     return window.Plotly.react(holder, data, layout, config);
   };

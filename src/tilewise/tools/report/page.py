@@ -11,7 +11,9 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import NamedTuple
 
+from tilewise.tools.extras import require
 from tilewise.tools.report.chart import DARK, NOTHING, Figure, Section, Table
+from tilewise.tools.report.plotly_figures import as_plotly, height, width
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
 POLICY += "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -42,7 +44,12 @@ class Page(NamedTuple):
 
 
 def written(page: Page) -> str:
-    """The page as HTML, plotly's script embedded once."""
+    """The page as HTML, plotly's script embedded once.
+
+    Raises:
+        MissingExtraError: without plotly.
+    """
+    require("plotly", "a report's page")
     from plotly.offline import get_plotlyjs
 
     links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in page.sections)
@@ -113,8 +120,6 @@ def _section(section: Section) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    from tilewise.tools.report.plotly_figures import as_plotly, height, width
-
     drawing = as_plotly(figure.drawing)
     pixels = height(figure.drawing)
     said = escape(f"{figure.title}. {figure.caption}", quote=True)

@@ -11,7 +11,6 @@ from tilewise.planning.candidate import load_candidate
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
 from tilewise.tools.report.page import Page, written
-from tilewise.tools.report.picture import draw
 
 RESULTS = (".jsonl", ".csv")
 
@@ -29,22 +28,13 @@ class Report(NamedTuple):
     num_lost: int = 0
 
     def write(self, path: Path) -> list[Path]:
-        """Write the page; like the others, give what was written."""
+        """Write the page; give what was written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(written(self.page), encoding="utf-8")
         return [path]
 
-    def write_pictures(self, folder: Path) -> list[Path]:
-        """Write every figure as a PNG of its name."""
-        folder.mkdir(parents=True, exist_ok=True)
-        figures = [figure for section in self.page.sections for figure in section.figures]
-        paths = [folder / f"{figure.name}.png" for figure in figures]
-        for figure, path in zip(figures, paths, strict=True):
-            draw(figure, path)
-        return paths
-
     def write_rows(self, path: Path) -> list[Path]:
-        """Write the rows as CSV."""
+        """Write the rows as CSV; give what was written."""
         path.parent.mkdir(parents=True, exist_ok=True)
         bench_report.write_csv(self.rows, path)
         return [path]

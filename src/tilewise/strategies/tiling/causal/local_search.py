@@ -1,8 +1,7 @@
 """Give hops of the busiest ranks to others that can do them in the same step.
 
 An operand may come from any rank that had it when the step began; a partial may go to its owner, or
-to any rank that sends its own later and has not gathered too many. Stands alone because it is local
-search over hops; what the pieces are does not matter.
+to any rank that sends its own later and has not gathered too many.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""A bound of the least time of any program of a mesh tile, by OR-tools' CP-SAT.
+"""The least time that any program takes for a mesh tile, on the simulator's terms.
 
-The model: a rank computes one block at a time, without a break; its port is one second per second
-of Costs, whatever the neighbour, and may leave a message for another and come back to it. Shards
-arrive in local order; partials leave in local order, once their line is done. A message may begin
-at any time. The simulator's ranks, whose messages share the port and begin only between blocks,
-can do no better: what they do with shared time can be done one after the other, no later.
+OR-tools' CP-SAT bounds it from below (`relaxed`), programs found so far from above. Where they
+differ, every program that could end in between is tried, act by act (`least`).
+
+The bound's model: a rank computes one block at a time, without a break; its port is one second per
+second of Costs, whatever the neighbour, and may leave a message for another and come back to it.
+Shards arrive in local order; partials leave in local order, once their line is done. A message may
+begin at any time. The simulator's ranks, whose messages share the port and begin only between
+blocks, can do no better: what they do with shared time can be done one after the other, no later.
 
 Two facts make the model small. Messages that arrive have nothing to wait for, so they may come
 first, each whole: that delays no partial's end. Partials then leave whole as they become ready.
@@ -12,14 +15,23 @@ first, each whole: that delays no partial's end. Partials then leave whole as th
 
 from __future__ import annotations
 
-import importlib
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
-from types import ModuleType
 from typing import Any, NamedTuple
 
+from tilewise.strategies.mesh_schedules.beam import Level, TileState, longer, search
 from tilewise.strategies.mesh_schedules.model import Block, Line, ShardWeights
+
+WIDTHS = (8, 128)
+NEARLY = 1e-6
+
+
+class Optimum(NamedTuple):
+    """seconds: no program takes less; proven: and one takes just that."""
+
+    seconds: float
+    proven: bool
 
 
 class Bound(NamedTuple):
@@ -27,6 +39,50 @@ class Bound(NamedTuple):
 
     seconds: float
     reached: bool
+
+
+def optimum(
+    shape: tuple[int, int], costs: ShardWeights, block: float, known: float, most: int = 20_000
+) -> Optimum:
+    """The least time of a tile whose blocks take so many seconds each.
+
+    Args:
+        shape: query and KV shards.
+        costs: seconds of the port.
+        block: seconds of a block.
+        known: seconds that some program takes.
+        most: programs of one length that are tried before the bound is returned instead.
+    Raises:
+        ImportError, ValueError: as relaxed does.
+    """
+    bound = relaxed(shape, costs, block).seconds
+    for width in WIDTHS:
+        if known > bound * (1 + NEARLY):
+            found = search(shape, costs, block, width, known)
+            known = found.seconds if found else known
+    if known > bound * (1 + NEARLY):
+        tried = least(shape, costs, block, known, most)
+        if tried is None:
+            return Optimum(bound, False)
+        known = tried
+    return Optimum(known, True)
+
+
+def least(
+    shape: tuple[int, int], costs: ShardWeights, block: float, below: float, most: int
+) -> float | None:
+    """The least seconds of any program, or `below` if none ends earlier; None: too many to try.
+
+    Args:
+        most: programs of one length.
+    """
+    grid = TileState(shape, costs, block)
+    level: Level = [(grid.first(), None)]
+    for _ in range(grid.acts):
+        level = [(at, None) for _, at, _ in longer(grid, level, below)]
+        if len(level) > most:
+            return None
+    return min([below, *(at.now + at.left() for at, _ in level)])
 
 
 def relaxed(
@@ -60,13 +116,14 @@ def relaxed(
     return Bound(solver.best_objective_bound / scale, status == cp_model.OPTIMAL)
 
 
-def _solver() -> ModuleType:
+def _solver() -> Any:
     try:
-        return importlib.import_module("ortools.sat.python.cp_model")
+        from ortools.sat.python import cp_model
     except ImportError:
         raise ImportError(
             "the exact solver needs OR-tools: pip install 'tilewise[solver]'"
         ) from None
+    return cp_model
 
 
 class _Tile:
