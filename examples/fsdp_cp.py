@@ -77,7 +77,7 @@ class Grid:
         return self.cp.shard(x, dim=0)
 
     def attention(self, mask: tw.Mask, num_tokens: int) -> train_lm.Attention:
-        return lambda q, k, v: self.cp.attention(q, k, v, mask=mask)  # type: ignore[return-value]
+        return lambda q, k, v: self.cp.attention(q, k, v, mask=mask)
 
     def sum(self, x: Tensor) -> None:
         """Sum over all ranks, in place."""

@@ -7,7 +7,6 @@ on the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ import tilewise as tw
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, captured
 from benchmarks.gpu_parts.sizes import CHECKED_PLANS, mask_named
-from tilewise.execution.problem import AttentionCall
-from tilewise.execution.torch_op import resolve_call
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.cover import tile_calls
@@ -130,10 +127,8 @@ def looped(
 
     def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_() for x in shards[rank][:3])
-        call = AttentionCall(plan, layout, mask, group=group, validate="never", needs_grad=True)
-        problem, _ = resolve_call(q, k, v, call)
-        call = replace(call, problem=problem._replace(kernel=kernel or problem.kernel))
-        out, _, _ = torch.ops.tilewise.attention(q, k, v, call)
+        call = {"plan": plan, "layout": layout, "mask": mask, "group": group, "kernel": kernel}
+        out = tw.attention(q, k, v, **call, validate="never")
         return out.detach(), *torch.autograd.grad(out, (q, k, v), shards[rank][3])
 
     return lambda: tw.loopback(plan.world_size, on_rank)

@@ -8,12 +8,15 @@ from tilewise.compiler.pruning import droppable, prune
 from tilewise.context_parallel import ContextParallel
 from tilewise.decoding.kv_cache import KVCache
 from tilewise.functional import attention
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import kernel_named as kernel
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.tables import PerHead, Slices
-from tilewise.plan.ir import Plan, PlanError
+from tilewise.plan.builder import RankBuilder, operand, partial
+from tilewise.plan.ir import Item, Plan, PlanError, Role, Side, Step, Tile, Transfer
 from tilewise.plan.json import from_json, to_json
 from tilewise.plan.text import parse, show
 from tilewise.planning.candidate import Candidate, load_candidate
@@ -32,6 +35,8 @@ from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
+from tilewise.transport.protocol import Transport
+from tilewise.transport.resolve import Group
 from tilewise.workload import Volume, Workload, volume
 
 __all__ = [
@@ -40,7 +45,10 @@ __all__ = [
     "ContextParallel",
     "Document",
     "Full",
+    "Group",
+    "Item",
     "KVCache",
+    "Kernel",
     "Layout",
     "Machine",
     "Mask",
@@ -48,9 +56,16 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "RankBuilder",
+    "Role",
     "Run",
+    "Side",
     "Simulation",
     "Slices",
+    "Step",
+    "Tile",
+    "Transfer",
+    "Transport",
     "Volume",
     "Window",
     "Workload",
@@ -65,6 +80,7 @@ __all__ = [
     "droppable",
     "from_json",
     "hierarchical",
+    "kernel",
     "lengths",
     "load_candidate",
     "loopback",
@@ -72,7 +88,9 @@ __all__ = [
     "masks",
     "mesh",
     "needed",
+    "operand",
     "parse",
+    "partial",
     "prune",
     "ring",
     "search",

@@ -1,12 +1,19 @@
-"""What callers pass where a plan, mask or layout belongs, refused in the same words everywhere."""
+"""Arguments of public calls: words that they take, and values of a wrong kind, refused alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
+
+Save: TypeAlias = Literal["replay", "gathered"]
+Validate: TypeAlias = Literal["always", "never"]
+DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
+LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
+Moves: TypeAlias = Literal["kv", "q"]
+Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather"]
 
 # What makes one, by the name of the kind.
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -18,6 +25,11 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "Workload": "tw.Workload(num_tokens=..., ...)",
     }
 )
+
+
+def dtype_name(dtype: object) -> DtypeName:
+    """The name of a torch dtype, or a name as it is; plan/payload.py knows which there are."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def require_type(kind: type[T], name: str, value: object, example: str | None = None) -> T:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import require_type
-from tilewise.functional import attention
+from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type
+from tilewise.functional import Options, attention
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Full, Mask
@@ -20,7 +23,7 @@ from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
 from tilewise.transport.gather_shards import gather_shards
-from tilewise.transport.resolve import transport_for
+from tilewise.transport.resolve import Group, transport_for
 from tilewise.workload import Workload
 
 
@@ -41,17 +44,19 @@ class ContextParallel:
             same work, balanced for all other masks.
         machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
             tensors, "cpu-gloo" for others.
+        kernel: what attention takes as kernel, for all calls that do not name another.
     """
 
     def __init__(
         self,
-        mesh_or_group: Any = None,
+        mesh_or_group: DeviceMesh | Group = None,
         *,
         num_tokens: int,
         mask: Mask | None = None,
-        strategy: str | Plan = "auto",
+        strategy: Literal["auto"] | Plan = "auto",
         layout: Layout | None = None,
         machine: Machine | None = None,
+        kernel: Kernel | str | None = None,
     ):
         if isinstance(mesh_or_group, DeviceMesh):
             mesh_or_group = _group_of(mesh_or_group)
@@ -76,6 +81,9 @@ class ContextParallel:
         if machine is not None:
             require_type(Machine, "machine", machine)
         self.machine = machine
+        if kernel is not None:
+            given_kernel(kernel)
+        self.kernel = kernel
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
@@ -104,25 +112,99 @@ class ContextParallel:
         """The whole tensor on every rank; its backward sums over ranks, then shards."""
         return gather_shards(x, self.layout, transport_for(self.group), dim)
 
+    @overload
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        plan: Plan | None = None,
+        return_lse: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        plan: Plan | None = None,
+        return_lse: Literal[True],
+        **options: Unpack[Options],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        plan: Plan | None = None,
+        return_lse: bool,
+        **options: Unpack[Options],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        plan: Plan | None = None,
+        backward_plan: Plan | None = None,
+        softmax_scale: float | None = None,
+        return_lse: bool = False,
+        kv_layout: Layout | None = None,
+        wire_dtype: torch.dtype | DtypeName | None = None,
+        save: Save | None = None,
+        prune: bool = True,
+        q_positions: Sequence[int] | Tensor | None = None,
+        validate: Validate = "always",
+        kernel: Kernel | str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """tw.attention of this rank's rows; options are its keyword arguments.
+        """tw.attention of this rank's rows, with its keyword arguments; layout and group are set.
 
         Args:
             mask: instead of the one given at the start (layers with windows among full ones).
+            plan: instead of the strategy's, for this call.
+            kernel: instead of the one given at the start.
         """
+        if plan is None:
+            plan, chosen = self._plans(q, k, mask)
+            # What forward gathered serves its own plan alone.
+            backward_plan = backward_plan or (None if save == "gathered" else chosen)
+        return attention(
+            q,
+            k,
+            v,
+            plan=plan,
+            layout=self.layout,
+            mask=mask or self.mask,
+            group=self.group,
+            softmax_scale=softmax_scale,
+            return_lse=return_lse,
+            backward_plan=backward_plan,
+            kv_layout=kv_layout,
+            wire_dtype=wire_dtype,
+            save=save,
+            prune=prune,
+            q_positions=q_positions,
+            validate=validate,
+            kernel=self.kernel if kernel is None else kernel,
+        )
+
+    def _plans(self, q: Tensor, k: Tensor, mask: Mask | None) -> tuple[Plan, Plan | None]:
+        """The strategy's plans of both passes; for another mask, if they are for one, others."""
         plan = self.plan(q, k)
-        chosen = {"layout": self.layout, "group": self.group}
-        if "plan" not in options:
-            backward = self._backward_plan
-            if mask is not None and mask != self.mask and self._for_one_mask:
-                _refuse_compiling()
-                plan, backward = self._decided(self._workload(q, k, mask), q)
-            if options.get("save") == "gathered":
-                backward = None  # what forward gathered serves its own plan alone
-            chosen |= {"plan": plan, "backward_plan": backward}
-        return attention(q, k, v, mask=mask or self.mask, **{**chosen, **options})
+        if mask is not None and mask != self.mask and self._for_one_mask:
+            _refuse_compiling()
+            return self._decided(self._workload(q, k, mask), q)
+        return plan, self._backward_plan
 
     def plan(self, q: Tensor, k: Tensor) -> Plan:
         """The forward pass's plan; "auto" is decided here, by the shapes of the first call.
@@ -155,7 +237,7 @@ class ContextParallel:
             num_heads=q.shape[-2],
             num_kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
-            dtype=str(q.dtype).removeprefix("torch."),
+            dtype=dtype_name(q.dtype),
             mask=mask,
             layout=self.layout,
         )

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from tilewise.arguments import DtypeName, Save, Validate
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.torch_op import resolve_call
+from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
+from tilewise.transport.resolve import Group
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of attention that ContextParallel.attention has, too."""
+
+    softmax_scale: float | None
+    backward_plan: Plan | None
+    kv_layout: Layout | None
+    wire_dtype: torch.dtype | DtypeName | None
+    save: Save | None
+    prune: bool
+    q_positions: Sequence[int] | Tensor | None
+    validate: Validate
+    kernel: Kernel | str | None
+
+
+class _Together(Options, total=False):
+    """What every call of attention names, and its options."""
+
+    plan: Required[Plan]
+    layout: Required[Layout]
+    mask: Required[Mask]
+    group: Group
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **call: Unpack[_Together],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **call: Unpack[_Together]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[_Together]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -24,16 +67,17 @@ def attention(
     plan: Plan,
     layout: Layout,
     mask: Mask,
-    group: Any = None,
+    group: Group = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
     backward_plan: Plan | None = None,
     kv_layout: Layout | None = None,
-    wire_dtype: torch.dtype | str | None = None,
-    save: str | None = None,
+    wire_dtype: torch.dtype | DtypeName | None = None,
+    save: Save | None = None,
     prune: bool = True,
     q_positions: Sequence[int] | Tensor | None = None,
-    validate: str = "always",
+    validate: Validate = "always",
+    kernel: Kernel | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
@@ -58,15 +102,19 @@ def attention(
         prune: leave out what the mask makes needless.
         q_positions: of replicated queries; default the last of the sequence.
         validate: "always", or "never" to leave out the agreement between ranks.
+        kernel: what computes the tiles: a name from `tilewise doctor`, or any object that has the
+            Kernel protocol; default: the device's first choice. Where no input requires a gradient
+            it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.
     Returns:
         out as q; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads], natural log,
         fp32 (fp64 for fp64). Rows that no key reaches: out 0, lse -inf, gradients 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
-            or the ranks disagree.
+            the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
     """
     if torch.compiler.is_compiling():
         save = _save_when_compiled(save)
+        _check_kernel_when_compiled(kernel)
     call = AttentionCall(
         plan,
         layout,
@@ -80,6 +128,7 @@ def attention(
         q_positions,
         group,
         validate,
+        kernel,
         torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
     )
     if not torch.compiler.is_compiling():
@@ -89,7 +138,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _save_when_compiled(save: str | None) -> str:
+def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:
+    """A compiler compares what it takes as constant by value, which an object may not have."""
+    if not isinstance(kernel, str | None):
+        raise ValueError(
+            f"kernel ({type(kernel).__name__}) must be a name in compiled code, such as "
+            "'reference'; call attention with this one outside of torch.compile"
+        )
+
+
+def _save_when_compiled(save: Save | None) -> Save:
     """A compiler must know the shapes of what is kept, and cannot look into a call for them."""
     if save == "gathered":
         raise ValueError("save ('gathered') must be 'replay' in compiled code, or be left out")

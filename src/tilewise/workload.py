@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import require_type
+from tilewise.arguments import DtypeName, LayoutName, Save, dtype_name, require_type
 from tilewise.compiler.pruning import prune_resolved
-from tilewise.compiler.shards import Resolved, everything_needed, resolve
+from tilewise.compiler.shards import (
+    Resolved,
+    everything_needed,
+    resolve,
+)
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
@@ -47,16 +51,16 @@ class Workload:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: str = "bfloat16"
-    wire_dtype: str | None = None
+    dtype: DtypeName = "bfloat16"
+    wire_dtype: DtypeName | None = None
     mask: Mask = field(default_factory=Full)
-    layout: str | Layout = "zigzag"
-    save: str | None = None
+    layout: LayoutName | Layout = "zigzag"
+    save: Save | None = None
 
     def __post_init__(self) -> None:
         for what in ("dtype", "wire_dtype"):
             if getattr(self, what) is not None:
-                object.__setattr__(self, what, str(getattr(self, what)).removeprefix("torch."))
+                object.__setattr__(self, what, dtype_name(getattr(self, what)))
         for what, name in (("dtype", self.dtype), ("wire_dtype", self.wire_dtype or self.dtype)):
             check_dtype(what, name)
         if not self.head_dim >= 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from support.mutations import MUTATIONS
 from support.plan_oracle import Table, right
 
 import tilewise as tw
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Item, Plan, PlanError, RankStep, Role, Side, Step, Tile, Transfer
 
 NUM_TOKENS = 11
@@ -155,6 +156,155 @@ def test_ends_of_a_hop_that_disagree_are_found_when_the_steps_are_joined():
     with pytest.raises(PlanError, match="known to one end only") as error:
         tw.check(Plan("one-sided", 2, 1, owners, script=parts.__getitem__))
     assert (error.value.step, error.value.rank, error.value.item) == (0, 1, hop.item)
+
+
+N = 3
+KV = Side.KV
+
+
+def gather(mistake: Callable[[RankBuilder, int], None], step: int, rank: int) -> Plan:
+    """Ring by hand, with a mistake of one rank written at a step besides."""
+
+    def script(mine: int) -> tuple[RankStep, ...]:
+        s, left, right = RankBuilder(mine), (mine - 1) % N, (mine + 1) % N
+        for i in range(N):
+            shard, after = (mine + i) % N, (mine + i + 1) % N
+            s.at(i).tile([mine], [shard])
+            if i < N - 1:
+                s.send(operand(KV, shard), left)
+                s.recv(operand(KV, after), right)
+        for i in range(1, N):
+            s.at(N + i - 1).send(partial(KV, (mine + i) % N), (mine + i) % N)
+            s.recv(partial(KV, mine), (mine - i) % N)
+        if mine == rank:
+            mistake(s.at(step), mine)
+        return s.done()
+
+    return Plan("by hand", N, script=script)
+
+
+def forget(s: RankBuilder, what: int) -> None:
+    """Leave out the last that was written of tiles (0), sends (1) or receives (2)."""
+    s._steps[s._now][what].pop()
+
+
+class Mistake(NamedTuple):
+    """What one rank does wrong, at which step and rank; what the error says; what it marks."""
+
+    write: Callable[[RankBuilder, int], None]
+    where: tuple[int, int]
+    says: str
+    marked: tuple[int, int]
+    item: str
+
+
+MISTAKES = {
+    "a receive is forgotten": Mistake(
+        lambda s, rank: forget(s, 2),
+        (1, 1),
+        "step 1: kv0 from rank 2 to rank 1 is known to one end only: rank 2 sends it, rank 1 does "
+        "not receive it",
+        (1, 1),
+        "kv0",
+    ),
+    "a send is forgotten": Mistake(
+        lambda s, rank: forget(s, 1),
+        (1, 2),
+        "step 1: kv0 from rank 2 to rank 1 is known to one end only: rank 1 receives it, rank 2 "
+        "does not send it",
+        (1, 2),
+        "kv0",
+    ),
+    "a tile is forgotten": Mistake(
+        lambda s, rank: forget(s, 0),
+        (0, 0),
+        "q0 x kv0, head group 0, is never computed",
+        (4, 0),
+        "q0",
+    ),
+    "a tile is computed twice": Mistake(
+        lambda s, rank: s.tile([rank], [rank]),
+        (2, 1),
+        "step 2, rank 1: q1 x kv1 was computed already, at step 0 on rank 1",
+        (2, 1),
+        "q1",
+    ),
+    "a rank that is not there": Mistake(
+        lambda s, rank: s.send(operand(KV, rank), N),
+        (0, 2),
+        "step 0: kv2 from rank 2 to rank 3 is known to one end only: rank 2 sends it, and there "
+        "are 3 ranks",
+        (0, 2),
+        "kv2",
+    ),
+    "another rank's transfer": Mistake(
+        lambda s, rank: s._steps[0][1].append(Transfer(operand(KV, 0), 0, rank)),
+        (0, 1),
+        "step 0: rank 1 writes kv0 from rank 0 to rank 1; each rank writes what it sends and "
+        "receives, as RankBuilder(1) does",
+        (0, 1),
+        "kv0",
+    ),
+    "a shard that is not there": Mistake(
+        lambda s, rank: s.tile([rank], [7]),
+        (1, 0),
+        "step 1, rank 0: tile q0 x kv7 reads kv7: there is no such shard; kv shards are 0..2",
+        (1, 0),
+        "kv7",
+    ),
+    "a head group that is not there": Mistake(
+        lambda s, rank: s.tile([rank], [rank], heads=1),
+        (1, 0),
+        "step 1, rank 0: tile q0 x kv0 reads q0/1: there is no such head group; they are 0..0",
+        (1, 0),
+        "q0/1",
+    ),
+    "an operand is read before it is there": Mistake(
+        lambda s, rank: s.tile([rank], [(rank + 2) % N]),
+        (1, 1),
+        "step 1, rank 1: tile q1 x kv0 reads kv0: it arrives in step 1, and can be read from step "
+        "2 on",
+        (1, 1),
+        "kv0",
+    ),
+    "an operand that nobody sends": Mistake(
+        lambda s, rank: s.tile([(rank + 1) % N], [rank]),
+        (1, 1),
+        "step 1, rank 1: tile q2 x kv1 reads q2: it is not there, and nobody sends it to rank 1",
+        (1, 1),
+        "q2",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_typical_mistake_is_named_in_words_and_marked_in_the_grid(mistake: Mistake):
+    tw.check(gather(lambda *_: None, 0, 0))
+    with pytest.raises(PlanError) as error:
+        tw.check(gather(mistake.write, *mistake.where))
+    found, (said, header, *rows) = error.value, str(error.value).splitlines()
+    assert said == f"by hand: {mistake.says}"
+    assert (found.step, found.rank, str(found.item)) == (*mistake.marked, mistake.item)
+    assert header.split() == ["step", "|", "rank", "0", "|", "rank", "1", "|", "rank", "2"]
+    cells = {
+        (int(row.split("|")[0]), rank): cell
+        for row in rows
+        for rank, cell in enumerate(row.split("|")[1:])
+    }
+    assert [place for place, cell in cells.items() if "-->" in cell] == [mistake.marked]
+
+
+def test_partials_that_nobody_brings_home_are_named_with_their_home():
+    def script(rank: int) -> tuple[RankStep, ...]:
+        return tw.ring(2).rank_steps(rank)[:2]
+
+    with pytest.raises(PlanError, match=r"kv1\* is left on rank 0, away from its home, rank 1"):
+        tw.check(Plan("halfway", 2, script=script))
+
+
+def test_a_script_returns_its_steps():
+    with pytest.raises(ValueError, match=r"script of rank 0 returned NoneType.*RankBuilder.done"):
+        tw.check(Plan("nothing", 2, script=lambda rank: None))
 
 
 def test_shards_may_be_at_home_on_any_rank():

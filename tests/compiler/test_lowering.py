@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
+import torch
 from conformance.table import plans
 
 import tilewise as tw
@@ -224,3 +225,52 @@ def test_a_rank_of_4096_builds_its_own_program_alone(plan: Plan, monkeypatch: py
 def test_there_is_no_such_rank():
     with pytest.raises(ValueError, match=r"rank \(4\) must be in 0..3"):
         tw.lower(tw.ring(4), 4)
+
+
+LABELS = """\
+launch kv0>2 kv1<1
+compute q0 x kv0
+wait kv1<1
+launch kv1>2 kv2<1
+compute q0 x kv1
+free kv1
+launch kv1*>2 kv2*<1
+wait kv2<1
+compute q0 x kv2
+free kv2
+wait kv2*<1
+launch kv2*>2 kv0*<1
+wait kv0*<1"""
+
+
+def test_a_program_prints_an_instruction_a_line():
+    assert str(tw.lower(tw.ring(3), 0)) == LABELS
+    pruned = tw.prune(tw.ring(4), tw.Causal(), tw.zigzag(16, 4))
+    assert "launch kv0[0:2]>3 kv1<1" in str(tw.lower(pruned, 0)).splitlines()
+    assert "compute q0 x kv0..5 (6)" in str(tw.lower(tw.all_gather(6), 0))
+    assert "compute q0 q1 x kv0 kv1, head group 1" in str(tw.lower(tw.ulysses(2), 1)).splitlines()
+
+
+def test_a_profiler_sees_each_instruction_by_its_label():
+    program = tw.lower(tw.ring(1), 0)
+    q = torch.randn(4, 2, 8)
+    call = {"plan": tw.ring(1), "layout": tw.contiguous(4, 1), "mask": tw.Full()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        tw.attention(q, q, q, **call)
+    names = [event.name for event in profiled.events()]
+    assert [name for name in names if name in str(program).splitlines()] == ["compute q0 x kv0"]
+
+
+def test_without_a_profiler_no_label_is_written(monkeypatch):
+    monkeypatch.setattr(Compute, "__str__", lambda self: 1 // 0)
+    q = torch.randn(4, 2, 8)
+    tw.attention(q, q, q, plan=tw.ring(1), layout=tw.contiguous(4, 1), mask=tw.Full())
+
+
+def test_a_simulated_trace_calls_computing_and_waiting_as_the_program_does():
+    work = tw.Workload(1 << 16, num_heads=8, num_kv_heads=8, head_dim=64, mask=tw.Full())
+    found = tw.simulate(tw.ring(3), work, tw.Machine.preset("cpu-gloo"))
+    labels = {label for rank in range(3) for label in str(tw.lower(tw.ring(3), rank)).splitlines()}
+    spans = [span for span in found.backward.spans if span.lane in ("compute", "wait")]
+    named = {span.name for span in spans if span.name.startswith(("compute", "wait "))}
+    assert {name.split()[0] for name in named} == {"compute", "wait"} and named <= labels

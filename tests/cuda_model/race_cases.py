@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from cuda_model.played_cuda import PlayedDevice, PlayedStream, play
+from cuda_model.played_cuda import PlayedDevice, PlayedStream
 from cuda_model.played_nccl import PlayedGroup, PlayedNccl
 from cuda_model.watched import Watch, WatchedKernel
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.execution import allocator, problem
-from tilewise.kernels.registry import kernel_named
+from tilewise.execution import allocator
 from tilewise.transport import process_group
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.process_group import DistTransport
@@ -55,16 +54,6 @@ class Case(NamedTuple):
         return self.make_layout(TOKENS, self.plan.world_size)
 
 
-def watched_device(monkeypatch: Any) -> PlayedDevice:
-    device = play(monkeypatch)
-    use(monkeypatch, WatchedKernel(kernel_named("cpu"), device))
-    return device
-
-
-def use(monkeypatch: Any, kernel: WatchedKernel) -> None:
-    monkeypatch.setattr(problem, "kernel_for", lambda *_: kernel)
-
-
 def bind(monkeypatch: Any, bound: bool) -> None:
     monkeypatch.setattr(allocator, "BOUND_DEVICES", ("cpu", "cuda") if bound else ())
 
@@ -96,11 +85,18 @@ def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **o
     return transport
 
 
-def run(case: Case, device: PlayedDevice, transport: Any = None) -> list[list[Tensor]]:
+def run(
+    case: Case,
+    device: PlayedDevice,
+    transport: Any = None,
+    kernel: WatchedKernel | None = None,
+) -> list[list[Tensor]]:
     """Several passes of every rank; the last one's results.
 
     The caller makes the tensors, and changes them when loopback has returned.
     """
+    kernel = kernel or WatchedKernel(tw.kernel("cpu"), device)
+    case = case._replace(options={"kernel": kernel, **case.options})
     with Watch(device):
         tensors = [drawn(case, rank) for rank in range(case.plan.world_size)]
 
@@ -150,7 +146,6 @@ def passes(case: Case, device: PlayedDevice, tensors: list[Tensor], group: Any) 
                 validate="never",
                 **case.options,
             )
-            assert isinstance(out, Tensor)
             grads = torch.autograd.grad(out, operands, dout) if number else ()
             for x in (*operands, dout):
                 x.detach().mul_(1.0)

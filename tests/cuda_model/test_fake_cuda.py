@@ -131,9 +131,9 @@ def passes(cuda: FakeCuda, plan: tw.Plan, kernel: Kernel, dtype: torch.dtype) ->
         with cuda(), torch.no_grad():
             rows = layout.size(rank)
             q, k, v, dout = (cuda.empty(2, rows, h, 64, dtype=dtype) for h in (4, 2, 2, 4))
-            call = Attention(plan, layout, mask, group=group, needs_grad=True, validate="never")
+            options = {"group": group, "needs_grad": True, "validate": "never", "kernel": kernel}
+            call = Attention(plan, layout, mask, **options)
             problem, transport = resolve_call(q, k, v, call)
-            problem = problem._replace(kernel=kernel)
             out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
             grads = backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))
             transport.finish()

@@ -7,8 +7,8 @@ import textwrap
 from typing import Any
 
 import pytest
-from cuda_model.played_cuda import PlayedDevice
-from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run, watched_device
+from cuda_model.played_cuda import PlayedDevice, play
+from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run
 
 import tilewise as tw
 from tilewise.compiler.liveness import BufferLifetimes
@@ -19,7 +19,7 @@ from tilewise.transport.process_group import DistTransport
 
 @pytest.fixture
 def device(monkeypatch) -> PlayedDevice:
-    return watched_device(monkeypatch)
+    return play(monkeypatch)
 
 
 def seeded(monkeypatch: Any, owner: Any, name: str, old: str, new: str = "pass") -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_model.played_cuda import PlayedDevice
+from cuda_model.played_cuda import PlayedDevice, play
 from cuda_model.race_cases import (
     MASKS,
     NODES,
@@ -23,15 +23,10 @@ from cuda_model.race_cases import (
     case_of,
     over_nccl,
     run,
-    use,
-    watched_device,
 )
 from cuda_model.watched import Watch, WatchedKernel
 
 import tilewise as tw
-from tilewise.decoding import kv_cache
-from tilewise.execution import problem
-from tilewise.kernels.registry import kernel_named
 from tilewise.transport import streams
 from tilewise.transport.loopback import LoopbackGroup
 
@@ -49,7 +44,7 @@ def crossed() -> Iterator[Any]:
 
 @pytest.fixture
 def device(monkeypatch) -> PlayedDevice:
-    return watched_device(monkeypatch)
+    return play(monkeypatch)
 
 
 @pytest.mark.parametrize(("plan", "where", "bound"), [*crossed()])
@@ -101,9 +96,8 @@ def test_options_have_no_race(variant, device, monkeypatch):
 
 def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
     bind(monkeypatch, True)
-    kernel = WatchedKernel(kernel_named("reference"), device, whole_tile=True)
-    use(monkeypatch, kernel)
-    run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device)
+    kernel = WatchedKernel(tw.kernel("reference"), device, whole_tile=True)
+    run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device, kernel=kernel)
     assert device.races == []
 
 
@@ -112,15 +106,14 @@ def test_a_graph_takes_in_all_streams_and_nothing_from_before(nccl, device, monk
     bind(monkeypatch, True)
     transport = over_nccl(monkeypatch, device, 2, blocking=False) if nccl else None
     case = Case(PLANS["double ring"], MASKS["documents"], passes=2)
-    run(case, device, transport)
-    kernel = problem.kernel_for()  # pyright: ignore[reportCallIssue]
-    assert isinstance(kernel, WatchedKernel)
+    kernel = WatchedKernel(tw.kernel("cpu"), device)
+    run(case, device, transport, kernel)
     known = {*kernel.ways}
     with device.capturing():
         assert streams.is_capturing(CUDA)
-        run(case, device, transport)
+        run(case, device, transport, kernel)
     assert kernel.ways == known  # nothing is compiled in a capture
-    run(case, device, transport)
+    run(case, device, transport, kernel)
     assert device.races == []
 
 
@@ -144,15 +137,14 @@ def test_what_is_wrong_with_a_capture_is_found(device):
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])
 def test_decoding_has_no_race(nccl, device, monkeypatch):
-    kernel = WatchedKernel(kernel_named("cpu"), device)
-    monkeypatch.setattr(kv_cache, "kernel_for", lambda *_: kernel)
+    kernel = WatchedKernel(tw.kernel("cpu"), device)
     transport = over_nccl(monkeypatch, device, None, blocking=False) if nccl else None
 
     def on_rank(rank: int, group: LoopbackGroup) -> None:
         with Watch(device), torch.no_grad():
             end = transport(rank, group) if transport else group
             options = {"num_kv_heads": 2, "head_dim": WIDTH, "batch": 2, "group": end}
-            made = tw.KVCache(TOKENS, validate="never", **options)
+            made = tw.KVCache(TOKENS, validate="never", kernel=kernel, **options)
             for tokens in (5, 1, 1, 2):
                 q = torch.ones(2, tokens, 4, WIDTH)
                 k, v = torch.ones(2, 2, tokens, 2, WIDTH).unbind()

@@ -70,7 +70,7 @@ class WatchedKernel:
 
     def __init__(self, kernel: Any, device: PlayedDevice, *, whole_tile: bool = False) -> None:
         self._kernel, self._device = kernel, device
-        self.name = kernel.name
+        self.name, self.supports = kernel.name, kernel.supports
         self.square_causal = kernel.square_causal and not whole_tile
         self.whole_tile = whole_tile
         self.ways: set[Any] = set()

@@ -8,10 +8,8 @@ import torch
 from support.bound_passes import Counting, Exempt
 
 import tilewise as tw
-from tilewise.decoding import kv_cache
 from tilewise.decoding.step import QuerySpan, RankReads, reads
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.call_rows import CallStyle
 
 MASKS = {
@@ -46,13 +44,12 @@ def test_kernels_of_whole_tiles_get_one_call_for_neighbours_alike(mask):
         assert count[b].sum() == want.sum()
 
 
-def test_a_step_asks_the_device_for_nothing(monkeypatch):
+def test_a_step_asks_the_device_for_nothing():
     counting = Counting()
-    kernel = Exempt(kernel_named("cpu"), counting)
-    monkeypatch.setattr(kv_cache, "kernel_for", lambda *_: kernel)
+    kernel = Exempt(tw.kernel("cpu"), counting)
 
     def on_rank(rank: int, group: Any) -> None:
-        options = {"num_kv_heads": 2, "head_dim": 8, "batch": 2, "group": group}
+        options = {"num_kv_heads": 2, "head_dim": 8, "batch": 2, "group": group, "kernel": kernel}
         made = tw.KVCache(16, **options)
         for counts in ((5, 1), (1, 1), (1, 0)):
             q, k = torch.ones(2, max(counts), 4, 8), torch.ones(2, max(counts), 2, 8)

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from tilewise.execution import problem
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.registry import kernel_named
 from tilewise.kernels.triton.merge import merge_rows
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.protocol import Message
@@ -76,7 +74,9 @@ def rms(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).square().mean().sqrt())
 
 
-def looped(plan: tw.Plan, mask: str, backward: bool = True) -> Callable[[], Ranks]:
+def looped(
+    plan: tw.Plan, mask: str, backward: bool = True, kernel: str | None = None
+) -> Callable[[], Ranks]:
     """Both passes of every rank, on shards that stay where they are."""
     layout = tw.zigzag(TOKENS, plan.world_size)
     shards = [
@@ -85,10 +85,8 @@ def looped(plan: tw.Plan, mask: str, backward: bool = True) -> Callable[[], Rank
 
     def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
         q, k, v = (x.detach().requires_grad_(backward) for x in shards[rank][:3])
-        out = tw.attention(
-            *(q, k, v), plan=plan, layout=layout, mask=MASKS[mask], group=group, validate="never"
-        )
-        assert isinstance(out, Tensor)
+        call = {"plan": plan, "layout": layout, "mask": MASKS[mask], "group": group}
+        out = tw.attention(q, k, v, **call, validate="never", kernel=kernel)
         grads = torch.autograd.grad(out, (q, k, v), shards[rank][3]) if backward else ()
         return out.detach(), *grads
 
@@ -166,15 +164,12 @@ def test_forward_alone():
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton"])
-def test_kernels_in_a_ring(name, monkeypatch):
-    kernel = kernel_named(name)
-    reason = kernel.supports("cuda", torch.bfloat16, WIDTH)
+def test_kernels_in_a_ring(name):
+    reason = tw.kernel(name).supports("cuda", torch.bfloat16, WIDTH)
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(problem, "kernel_for", lambda *_: kernel)
-    plan = tw.ring(4)  # a plan keeps what was bound for a kernel
     for mask in MASKS:
-        check(plan, mask, looped(plan, mask)())
+        check(PLANS["ring"], mask, looped(PLANS["ring"], mask, kernel=name)())
 
 
 @pytest.mark.parametrize("mask", MASKS)

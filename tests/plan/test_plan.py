@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tilewise as tw
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import (
     Item,
     Plan,
@@ -119,7 +119,7 @@ def test_a_plan_error_is_a_value_error_that_says_where():
 
 
 def test_a_script_writes_steps_in_any_order_and_drops_empty_ones_at_the_end():
-    script = Script(0)
+    script = RankBuilder(0)
     script.at(2).tile([0], [1])
     script.at(0).send(operand(Side.Q, 1), 1)
     script.send(operand(Side.Q, 0), 1)

@@ -8,8 +8,8 @@ import pytest
 from conformance.table import plans
 
 import tilewise as tw
+from tilewise.plan.grid import marked_grid
 from tilewise.plan.ir import Plan
-from tilewise.plan.text import show_around
 
 EVERY = [plan for n in (1, 2, 3, 4, 6) for plan in plans(n)]
 PRUNED = [
@@ -69,7 +69,7 @@ def test_an_empty_plan_is_read_back():
 
 
 def test_the_part_around_a_cell_is_a_window_of_the_grid():
-    text = show_around(tw.ring(16), 8, 8)
+    text = marked_grid(tw.ring(16).steps, 16, 8, 8)
     lines = text.splitlines()
     assert len(lines) < 12 and "-->q8xkv0" in text
     assert "rank 8" in lines[0] and "rank 15" not in lines[0]

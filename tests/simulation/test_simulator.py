@@ -12,7 +12,7 @@ from support.described import FAST, MACHINES, L, U, machine, workload
 
 import tilewise as tw
 from tilewise.layouts.layout import Layout
-from tilewise.plan.builder import Script, operand
+from tilewise.plan.builder import RankBuilder, operand
 from tilewise.plan.ir import Plan, RankStep, Side, own_shards
 from tilewise.simulation.machine import Link
 from tilewise.simulation.simulator import simulate
@@ -186,7 +186,7 @@ def silent(n: int, rank_that_forgets: int | None) -> Plan:
     """A ring of one hop, in which one rank (or all, None) never sends."""
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, left, right = Script(rank), (rank - 1) % n, (rank + 1) % n
+        s, left, right = RankBuilder(rank), (rank - 1) % n, (rank + 1) % n
         if rank_that_forgets is not None and rank != rank_that_forgets:
             s.send(operand(Side.KV, rank), left)
         s.recv(operand(Side.KV, right), right)

@@ -57,7 +57,7 @@ class Exempt:
 
     def __init__(self, kernel: Any, counting: Counting):
         self._kernel, self._counting = kernel, counting
-        self.name = kernel.name
+        self.name, self.supports = kernel.name, kernel.supports
         self.square_causal, self.whole_tile = kernel.square_causal, kernel.whole_tile
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     def counted(self, counting: Counting) -> tuple[Tensor, ...]:
         """The same, counted."""
         kernel = Exempt(self.problem.kernel, counting)
-        case = self._replace(problem=self.problem._replace(kernel=kernel))  # pyright: ignore[reportArgumentType]
+        case = self._replace(problem=self.problem._replace(kernel=kernel))
         with counting:
             return case.both_passes()
 

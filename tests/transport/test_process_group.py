@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from cuda_model.played_cuda import play
 from cuda_model.played_nccl import PlayedGroup
-from cuda_model.race_cases import over_nccl, watched_device
+from cuda_model.race_cases import over_nccl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,7 +87,7 @@ def test_a_full_exchange_of_many_ranks_splits_into_batches_that_nccl_takes():
 
 def test_batches_arrive_in_order_over_a_played_nccl(monkeypatch):
     """Two messages a pair, more than a batch holds."""
-    device = watched_device(monkeypatch)
+    device = play(monkeypatch)
     monkeypatch.setattr(process_group, "_NCCL_PAIRS", 3)
     transport = over_nccl(monkeypatch, device, None, blocking=False)
 
@@ -109,7 +110,7 @@ def test_batches_arrive_in_order_over_a_played_nccl(monkeypatch):
 
 
 def test_a_backend_that_cannot_start_a_batch_is_refused(monkeypatch):
-    device = watched_device(monkeypatch)
+    device = play(monkeypatch)
     transport = over_nccl(monkeypatch, device, None, blocking=False)
     monkeypatch.setattr(PlayedGroup, "supports_coalescing", False)
 

@@ -17,7 +17,6 @@ from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.row_ranges import ALL, covers, union
-from tilewise.plan.text import show_around
 
 
 def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) -> None:
@@ -54,13 +53,11 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
+    steps = plan.steps
     try:
         _Execution(plan, cells, sizes).all_steps()
     except PlanError as error:
-        where = show_around(plan, error.step, error.rank)
-        raise PlanError(
-            f"{plan.name}: {error}\n{where}", error.step, error.rank, error.item
-        ) from None
+        raise error.in_grid(plan.name, steps, plan.world_size) from None
 
 
 class _Execution:
@@ -85,7 +82,7 @@ class _Execution:
     def all_steps(self) -> None:
         for number, step in enumerate(self.plan.steps):
             self._step(number, step)
-        self._finish(len(self.plan.steps) - 1)
+        self._finish(max(len(self.plan.steps) - 1, 0))
 
     def _step(self, number: int, step: Step) -> None:
         arrivals = [(hop, self._leave(number, hop)) for hop in step.transfers]
@@ -118,8 +115,8 @@ class _Execution:
             raise fail(f"there are {self.plan.world_size} ranks")
         if hop.src == hop.dst:
             raise fail("a rank does not send to itself")
-        if not (0 <= shard < self.plan.num_shards(side) and heads in self.groups):
-            raise fail("there is no such shard or head group")
+        if unknown := self._unknown(hop.item):
+            raise fail(unknown)
         if hop.rows is not None and not self._are_rows(side, shard, hop.rows):
             raise fail(f"rows {hop.rows} are not ascending ranges of its own")
         if role is Role.OPERAND:
@@ -156,14 +153,31 @@ class _Execution:
                 items = operand(Side.Q, q, tile.heads), operand(Side.KV, kv, tile.heads)
                 for item, cell_rows in zip(items, self._reads(q, kv), strict=True):
                     if not covers(self.held[rank].get(item, ()), cell_rows):
-                        have = self.held[rank].get(item)
-                        reason = "is not there" if have is None else f"has only rows {have}"
+                        reason = self._unknown(item) or self._absent(number, rank, item)
                         tile_name = f"step {number}, rank {rank}: tile q{q} x kv{kv}"
-                        message = f"{tile_name} reads {item}, which {reason}"
+                        message = f"{tile_name} reads {item}: {reason}"
                         raise PlanError(message, number, rank, item)
                 self._once(number, rank, Tile((q,), (kv,), tile.heads))
                 self.parts[rank][partial(Side.Q, q, tile.heads)] |= 1 << kv
                 self.parts[rank][partial(Side.KV, kv, tile.heads)] |= 1 << q
+
+    def _unknown(self, item: Item) -> str | None:
+        """Why a plan has no such item, if it has none."""
+        num_shards, name = self.plan.num_shards(item.side), item.side.name.lower()
+        if not 0 <= item.shard < num_shards:
+            return f"there is no such shard; {name} shards are 0..{num_shards - 1}"
+        if item.heads not in self.groups:
+            return f"there is no such head group; they are 0..{len(self.groups) - 1}"
+        return None
+
+    def _absent(self, number: int, rank: int, item: Item) -> str:
+        """Why an operand that a tile reads cannot be read."""
+        if item in self.held[rank]:
+            return f"rank {rank} has only rows {self.held[rank][item]} of it"
+        for later, step in enumerate(self.plan.steps[number:], number):
+            if any(hop.item == item and hop.dst == rank for hop in step.transfers):
+                return f"it arrives in step {later}, and can be read from step {later + 1} on"
+        return f"it is not there, and nobody sends it to rank {rank}"
 
     def _once(self, number: int, rank: int, cell: Tile) -> None:
         if cell in self.computed:
@@ -205,9 +219,9 @@ class _Execution:
         for rank, stored in enumerate(self.parts):
             for item, value in stored.items():
                 if value and rank not in self.plan.owners[item.side][item.shard]:
-                    raise PlanError(
-                        f"{item} is left on rank {rank}, away from its home", last, rank, item
-                    )
+                    home = f"away from its home, rank {self.plan.home(item.side, item.shard)}"
+                    message = f"{item} is left on rank {rank}, {home}"
+                    raise PlanError(message, last, rank, item)
         for side in Side:
             for shard, holders in enumerate(self.plan.owners[side]):
                 for heads in self.groups:

@@ -1,10 +1,12 @@
 """The program: what one rank does, in order, in four kinds of instruction.
 
-The executor runs it, the simulator replays it; neither needs to know the strategy.
+The executor runs it, the simulator replays it; neither needs to know the strategy. What an
+instruction is called in print is what profiler and simulated trace call it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tilewise.plan.ir import Item, Role, Rows, Tile, Transfer
@@ -29,6 +31,9 @@ class Launch(NamedTuple):
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
 
+    def __str__(self) -> str:
+        return _launch_label(self.sends, self.recvs)
+
 
 class Wait(NamedTuple):
     """Let these receives of a launch arrive (by their place in recvs); partials are merged now."""
@@ -42,18 +47,26 @@ class Compute(NamedTuple):
 
     tile: Tile
 
+    def __str__(self) -> str:
+        q, kv = _shards("q", self.tile.q), _shards("kv", self.tile.kv)
+        group = f", head group {self.tile.heads}" if self.tile.heads else ""
+        return f"compute {q} x {kv}{group}"
+
 
 class Free(NamedTuple):
     """Forget a received operand."""
 
     item: Item
 
+    def __str__(self) -> str:
+        return f"free {self.item}"
+
 
 Instruction = Launch | Wait | Compute | Free
 
 
 class Program(NamedTuple):
-    """One rank's instructions.
+    """One rank's instructions; str() prints their labels, one a line.
 
     arenas: received and own operands that tiles read together, all of which arrive before the first
     is freed, so that their rows can lie side by side in one buffer, in this order.
@@ -63,6 +76,35 @@ class Program(NamedTuple):
     world_size: int
     instructions: tuple[Instruction, ...]
     arenas: tuple[tuple[Item, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.labels())
+
+    def labels(self) -> Iterator[str]:
+        """What each instruction does: "launch kv0>2 kv1<1", "wait kv1<1", "compute q0 x kv1"."""
+        launched: dict[int, tuple[Transfer, ...]] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction, Wait):
+                recvs = launched[instruction.handle]
+                yield wait_label([recvs[index] for index in instruction.arrivals])
+                continue
+            if isinstance(instruction, Launch):
+                launched[instruction.handle] = instruction.recvs
+            yield str(instruction)
+
+
+def wait_label(hops: Iterable[Transfer]) -> str:
+    return " ".join(["wait", *(hop.arrival() for hop in hops)])
+
+
+def _launch_label(sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> str:
+    return " ".join(["launch", *map(str, sends), *(hop.arrival() for hop in recvs)])
+
+
+def _shards(prefix: str, shards: tuple[int, ...]) -> str:
+    if len(shards) > 3:
+        return f"{prefix}{shards[0]}..{shards[-1]} ({len(shards)})"
+    return " ".join(f"{prefix}{shard}" for shard in shards)
 
 
 def arrivals(program: Program) -> dict[Item, Rows | None]:

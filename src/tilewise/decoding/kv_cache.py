@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from tilewise.arguments import DtypeName, Validate, dtype_name
 from tilewise.compiler.shards import resolve
 from tilewise.decoding.chunk import Chunk
 from tilewise.decoding.shape_checks import CacheShape
@@ -16,14 +17,14 @@ from tilewise.decoding.storage import Storage
 from tilewise.execution.problem import Problem, checked_scale
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.registry import kernel_for
+from tilewise.kernels.registry import kernel_for, serving_kernel
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import check_dtype, head_groups
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
-from tilewise.transport.resolve import transport_for
+from tilewise.transport.resolve import Group, transport_for
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]
@@ -57,6 +58,7 @@ class KVCache:
         softmax_scale: above 0; default 1 / sqrt(head_dim).
         wire_dtype: of partial results on their way; default dtype.
         validate: "always", or "never" to leave out the agreement between ranks.
+        kernel: what attention takes as kernel; it needs no backward pass.
     Raises:
         ValueError: here and in every method: the same on every rank, before any tensor is sent.
     """
@@ -70,26 +72,30 @@ class KVCache:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        group: Any = None,
+        group: Group = None,
         softmax_scale: float | None = None,
-        wire_dtype: torch.dtype | str | None = None,
-        validate: str = "always",
+        wire_dtype: torch.dtype | DtypeName | None = None,
+        validate: Validate = "always",
+        kernel: Kernel | str | None = None,
     ):
         self.transport = transport_for(group)
         rank, world_size = self.transport.rank, self.transport.world_size
         shape = CacheShape(num_tokens, batch, num_kv_heads, head_dim, dtype, rank, world_size)
-        self.shape, self.softmax_scale, self.validate = shape, softmax_scale, validate
-        self.wire_dtype = str(wire_dtype or dtype).removeprefix("torch.")
+        self.shape, self.softmax_scale = shape, softmax_scale
+        self.validate: Validate = validate
+        self.kernel = kernel
+        self.wire_dtype: DtypeName = dtype_name(wire_dtype or dtype)
         self._plan = tree(world_size)
 
         def check() -> tuple[tuple[Kernel, float, Storage], Fields]:
             shape.check_sizes()
             check_dtype("wire_dtype", self.wire_dtype)
-            kernel = kernel_for(torch.device(device).type, dtype, head_dim)
+            asked = torch.device(device).type, dtype, head_dim
+            served = kernel_for(*asked) if kernel is None else serving_kernel(kernel, *asked, False)
             scale = checked_scale(softmax_scale, head_dim)
             made = Storage(shape.sizes, rank, world_size, dtype=dtype, device=device)
             fields = {"sizes": shape.sizes, "dtype": dtype, "wire_dtype": self.wire_dtype}
-            return (kernel, scale, made), {**fields, "softmax_scale": scale}
+            return (served, scale, made), {**fields, "softmax_scale": scale}
 
         self._kernel, self._scale, self._storage = self._agreed("KVCache", check)
         self.lengths = (0,) * batch
@@ -191,8 +197,8 @@ class KVCache:
             softmax_scale=self.softmax_scale,
             wire_dtype=self.wire_dtype,
             validate=self.validate,
+            kernel=self.kernel,
         )
-        assert isinstance(out, Tensor), "no lse was asked for"
         self.lengths = chunk.ends
         return out
 
@@ -248,7 +254,7 @@ class KVCache:
                 (heads, heads),
                 self.shape.head_dim,
                 self._scale,
-                str(self.shape.dtype).removeprefix("torch."),
+                dtype_name(self.shape.dtype),
                 self.wire_dtype,
                 gathered=False,
                 prune=False,

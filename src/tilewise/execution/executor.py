@@ -5,12 +5,13 @@ It moves bytes and keeps order; what the bytes mean is the work's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.autograd import profiler
 
-from tilewise.compiler.program import Compute, Free, Launch, Program, Wait
+from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.ir import Item, Tile, Transfer
 from tilewise.transport.protocol import Handle, Message, Transport
 
@@ -63,8 +64,10 @@ def execute(program: Program, work: RankState, transport: Transport) -> None:
     """
     under_way: dict[int, list[Arrival]] = {}
     together = not transport.receives_ahead
+    profiled = profiler._is_profiler_enabled
+    instructions: Iterable[Instruction] = _recorded(program) if profiled else program.instructions
     # Not by match: binding its patterns costs as much as the rest of the loop.
-    for instruction in program.instructions:
+    for instruction in instructions:
         if isinstance(instruction, Compute):
             work.run(instruction.tile)
         elif isinstance(instruction, Wait):
@@ -87,6 +90,13 @@ def execute(program: Program, work: RankState, transport: Transport) -> None:
         else:
             under_way[instruction.handle] = _launch_together(instruction, work, transport)
     transport.finish()
+
+
+def _recorded(program: Program) -> Iterator[Instruction]:
+    """The instructions; while one runs, a profiler sees a range of its label."""
+    for instruction, label in zip(program.instructions, program.labels(), strict=True):
+        with profiler.record_function(label):
+            yield instruction
 
 
 def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:

@@ -55,6 +55,7 @@ class PassRun:
         saved = backward and problem.gathered
         names = problem.head_dim, problem.dtype, problem.wire_dtype
         self.payload = Payload(backward, *self.groups.size, *names, saved)
+        self._cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
         self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
         ahead = transport.receives_ahead
         self._key = self.rank, ahead, transport.node_size, self.payload
@@ -88,7 +89,7 @@ class PassRun:
         if is_capturing(device):
             return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
-        calls = problem.layouts, problem.mask, problem.kernel.name
+        calls = problem.layouts, problem.mask, self._cut
         key = self._key, calls, self.batch, device, keep, strides
         binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
         shelf = problem.plans[0].memo(
@@ -103,8 +104,7 @@ class PassRun:
             lender: None: of new memory.
         """
         problem = self.problem
-        cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
-        key = TileCalls(problem.layouts, problem.mask, self.groups, cut), self.device
+        key = TileCalls(problem.layouts, problem.mask, self.groups, self._cut), self.device
         binder = self.plan.memo("binder", key, lambda: Binder(*key))
         dtype = accumulator_dtype(getattr(torch, problem.dtype))
         return Frame(

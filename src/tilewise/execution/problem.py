@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_type
+from tilewise.arguments import Save, Validate, dtype_name, require_type
 from tilewise.compiler.checker import check_shards
 from tilewise.compiler.shards import Resolved, resolve
 from tilewise.execution.allocator import Allocator
 from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.registry import kernel_for, use_of
+from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan, Side
 from tilewise.plan.payload import HeadGroups, check_dtype, check_gathered, head_groups, saving
+from tilewise.transport.resolve import Group
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class AttentionCall(OpaqueValue):
     kv_layout: Layout | None = None
     softmax_scale: float | None = None
     wire_dtype: torch.dtype | str | None = None
-    save: str | None = None
+    save: Save | None = None
     prune: bool = True
     q_positions: Sequence[int] | Tensor | None = None
-    group: Any = None
-    validate: str = "always"
+    group: Group = None
+    validate: Validate = "always"
+    kernel: Kernel | str | None = None
     needs_grad: bool = False
     problem: Problem | None = None
 
@@ -99,8 +101,8 @@ def make_problem(
     _check_rows(q, k, layouts, plan, rank)
     mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(mask, heads[1])
-    dtype = str(q.dtype).removeprefix("torch.")
-    wire = str(call.wire_dtype or dtype).removeprefix("torch.")
+    dtype = dtype_name(q.dtype)
+    wire = dtype_name(call.wire_dtype or dtype)
     check_dtype("wire_dtype", wire)
     gathered = saving(plan, call.save) == "gathered"
     if gathered and call.backward_plan is not None:
@@ -117,12 +119,23 @@ def make_problem(
         wire,
         gathered,
         call.prune,
-        kernel_for(q.device.type, q.dtype, head_dim, use_of(q.device, mask, int(q.shape[-3]))),
+        _kernel(call, q, head_dim),
     )
 
 
+def _kernel(call: AttentionCall, q: Tensor, head_dim: int) -> Kernel:
+    """The one that the call names, or else the first choice of the device."""
+    asked = q.device.type, q.dtype, head_dim
+    if call.kernel is not None:
+        return serving_kernel(call.kernel, *asked, backward=call.needs_grad)
+    return kernel_for(*asked, use_of(q.device, call.mask, int(q.shape[-3])))
+
+
 def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -> dict[str, str]:
-    """What all ranks must have in common, most telling first: "auto" plans for the shapes."""
+    """What all ranks must have in common, most telling first: "auto" plans for the shapes.
+
+    The kernel is not among it: what ranks exchange does not depend on who computed it.
+    """
     q_layout, kv_layout = problem.layouts
     fields: dict[str, Any] = {
         "num_tokens": kv_layout.num_tokens,
@@ -218,7 +231,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device)):
         if not of(q) == of(k) == of(v):
             raise ValueError(f"q, k, v have {what} {of(q)}, {of(k)}, {of(v)}; they must be equal")
-    check_dtype("dtype", str(q.dtype).removeprefix("torch."))
+    check_dtype("dtype", dtype_name(q.dtype))
 
 
 def _query_positions(call: AttentionCall, num_queries: int, num_keys: int) -> list[int] | None:

@@ -20,7 +20,9 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
-    """Attention of one call's rows, gathered in call order.
+    """Attention of one call's rows, gathered in call order; `kernel=` takes any object that has it.
+
+    One object serves all ranks of a loopback world and both passes, one call at a time.
 
     q is [m, batch, num_heads, head_dim], k and v are [n, batch, num_kv_heads, head_dim], of any
     strides with unit last stride; query head h reads KV head h // (num_heads // num_kv_heads).

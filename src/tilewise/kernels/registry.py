@@ -39,10 +39,11 @@ PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)
+PROTOCOL = ("name", "square_causal", "whole_tile", "supports", "forward", "backward")
 
 
 def kernel_named(name: str) -> Kernel:
-    """A kernel by its name.
+    """A kernel by its name in `tilewise doctor`: to pass as `kernel=`, to wrap, or to call.
 
     Raises:
         ValueError: with the names that are known.
@@ -50,6 +51,45 @@ def kernel_named(name: str) -> Kernel:
     if name not in PROVIDERS:
         raise ValueError(f"kernel {name!r} is not known; take one of {', '.join(PROVIDERS)}")
     return PROVIDERS[name]()
+
+
+def given_kernel(kernel: Kernel | str) -> Kernel:
+    """What a caller passes as `kernel`: a name, or an object that has the Kernel protocol.
+
+    Raises:
+        ValueError: naming the names that are known, or what the object lacks.
+    """
+    if isinstance(kernel, str):
+        return kernel_named(kernel)
+    what = kernel.__name__ if isinstance(kernel, type) else type(kernel).__name__
+    if isinstance(kernel, type):
+        raise ValueError(f"kernel ({what}) is a class; pass an instance of it")
+    lacking = [name for name in PROTOCOL if not hasattr(kernel, name)]
+    if lacking:
+        raise ValueError(
+            f"kernel ({what}) lacks {', '.join(lacking)}; pass a name from tilewise doctor, or an "
+            "object that has all of the protocol tw.Kernel"
+        )
+    return kernel
+
+
+def serving_kernel(
+    kernel: Kernel | str, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool
+) -> Kernel:
+    """The kernel that a caller asks for, and no other.
+
+    Raises:
+        ValueError: if it cannot serve, with its reason and the kernels that can.
+    """
+    asked = device_type, dtype, head_dim, backward
+    found = given_kernel(kernel)
+    reason = found.supports(*asked)
+    if reason is None:
+        return found
+    able = [name for name in PROVIDERS if kernel_named(name).supports(*asked) is None]
+    raise ValueError(
+        f"kernel {found.name!r} cannot serve this: {reason}; these can: {', '.join(able)}"
+    )
 
 
 def abilities(name: str, device_type: str) -> tuple[bool, str]:

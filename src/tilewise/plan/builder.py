@@ -29,8 +29,17 @@ def partial(side: Side, shard: int, heads: int = 0) -> Item:
     return Item(side, Role.PARTIAL, shard, heads)
 
 
-class Script:
-    """Collects a rank's tiles and transfers; `next` begins the next step, `at` goes to any."""
+class RankBuilder:
+    """Writes one rank's steps: what it computes, sends and receives in each.
+
+        s = tw.RankBuilder(rank)
+        s.tile([rank], [rank])                              # its own query and KV shard
+        s.send(tw.operand(tw.Side.KV, rank), rank - 1)      # under way meanwhile
+        s.next()                                            # the next step begins
+        steps = s.done()                                    # what a plan's script returns
+
+    Transfers of a step read values as they stood when it began; what arrives counts from the next.
+    """
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -42,15 +51,18 @@ class Script:
         self._steps[self._now][0].append(Tile(tuple(q), tuple(kv), heads))
 
     def send(self, item: Item, dst: int, rows: Rows | None = None) -> None:
+        """Send an item to rank dst in this step; rows: None, or the ranges of its rows that go."""
         self._steps[self._now][1].append(Transfer(item, self.rank, dst, rows))
 
     def recv(self, item: Item, src: int, rows: Rows | None = None) -> None:
+        """Receive what rank src sends in the same step, the same item and rows."""
         self._steps[self._now][2].append(Transfer(item, src, self.rank, rows))
 
     def next(self) -> None:
+        """Begin the next step."""
         self.at(self._now + 1)
 
-    def at(self, step: int) -> Script:
+    def at(self, step: int) -> RankBuilder:
         """Go on writing at a step, counted from 0."""
         while len(self._steps) <= step:
             self._steps.append(([], [], []))

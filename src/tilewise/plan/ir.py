@@ -5,14 +5,16 @@ Two sides (Q, KV) and two roles (operand, partial) name all that can travel. No 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.cache import Kind, PlanCache
+from tilewise.plan.grid import marked_grid
 from tilewise.plan.shifts import Shift
 
 Rows = tuple[tuple[int, int], ...]
@@ -51,9 +53,9 @@ class Item(NamedTuple):
     heads: int = 0
 
     def __str__(self) -> str:
-        stem = {Role.OPERAND: "", Role.PARTIAL: "*", Role.RESULT: "!"}[self.role]
+        mark = ("", "*", "!")[self.role]
         group = f"/{self.heads}" if self.heads else ""
-        return f"{self.side.name.lower()}{self.shard}{group}{stem}"
+        return f"{self.side.name.lower()}{self.shard}{group}{mark}"
 
 
 class Transfer(NamedTuple):
@@ -63,6 +65,18 @@ class Transfer(NamedTuple):
     src: int
     dst: int
     rows: Rows | None = None
+
+    def __str__(self) -> str:
+        """As in the grid that `show` draws, in the cell of src: "kv0*[0:5,8:9]>1"."""
+        return f"{self.item}{_rows(self.rows)}>{self.dst}"
+
+    def arrival(self) -> str:
+        """The same as its destination sees it: "kv0*[0:5,8:9]<0"."""
+        return f"{self.item}{_rows(self.rows)}<{self.src}"
+
+
+def _rows(rows: Rows | None) -> str:
+    return "" if rows is None else f"[{','.join(f'{start}:{stop}' for start, stop in rows)}]"
 
 
 def transfer_order(transfer: Transfer) -> tuple:
@@ -77,6 +91,11 @@ class Tile(NamedTuple):
     kv: tuple[int, ...]
     heads: int = 0
 
+    def __str__(self) -> str:
+        """As in the grid that `show` draws: "q0,1xkv2/1"."""
+        q, kv = (",".join(map(str, shards)) for shards in (self.q, self.kv))
+        return f"q{q}xkv{kv}" + (f"/{self.heads}" if self.heads else "")
+
 
 class Step(NamedTuple):
     """What all ranks do at once: tiles[rank], and the transfers under way meanwhile.
@@ -86,6 +105,14 @@ class Step(NamedTuple):
 
     tiles: tuple[tuple[Tile, ...], ...]
     transfers: tuple[Transfer, ...]
+
+    def cells(self) -> list[str]:
+        """The step's row of the grid, a cell per rank: its tiles, and what it sends."""
+        words = [[str(tile) for tile in tiles] for tiles in self.tiles]
+        for hop in self.transfers:
+            if 0 <= hop.src < len(words):
+                words[hop.src].append(str(hop))
+        return [" ".join(mine) or "." for mine in words]
 
 
 class RankStep(NamedTuple):
@@ -112,6 +139,11 @@ class PlanError(ValueError):
     ):
         super().__init__(message)
         self.step, self.rank, self.item = step, rank, item
+
+    def in_grid(self, name: str, steps: Sequence[Step], world_size: int) -> PlanError:
+        """This error with the plan's name, above its grid with the cell marked."""
+        where = marked_grid(steps, world_size, self.step, self.rank)
+        return PlanError(f"{name}: {self}\n{where}", self.step, self.rank, self.item)
 
 
 def own_shards(world_size: int) -> Owners:
@@ -165,10 +197,11 @@ class Plan(OpaqueValue):
         name: as in "mesh(16, q_tile=4, schedule='greedy')".
         world_size: number of ranks.
         num_head_groups: query and KV heads are cut into this many equal groups.
-        owners: per side and shard the ranks that hold it; the first is its home.
+        owners: per side and shard the ranks that hold it, the first being its home; None: rank s
+            holds shard s of both sides.
         steps: the steps of all ranks; or
-        script: a pure function rank -> that rank's steps, from which all steps are built only
-            when somebody asks for them (check, show, ==, hash, JSON).
+        script: a pure function rank -> that rank's steps, as a RankBuilder writes them, from which
+            all steps are built only when somebody asks for them (check, show, ==, hash, JSON).
         cuts: None if shard s is all of its home's rows; else per shard the half-open range of its
             home's local rows that it is (mask-aware plans cut finer than one shard a rank).
         default_save: what backward does unless told: "replay" the operands' transfers, or keep
@@ -195,8 +228,8 @@ class Plan(OpaqueValue):
         self,
         name: str,
         world_size: int,
-        num_head_groups: int,
-        owners: Owners,
+        num_head_groups: int = 1,
+        owners: Owners | None = None,
         steps: Iterable[Step] | None = None,
         *,
         script: Callable[[int], tuple[RankStep, ...]] | None = None,
@@ -216,7 +249,7 @@ class Plan(OpaqueValue):
             ("name", name),
             ("world_size", world_size),
             ("num_head_groups", num_head_groups),
-            ("owners", owners),
+            ("owners", own_shards(world_size) if owners is None else owners),
             ("cuts", cuts),
             ("default_save", default_save),
             ("replicated_queries", replicated_queries),
@@ -253,10 +286,19 @@ class Plan(OpaqueValue):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of all ranks."""
+        """The steps of all ranks.
+
+        Raises:
+            PlanError: if one end of a transfer does not know of it.
+        """
         known: tuple[Step, ...] | None = self._steps
         if known is None:
-            known = _join([self.rank_steps(rank) for rank in range(self.world_size)])
+            parts = [self.rank_steps(rank) for rank in range(self.world_size)]
+            known = _join(parts)
+            try:
+                _check_ends(parts)
+            except PlanError as error:
+                raise error.in_grid(self.name, known, self.world_size) from None
             object.__setattr__(self, "_steps", known)
         return known
 
@@ -265,7 +307,13 @@ class Plan(OpaqueValue):
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
         if self._script is not None:
-            return self._script(rank)
+            steps = self._script(rank)
+            if not isinstance(steps, tuple):
+                raise ValueError(
+                    f"{self.name}: the script of rank {rank} returned {type(steps).__name__}, not "
+                    "its steps; return what RankBuilder.done() gives"
+                )
+            return steps
         return self.memo("by rank", (), lambda: _split(self._steps, self.world_size))[rank]
 
     @property
@@ -343,18 +391,46 @@ def _canonical(step: Step) -> Step:
     return Step(tiles, tuple(sorted(step.transfers, key=transfer_order)))
 
 
-def _join(parts: list[tuple[RankStep, ...]]) -> tuple[Step, ...]:
-    steps = []
-    for number in range(max(len(part) for part in parts)):
-        row = [part[number] if number < len(part) else RankStep() for part in parts]
-        sent = [transfer for share in row for transfer in share.sends]
-        received = {transfer for share in row for transfer in share.recvs}
-        for transfer in received.symmetric_difference(sent):
-            ends = f"from rank {transfer.src} to rank {transfer.dst}"
-            message = f"step {number}: {transfer.item} {ends} is known to one end only"
-            raise PlanError(message, number, transfer.dst, transfer.item)
-        steps.append(_canonical(Step(tuple(share.tiles for share in row), tuple(sent))))
-    return tuple(steps)
+def _join(parts: Sequence[tuple[RankStep, ...]]) -> tuple[Step, ...]:
+    return tuple(
+        _canonical(Step(tuple(share.tiles for share in row), tuple(chain(*(s.sends for s in row)))))
+        for row in zip_longest(*parts, fillvalue=RankStep())
+    )
+
+
+def _check_ends(parts: Sequence[tuple[RankStep, ...]]) -> None:
+    """Every transfer is written by both its ends, and by nobody else."""
+    for number, row in enumerate(zip_longest(*parts, fillvalue=RankStep())):
+        for rank, share in enumerate(row):
+            for hop in chain(share.sends, share.recvs):
+                if (hop.src if hop in share.sends else hop.dst) != rank:
+                    message = (
+                        f"step {number}: rank {rank} writes {hop.item} from rank {hop.src} to rank "
+                        f"{hop.dst}; each rank writes what it sends and receives, as "
+                        f"RankBuilder({rank}) does"
+                    )
+                    raise PlanError(message, number, rank, hop.item)
+        sent = {hop for share in row for hop in share.sends}
+        received = {hop for share in row for hop in share.recvs}
+        if sent != received:
+            ranks = range(len(parts))
+            hop = min(
+                sent ^ received,
+                key=lambda hop: (hop.src in ranks and hop.dst in ranks, transfer_order(hop)),
+            )
+            raise _one_sided(hop, hop in sent, number, len(parts))
+
+
+def _one_sided(hop: Transfer, is_sent: bool, number: int, world_size: int) -> PlanError:
+    rows = "" if hop.rows is None else f", rows {hop.rows},"
+    here, there = (hop.src, hop.dst) if is_sent else (hop.dst, hop.src)
+    does, lacks = ("sends", "receive") if is_sent else ("receives", "send")
+    if 0 <= there < world_size:
+        reason = f"rank {here} {does} it, rank {there} does not {lacks} it"
+    else:
+        reason, there = f"rank {here} {does} it, and there are {world_size} ranks", here
+    ends = f"from rank {hop.src} to rank {hop.dst} is known to one end only"
+    return PlanError(f"step {number}: {hop.item}{rows} {ends}: {reason}", number, there, hop.item)
 
 
 def _split(steps: tuple[Step, ...], world_size: int) -> list[tuple[RankStep, ...]]:

@@ -12,9 +12,10 @@ group 2; [0:5,8:9] are the rows sent if not all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tilewise.arguments import require_type
+from tilewise.plan.grid import grid
 from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
 
 _TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
@@ -38,22 +39,8 @@ def show(plan: Plan) -> str:
     lines.append(f"save: {plan.default_save}")
     if plan.replicated_queries:
         lines.append("queries: replicated")
-    rows = [(number, _cells(step)) for number, step in enumerate(plan.steps)]
-    return "\n".join([*lines, *_grid(range(plan.world_size), rows)]) + "\n"
-
-
-def show_around(plan: Plan, step: int | None, rank: int | None, reach: int = 3) -> str:
-    """The part of the grid around a step and a rank, with their cell marked."""
-    steps, middle = plan.steps, 0 if rank is None else rank
-    last = len(steps) if step is None else step + reach
-    ranks = range(max(0, middle - reach), min(plan.world_size, middle + reach + 1))
-    rows = []
-    for number in range(max(0, last - 2 * reach), min(len(steps), last + 1)):
-        cells = _cells(steps[number])
-        if number == step and rank is not None and rank < len(cells):
-            cells[rank] = f"-->{cells[rank]}<--"
-        rows.append((number, [cells[r] if r < len(cells) else "?" for r in ranks]))
-    return "\n".join(_grid(ranks, rows))
+    rows = ((number, step.cells()) for number, step in enumerate(plan.steps))
+    return "\n".join([*lines, *grid(range(plan.world_size), rows)]) + "\n"
 
 
 def parse(text: str) -> Plan:
@@ -94,36 +81,6 @@ def parse(text: str) -> Plan:
 
 def _held_by(owners: Sequence[Sequence[int]]) -> str:
     return " ".join("+".join(map(str, holders)) for holders in owners)
-
-
-def _cells(step: Step) -> list[str]:
-    words: list[list[str]] = [[_tile_word(tile) for tile in tiles] for tiles in step.tiles]
-    for hop in step.transfers:
-        if 0 <= hop.src < len(words):
-            words[hop.src].append(_hop_word(hop))
-    return [" ".join(mine) or "." for mine in words]
-
-
-def _grid(ranks: Iterable[int], rows: Sequence[tuple[int, list[str]]]) -> list[str]:
-    table = [
-        ["step", *(f"rank {rank}" for rank in ranks)],
-        *([str(n), *cells] for n, cells in rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        " | ".join([line[0].rjust(widths[0]), *map(str.ljust, line[1:], widths[1:])]).rstrip()
-        for line in table
-    ]
-
-
-def _tile_word(tile: Tile) -> str:
-    q, kv = (",".join(map(str, shards)) for shards in (tile.q, tile.kv))
-    return f"q{q}xkv{kv}" + (f"/{tile.heads}" if tile.heads else "")
-
-
-def _hop_word(hop: Transfer) -> str:
-    rows = "" if hop.rows is None else "[" + ",".join(f"{a}:{b}" for a, b in hop.rows) + "]"
-    return f"{hop.item}{rows}>{hop.dst}"
 
 
 def _step(number: int, line: str, world: int) -> Step:

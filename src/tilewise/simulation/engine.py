@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.plan.ir import Tile
+from tilewise.compiler.program import Compute, wait_label
 from tilewise.simulation.fair_share import CLOSE, FairShare, Route
 from tilewise.simulation.timeline_ops import LOST, HostOp, KernelOp, PricedPrograms, SendOp, WaitOp
 
@@ -118,7 +118,7 @@ class EventLoop:
             match op:
                 case KernelOp(seconds, route, tile):
                     if seconds:
-                        self._work(index, seconds, route, ("compute", _name(tile)))
+                        self._work(index, seconds, route, ("compute", str(Compute(tile))))
                         return
                 case HostOp(seconds, route, name):
                     self._work(index, seconds, route, ("wait", name))
@@ -126,13 +126,13 @@ class EventLoop:
                 case SendOp(flows):
                     for flow in flows:
                         self._launch(flow)
-                case WaitOp(flows):
+                case WaitOp(flows, hops):
                     late = {flow for flow in flows if not self.done[flow]}
                     if late:
                         self.missing[index] = len(late)
                         for flow in late:
                             self.waiting[flow].append(index)
-                        self.blocked[index] = self.now, "wait", ""
+                        self.blocked[index] = self.now, "wait", wait_label(hop for _, hop in hops)
                         return
         self.ended[index] = self.now
 
@@ -226,13 +226,3 @@ class EventLoop:
             )
         )
         return Timeline(total, tuple(ranks), tuple(self.spans))
-
-
-def _name(tile: Tile) -> str:
-    return f"{_shards('q', tile.q)} x {_shards('kv', tile.kv)}"
-
-
-def _shards(prefix: str, shards: tuple[int, ...]) -> str:
-    if len(shards) > 3:
-        return f"{prefix}{shards[0]}..{shards[-1]} ({len(shards)})"
-    return " ".join(f"{prefix}{shard}" for shard in shards)

@@ -6,7 +6,7 @@ gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), secti
 
 from __future__ import annotations
 
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
@@ -19,7 +19,7 @@ def all_gather(world_size: int) -> Plan:
     n = world_size
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, others = Script(rank), [r for r in range(n) if r != rank]
+        s, others = RankBuilder(rank), [r for r in range(n) if r != rank]
         for other in others:
             s.send(operand(Side.KV, rank), other)
             s.recv(operand(Side.KV, other), other)

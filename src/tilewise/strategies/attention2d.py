@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
@@ -47,7 +47,7 @@ def attention2d(rows: int, columns: int) -> Plan:
         return staying | dict(zip(coming, free, strict=True))
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, (column, row) = Script(rank), divmod(rank, rows)
+        s, (column, row) = RankBuilder(rank), divmod(rank, rows)
         q_team = range(row, n, rows)
         held = holders(column)
         mine = next(shard for shard, member in held.items() if member == rank)

@@ -9,7 +9,7 @@ plan like any other. A KV shard skips the ranks that do not read it.
 
 from __future__ import annotations
 
-from tilewise.plan.builder import Script, goes_home, operand, partial
+from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
@@ -37,7 +37,7 @@ def balanced_ring(world_size: int) -> Plan:
         return goes_home(t, n - 1 if kv else half)
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s = Script(rank)
+        s = RankBuilder(rank)
         s.tile((rank,), (rank,))
         for t in range(n):
             kv = (rank - t) % n

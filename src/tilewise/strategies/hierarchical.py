@@ -7,7 +7,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from tilewise.arguments import require_type
-from tilewise.plan.builder import Script
+from tilewise.plan.builder import RankBuilder
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Traits, Transfer, own_shards
 
 Shards = tuple[tuple[int, ...], ...]
@@ -128,7 +128,7 @@ def _first_uses(used: list[Shards]) -> list[Shards]:
     return found
 
 
-def post(s: Script, hop: Transfer, shard: int, place: tuple[int, int]) -> None:
+def post(s: RankBuilder, hop: Transfer, shard: int, place: tuple[int, int]) -> None:
     """Write a rank's end of a hop between its plan's ranks r, here factor * r + offset."""
     factor, offset = place
     if hop.rows is not None:
@@ -138,7 +138,7 @@ def post(s: Script, hop: Transfer, shard: int, place: tuple[int, int]) -> None:
     s.send(item, dst) if src == s.rank else s.recv(item, src)
 
 
-def compute(s: Script, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
+def compute(s: RankBuilder, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
     """Every outer tile: of each of its shards what an inner tile has."""
     for tile, part in product(outer, inner):
         s.tile(
@@ -214,7 +214,7 @@ def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:
 
 def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[RankStep, ...]:
     size = inner.world_size
-    s, (node, local) = Script(rank), divmod(rank, size)
+    s, (node, local) = RankBuilder(rank), divmod(rank, size)
     across, inside = outer.rank_steps(node), inner.rank_steps(local)
     rounds = rounds_of(across)
     check_reads_its_own(inner, local, inside)

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import get_args
 
-from tilewise.plan.builder import Script, goes_home, operand, partial
+from tilewise.arguments import Schedule
+from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
 from tilewise.strategies.mesh_schedules.orders import least_held
 
-SCHEDULES = ("greedy", "eager", "kv_first", "gather")
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def mesh(
     world_size: int,
     q_tile: int,
-    schedule: str | float = "greedy",
+    schedule: Schedule | float = "greedy",
     *,
     kv_bytes: float = 2.0,
     backward: bool = False,
@@ -84,7 +86,7 @@ def mesh(
     )
 
 
-def _check_held(held: int, shape: tuple[int, int], schedule: str | float) -> None:
+def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:
     if schedule in ("eager", "kv_first", "gather"):
         raise ValueError(f"held ({held}) needs schedule='greedy'; {schedule!r} holds all shards")
     least = least_held(*shape)
@@ -103,7 +105,7 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
 
 def _beat_script(n: int, a: int, beats: Sequence[TileStep]):
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, shards = Script(rank), _shards(rank, n, a)
+        s, shards = RankBuilder(rank), _shards(rank, n, a)
 
         def pass_on(side: Side, arriving: int, leaving: int) -> None:
             """Move local indices to the left or upwards, as the other neighbour does to here."""
@@ -131,7 +133,7 @@ def _beat_script(n: int, a: int, beats: Sequence[TileStep]):
 
 def _gather_script(n: int, a: int):
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, shards = Script(rank), _shards(rank, n, a)
+        s, shards = RankBuilder(rank), _shards(rank, n, a)
         others = [(side, other) for side in Side for other in shards[side][1:]]
         for side, other in others:
             s.send(operand(side, rank), other)

@@ -11,7 +11,7 @@ from tilewise.arguments import require_type
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Rows, Side, Traits, own_shards
 from tilewise.plan.row_ranges import count, whole_or
 
@@ -42,7 +42,7 @@ def needed(mask: Mask, layout: Layout) -> Plan:
         return whole_or(table[reader, source].k_rows, layout.size(source))
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s = Script(rank)
+        s = RankBuilder(rank)
         if (rank, rank) in table:
             s.tile((rank,), (rank,))
         for stage, sources in enumerate(stages[rank]):

@@ -12,12 +12,13 @@ and goes home every few hops, so that rounding on the wire does not grow with th
 
 from __future__ import annotations
 
-from tilewise.plan.builder import Script, goes_home, operand, partial
+from tilewise.arguments import Moves
+from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
 
-def ring(world_size: int, moves: str = "kv") -> Plan:
+def ring(world_size: int, moves: Moves = "kv") -> Plan:
     """Rotate one side's shards through all ranks, each rank receiving from rank + 1.
 
     Bytes: every rank sends world_size - 1 shards of the moving side, and as many partials.
@@ -31,7 +32,7 @@ def ring(world_size: int, moves: str = "kv") -> Plan:
     side, n = Side[moves.upper()], world_size
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, left, right = Script(rank), (rank - 1) % n, (rank + 1) % n
+        s, left, right = RankBuilder(rank), (rank - 1) % n, (rank + 1) % n
         for t in range(n + 1):
             held = (rank + t) % n
             if t < n:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from operator import index
 
-from tilewise.plan.builder import Script, partial
+from tilewise.plan.builder import RankBuilder, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, own_shards
 
 
@@ -24,7 +24,7 @@ def tree(world_size: int) -> Plan:
     strides = [1 << k for k in range(max(n - 1, 0).bit_length())]
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s = Script(rank)
+        s = RankBuilder(rank)
         s.tile((0,), (rank,))
         for stride in strides:
             s.next()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tilewise.arguments import require_type
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Side, Traits, Transfer, own_shards
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.ring import ring
@@ -45,7 +45,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         return tuple(shard * degree + part for shard in shards for part in range(degree))
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, (inner_rank, heads) = Script(rank), divmod(rank, degree)
+        s, (inner_rank, heads) = RankBuilder(rank), divmod(rank, degree)
         team = [peer for peer in widen((inner_rank,)) if peer != rank]
 
         def copies(hop: Transfer) -> Iterator[Item]:

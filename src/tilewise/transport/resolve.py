@@ -1,12 +1,17 @@
 """Choose the transport that belongs to what a caller passes as `group`."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
+
+Group: TypeAlias = dist.ProcessGroup | Transport | None
+"""The ranks that share a sequence: a ProcessGroup, what loopback passes to a rank, a Transport of
+one's own, or None: the default group, or one rank where torch.distributed is not initialised."""
 
 
 class LocalTransport:
@@ -35,7 +40,7 @@ class _Done:
         return
 
 
-def transport_for(group: object = None) -> Transport:
+def transport_for(group: Group = None) -> Transport:
     """Return the transport of a group.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Traits
 from tilewise.plan.row_ranges import count, union, whole_or
 
@@ -226,7 +226,7 @@ def _steps(
     rank: int, touching: list[RoutedTransfer], cells: Cells, last: int
 ) -> tuple[RankStep, ...]:
     """One rank's part: its hops and its tiles; last: the step at which every operand is there."""
-    s, arrived = Script(rank), ({}, {})
+    s, arrived = RankBuilder(rank), ({}, {})
     for hop in touching:
         side, role, shard, _ = hop.item
         s.at(hop.level if role is Role.OPERAND else last + 1 + side + hop.level)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewise import masks
+from tilewise.arguments import DtypeName
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import check_dtype, head_groups
 from tilewise.tools.mask_report.figures import drawn
@@ -67,7 +68,7 @@ class BenchCase:
     num_heads: int = 8
     num_kv_heads: int = 8
     head_dim: int = 64
-    dtype: str = "float32"
+    dtype: DtypeName = "float32"
     which: str = "both"
     world_size: int = 1
     layout: str = "own"

@@ -285,9 +285,7 @@ class _Prepared:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
-        out = attention(q, k, v, mask=self.mask, group=self.transport, **chosen)
-        assert isinstance(out, Tensor)
-        return out
+        return attention(q, k, v, mask=self.mask, group=self.transport, **chosen)
 
     def facts(self) -> Facts:
         (waste,) = report(self.mask, self.layout, self.plan, ranks=[self.transport.rank])

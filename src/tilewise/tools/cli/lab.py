@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tilewise.arguments import LayoutName, dtype_name
 from tilewise.expressions import read_mask, read_plan
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
@@ -152,9 +153,9 @@ def _contest(options: LabOptions) -> Contest:
         num_heads=options.num_heads,
         num_kv_heads=kv_heads,
         head_dim=options.head_dim,
-        dtype=options.dtype,
+        dtype=dtype_name(options.dtype),
         mask=read_mask(options.mask),
-        layout=options.layout,
+        layout=cast(LayoutName, options.layout),
     )
     texts = tuple(options.strategy or _usual(n, min(options.num_heads, kv_heads)))
     for text in texts:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, cast, get_type_hints
 
 import typer
 
+from tilewise import arguments
 from tilewise.expressions import MASKS, STRATEGIES, read_mask, read_plan
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.ir import Plan
@@ -117,10 +118,10 @@ class ParsedOptions(NamedTuple):
     heads: str
     head_dim: int
     mask: str
-    layout: str | None
-    dtype: str
-    wire_dtype: str | None
-    save: str | None
+    layout: arguments.LayoutName | None
+    dtype: arguments.DtypeName
+    wire_dtype: arguments.DtypeName | None
+    save: arguments.Save | None
 
     def workload(self, world_size: int) -> Workload:
         """The workload on a number of ranks.

@@ -7,7 +7,7 @@ from functools import cache
 
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Mask
-from tilewise.plan.builder import Script, operand, partial
+from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits
 from tilewise.strategies.tiling.causal.blocks import causal_blocks, score
 from tilewise.strategies.tiling.causal.list_scheduling import (
@@ -37,7 +37,7 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
 
     def script(rank: int) -> tuple[RankStep, ...]:
         (pieces, _, tiles), touching = by_rank()
-        s = Script(rank)
+        s = RankBuilder(rank)
         for hop in touching[rank]:
             piece, s = pieces[hop.piece], s.at(hop.step)
             for chunk in range(piece.start, piece.stop):

@@ -1,0 +1,51 @@
+"""The example of a strategy of one's own: short, of public names alone, exact in both passes."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.oracle import dense, draw, error
+
+import tilewise as tw
+from examples import my_strategy
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
+
+
+def test_it_is_forty_lines_at_most_and_imports_tilewise_alone():
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) <= 40
+    imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert [ast.unparse(node) for node in imports] == ["import tilewise as tw"]
+
+
+def test_it_checks_draws_simulates_and_runs_its_strategy(capsys):
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    grid, _, rest = printed.partition("\n\n")
+    assert tw.parse(grid) == my_strategy.butterfly(2)
+    seconds, largest = rest.strip().splitlines()
+    assert float(seconds.split()[0]) > 0 and float(largest.split()[-1]) < 1e-12
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3])
+def test_a_butterfly_is_attention_in_both_passes(levels: int):
+    plan, mask = my_strategy.butterfly(levels), tw.Causal()
+    layout = tw.zigzag(29, plan.world_size)
+    x = draw((29, 4, 8), (29, 2, 8), seed=0)
+    want = dense(x, mask)
+    tw.check(plan)
+
+    def on_rank(rank: int, group) -> list[torch.Tensor]:
+        q, k, v, dout, dlse = (layout.shard(t, rank, 0).clone() for t in x)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        call = {"plan": plan, "layout": layout, "mask": mask, "group": group}
+        both = tw.attention(*leaves, **call, return_lse=True)
+        return [both[0].detach(), *torch.autograd.grad(both, leaves, (dout, dlse))]
+
+    ranks = tw.loopback(plan.world_size, on_rank)
+    got = [layout.unshard(list(parts), dim=0) for parts in zip(*ranks, strict=True)]
+    for name, y in zip(("out", "dq", "dk", "dv"), got, strict=True):
+        assert error(y, getattr(want, name)) <= 1e-12, name
