@@ -2,8 +2,8 @@
 # constraints.txt changed. Another interpreter: make PYTHON=python3.12 test
 
 PYTHON ?= python3
-# As many tests at once as there are cores, 8 at most.
-PYTEST_FLAGS ?= -n auto --maxprocesses 8
+# As many files at once as there are cores, 8 at most: the tests of a file share what they set up.
+PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -22,7 +22,7 @@ def provide() -> Library:
     return library
 
 
-def _forward(
+def _forward(  # noqa: PLR0913 - ATen's own
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,7 +39,7 @@ def _forward(
     return out.transpose(1, 2), lse, nothing, nothing, *lengths, nothing, nothing, nothing
 
 
-def _backward(
+def _backward(  # noqa: PLR0913 - ATen's own
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest, scale=None
 ) -> tuple[Tensor, ...]:
     _, _, _, _, dropout_p, is_causal, *_ = rest

@@ -47,7 +47,7 @@ class ContextParallel:
         kernel: what attention takes as kernel, for all calls that do not name another.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor of a value
         self,
         mesh_or_group: DeviceMesh | Group = None,
         *,
@@ -148,7 +148,7 @@ class ContextParallel:
         return_lse: bool,
         **options: Unpack[Options],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def attention(
+    def attention(  # noqa: PLR0913 - the options of attention, by name
         self,
         q: Tensor,
         k: Tensor,

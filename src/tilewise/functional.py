@@ -59,7 +59,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[_Together]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-def attention(
+def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
     q: Tensor,
     k: Tensor,
     v: Tensor,

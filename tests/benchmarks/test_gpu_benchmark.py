@@ -1,6 +1,7 @@
 """The GPU benchmark, tried out on the CPU: parts run, crashes are survived, targets are judged."""
 
 import json
+import re
 import time
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +35,7 @@ def does(what: str, lane: str = "lane", limit: float = 100.0) -> Case:
 
 @pytest.fixture
 def runner(tmp_path):
-    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 60.0, TINY)) as made:
+    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 600.0, TINY)) as made:
         yield made
 
 
@@ -81,9 +82,10 @@ def test_what_hangs_twice_is_not_asked_again(runner):
 
 
 def test_a_case_for_which_no_time_is_left_has_a_row(tmp_path):
-    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 20.0, TINY)) as runner:
-        runner.run([Case("part", {"case": x}, x, "lane") for x in (40.0, 1.0)])
-    assert "it takes 40 s of 12 s" in runner.rows[0]["skipped"] and runner.rows[1]["right"]
+    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 99.0, TINY)) as runner:
+        runner.run([Case("part", {"case": x}, x, "lane") for x in (400.0, 1.0)])
+    assert re.search("it takes 400 s of [89]. s", runner.rows[0]["skipped"])
+    assert runner.rows[1]["right"]
 
 
 def test_it_says_so_without_a_gpu(tmp_path, monkeypatch, capsys):
@@ -176,8 +178,8 @@ def test_shares_are_of_rounds_in_turns():
 def test_clocks_are_sampled_all_through():
     lines = "1980, 2619, 650.5, 60\\n[N/A]\\n1200, 2619, 700, 61\\n"
     clocks = Clocks(command=("sh", "-c", f"printf '{lines}'; exec sleep 60"))
-    found, tries = {}, 200
-    while found.get("celsius") != [60.0, 60.5, 61.0] and (tries := tries - 1):
+    found, until = {}, time.monotonic() + 60
+    while found.get("celsius") != [60.0, 60.5, 61.0] and time.monotonic() < until:
         time.sleep(0.05)
         found = clocks.during(0.0, float("inf"))
     clocks.close()

@@ -15,7 +15,7 @@ from conformance.table import STRATEGIES, plans
 from tilewise.plan.ir import Plan
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
-NUM_RANDOM = 180
+NUM_RANDOM, NUM_QUICK = 180, 100
 USES = ((True, True), (True, True), (False, True), (True, False))  # of out and of lse by the loss
 
 
@@ -130,7 +130,13 @@ def random_options(random: Random, plan: Plan, num_tokens: int) -> dict[str, Any
     return options
 
 
-@pytest.mark.parametrize("seed", range(NUM_RANDOM))
+def seeds() -> list[Any]:
+    """Those after the first are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(x, marks=[slow] * (x >= NUM_QUICK)) for x in range(NUM_RANDOM)]
+
+
+@pytest.mark.parametrize("seed", seeds())
 def test_random_calls(seed: int):
     """Any strategy, mask, layout, heads, length and options, on 1 to 16 ranks."""
     random = Random(seed)
@@ -154,7 +160,11 @@ def test_random_calls(seed: int):
     )
 
 
-@pytest.mark.parametrize("plan", [tw.mesh(64, q_tile=8), tw.double_ring(8, 8)], ids=repr)
+@pytest.mark.parametrize(
+    "plan",
+    [tw.mesh(64, q_tile=8), pytest.param(tw.double_ring(8, 8), marks=pytest.mark.slow)],
+    ids=repr,
+)
 def test_64_ranks(plan: Plan):
     run(plan, tw.zigzag(200, plan.world_size), tw.Causal(), heads=(2, 1))
 

@@ -84,8 +84,8 @@ def _rows_first(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
-def plans() -> Iterator[tw.Plan]:
-    for n in (2, 4, 8, 16):
+def plans(*world_sizes: int) -> Iterator[tw.Plan]:
+    for n in world_sizes:
         side = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
         yield tw.ring(n)
         yield tw.ring(n, moves="q")
@@ -119,7 +119,11 @@ def assert_bounded(plan: tw.Plan, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("plan", list(plans()), ids=repr)
+@pytest.mark.parametrize(
+    "plan",
+    [*plans(2, 8), *(pytest.param(plan, marks=pytest.mark.slow) for plan in plans(4, 16))],
+    ids=repr,
+)
 def test_error_is_bounded_by_the_dense_kernels(plan: tw.Plan, causal: bool):
     assert_bounded(plan, Shape(2, 2, causal))
 

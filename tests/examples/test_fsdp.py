@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from multiprocess.launcher import run_processes
 
 from examples import fsdp_cp
-from tilewise.tools.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--num-tokens", "131"]
@@ -33,7 +33,7 @@ def stop_and_resume(rank: int, folder: str) -> tuple[dict, dict]:
 
 
 def test_it_stops_and_resumes_on_the_curve_of_unsplit_training(tmp_path: Path):
-    stopped, resumed = run_ranks(4, stop_and_resume, str(tmp_path), timeout_seconds=240)[0]
+    stopped, resumed = run_processes(4, stop_and_resume, str(tmp_path))[0]
     assert stopped["split"][0] > stopped["split"][1] > resumed["split"][-1]
 
 

@@ -18,7 +18,10 @@ def train_and_compare(rank: int, folder: str, strategy: str) -> None:
     train_lm.main(args)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ulysses(2, inner=ring(1))"])
+OTHER = pytest.param("ulysses(2, inner=ring(1))", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("strategy", ["auto", OTHER])
 def test_split_training_equals_unsplit_training(strategy: str, tmp_path: Path):
     run_processes(2, train_and_compare, str(tmp_path), strategy)
     written = json.loads((tmp_path / "losses.json").read_text())

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from multiprocess.launcher import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -29,7 +30,6 @@ from torch.utils.checkpoint import (
 )
 
 import tilewise as tw
-from tilewise.tools.processes import run_ranks
 
 BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 23, 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -238,7 +238,7 @@ def cases_and_refusals(rank: int) -> tuple[list[float], list[str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[list[float], list[str]]]:
-    return run_ranks(4, cases_and_refusals, timeout_seconds=240)
+    return run_processes(4, cases_and_refusals)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{f.__name__}-{k}" for f, k in CASES])
@@ -249,7 +249,7 @@ def test_a_model_split_in_two_ways_is_the_unsplit_one(number: int, ranks):
 @pytest.mark.slow
 def test_a_compiled_model_within_fsdp_is_the_unsplit_one():
     cases = [(compiled, "all"), (compiled, "selective")]
-    for errors in run_ranks(4, several, cases, timeout_seconds=240):
+    for errors in run_processes(4, several, cases):
         assert max(errors) < 1e-11
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conformance.oracle import dense, draw
+from multiprocess.launcher import run_processes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,8 +18,6 @@ from torch.utils.checkpoint import (
 import tilewise as tw
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.torch_op import MASKS
-from tilewise.expressions import read_plan
-from tilewise.tools.processes import run_ranks
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
 ATTENTION = torch.ops.tilewise.attention
@@ -121,14 +120,14 @@ def test_it_compiles_whole_and_anew_for_another_mask(backend):
         assert compiled_rank(0, 1, tw.ring(1), backend) == 3
 
 
-def _silent(rank: int, plan: str) -> int:
+def _silent(rank: int) -> list[int]:
     warnings.simplefilter("ignore")
-    return compiled_rank(rank, 2, read_plan(plan), "aot_eager")
+    plans = tw.mesh(2, q_tile=2), tw.ulysses(2)
+    return [compiled_rank(rank, 2, plan, "aot_eager") for plan in plans]
 
 
-@pytest.mark.parametrize("plan", ["mesh(2, q_tile=2)", "ulysses(2)"])
-def test_compiled_ranks_of_a_process_group_agree_with_eager_ones(plan):
-    assert run_ranks(2, _silent, plan) == [3, 3]
+def test_compiled_ranks_of_a_process_group_agree_with_eager_ones():
+    assert run_processes(2, _silent) == [[3, 3]] * 2
 
 
 def checkpointed_bytes(kind: str) -> tuple[int, list[torch.Tensor]]:

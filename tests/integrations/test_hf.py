@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
+from multiprocess.launcher import run_processes
 from support.hf_models import (
     Case,
     build,
@@ -23,7 +24,6 @@ from transformers import BertConfig, BertModel
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.tools.processes import run_ranks
 
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
@@ -163,8 +163,7 @@ def split_over_gloo(rank: int, names: tuple[str, ...], given: Case) -> dict:
 
 def over_gloo(names: tuple[str, ...], cu_seqlens: tuple[int, ...]) -> None:
     given = case(cu_seqlens)
-    # Four processes that import transformers at once take their time.
-    ranks = run_ranks(N, split_over_gloo, names, given, timeout_seconds=240)
+    ranks = run_processes(N, split_over_gloo, names, given)
     for name in names:
         got = summed([rank[name] for rank in ranks])
         assert max(errors(got, run_whole(build(name), given)).values()) < 1e-5, name

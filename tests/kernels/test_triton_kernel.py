@@ -45,17 +45,19 @@ def skip_where_the_interpreter_fails() -> None:
         pytest.skip("the interpreter of Triton 3.6 needs numpy below 2.4")
 
 
-def test_the_kernel_equals_dense_attention_in_the_interpreter():
+@pytest.mark.parametrize("which", ["quick", pytest.param("more", marks=pytest.mark.slow)])
+def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
     skip_where_the_interpreter_fails()
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    printed = run_alone(str(TESTS / "triton_checks.py"), timeout=280, **environment)
+    printed = run_alone(str(TESTS / "triton_checks.py"), which, timeout=280, **environment)
     found = json.loads(printed)
-    assert found.pop("same bits") and found.pop("nothing")
-    assert len(found) > 20
+    assert which == "more" or (found.pop("same bits") and found.pop("nothing"))
+    assert len(found) > 8
     wrong = {name: x for name, x in found.items() if not x <= BOUNDS[name.rpartition(", ")[2]]}
     assert not wrong
 
 
+@pytest.mark.slow
 def test_other_blocks_are_timed_beside_those_of_the_table():
     skip_where_the_interpreter_fails()
     command = ("-m", "benchmarks.triton_blocks", "--dry-run", "--json", "--head-dim", "128")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from conformance.oracle import Result, dense, draw, error
 
 import tilewise as tw
-from multiprocess.launcher import run_processes
+from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.expressions import read_mask, read_plan
 from tilewise.transport.resolve import transport_for
 
@@ -103,10 +103,10 @@ def call_wrongly(rank: int, what: str, wrong_rank: int) -> tuple[str, float, int
         ("mask", ["disagree on mask", "(0, 5, 12)", "(0, 6, 12)"]),
     ],
 )
-def test_one_wrong_rank_is_the_same_error_on_all_within_seconds(what: str, parts: list[str]):
+def test_one_wrong_rank_is_the_same_error_on_all_at_once(what: str, parts: list[str]):
     outcomes: list[tuple[str, float, Any]] = run_processes(3, call_wrongly, what, 2)
     messages = [message for message, _, _ in outcomes]
     assert len(set(messages)) == 1
     assert all(part in messages[0] for part in parts), messages[0]
-    assert max(seconds for _, seconds, _ in outcomes) < 10
+    assert max(seconds for _, seconds, _ in outcomes) < TIMEOUT_SECONDS / 4  # nobody waited for it
     assert [sent for _, _, sent in outcomes] == [0, 0, 0]

@@ -71,7 +71,7 @@ def test_every_pattern_is_planned_on_every_layout(name, kind, n, num_tokens):
 
 
 @pytest.mark.parametrize(("name", "kind", "n", "num_tokens"), CASES[::5])
-@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+@pytest.mark.parametrize("heads", [pytest.param((2, 2), marks=pytest.mark.slow), (8, 1)])
 def test_tiled_is_exact(name, kind, n, num_tokens, heads):
     mask = pattern(name, num_tokens, seed=n)
     layout = layout_of(kind, mask, num_tokens, n)
@@ -102,7 +102,7 @@ def test_masks_by_head_are_tiled():
 
 
 @pytest.mark.parametrize("name", tw.masks.NAMES)
-@pytest.mark.parametrize("kind", ["balanced", "tiled"])
+@pytest.mark.parametrize("kind", [pytest.param("balanced", marks=pytest.mark.slow), "tiled"])
 def test_never_more_bytes_than_needed_where_that_is_as_level(name, kind):
     mask = tw.masks.random(name, 2048, seed=2, density=0.3 if "sparse" in name else None)
     layout = layout_of(kind, mask, 2048, 8)

@@ -44,7 +44,11 @@ def test_it_takes_the_options_of_attention(options: dict):
         assert_close(split(x, plans[0], layout, CAUSAL, backward_plan=plans[2], **options), want)
 
 
-@pytest.mark.parametrize("n", [*range(1, 17), 23])
+QUICK = (1, 2, 3, 5, 8, 12, 15)
+REST = [pytest.param(n, marks=pytest.mark.slow) for n in (*range(1, 17), 23) if n not in QUICK]
+
+
+@pytest.mark.parametrize("n", [*QUICK, *REST])
 def test_check_accepts_it_and_no_hop_can_be_dropped(n: int):
     for num_tokens in lengths(n):
         layout = tw.contiguous(num_tokens, n)

@@ -1,7 +1,6 @@
 """The package's sources as syntax trees, and what the guard rails ask of them."""
 
 import ast
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -92,36 +91,10 @@ def top(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[str, ast.arguments]]:
-    for node in ast.walk(tree):
-        if isinstance(node, FUNCTIONS):
-            yield getattr(node, "name", "lambda"), node.args
-
-
-def num_arguments(args: ast.arguments) -> int:
-    named = [a.arg for a in (*args.posonlyargs, *args.args)]
-    variadic = sum(a is not None for a in (args.vararg, args.kwarg))
-    return len(named) - (named[:1] in (["self"], ["cls"])) + len(args.kwonlyargs) + variadic
-
-
 def docstrings(tree: ast.AST) -> list[ast.Constant]:
     """Strings that stand alone as statements: docstrings, of values too."""
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     return [v for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
-
-
-def code_lines(module: Module) -> int:
-    """Lines that hold code: neither blank, nor comment, nor docstring."""
-    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    no_code |= {tokenize.ENCODING, tokenize.ENDMARKER}
-    lines = set()
-    with tokenize.open(module.path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type not in no_code:
-                lines.update(range(token.start[0], token.end[0] + 1))
-    for text in docstrings(module.tree):
-        lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    return len(lines)
 
 
 def words(tree: ast.AST, *, strings: bool = True) -> set[str]:
@@ -136,5 +109,7 @@ def words(tree: ast.AST, *, strings: bool = True) -> set[str]:
     return found
 
 
-def named(stem: str) -> list[Module]:
-    return [module for module in MODULES if module.name == f"tilewise.{stem}"]
+def named(name: str) -> Module:
+    """The module tilewise.<name>."""
+    (module,) = [module for module in MODULES if module.name == f"tilewise.{name}"]
+    return module

@@ -1,13 +1,16 @@
 """The Triton kernels against dense attention, in Triton's interpreter; run by test_triton_slices.
 
+    TRITON_INTERPRET=1 python tests/support/triton_checks.py quick | more
+
 A process of its own, because Triton reads TRITON_INTERPRET when its kernels are defined. Prints one
-JSON line: the largest error of every case.
+JSON line: the largest error of every case. More: the masks that the quick ones leave out.
 """
 
 import json
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -47,6 +50,7 @@ MASKS: dict[str, Mask] = {
 }
 
 
+QUICK = ("causal", "causal_document", "sliding_window", "global_sliding_window", "prefix_lm_causal")
 AT_ONCE = ("causal_document", "global_sliding_window", "prefix_lm_document")
 # dq, dk and dv in passes of their own; dk with dv; all at once with atomics
 PASSES = {"three": (2, False), "two": (1, False), "one": (1, True)}
@@ -160,13 +164,22 @@ def nothing() -> bool:
     return True
 
 
-def main() -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
+def of_masks(names: Iterable[str]) -> dict[str, float]:
+    return {
+        f"{name}, fp32": errors_of(
+            of_mask(MASKS[name]),
+            (2, 1),
+            torch.float32,
+            "one" if name in AT_ONCE else "two",
+            batch=1,
+        )
+        for name in names
+    }
+
+
+def of_shapes() -> dict[str, float | bool]:
+    """Heads, head dims, dtypes, merges in place, and what has no rows."""
     found: dict[str, float | bool] = {}
-    for name, mask in MASKS.items():
-        passes = "one" if name in AT_ONCE else "two"
-        found[f"{name}, fp32"] = errors_of(of_mask(mask), (2, 1), torch.float32, passes, batch=1)
     for passes in PASSES:
         shape = {"batch": 2, "head_dim": 64}
         largest = errors_of(CALLS["holes"], (2, 2), torch.float16, passes, **shape)
@@ -182,8 +195,16 @@ def main() -> None:
     found["views, fp32"], found["no scale, fp32"] = error_of_views(), error_without_scale()
     found["executor, fp32"] = error_of_executor()
     found["same bits"], found["nothing"] = same_bits(), nothing()
-    json.dump(found, sys.stdout)
+    return found
+
+
+def main(which: str) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    quick = which == "quick"
+    found = of_masks(name for name in MASKS if (name in QUICK) == quick)
+    json.dump({**found, **of_shapes()} if quick else found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from multiprocess.launcher import run_processes
 from support.bench_contenders import Bad
 
 import tilewise as tw
@@ -19,7 +20,6 @@ from tilewise.tools.bench.our_kernels import kernel
 from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.bench.results import Results, read_results
 from tilewise.tools.bench.traffic import CountOperations
-from tilewise.tools.processes import run_ranks
 
 TIMING = Timing(repeats=2, warmups=0, timeout_seconds=60.0)
 ALONE = BenchCase("kernels", "causal", 96, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float64")
@@ -59,10 +59,12 @@ def test_every_kernel_is_exact_on_every_mask(tmp_path: Path):
 
 
 def test_strategies_count_the_bytes_that_the_formula_gives(tmp_path: Path):
-    names = "ring", "ulysses", "mesh(2, q_tile=2)", "tiled"
+    names, passes = ("ring", "ulysses", "mesh(2, q_tile=2)", "tiled"), ("forward", "backward")
     others = strategy("tree"), strategy("double_ring"), Bad("counted by others")
-    plan = [(PAIR, (*map(strategy, names), *others))]
-    rows = {row["contender"]: row for row in measured(tmp_path / "r.jsonl", plan)}
+    alone = [(replace(PAIR, which=which), (strategy("ring"),)) for which in passes]
+    plan = [(PAIR, (*map(strategy, names), *others)), *alone]
+    *both, forward, backward = measured(tmp_path / "r.jsonl", plan)
+    rows = {row["contender"]: row for row in both}
     assert "decoding" in rows["tree"]["message"]
     assert "a product, not 2" in rows["double_ring"]["message"]
     assert {rows[name]["outcome"] for name in ("tree", "double_ring")} == {"unsupported"}
@@ -77,6 +79,10 @@ def test_strategies_count_the_bytes_that_the_formula_gives(tmp_path: Path):
 
     theirs = rows["counted by others"]
     assert theirs["exposed_seconds"] is None and theirs["pairs"] is None
+
+    for which, row in zip(passes, (forward, backward), strict=True):
+        assert row["bytes_max_rank"] == max(getattr(sent(), which))
+        assert row["is_exact"] and (row["error_dq"] is None) == (which == "forward")
 
 
 def sent() -> tw.Volume:
@@ -114,19 +120,11 @@ def count_operations(rank: int) -> list[tuple[dict[int, int], int] | None]:
 
 
 def test_operations_of_others_are_counted_by_peer():
-    for rank, counts in enumerate(run_ranks(3, count_operations)):
+    for rank, counts in enumerate(run_processes(3, count_operations)):
         others = [r for r in range(3) if r != rank]
         each = {what: (dict.fromkeys(others, what), 2) for what in (24, 16, 8, 4)}
         around = ({(rank + 1) % 3: 24}, 1)
         assert counts == [around, each[24], each[16], each[8], each[4], each[16], None, ({}, 0)]
-
-
-def test_one_pass_counts_its_own_bytes(tmp_path: Path):
-    passes = "forward", "backward"
-    plan = [(replace(PAIR, which=which), (strategy("ring"),)) for which in passes]
-    for which, row in zip(passes, measured(tmp_path / "r.jsonl", plan), strict=True):
-        assert row["bytes_max_rank"] == max(getattr(sent(), which))
-        assert row["is_exact"] and (row["error_dq"] is None) == (which == "forward")
 
 
 def test_four_ways_not_to_be_ok_are_four_outcomes(tmp_path: Path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from multiprocess.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw
@@ -14,7 +15,6 @@ from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables
 from tilewise.tools.calibration.measure import Settings, calibrate
 from tilewise.tools.calibration.trial import SharedClock
 from tilewise.tools.cli import app
-from tilewise.tools.processes import run_ranks
 
 QUICK = Sizes((16, 64, 256), (16, 64), 2, 1 << 12)
 SETTINGS = Settings(dtypes=("float32",), sizes=QUICK, name="here")
@@ -30,7 +30,7 @@ def on_rank(rank: int, settings: Settings) -> str:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tw.Machine:
-    texts = run_ranks(2, on_rank, SETTINGS)
+    texts = run_processes(2, on_rank, SETTINGS)
     assert texts[0] == texts[1]
     path = tmp_path_factory.mktemp("machine") / "machine.toml"
     path.write_text(texts[0])
@@ -60,7 +60,7 @@ def test_a_calibrated_machine_predicts_any_number_of_ranks_of_its_host(calibrate
 
 
 def test_hosts_of_several_ranks_have_links_between_them():
-    machine = run_ranks(4, on_rank, SETTINGS._replace(node_size=2))[3]
+    machine = run_processes(4, on_rank, SETTINGS._replace(node_size=2))[3]
     assert "node_size = 2" in machine and "One host" not in machine
 
 

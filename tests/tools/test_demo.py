@@ -12,25 +12,21 @@ import tilewise as tw
 from tilewise.expressions import STRATEGIES
 from tilewise.tools import demo
 from tilewise.tools import demo as corpus
-from tilewise.tools.processes import RankError, gather_yields, run_ranks
+from tilewise.tools.processes import START_SECONDS, RankError, gather_yields, run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_every_strategy_is_exact_and_sends_what_the_formula_says(world_size: int):
-    settings = demo.Demo(world_size=world_size, num_tokens=131, head_dim=8)
+    settings = demo.Demo(world_size=world_size, num_tokens=300, head_dim=4)
     rows = list(demo.run_demo(settings))
     assert [row.strategy for row in rows] == [case.plan.name for case in demo.cases(settings)]
     assert not [row.fault for row in rows if row.fault]
     assert all(0 < row.seconds < 60 and len(row.counted) == world_size for row in rows)
     moves = {row.strategy for row in rows if max(row.counted) > 0}
     assert len(moves) == (0 if world_size == 1 else len({row.strategy for row in rows}))
-
-
-def test_documents_send_less_than_causal():
-    rows = list(demo.run_demo(demo.Demo(world_size=2, num_tokens=300, head_dim=4)))
     sent = {(row.strategy, row.mask): sum(row.counted) for row in rows}
-    ring = tw.ring(2).name
-    assert sent[ring, "documents"] < sent[ring, "causal"]
+    ring = tw.ring(world_size).name
+    assert world_size == 1 or sent[ring, "documents"] < sent[ring, "causal"]
 
 
 def test_the_demo_shows_every_strategy():
@@ -42,7 +38,8 @@ def test_the_demo_shows_every_strategy():
 def test_the_demos_heads_suit_its_degrees(world_size: int):
     settings = demo.Demo(world_size=world_size, num_tokens=64)
     heads = settings.num_heads, settings.num_kv_heads, settings.head_dim
-    for case in demo.cases(settings):
+    plans = {case.plan.name: case for case in demo.cases(settings)}
+    for case in plans.values():
         tw.volume(case.plan, tw.Workload(64, *heads, mask=tw.Causal(), layout=case.layout))
 
 
@@ -106,16 +103,31 @@ def test_a_rank_that_fails_is_told_by_its_traceback():
         run_ranks(2, fail_on_one)
 
 
+def settle_wrongly(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("no such host")
+
+
+def test_a_rank_that_fails_before_it_connects_is_told_by_its_traceback_at_once():
+    start = time.perf_counter()
+    with pytest.raises(RankError, match=r"^rank 1: Traceback[\s\S]*KeyError: 'no such host'"):
+        run_ranks(2, fail_on_one, settle=settle_wrongly)
+    assert time.perf_counter() - start < START_SECONDS / 2
+
+
+SLEEP_SECONDS = 500.0  # not waited for; what is waited for may take a minute on a busy machine
+
+
 def die_or_sleep(rank: int) -> None:
     if rank == 0:
         os._exit(3)
-    time.sleep(60)
+    time.sleep(SLEEP_SECONDS)
 
 
 def test_ranks_that_die_or_sleep_end_in_time():
     start = time.perf_counter()
     with pytest.raises(RankError) as caught:
         run_ranks(2, die_or_sleep, timeout_seconds=4)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < SLEEP_SECONDS / 2
     assert "rank 0: the process ended without an answer" in str(caught.value)
     assert "rank 1: no answer within the time limit" in str(caught.value)

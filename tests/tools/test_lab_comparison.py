@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from multiprocess.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw
@@ -15,7 +16,6 @@ from tilewise.tools.lab.comparison import Contest, Limited, compete, rows_of, sc
 from tilewise.tools.lab.nic_bytes import nic_bytes
 from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
 from tilewise.tools.lab.site import missing
-from tilewise.tools.processes import run_ranks
 
 REASON = missing()
 needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no network lab: {REASON}")
@@ -97,7 +97,7 @@ def exactly(rank: int, speeds: Nics) -> tuple[float, int, int]:
 def test_the_rate_limited_transport_carries_every_byte():
     work = tw.Workload(48, 4, 4, 16, dtype="float64", layout="contiguous")
     with nics(2, 2, 100.0) as speeds:
-        ranks = run_ranks(4, exactly, speeds)
+        ranks = run_processes(4, exactly, speeds)
     assert max(error for error, _, _ in ranks) < 1e-12
     sent = list(map(sum, zip(*tw.volume(tw.mesh(4, q_tile=2), work), strict=True)))
     assert [num_bytes for _, num_bytes, _ in ranks] == sent

@@ -63,7 +63,7 @@ class KVCache:
         ValueError: here and in every method: the same on every rank, before any tensor is sent.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         num_tokens: int,
         *,

@@ -224,7 +224,7 @@ class Plan(OpaqueValue):
         "world_size",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a constructor
         self,
         name: str,
         world_size: int,

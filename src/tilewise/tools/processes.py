@@ -13,13 +13,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+START_SECONDS = 300.0
+"""For all ranks to start and connect: each imports what fn needs, on a machine that may be busy."""
 
 
 class RankFailure(NamedTuple):
@@ -54,7 +57,7 @@ def run_ranks(
 
     Args:
         fn: a function of a module, not a nested one; what it returns must pickle.
-        timeout_seconds: for the whole of fn.
+        timeout_seconds: for the whole of fn; it counts from when all ranks are connected.
         settle: called with its rank in each process before the group is made; it pickles.
     Raises:
         RankError: with the traceback of every rank that failed or ran out of time.
@@ -83,7 +86,7 @@ def gather_yields(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tilewise"])
     with tempfile.TemporaryDirectory() as folder:
-        world = (world_size, str(Path(folder) / "store"), timeout_seconds, settle)
+        world = _World(world_size, str(Path(folder) / "store"), timeout_seconds, settle)
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
         try:
@@ -94,6 +97,7 @@ def gather_yields(
                 processes.append(context.Process(target=_rank, args=start, daemon=True))
                 processes[-1].start()
                 sender.close()
+            _await_connected(receivers)
             while rows := _next_row(receivers, timeout_seconds):
                 yield rows
             for process in processes:
@@ -107,8 +111,31 @@ def gather_yields(
                 receiver.close()
 
 
+class _World(NamedTuple):
+    """What every rank starts with; store is a file's path."""
+
+    size: int
+    store: str
+    timeout_seconds: float
+    settle: Callable[[int], None] | None
+
+
 def _returning(rank: int, fn: Callable[..., Any], *args: Any) -> Iterator[Any]:
     yield fn(rank, *args)
+
+
+def _await_connected(receivers: list[Connection]) -> None:
+    """Return when all ranks are connected; raise as soon as one fails: the others wait for it."""
+    deadline = time.monotonic() + START_SECONDS
+    waiting = list(receivers)
+    while waiting:
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        receiver = waiting[0] if not ready else next(r for r in waiting if r in ready)
+        waiting.remove(receiver)
+        kind, value = _receive(receiver, deadline)
+        if kind != "connected":
+            failure = RankFailure(receivers.index(receiver), kind, value)
+            raise RankError(f"rank {failure.rank}: {failure.text}", (failure,))
 
 
 def _next_row(receivers: list[Connection], timeout_seconds: float) -> tuple[Any, ...]:
@@ -142,7 +169,7 @@ def _receive(receiver: Connection, deadline: float) -> tuple[str, Any]:
 def _rank(
     sender: Connection,
     rank: int,
-    world: tuple[int, str, float, Callable[[int], None] | None],
+    world: _World,
     fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...],
 ) -> None:
@@ -150,19 +177,12 @@ def _rank(
         # By value: torch's own pickling would pass shared memory that goes with this process.
         sender.send_bytes(pickle.dumps((kind, value)))
 
-    world_size, store, timeout_seconds, settle = world
     torch.set_num_threads(1)
-    if settle is not None:
-        settle(rank)
-    # Half the time: a rank that waits for a lost one still answers before the caller gives up.
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds / 2),
-    )
     try:
+        if world.settle is not None:
+            world.settle(rank)
+        _connect(rank, world)
+        send("connected")
         for value in fn(rank, *args):
             send("value", value)
         dist.barrier()
@@ -170,4 +190,27 @@ def _rank(
         send("error", traceback.format_exc())
     else:
         send("end")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _connect(rank: int, world: _World) -> None:
+    """Make the default group, and return when every rank has made it.
+
+    The ranks meet by a file, which a rank that ends leaves behind. They meet before, because a rank
+    that starts late is not a lost one; and after, because no rank's function may run, and end its
+    process, while another rank still connects.
+    """
+    # Half the time: a rank that waits for a lost one still answers before the caller gives up.
+    timeout = timedelta(seconds=world.timeout_seconds / 2)
+    store = dist.FileStore(world.store, world.size)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(timeout)
+
+    def meet(where: str) -> None:
+        store.set(f"{where} {rank}", "")
+        names = [f"{where} {other}" for other in range(world.size)]
+        store.wait(names, timedelta(seconds=START_SECONDS))
+
+    meet("started")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=timeout)
+    meet("connected")

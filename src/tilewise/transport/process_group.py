@@ -1,7 +1,7 @@
 """Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -45,11 +45,12 @@ class _Posted:
         try:
             work.wait()
         except RuntimeError as error:
-            first = self._messages[0]
-            raise RuntimeError(
-                f"{first.label}: {self._verb} rank {first.peer} failed: {error}"
-            ) from error
+            raise _failure(self._messages[0], self._verb, error) from error
         self._messages = ()
+
+
+def _failure(message: Message, verb: str, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"{message.label}: {verb} rank {message.peer} failed: {error}")
 
 
 class _Exchange:
@@ -193,15 +194,10 @@ class DistTransport:
     def _post_each(
         self, sends: Sequence[Message], recvs: Sequence[Message], group: dist.ProcessGroup, tag: int
     ) -> tuple[list[_Posted], list[_Posted]]:
-        receives = []
-        for message in recvs:
-            work = dist.irecv(message.tensor, group=group, tag=tag, group_src=message.peer)
-            receives.append(_Posted(_started(work), (message,), "receiving from"))
-        sending = []
-        for message in sends:
-            work = dist.isend(message.tensor, group=group, tag=tag, group_dst=message.peer)
-            sending.append(_Posted(_started(work), (message,), "sending to"))
-        return receives, sending
+        return (
+            [_post(dist.irecv, message, "receiving from", group, tag) for message in recvs],
+            [_post(dist.isend, message, "sending to", group, tag) for message in sends],
+        )
 
     def _post_batches(
         self, sends: Sequence[Message], recvs: Sequence[Message], lane: int
@@ -220,6 +216,23 @@ class DistTransport:
         while len(sending) > keep:
             for posted in sending.popleft():
                 posted.wait()
+
+
+def _post(
+    start: Callable[..., dist.Work | None],
+    message: Message,
+    verb: str,
+    group: dist.ProcessGroup,
+    tag: int,
+) -> _Posted:
+    """Start one send or receive; gloo refuses it at once if the other end is known to be lost."""
+    peer = {"group_src" if start is dist.irecv else "group_dst": message.peer}
+    try:
+        work = start(message.tensor, group=group, tag=tag, **peer)
+    except RuntimeError as error:
+        raise _failure(message, verb, error) from error
+    assert work is not None, "torch returns None only to ranks outside the group"
+    return _Posted(work, (message,), verb)
 
 
 def _post_batch(group: dist.ProcessGroup, batch: Sequence[tuple[bool, Message]]) -> dist.Work:
@@ -261,8 +274,3 @@ def nccl_batches(
             seen[message.peer] += 1
             batches.setdefault(number // _NCCL_PAIRS, []).append((is_send, message))
     return [batches[number] for number in sorted(batches)]
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "torch returns None only to ranks outside the group"
-    return work

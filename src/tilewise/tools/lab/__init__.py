@@ -3,5 +3,5 @@
 from tilewise.tools.lab.lab import Lab as Lab
 from tilewise.tools.lab.leftovers import clean as clean
 from tilewise.tools.lab.site import LabError as LabError
-from tilewise.tools.lab.site import Site as Site
 from tilewise.tools.lab.site import NicTraffic as NicTraffic
+from tilewise.tools.lab.site import Site as Site
