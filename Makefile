@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo       every strategy on one real input, over 4 local processes"
 	@echo "make test       the tests; test-all adds the slow ones"
-	@echo "make lint       ruff and pyright; format rewrites the files"
+	@echo "make lint       ruff, import-linter and pyright; format rewrites the files"
 	@echo "make bench      the benchmark's quick cases, and a page of them; bench-gpu those of a GPU"
 
 demo: $(STAMP)
@@ -36,6 +36,7 @@ test-all: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/pyright
 
 format: $(STAMP)

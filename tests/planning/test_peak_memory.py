@@ -15,7 +15,7 @@ import torch
 from support.bound_passes import Case, on_ranks
 
 import tilewise as tw
-from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.pruning import prune_resolved
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
@@ -208,8 +208,9 @@ def test_ranks_that_are_looked_at_stand_for_all(n):
         assert halves_of(plan, shifts, 128).complete
         for backward in (False, True):
             memory = PassMemory(plan, work, backward)
-            pruned = prune_shards(plan, work.mask, layout, layout)
-            problem = memory._problem._replace(plans=(pruned, pruned))
+            resolved = work.resolve(plan)
+            pruned = resolved._replace(plan=prune_resolved(resolved))
+            problem = memory._problem._replace(resolved=(pruned, pruned))
             every = [rank_peak_bytes(problem, rank, backward) for rank in range(n)]
             assert memory.of_rank(n // 3) == every[n // 3]
             assert memory.peak_bytes == pytest.approx(max(every), rel=NEAR)

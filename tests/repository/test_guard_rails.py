@@ -94,7 +94,7 @@ def test_imports_have_no_cycles():
 
 
 def test_the_executor_is_short_and_knows_no_strategy():
-    module = named("execute")
+    module = named("execution.executor")
     assert len(module.path.read_text().splitlines()) < 150
     assert not [name for name in reached(module.name) if "strategies" in name]
     # "all_gather" is a kind of collective as well, so only the function's name is forbidden.
@@ -104,12 +104,12 @@ def test_the_executor_is_short_and_knows_no_strategy():
 
 def test_there_are_at_most_six_opcodes():
     opcodes: set[str] = set()
-    for node in named("program").tree.body:
+    for node in named("compiler.program").tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.BinOp):
             union = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
             opcodes = max(opcodes, union, key=len)
     assert 1 <= len(opcodes) <= 6, "program.py names its opcodes in one union: A | B | ..."
-    cases = [n for n in ast.walk(named("execute").tree) if isinstance(n, ast.MatchClass)]
+    cases = [n for n in ast.walk(named("execution.executor").tree) if isinstance(n, ast.MatchClass)]
     assert {ast.unparse(n.cls).rpartition(".")[2] for n in cases} <= opcodes
 
 
