@@ -1,4 +1,4 @@
-"""The table that kernels/registry.py chooses by: rows measured here, or taken from a benchmark's."""
+"""The table that kernels/registry.py chooses by: rows measured here, or of a benchmark."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ class PlayedNccl:
     """
 
     def __init__(
-        self, device: PlayedDevice, baton: CooperativeScheduler, *, blocking: bool
+        self, device: PlayedDevice, scheduler: CooperativeScheduler, *, blocking: bool
     ) -> None:
-        self.device, self._baton, self.blocking = device, baton, blocking
+        self.device, self._scheduler, self.blocking = device, scheduler, blocking
         self._routes: defaultdict[Any, deque[Part]] = defaultdict(deque)
         self._pending: list[Batch] = []
         self._waiting: dict[int, Batch] = {}
@@ -112,12 +112,12 @@ class PlayedNccl:
         for rank, waited in tuple(self._waiting.items()):
             if waited.ended is not None:
                 del self._waiting[rank]
-                self._baton.wake(rank)
+                self._scheduler.wake(rank)
 
     def settle(self, batch: Batch) -> None:
         if batch.ended is None:
             self._waiting[batch.rank] = batch
-            self._baton.wait(batch.rank, lambda: "for a batch of NCCL")
+            self._scheduler.wait(batch.rank, lambda: "for a batch of NCCL")
 
 
 class PlayedGroup:

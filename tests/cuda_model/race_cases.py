@@ -63,8 +63,8 @@ def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **o
     worlds: dict[int, PlayedNccl] = {}
 
     def group_of(rank: int, group: LoopbackGroup, name: str) -> PlayedGroup:
-        baton = group._world.baton
-        nccl = worlds.setdefault(id(baton), PlayedNccl(device, baton, **options))
+        scheduler = group._world.scheduler
+        nccl = worlds.setdefault(id(scheduler), PlayedNccl(device, scheduler, **options))
         return PlayedGroup(nccl, name, rank, group.world_size)
 
     def transport(rank: int, group: LoopbackGroup) -> DistTransport:

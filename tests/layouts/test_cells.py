@@ -1,4 +1,4 @@
-"""Shard supports against brute force over dense tables."""
+"""Cells of shard pairs against brute force over dense tables."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, boundaries, layouts, masks
 
-from tilewise.layouts import cells as joins
-from tilewise.layouts import cells as support
+from tilewise.layouts import cells as shard_cells
 from tilewise.layouts.layout import Layout, contiguous, from_positions, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.tables import PerHead
@@ -29,33 +28,32 @@ def brute_force(mask: Mask, q_layout: Layout, k_layout: Layout) -> dict:
             if dense.any():
                 area = -(-int(dense.sum()) // len(dense))
                 i_rows, j_rows = np.nonzero(dense.any(0))
-                found[i, j] = support.Cell(area, ranges(i_rows), ranges(j_rows))
+                found[i, j] = shard_cells.Cell(area, ranges(i_rows), ranges(j_rows))
     return found
 
 
 @given(masks(), layouts())
 def test_cells_equal_brute_force(mask: Mask, layout: Layout):
-    assert support.cells(mask, layout, layout) == brute_force(mask, layout, layout)
+    assert shard_cells.cells(mask, layout, layout) == brute_force(mask, layout, layout)
 
 
 @given(masks(), layouts(), layouts())
 def test_cells_equal_brute_force_across_two_layouts(mask: Mask, q: Layout, k: Layout):
-    assert support.cells(mask, q, k) == brute_force(mask, q, k)
+    assert shard_cells.cells(mask, q, k) == brute_force(mask, q, k)
 
 
 @given(masks(), layouts(), st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5))
 def test_few_queries_in_any_order_on_every_rank(mask: Mask, k: Layout, positions: list[int]):
     q = from_positions(NUM_TOKENS, [positions] * k.world_size)
-    assert support.cells(mask, q, k) == brute_force(mask, q, k)
+    assert shard_cells.cells(mask, q, k) == brute_force(mask, q, k)
 
 
 @given(masks(), layouts(), layouts(), st.sampled_from((1, 3, 50)))
 def test_cells_do_not_depend_on_how_they_are_counted(mask, q, k, at_once):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joins, "FEW_RUNS", 0)
-        patch.setattr(joins, "AT_ONCE", at_once)
-        patch.setattr(support, "AT_ONCE", at_once)
-        assert support.cells(mask, q, k) == brute_force(mask, q, k)
+        patch.setattr(shard_cells, "FEW_RUNS", 0)
+        patch.setattr(shard_cells, "AT_ONCE", at_once)
+        assert shard_cells.cells(mask, q, k) == brute_force(mask, q, k)
 
 
 @given(masks(), layouts(), st.integers(1, 30))
@@ -63,25 +61,25 @@ def test_many_strips_on_striped_keys_keep_their_areas(mask: Mask, q: Layout, n: 
     k = striped(NUM_TOKENS, n)
     exact = brute_force(mask, q, k)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "MAX_JOIN", 0)
-        found = support.cells(mask, q, k)
+        patch.setattr(shard_cells, "MAX_JOIN", 0)
+        found = shard_cells.cells(mask, q, k)
     assert {pair: cell.area for pair, cell in found.items()} == {
         p: c.area for p, c in exact.items()
     }
     for (i, j), cell in found.items():
-        whole = support.Cell(cell.area, ((0, q.size(i)),), ((0, k.size(j)),))
+        whole = shard_cells.Cell(cell.area, ((0, q.size(i)),), ((0, k.size(j)),))
         assert cell in (whole, exact[i, j])
 
 
 @given(st.lists(masks(), min_size=1, max_size=3), layouts())
 def test_masks_by_head_need_what_any_head_needs(heads: list[Mask], layout: Layout):
     mask = PerHead(heads)
-    assert support.cells(mask, layout, layout) == brute_force(mask, layout, layout)
+    assert shard_cells.cells(mask, layout, layout) == brute_force(mask, layout, layout)
 
 
 def test_causal_contiguous_needs_nothing_above_the_diagonal():
     layout = contiguous(10, 3)
-    assert support.cells(Causal(), layout, layout) == {
+    assert shard_cells.cells(Causal(), layout, layout) == {
         (0, 0): (10, ((0, 4),), ((0, 4),)),
         (1, 0): (12, ((0, 3),), ((0, 4),)),
         (1, 1): (6, ((0, 3),), ((0, 3),)),
@@ -93,7 +91,7 @@ def test_causal_contiguous_needs_nothing_above_the_diagonal():
 
 def test_causal_zigzag_reads_half_of_what_lies_ahead():
     layout = zigzag(16, 2)
-    cells = support.cells(Causal(), layout, layout)
+    cells = shard_cells.cells(Causal(), layout, layout)
     assert cells[1, 0] == (32, ((0, 8),), ((0, 4),)), "rank 1 reads the first half of rank 0"
     assert cells[0, 1] == (32, ((4, 8),), ((0, 8),)), "the second half of rank 0 reads rank 1"
 
@@ -104,20 +102,23 @@ def test_areas_add_up_over_every_layout(cu: list[int], n: int):
     span = (0, NUM_TOKENS)
     for make in (contiguous, zigzag, striped):
         layout = make(NUM_TOKENS, n)
-        total = sum(cell.area for cell in support.cells(mask, layout, layout).values())
+        total = sum(cell.area for cell in shard_cells.cells(mask, layout, layout).values())
         assert total == mask.area(span, span)
 
 
 def test_large_layouts_are_counted_exactly():
     num_tokens, n = 2**20, 256
     part = num_tokens // n
-    cells = support.cells(Causal(), striped(num_tokens, n), striped(num_tokens, n))
+    cells = shard_cells.cells(Causal(), striped(num_tokens, n), striped(num_tokens, n))
     assert cells[0, 1].area == part * (part - 1) // 2 and cells[1, 0].area == part * (part + 1) // 2
-    assert len(support.cells(Full(), contiguous(num_tokens, n), contiguous(num_tokens, n))) == n * n
+    assert (
+        len(shard_cells.cells(Full(), contiguous(num_tokens, n), contiguous(num_tokens, n)))
+        == n * n
+    )
     cu = np.linspace(0, num_tokens, 2001).astype(int)
     mask = Document(cu) & Causal()
     total = mask.area((0, num_tokens), (0, num_tokens))
     for make in (zigzag, striped):
         layout = make(num_tokens, 64)
-        cells = support.cells(mask, layout, layout)
+        cells = shard_cells.cells(mask, layout, layout)
         assert sum(cell.area for cell in cells.values()) == total

@@ -1,8 +1,8 @@
 """The code blocks of the documentation, and running them.
 
 A ```python block runs after those before it on its page, in one namespace. A ```text block right
-below one is what it prints. `python tests/support/docs_blocks.py` writes these outputs anew; look at the
-difference before keeping it.
+below one is what it prints. `python tests/support/docs_blocks.py` writes these outputs anew; look
+at the difference before keeping it.
 """
 
 import io

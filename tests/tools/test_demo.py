@@ -11,7 +11,6 @@ import torch
 import tilewise as tw
 from tilewise.expressions import STRATEGIES
 from tilewise.tools import demo
-from tilewise.tools import demo as corpus
 from tilewise.tools.processes import START_SECONDS, RankError, gather_yields, run_ranks
 
 
@@ -70,8 +69,8 @@ def test_numbers_out_of_range_are_refused(changes: dict[str, int]):
 
 
 def test_documents_are_the_librarys_text_in_one_piece():
-    texts = corpus.documents()
-    tokens, cu_seqlens = corpus.pack(texts, 5000)
+    texts = demo.documents()
+    tokens, cu_seqlens = demo.pack(texts, 5000)
     assert tokens.dtype == np.uint8
     assert tokens.tobytes() == b"".join(texts)[:5000]
     assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 5000
@@ -79,7 +78,7 @@ def test_documents_are_the_librarys_text_in_one_piece():
         len(texts[i]) == cu_seqlens[i + 1] - cu_seqlens[i] for i in range(len(cu_seqlens) - 2)
     )
     with pytest.raises(ValueError, match=r"num_tokens \(3\) must be at most 2"):
-        corpus.pack([b"a", b"b"], 3)
+        demo.pack([b"a", b"b"], 3)
 
 
 def count_up(rank: int, num_values: int) -> Iterator[tuple[int, int]]:

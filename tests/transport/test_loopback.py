@@ -1,4 +1,4 @@
-"""loopback: ranks as threads of one process that pass a baton."""
+"""loopback: ranks as threads of one process that run one at a time."""
 
 import contextvars
 

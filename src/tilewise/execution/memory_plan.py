@@ -1,4 +1,4 @@
-"""Static memory planning: what a pass asks for is recorded once, placed in one buffer, and reused."""
+"""Static memory planning: a pass's requests are recorded once, placed in one buffer, and reused."""
 
 from __future__ import annotations
 

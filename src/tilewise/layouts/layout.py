@@ -1,4 +1,4 @@
-"""The layout: which tokens a rank owns. Strategies never see it; tiles meet it once, in tiles/cover.py."""
+"""The layout: which tokens a rank owns. Strategies never see it; tiles meet it in tiles/cover.py."""
 
 from __future__ import annotations
 

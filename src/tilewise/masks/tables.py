@@ -1,7 +1,6 @@
 """Masks given by a table rather than by a rule: slices, blocks, and one mask per head.
 
-They stand apart from masks/base.py because a table has to be checked against itself (no pair twice) and
-against the sequence, which a rule fits by nature.
+A table is checked against itself (no pair twice) and against the sequence, which a rule always fits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that pass a baton: exactly one runs at a time, hands over when it waits."""
+"""Cooperative threads: exactly one runs at a time, and yields when it waits."""
 
 import threading
 from collections import deque
@@ -54,7 +54,7 @@ class CooperativeScheduler:
             raise error
 
     def wait(self, rank: int, reason: Callable[[], str]) -> None:
-        """Hand the baton over until another rank wakes this one.
+        """Yield until another rank wakes this one.
 
         Args:
             reason: completes "rank 3 waits ...".

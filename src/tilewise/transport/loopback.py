@@ -1,6 +1,6 @@
-"""A world in one process: ranks are threads that pass a baton, messages are copies.
+"""A world in one process: ranks are threads that run one at a time, messages are copies.
 
-On CUDA the baton orders only what ranks launch. Each rank has a stream of its own and one for each
+On CUDA the scheduler orders only what ranks launch. Each rank has a stream of its own and one for each
 of its lanes, and events order them: a copy waits for what sender and receiver had launched when
 they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.
 """
@@ -59,7 +59,7 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
             results[rank] = fn(rank, LoopbackGroup(world, rank))
 
     with forked() as fork:
-        world.baton.run(run)
+        world.scheduler.run(run)
     return cast(list[Result], results)
 
 
@@ -79,7 +79,7 @@ class LoopbackGroup:
         self.messages_sent = 0
         self.receives_ahead = 0 if torch.cuda.is_initialized() else 1
         self._world = world
-        self._all = _Outstanding(world.baton, rank)
+        self._all = _Outstanding(world.scheduler, rank)
         self._num_gathers = 0
         self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
 
@@ -88,8 +88,10 @@ class LoopbackGroup:
         recvs = travelling(recvs, self.rank, self.world_size)
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
         self.messages_sent += len(sends)
-        received = _Outstanding(self._world.baton, self.rank)
-        sending = _Outstanding(self._world.baton, self.rank) if self.receives_ahead else received
+        received = _Outstanding(self._world.scheduler, self.rank)
+        sending = (
+            _Outstanding(self._world.scheduler, self.rank) if self.receives_ahead else received
+        )
         for message in recvs:
             parcel = _Parcel(message, False, (self._all, received))
             self._world.post(_Route(message.peer, self.rank, lane), parcel)
@@ -155,8 +157,8 @@ class _Outstanding:
     The host waits until all have, the current stream then for their copies.
     """
 
-    def __init__(self, baton: CooperativeScheduler, rank: int) -> None:
-        self._baton = baton
+    def __init__(self, scheduler: CooperativeScheduler, rank: int) -> None:
+        self._scheduler = scheduler
         self._rank = rank
         self._parcels: dict[_Parcel, None] = {}
         self._copies: list[tuple[Moment, Tensor]] = []  # and the tensors, alive till then
@@ -171,13 +173,13 @@ class _Outstanding:
             self._copies.append((copied, parcel.message.tensor))
         if self._blocked and not self._parcels:
             self._blocked = False
-            self._baton.wake(self._rank)
+            self._scheduler.wake(self._rank)
 
     def wait(self) -> None:
         if self._parcels:
             self._blocked = True
             try:
-                self._baton.wait(self._rank, lambda: str(next(iter(self._parcels))))
+                self._scheduler.wait(self._rank, lambda: str(next(iter(self._parcels))))
             finally:
                 self._blocked = False
         for copied, _ in self._copies:
@@ -186,11 +188,11 @@ class _Outstanding:
 
 
 class _World:
-    """What the ranks share; the baton makes it safe."""
+    """What the ranks share; safe because one runs at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.baton = CooperativeScheduler(size)
+        self.scheduler = CooperativeScheduler(size)
         self._boxes: dict[_Route, deque[_Parcel]] = {}
         self._boards: dict[int, dict[int, Tensor]] = {}
         self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}
@@ -228,12 +230,12 @@ class _World:
         board = self._boards.setdefault(number, {})
         board[rank] = record
         if len(board) < self.size:
-            self.baton.wait(rank, lambda: f"for the agreement record of {self._missing(board)}")
+            self.scheduler.wait(rank, lambda: f"for the agreement record of {self._missing(board)}")
         else:
             del self._boards[number]
             for other in board:
                 if other != rank:
-                    self.baton.wake(other)
+                    self.scheduler.wake(other)
         return [board[other] for other in range(self.size)]
 
     def _missing(self, board: dict[int, Tensor]) -> str:

@@ -1,6 +1,6 @@
 """Rows of the tables over masks: the 14 patterns, and documents by corpus.
 
-Beside tools/mask_report/figures.py, which counts one mask, this says what is drawn and how seeds are combined.
+figures.py counts one mask; this says which masks are drawn and how seeds are combined.
 """
 
 from __future__ import annotations
