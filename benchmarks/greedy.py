@@ -3,8 +3,9 @@
     python benchmarks/greedy.py [--tiles 2x4,4x8] [--ratios 0.5,1,2] [--every] [--json]
 
 A tile of a query shards x b KV shards on one port, bytes as in
-strategies/mesh_schedules/model.py: backward doubles what queries carry and sends KV partials too. The ratio is all blocks' seconds over all
-messages'. The optimum is that of mesh_optimum.py. "greedy" is the default schedule, "paced"
+strategies/mesh_schedules/model.py: backward doubles what queries carry and sends KV partials
+too. The ratio is all blocks' seconds over all messages'. The optimum is that of mesh_optimum.py.
+"greedy" is the default schedule, "paced"
 greedy for that very ratio, "best" the best of these, "eager", "kv_first" and "gather".
 """
 

@@ -1,4 +1,4 @@
-"""The layout: which tokens a rank owns. Strategies never see it; tiles meet it in tiles/cover.py."""
+"""The layout: which tokens a rank owns. Strategies never see it; a tile meets it in tiles/cover."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Masks given by a table rather than by a rule: slices, blocks, and one mask per head.
 
-A table is checked against itself (no pair twice) and against the sequence, which a rule always fits.
+A table is checked against itself (no pair twice) and against the sequence; a rule always fits.
 """
 
 from __future__ import annotations
