@@ -1,1 +1,1 @@
-"""What a plan is: items, transfers, tiles, steps; its text and JSON; the builder of a rank's part."""
+"""A plan: items, transfers, tiles, steps; its text and JSON; the builder of a rank's part."""

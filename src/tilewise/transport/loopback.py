@@ -1,8 +1,8 @@
 """A world in one process: ranks are threads that run one at a time, messages are copies.
 
 On CUDA the scheduler orders only what ranks launch. Each rank has a stream of its own and one for
-each of its lanes, and events order them: a copy waits for what sender and receiver had launched when
-they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.
+each of its lanes, and events order them: a copy waits for what sender and receiver had launched
+when they posted it, a receiver's stream for the copy, a sender's before it may change what it sent.
 """
 
 from collections import defaultdict, deque
