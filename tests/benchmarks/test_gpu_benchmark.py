@@ -35,7 +35,9 @@ def does(what: str, lane: str = "lane", limit: float = 100.0) -> Case:
 
 @pytest.fixture
 def runner(tmp_path):
-    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 600.0, TINY)) as made:
+    with closing(
+        Runner("support.gpu_answers:answer", tmp_path / "rows.jsonl", 600.0, TINY)
+    ) as made:
         yield made
 
 
@@ -82,7 +84,9 @@ def test_what_hangs_twice_is_not_asked_again(runner):
 
 
 def test_a_case_for_which_no_time_is_left_has_a_row(tmp_path):
-    with closing(Runner("gpu_answers:answer", tmp_path / "rows.jsonl", 99.0, TINY)) as runner:
+    with closing(
+        Runner("support.gpu_answers:answer", tmp_path / "rows.jsonl", 99.0, TINY)
+    ) as runner:
         runner.run([Case("part", {"case": x}, x, "lane") for x in (400.0, 1.0)])
     assert re.search("it takes 400 s of [89]. s", runner.rows[0]["skipped"])
     assert runner.rows[1]["right"]

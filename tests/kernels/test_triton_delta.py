@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 SAME = """
 import torch
 from tilewise.kernels.delta import _put_out_for_delta
-from tilewise.kernels.triton_delta import put_out_for_delta
+from tilewise.kernels.triton.delta import put_out_for_delta
 for dtype, options in ((torch.float32, (1, 80)), (torch.float16, (3, 15))):
     torch.manual_seed(0)
     dout = torch.randn(2, 37, 3, 24).to(dtype).transpose(0, 1)
@@ -33,7 +33,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tilewise.kernels.triton_delta import _put
+from tilewise.kernels.triton.delta import _put
 given = {"COLUMNS": 3, "HEAD_DIM": 80, "WIDTH": 128, "BLOCK": 32}
 types = {
     name: "constexpr" if name in given

@@ -20,7 +20,7 @@ from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 BOUNDS = {"fp32": 2e-6, "fp16": 1e-3}
 
 
@@ -49,7 +49,9 @@ def skip_where_the_interpreter_fails() -> None:
 def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
     skip_where_the_interpreter_fails()
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    printed = run_alone(str(TESTS / "triton_checks.py"), which, timeout=280, **environment)
+    printed = run_alone(
+        str(TESTS / "support" / "triton_checks.py"), which, timeout=280, **environment
+    )
     found = json.loads(printed)
     assert which == "more" or (found.pop("same bits") and found.pop("nothing"))
     assert len(found) > 8

@@ -11,7 +11,7 @@ PROGRAM = """
 import warnings
 import torch
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.triton_merge import merge_rows
+from tilewise.kernels.triton.merge import merge_rows
 warnings.filterwarnings("ignore", "divide by zero")
 for dtype, narrow, bound in ((torch.float32, torch.float16, 2e-6), (torch.float64,) * 2 + (4e-15,)):
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ def held(
         return (both + forward, both + later + backward), (*counted,)  # pyright: ignore[reportReturnType]
 
     monkeypatch.setattr(allocator, "BOUND_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(allocator, "Tape", recorded)
+    monkeypatch.setattr(allocator, "MemoryPlan", recorded)
     return on_ranks(plan, layout, mask, measured, dtype=torch.bfloat16, **options)
 
 

@@ -27,7 +27,9 @@ from support.source_tree import (
 import tilewise
 from tilewise.strategies import catalog
 
-STRATEGY_MODULES = tuple(m for m in MODULES if m.name.startswith("tilewise.strategies."))
+STRATEGY_MODULES = tuple(
+    m for m in MODULES if m.name.startswith("tilewise.strategies.") and m.name.count(".") == 2
+)
 
 # What is decided before a tensor is there. A plain value, so that it can be tried without a device.
 TORCH_FREE = {

@@ -213,7 +213,7 @@ def test_a_plan_in_which_ranks_wait_for_ever_is_an_error():
     message = r"no rank can go on: rank 1 waits for step 0, kv2 from rank 2; 3 of 4"
     with pytest.raises(RuntimeError, match=message):
         simulate(silent(4, 2), workload(4), machine())
-    with pytest.raises(RuntimeError, match="rank 0 waits for step 0, kv1 from rank 1; 0 of 1"):
+    with pytest.raises(RuntimeError, match="rank 0 waits for step 0, kv1 from rank 1; 0 of 4"):
         simulate(silent(4, None), workload(4), machine())
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import version
 from inspect import isfunction, signature
 from io import StringIO
@@ -18,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise.expressions import STRATEGIES, read_mask, read_plan
-from tilewise.tools.cli import app, demo
+from tilewise.tools.cli import app
 from tilewise.tools.cli.output import as_bytes
 from tilewise.tools.cli.show import draw
 
@@ -198,13 +199,14 @@ def test_demo_writes_json():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_fault_ends_the_demo_with_code_1(as_json: bool, monkeypatch: pytest.MonkeyPatch):
-    genuine = demo.run_demo
+    command = import_module("tilewise.tools.cli.demo")
+    genuine = command.run_demo
 
     def with_a_lost_byte(settings):
         for row in genuine(settings):
             yield row._replace(counted=(row.counted[0] - 1, *row.counted[1:]))
 
-    monkeypatch.setattr(demo, "run_demo", with_a_lost_byte)
+    monkeypatch.setattr(command, "run_demo", with_a_lost_byte)
     words = ["--world-size", "1", "--num-tokens", "20", *["--json"] * as_json]
     ended = tilewise("demo", *words)
     assert ended.exit_code == 1
@@ -228,7 +230,7 @@ def test_bytes_are_legible(count: int, text: str):
 
 
 def test_the_installed_command_runs():
-    command = [sys.executable, "-c", "from tilewise.cli import app; app()", "show", "ring(2)"]
+    command = [sys.executable, "-c", "from tilewise.tools.cli import app; app()", "show", "ring(2)"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == tw.show(tw.ring(2))

@@ -108,7 +108,7 @@ def test_a_rank_that_dies_holds_nobody_up():
 
 KILLED = """
 import os, signal, sys
-from tilewise.lab import Lab
+from tilewise.tools.lab import Lab
 with Lab(2) as lab:
     print(lab.site.name, flush=True)
     if sys.argv[1] == "kill":
