@@ -11,6 +11,7 @@ from support.docs_blocks import PAGES, ROOT, blocks, name, run
 import tilewise as tw
 
 STRATEGIES = {page.stem: page for page in PAGES if page.parent.name == "strategies"}
+PACKAGE = ROOT / "src" / "tilewise"
 SECTIONS = ("Cost", "Source", "When to use it", "Departures from the paper")
 
 
@@ -61,6 +62,20 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{name(page)}: {target}"
+
+
+def test_files_that_are_named_exist():
+    folders = [path.name for path in (*ROOT.iterdir(), *PACKAGE.iterdir()) if path.is_dir()]
+    path = re.compile(
+        rf"(?<![\w/.-])(?:{'|'.join(folders)})/[\w/.-]+\.(?:py|toml|json|jsonl|csv|md|png)\b"
+    )
+    missing = [
+        f"{name(page)}: {found}"
+        for page in PAGES
+        for found in path.findall(page.read_text().replace("....", "*."))
+        if not any((root / found).exists() for root in (ROOT, PACKAGE, page.parent))
+    ]
+    assert not missing
 
 
 def script() -> str:

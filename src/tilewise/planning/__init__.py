@@ -1,1 +1,6 @@
-"""The planner's parts: what it tries, what it knows before trying, and what it hands out."""
+"""The search for the fastest plan, its bounds, and its answer.
+
+options: what is tried; bounds, mask_bounds: least times; pass_model: a pass on a machine, as these
+see it; trials: one pass of the options; pairs: both passes; reasons, candidate: the answer and its
+file.
+"""

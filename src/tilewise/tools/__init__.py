@@ -1,1 +1,4 @@
-"""Commands, benchmark, network lab, reports: they use the library, and nothing of it uses them."""
+"""Commands, benchmark, network lab, reports: they use the library, and nothing of it uses them.
+
+processes: worlds of local processes; extras: what optional packages bring.
+"""

@@ -1,1 +1,5 @@
-"""How messages get from rank to rank: process groups, threads, and what ranks agree on."""
+"""How bytes get from rank to rank, and what ranks agree on before.
+
+process_group: gloo and NCCL; loopback and cooperative_threads: all ranks in one process;
+nccl_groups, nodes, streams: what NCCL needs besides; resolve: the transport of a group.
+"""
