@@ -1,4 +1,4 @@
 """Attention of the next few tokens to keys and values that stay spread over ranks.
 
-chunk: who holds the next tokens; step: one decoding step; storage: a rank's cached rows in memory.
+chunk: who holds the next tokens; step: one decoding step.
 """

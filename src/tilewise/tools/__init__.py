@@ -1,4 +1,4 @@
 """Commands, benchmark, network lab, reports: they use the library, and nothing of it uses them.
 
-processes: worlds of local processes; extras: what optional packages bring.
+processes: worlds of local processes; doctor: what can run here.
 """
