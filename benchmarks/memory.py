@@ -39,7 +39,8 @@ def rows(work: tw.Workload, machine: tw.Machine, n: int, q_tile: int) -> Iterato
         for backward in (False, True):
             plan = tw.mesh(n, q_tile, kv_bytes=kv_bytes, backward=backward, held=held)
             timeline, _ = simulate_pass(plan, work, machine, backward)
-            found += [timeline.seconds, PassMemory(plan, work, backward).peak_bytes]
+            memory = PassMemory(work.resolve(plan), backward=backward)
+            found += [timeline.seconds, memory.peak_bytes]
         yield Row(held, *found)  # pyright: ignore[reportArgumentType]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -222,6 +224,29 @@ def test_bytes_counted_are_the_volume(seed: int):
         save,
     )
     assert counted(plan, work, backward_plan) == tw.volume(plan, work, backward_plan)
+
+
+def test_the_forward_plan_alone_says_what_backward_does_about_operands():
+    """A backward plan that by itself keeps what forward gathered finds nothing kept by a ring."""
+    plan, other = tw.ring(4), tw.ulysses(4)
+    work = tw.Workload(64, 4, 4, 8, "float32", mask=tw.Causal())
+    sent = tw.volume(plan, work, other)
+    assert sent == counted(plan, work, other)
+    assert sent.backward == tw.volume(other, replace(work, save="replay")).backward
+    machine = tw.Machine.preset("h100x8")
+    found, told = (
+        tw.simulate(plan, replace(work, save=save), machine, other) for save in (None, "replay")
+    )
+    assert sum(found.total_bytes_by_link.values()) == sum(map(sum, sent))
+    assert found.backward_seconds == told.backward_seconds
+    assert found.pass_peak_bytes == told.pass_peak_bytes
+
+
+def test_plans_of_one_call_fit_each_other():
+    work = tw.Workload(64, 4, 4, 8)
+    for question in (tw.volume, partial(tw.simulate, machine=tw.Machine.preset("h100x8"))):
+        with pytest.raises(ValueError, match="make both for the same number"):
+            question(tw.ring(4), work, backward_plan=tw.ring(8))
 
 
 @pytest.mark.parametrize(

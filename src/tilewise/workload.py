@@ -8,25 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.arguments import DtypeName, LayoutName, Save, dtype_name, require_type
-from tilewise.compiler.pruning import prune_resolved
-from tilewise.compiler.shards import (
-    Resolved,
-    everything_needed,
-    resolve,
-)
+from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.compiler.shards import everything_needed
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan
-from tilewise.plan.payload import (
-    Payload,
-    check_dtype,
-    check_gathered,
-    check_save,
-    head_groups,
-    saving,
-)
-from tilewise.plan.row_ranges import count
+from tilewise.plan.payload import check_dtype, check_save, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
@@ -84,18 +72,31 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
-    def resolve(self, plan: Plan) -> Resolved:
-        """A plan made for this workload's heads, checked for its mask and layout."""
-        heads = self.num_heads, self.num_kv_heads
-        return resolve(plan, self.mask, self.layout_for(plan.world_size), heads)
+    def resolve(
+        self, plan: Plan, backward_plan: Plan | None = None
+    ) -> tuple[ResolvedPass, ResolvedPass]:
+        """The forward and the backward pass of a plan, or of one each, for this workload.
 
-    def payload(self, plan: Plan, backward: bool) -> Payload:
-        """What travels for this workload in one pass of a plan."""
-        sizes = head_groups(self.num_heads, self.num_kv_heads, plan.num_head_groups).size
-        saved = backward and saving(plan, self.save) == "gathered"
-        return Payload(
-            backward, *sizes, self.head_dim, self.dtype, self.wire_dtype or self.dtype, saved
+        Raises:
+            ValueError: if a plan does not fit the workload, or the two do not fit each other.
+        """
+        back = backward_plan or plan
+        if back.world_size != plan.world_size:
+            raise ValueError(
+                f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
+                "make both for the same number"
+            )
+        call = CallShape(
+            self.mask,
+            self.layout_for(plan.world_size),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.wire_dtype or self.dtype,
+            self.save,
         )
+        return resolve_passes(call, plan, backward_plan)
 
 
 class Volume(NamedTuple):
@@ -115,38 +116,29 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     require_type(Workload, "work", work)
     if backward_plan is not None:
         require_type(Plan, "backward_plan", backward_plan)
-    if backward_plan is not None and saving(plan, work.save) == "gathered":
-        check_gathered(plan, backward_plan)
-    return Volume(_sent(plan, work, False), _sent(backward_plan or plan, work, True))
+    forward, backward = work.resolve(plan, backward_plan)
+    return Volume(_sent(forward), _sent(backward))
 
 
-def _sent(plan: Plan, work: Workload, backward: bool) -> tuple[int, ...]:
-    resolved = work.resolve(plan)
-    plan, layouts = resolved.plan, resolved.layouts
-    payload = work.payload(plan, backward)
-    if everything_needed(work.mask, *layouts):
+def _sent(resolved: ResolvedPass) -> tuple[int, ...]:
+    plan = resolved.plan
+    if everything_needed(resolved.mask, *resolved.layouts):
         symmetry = find_symmetry(plan)
         if symmetry.members > 1:
-            return _sent_alike(plan, symmetry, layouts, payload)
-    pruned = prune_resolved(resolved)
+            return _sent_alike(resolved, symmetry)
+    pruned = resolved.pruned
     return tuple(
-        sum(
-            count(hop.rows, layouts[hop.item.side].size(hop.item.shard))
-            * payload.row_bytes(hop.item)
-            for step in pruned.rank_steps(rank)
-            for hop in step.sends
-        )
+        sum(resolved.hop_bytes(hop) for step in pruned.rank_steps(rank) for hop in step.sends)
         for rank in range(plan.world_size)
     )
 
 
-def _sent_alike(
-    plan: Plan, symmetry: Symmetry, layouts: tuple[Layout, Layout], payload: Payload
-) -> tuple[int, ...]:
+def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
     """As _sent, of whole shards: hops are those of one rank per class, relabelled for the others.
 
     Only the sizes of the shards differ between ranks of a class, if at all.
     """
+    plan, layouts, payload = resolved.plan, resolved.layouts, resolved.payload
     sizes = [np.asarray(layout.sizes) for layout in layouts]
     equal = all(len(set(layout.sizes)) == 1 for layout in layouts)
     known: dict[int, list[tuple[int, int, np.ndarray]]] = {}

@@ -32,7 +32,7 @@ def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
     for plan in unlike[[*MACHINES].index(name) % 4 :: 1 if n < 12 else 4]:
         work = workload(n, num_kv_heads=24, num_heads=48, save=None)
         try:
-            work.payload(plan, False)
+            work.resolve(plan)
         except ValueError:
             continue
         every = simulate(plan, work, MACHINES[name], exact=True)

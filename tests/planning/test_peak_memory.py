@@ -15,7 +15,6 @@ import torch
 from support.bound_passes import Case, on_ranks
 
 import tilewise as tw
-from tilewise.compiler.pruning import prune_resolved
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
@@ -115,7 +114,7 @@ def check(
     ranks = held(monkeypatch, plan, mask, layout, heads=heads, **options)
     work = tw.Workload(layout.num_tokens, *heads, layout=layout, mask=mask, **options)
     for backward in (False, True):
-        told = PassMemory(plan, work, backward).peak_bytes
+        told = PassMemory(work.resolve(plan), backward=backward).peak_bytes
         most = max(measured[backward] for measured, _ in ranks)
         assert told == pytest.approx(most, rel=NEAR), (plan, mask, options, backward)
         for measured, counted in ranks:
@@ -188,7 +187,7 @@ def test_all_kernels_copy_the_same(n):
     layout = tw.zigzag(1024 * n, n)
     work = tw.Workload(layout.num_tokens, 8, 4, 64, mask=tw.Causal(), layout=layout)
     for plan in (tw.attention2d(2, n // 2), tw.mesh(n, q_tile=4), tw.mesh(n, n // 2, "gather")):
-        problem = PassMemory(plan, work, True)._problem
+        problem = PassMemory(work.resolve(plan), backward=True)._problem
         kernels = [peak_memory._NoKernel(*cut) for cut in ((False, False), (True, False))]
         kernels.append(peak_memory._NoKernel(whole_tile=True))
         for rank in (0, n // 2, n - 1):
@@ -207,10 +206,9 @@ def test_ranks_that_are_looked_at_stand_for_all(n):
         shifts = find_symmetry(plan).plan_shifts
         assert halves_of(plan, shifts, 128).complete
         for backward in (False, True):
-            memory = PassMemory(plan, work, backward)
-            resolved = work.resolve(plan)
-            pruned = resolved._replace(plan=prune_resolved(resolved))
-            problem = memory._problem._replace(resolved=(pruned, pruned))
+            passes = work.resolve(plan)
+            memory = PassMemory(passes, backward=backward)
+            problem = memory._problem._replace(passes=passes, prune=True)
             every = [rank_peak_bytes(problem, rank, backward) for rank in range(n)]
             assert memory.of_rank(n // 3) == every[n // 3]
             assert memory.peak_bytes == pytest.approx(max(every), rel=NEAR)
@@ -223,5 +221,5 @@ def test_copies_and_results_count():
     work = tw.Workload(layout.num_tokens, heads, heads, width, layout=layout)
     unit, lse = 64 * heads * width * 2, 64 * heads * 4
     inputs, results, gathered, partial = 3 * unit, unit + lse, n * 2 * unit, 2 * unit + lse
-    told = PassMemory(tw.all_gather(n), work, False).peak_bytes
+    told = PassMemory(work.resolve(tw.all_gather(n)), backward=False).peak_bytes
     assert told == inputs + results + gathered + partial

@@ -161,7 +161,7 @@ def test_plans_are_made_for_heads_in_one_place():
     makers = {
         str(path.relative_to(ROOT / "src" / "tilewise"))
         for path in (ROOT / "src").rglob("*.py")
-        if any(call in path.read_text() for call in (".tuned(", " Resolved("))
+        if any(call in path.read_text() for call in (".tuned(", " ResolvedPass("))
     }
     assert len(makers) == 1, makers
 

@@ -52,7 +52,7 @@ def test_the_pacing_model_is_the_simulators(shape: tuple[int, int], ratio: float
     n = rows * columns
     work = workload(n)
     plan = tw.mesh(n, rows, backward=backward)
-    payload = work.payload(plan, backward)
+    payload = work.resolve(plan)[backward].payload
     row_bytes = [payload.row_bytes(item) for item in _items()]
     costs = ShardWeights(*(16.0 * size for size in row_bytes))
     flop = (10 if backward else 4) * 16 * 16 * 8 * 16
@@ -181,7 +181,7 @@ def test_few_held_shards_take_less_memory_than_all(backward: bool):
     work = tw.Workload(64 * 1024, 8, 8, 64, layout="contiguous")
 
     def peak(plan: Plan) -> int:
-        return PassMemory(plan, work, backward).peak_bytes
+        return PassMemory(work.resolve(plan), backward=backward).peak_bytes
 
     bounded = peak(tw.mesh(64, 4, held=7, backward=backward))
     assert bounded < 0.55 * peak(tw.mesh(64, 4, "kv_first"))

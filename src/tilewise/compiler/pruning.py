@@ -12,7 +12,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tilewise.arguments import require_type
-from tilewise.compiler.shards import Resolved, everything_needed, resolve, table_cells
+from tilewise.compiler.shards import (
+    check_made_for,
+    everything_needed,
+    shard_layouts,
+    table_cells,
+)
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
@@ -35,23 +40,22 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     require_type(Plan, "plan", plan)
     require_type(Mask, "mask", mask)
     require_type(Layout, "layout", layout)
-    return prune_resolved(resolve(plan, mask, layout, None))
+    check_made_for(plan, mask, layout)
+    return prune_shards(plan, mask, shard_layouts(plan, layout))
 
 
-def prune_resolved(resolved: Resolved) -> Plan:
-    """As prune; mask-aware plans stay as they are."""
-    plan, mask, layouts = resolved
+def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
+    """As prune, of checked shards; mask-aware plans stay as they are."""
 
     def build() -> Plan:
         if plan.made_for is not None or everything_needed(mask, *layouts):
             return plan
-        return _pruned(resolved)
+        return _pruned(plan, mask, layouts)
 
     return plan.memo("pruned", (mask, *layouts), build)
 
 
-def _pruned(resolved: Resolved) -> Plan:
-    plan, mask, layouts = resolved
+def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
     cells = table_cells(plan, mask, *layouts)
 
     def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
@@ -71,7 +75,8 @@ def droppable(
     rows included.
     """
     if mask is not None and layout is not None:
-        kept = _pruned(resolve(plan, mask, layout, None))
+        check_made_for(plan, mask, layout)
+        kept = _pruned(plan, mask, shard_layouts(plan, layout))
     else:
         sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
         kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))

@@ -1,52 +1,14 @@
-"""A plan meets heads, a mask and a layout: it is made for these, and its shards are tokens."""
+"""A plan meets a mask and a layout: it is made for these, and its shards are tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout, from_positions
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, PlanError, Side
-
-
-class Resolved(NamedTuple):
-    """A plan as it runs: what pruning, attention, volume and the simulator start from.
-
-    `resolve` makes it, so that a plan cannot be run without having been tuned and checked.
-
-    Attributes:
-        plan: made for the heads, not pruned.
-        layouts: the query and the KV shards' tokens.
-    """
-
-    plan: Plan
-    mask: Mask
-    layouts: tuple[Layout, Layout]
-
-
-def resolve(
-    plan: Plan,
-    mask: Mask,
-    layout: Layout,
-    heads: tuple[int, int] | None,
-    kv_layout: Layout | None = None,
-    q_positions: Sequence[int] | None = None,
-) -> Resolved:
-    """The plan for these heads, checked to be for this mask and layout.
-
-    Args:
-        heads: num_heads and num_kv_heads; None where they are not known: the plan as it was made.
-        layout, kv_layout, q_positions: as for shard_layouts.
-    Raises:
-        ValueError: if a mask-aware plan was made for others, or layout's ranks are not the plan's.
-    """
-    if heads is not None:
-        plan = plan.tuned(*heads)
-    check_made_for(plan, mask, layout)
-    return Resolved(plan, mask, shard_layouts(plan, layout, kv_layout, q_positions))
 
 
 def shard_layouts(

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Validate, dtype_name
-from tilewise.compiler.shards import resolve
+from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.decoding.storage import Storage
-from tilewise.execution.problem import Problem, checked_scale
+from tilewise.execution.problem import Problem
+from tilewise.execution.validation import checked_scale
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import check_dtype, head_groups
+from tilewise.plan.payload import check_dtype
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import Group, transport_for
@@ -245,21 +246,19 @@ class KVCache:
         """The tree's pass over so many queries: the same at every length of the cache."""
 
         def build() -> DecodingPass:
-            heads = head_groups(num_heads, self.shape.num_kv_heads, 1)
-            layout = contiguous(self.shape.num_tokens, self.shape.world_size)
-            sizes, positions = (num_heads, self.shape.num_kv_heads), range(num_queries)
-            resolved = resolve(self._plan, Full(), layout, sizes, q_positions=positions)
-            problem = Problem(
-                (resolved, resolved),
-                (heads, heads),
-                self.shape.head_dim,
-                self._scale,
-                dtype_name(self.shape.dtype),
+            shape = self.shape
+            call = CallShape(
+                Full(),
+                contiguous(shape.num_tokens, shape.world_size),
+                num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                dtype_name(shape.dtype),
                 self.wire_dtype,
-                gathered=False,
-                prune=False,
-                kernel=self._kernel,
+                q_positions=range(num_queries),
             )
+            passes = resolve_passes(call, self._plan)
+            problem = Problem(passes, self._scale, prune=False, kernel=self._kernel)
             device = self._storage.tensor.device
             return DecodingPass(problem, self.transport, self.shape.batch, device)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.decoding.chunk import Chunk
-from tilewise.execution.problem import check_mask_heads
+from tilewise.execution.validation import check_mask_heads
 from tilewise.masks.base import Mask, as_ints
 from tilewise.plan.ir import Plan
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from tilewise.compiler.liveness import Lifetimes, lifetimes
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program, arrivals
-from tilewise.compiler.pruning import prune_resolved
 from tilewise.execution import allocator as buffers
 from tilewise.execution.allocator import (
     Allocator,
@@ -27,7 +26,6 @@ from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Rows, Side
-from tilewise.plan.payload import HeadGroups, Payload
 from tilewise.plan.row_ranges import count
 from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.transport.protocol import Transport
@@ -47,14 +45,11 @@ class PassRun:
         device: torch.device,
     ):
         self.problem, self.batch, self.device = problem, batch, device
-        resolved = problem.resolved[backward]
-        self.groups: HeadGroups = problem.groups[backward]
+        resolved = problem.passes[backward]
+        self.groups, self.payload = resolved.groups, resolved.payload
+        self.mask, self.layouts = resolved.mask, resolved.layouts
         self.rank = transport.rank
-        pruned = prune_resolved(resolved) if problem.prune else resolved.plan
-        self.plan = pruned
-        saved = backward and problem.gathered
-        names = problem.head_dim, problem.dtype, problem.wire_dtype
-        self.payload = Payload(backward, *self.groups.size, *names, saved)
+        pruned = self.plan = resolved.pruned if problem.prune else resolved.plan
         self._cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
         self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
         ahead = transport.receives_ahead
@@ -89,10 +84,10 @@ class PassRun:
         if is_capturing(device):
             return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
-        calls = problem.layouts, problem.mask, self._cut
+        calls = self.layouts, self.mask, self._cut
         key = self._key, calls, self.batch, device, keep, strides
         binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
-        shelf = problem.plans[0].memo(
+        shelf = problem.passes[0].plan.memo(
             "shelf", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
         )
         return binding.lender(shelf, device)
@@ -104,11 +99,11 @@ class PassRun:
             lender: None: of new memory.
         """
         problem = self.problem
-        key = TileCalls(problem.layouts, problem.mask, self.groups, self._cut), self.device
+        key = TileCalls(self.layouts, self.mask, self.groups, self._cut), self.device
         binder = self.plan.memo("binder", key, lambda: Binder(*key))
-        dtype = accumulator_dtype(getattr(torch, problem.dtype))
+        dtype = accumulator_dtype(getattr(torch, self.payload.dtype))
         return Frame(
-            problem.layouts,
+            self.layouts,
             binder,
             problem.kernel,
             problem.scale,
@@ -206,9 +201,7 @@ class PassRun:
             for item, start in starts.items():
                 if item not in self._arriving():
                     continue
-                rows = self._arriving()[item] or (
-                    (0, self.problem.layouts[item.side].size(item.shard)),
-                )
+                rows = self._arriving()[item] or ((0, self.layouts[item.side].size(item.shard)),)
                 part = wire[start : start + self._num_rows(item)]
                 place = None if arena is None else (arena, start)
                 operands[item] = PackedRows(rows, packing.unpack(part), part, place)
@@ -223,7 +216,7 @@ class PassRun:
         )
 
     def _num_rows(self, item: Item) -> int:
-        return count(self._arriving().get(item), self.problem.layouts[item.side].size(item.shard))
+        return count(self._arriving().get(item), self.layouts[item.side].size(item.shard))
 
     def _starts(self, items: Sequence[Item]) -> list[int]:
         """First row of each item in the arena of these items."""
@@ -233,7 +226,7 @@ class PassRun:
         """This rank's shards of a side, and where their rows are among its own."""
         owners, cuts = self.plan.owners[side], self.plan.cuts
         held = [shard for shard, ranks in enumerate(owners) if self.rank in ranks]
-        sizes = self.problem.layouts[side].sizes
+        sizes = self.layouts[side].sizes
         return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
 
     def _arena(

@@ -97,10 +97,8 @@ class PassModel:
 
     def costs(self, plan: Plan) -> PassCosts:
         """Prices of whole shards: for plans and masks whose cells are alike."""
-        layouts = self.layout, self.layout
-        payload = self.payload(plan.num_head_groups)
-        alike = bool(self.alike)
-        return PassCosts(self.work, self.machine, payload, layouts, self.kernel, None, alike)
+        resolved = self.work.resolve(plan)[self.backward]
+        return PassCosts(resolved, self.machine, None, bool(self.alike))
 
     def bandwidths(self) -> dict[str, float]:
         """Bytes per second of one message by its link, if it has that to itself."""

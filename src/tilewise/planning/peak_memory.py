@@ -13,7 +13,6 @@ and left out is what kernels allocate inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.pruning import prune_resolved
-from tilewise.compiler.shards import Resolved
+from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
 from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, accumulator_dtype
+from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.payload import head_groups, saving
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.simulation.zigzag_causal import halves_of
-from tilewise.workload import Workload
+
+Passes = tuple[ResolvedPass, ResolvedPass]
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
@@ -52,30 +51,22 @@ class PassMemory:
     """Peak bytes of a plan's ranks in one pass; see the module.
 
     Args:
-        plan: of this pass.
+        passes: of a call: what forward keeps is for backward to say.
+        backward: which of them.
     """
 
-    def __init__(self, plan: Plan, work: Workload, backward: bool):
+    def __init__(self, passes: Passes, *, backward: bool):
         self._backward, self._scale = backward, 1.0
-        resolved = work.resolve(plan)
-        alike, size = all_alike(*resolved), resolved.layouts[0].size(0)
-        if alike is not None and work.mask in (Full(), Causal()) and size > SMALL_SHARD:
+        resolved = passes[backward]
+        plan, mask, layouts, *_ = resolved
+        alike, size = all_alike(plan, mask, layouts), layouts[0].size(0)
+        if alike is not None and mask in (Full(), Causal()) and size > SMALL_SHARD:
             self._scale = size / SMALL_SHARD
-            work = replace(work, num_tokens=SMALL_SHARD * plan.world_size, layout="zigzag")
-            resolved = work.resolve(plan)
+            layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
+            resolved = resolved._replace(layouts=(layout, layout))
         plan, self._ranks = _pruned(resolved, alike)
-        groups = head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
-        self._problem = Problem(
-            resolved=(resolved._replace(plan=plan),) * 2,
-            groups=(groups, groups),
-            head_dim=work.head_dim,
-            scale=1.0,
-            dtype=work.dtype,
-            wire_dtype=work.wire_dtype or work.dtype,
-            gathered=saving(plan, work.save) == "gathered",
-            prune=False,
-            kernel=_NoKernel(),
-        )
+        small = _with(passes, plan=plan, layouts=resolved.layouts)
+        self._problem = Problem(small, scale=1.0, prune=False, kernel=_NoKernel())
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -90,14 +81,20 @@ class PassMemory:
         most, problem = 0, self._problem
         for number, rank in enumerate(ranks):
             if number % RANKS_A_COPY == 0:
-                copied = self._problem.resolved[0]
-                copied = copied._replace(plan=_copy(copied.plan))
-                problem = problem._replace(resolved=(copied, copied))
+                passes = self._problem.passes
+                copied = _with(passes, plan=_copy(passes[0].plan))
+                problem = problem._replace(passes=copied)
             most = max(most, rank_peak_bytes(problem, rank, self._backward, most))
         return round(self._scale * most)
 
 
-def _pruned(resolved: Resolved, alike: bool | None) -> tuple[Plan, Sequence[int]]:
+def _with(passes: Passes, **fields: Any) -> Passes:
+    """Both with the same values: the pass that is not counted runs if it has the same plan."""
+    forward, backward = passes
+    return forward._replace(**fields), backward._replace(**fields)
+
+
+def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:
     """What the mask leaves of a plan, and some ranks of which one needs most of all.
 
     Args:
@@ -116,7 +113,7 @@ def _pruned(resolved: Resolved, alike: bool | None) -> tuple[Plan, Sequence[int]
             return halves.pruned(plan), [rank for ranks in members for rank in _spread(ranks, some)]
         if plan.world_size > EXACT_RANKS:
             return plan, firsts
-    return prune_resolved(resolved), range(plan.world_size)
+    return resolved.pruned, range(plan.world_size)
 
 
 def _copy(plan: Plan) -> Plan:
@@ -141,7 +138,7 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
         kernel=_NoKernel(problem.kernel.square_causal, problem.kernel.whole_tile),
         allocator=lambda device: RecordingAllocator(device, asked.extend),
     )
-    transport = _NoTransport(rank, problem.plans[backward].world_size)
+    transport = _NoTransport(rank, problem.passes[backward].plan.world_size)
     q, k, v = _operands(problem, rank)
     out, lse, kept = *_results(q), []
     if problem.gathered or not backward:
@@ -158,16 +155,16 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
 
 def _operands(problem: Problem, rank: int) -> list[Tensor]:
     """A rank's q, k, v."""
-    groups, tensors = problem.groups[0], []
+    (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
     for side, heads in (
         (Side.Q, groups.num_heads),
         (Side.KV, groups.num_kv_heads),
         (Side.KV, groups.num_kv_heads),
     ):
-        owners, layout = problem.plans[0].owners[side], problem.layouts[side]
+        owners, layout = plan.owners[side], layouts[side]
         rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
-        dtype = getattr(torch, problem.dtype)
-        tensors.append(torch.empty(rows, heads, problem.head_dim, dtype=dtype, device="meta"))
+        dtype = getattr(torch, payload.dtype)
+        tensors.append(torch.empty(rows, heads, payload.head_dim, dtype=dtype, device="meta"))
     return tensors
 
 

@@ -46,7 +46,8 @@ class Trial:
     @cached_property
     def peak_bytes(self) -> int:
         """Counted when it is asked for: most trials are too slow for it to matter."""
-        return PassMemory(self.plan, self.scene.work, self.scene.backward).peak_bytes
+        passes = self.scene.work.resolve(self.plan)
+        return PassMemory(passes, backward=self.scene.backward).peak_bytes
 
 
 class Plans:

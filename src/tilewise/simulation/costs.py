@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
-from tilewise.workload import Workload
 
 MATMULS = (2, 5)
 """Products of [queries, keys, head_dim] in forward and in backward.
@@ -26,19 +26,29 @@ class PassCosts:
     """Prices of one pass.
 
     Args:
-        layouts: of the query and the KV shards.
         cells: areas by (query shard, KV shard); None: all alike, but for the diagonal.
         halved: with cells None: whether a shard pair has half its cells, as zigzag under a causal
             mask has; a shard with itself has half a cell a row more.
     """
 
-    work: Workload
+    resolved: ResolvedPass
     machine: Machine
-    payload: Payload
-    layouts: tuple[Layout, Layout]
-    kernel: KernelSpeed
     cells: Mapping[tuple[int, int], Cell] | None = None
     halved: bool = False
+
+    @property
+    def payload(self) -> Payload:
+        return self.resolved.payload
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of the query and the KV shards."""
+        return self.resolved.layouts
+
+    @cached_property
+    def _kernel(self) -> KernelSpeed:
+        payload = self.payload
+        return self.machine.kernel(payload.dtype, payload.backward, payload.head_dim)
 
     @cached_property
     def _row_bytes(self) -> dict[tuple[Side, Role], int]:
@@ -100,14 +110,14 @@ class PassCosts:
         area = self.area(tile)
         if not area:
             return 0.0
-        area += int(self.kernel.edge_keys * self._edge_rows(tile))
+        area += int(self._kernel.edge_keys * self._edge_rows(tile))
         queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
         seconds = self._known_seconds.get((queries, area))
         if seconds is None:
             payload = self.payload
             flop = 2 * MATMULS[payload.backward] * area * payload.num_heads * payload.head_dim
-            launch = self.machine.launch_seconds + self.kernel.launch_seconds
-            seconds = launch + flop / self.kernel.speed(queries, area / queries)
+            launch = self.machine.launch_seconds + self._kernel.launch_seconds
+            seconds = launch + flop / self._kernel.speed(queries, area / queries)
             self._known_seconds[queries, area] = seconds
         return seconds + self._gathering_seconds(tile, area)
 
@@ -147,13 +157,13 @@ class PassCosts:
 
     def own_bytes(self, plan: Plan, rank: int) -> int:
         """What a rank holds from the start: q, k, v; in backward also out, dout, lse and delta."""
-        work = self.work
+        payload, groups = self.payload, self.resolved.groups
         rows = [
             sum(layout.size(s) for s, ranks in enumerate(holders) if rank in ranks)
             for holders, layout in zip(plan.owners, self.layouts, strict=True)
         ]
-        value = work.head_dim * ITEM_BYTES(work.dtype)
-        q = work.num_heads * value
-        if self.payload.backward:
-            q = 3 * q + 2 * work.num_heads * ITEM_BYTES(accumulator(work.dtype))
-        return rows[Side.Q] * q + rows[Side.KV] * 2 * work.num_kv_heads * value
+        value = payload.head_dim * ITEM_BYTES(payload.dtype)
+        q = groups.num_heads * value
+        if payload.backward:
+            q = 3 * q + 2 * groups.num_heads * ITEM_BYTES(accumulator(payload.dtype))
+        return rows[Side.Q] * q + rows[Side.KV] * 2 * groups.num_kv_heads * value

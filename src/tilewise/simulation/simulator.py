@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program
-from tilewise.compiler.pruning import prune_resolved
+from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.shards import table_cells
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import check_gathered, saving
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.chrome_trace import trace_text
 from tilewise.simulation.costs import PassCosts
@@ -152,8 +151,8 @@ class Simulation:
         # Imported here alone: the executor counts memory, and what simulates time needs no torch.
         from tilewise.planning.peak_memory import PassMemory
 
-        forward, backward = self.plans
-        return PassMemory(forward, self.work, False), PassMemory(backward, self.work, True)
+        passes = self.work.resolve(*self.plans)
+        return PassMemory(passes, backward=False), PassMemory(passes, backward=True)
 
     @cached_property
     def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
@@ -194,18 +193,9 @@ def simulate(
     require_type(Machine, "machine", machine)
     if backward_plan is not None:
         require_type(Plan, "backward_plan", backward_plan)
-    gathered = saving(plan, work.save) == "gathered"
-    if gathered and backward_plan is not None:
-        check_gathered(plan, backward_plan)
-    back = backward_plan or plan
-    if back.world_size != plan.world_size:
-        raise ValueError(
-            f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
-            "make both for the same number"
-        )
-    forward, symmetry = simulate_pass(plan, work, machine, False, exact)
-    backward, other = simulate_pass(back, work, machine, True, exact)
-    return Simulation(forward, backward, (symmetry, other), (plan, back), work)
+    passes = work.resolve(plan, backward_plan)
+    timelines, symmetries = zip(*(_replay(one, machine, exact) for one in passes), strict=True)
+    return Simulation(*timelines, symmetries, (plan, backward_plan or plan), work)
 
 
 def simulate_pass(
@@ -219,7 +209,13 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    plan, costs, symmetry, halves, programs = _made(plan, work, machine, backward, exact)
+    return _replay(work.resolve(plan)[backward], machine, exact)
+
+
+def _replay(
+    resolved: ResolvedPass, machine: Machine, exact: bool | None
+) -> tuple[Timeline, Symmetry]:
+    plan, costs, symmetry, halves, programs = _made(resolved, machine, exact)
     network = Network(machine, symmetry)
     score = compile_tracks(plan, programs, costs, network, halves)
     replay = EventLoop(score, network.routes, network.num_resources)
@@ -237,22 +233,15 @@ class _Made(NamedTuple):
     programs: dict[int, Program]
 
 
-def _made(
-    plan: Plan, work: Workload, machine: Machine, backward: bool, exact: bool | None
-) -> _Made:
-    resolved = work.resolve(plan)
-    plan, layouts = resolved.plan, resolved.layouts
-    payload, kernel = (
-        work.payload(plan, backward),
-        machine.kernel(work.dtype, backward, work.head_dim),
-    )
-    alike = all_alike(plan, work.mask, layouts)
+def _made(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> _Made:
+    plan, mask, layouts, _, payload = resolved
+    alike = all_alike(plan, mask, layouts)
     symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
-    costs = PassCosts(work, machine, payload, layouts, kernel, None, bool(alike))
+    costs = PassCosts(resolved, machine, None, bool(alike))
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
-        cells = None if alike is False else table_cells(plan, work.mask, *layouts)
-        plan, costs = prune_resolved(resolved), replace(costs, cells=cells)
+        cells = None if alike is False else table_cells(plan, mask, *layouts)
+        plan, costs = resolved.pruned, replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     return _Made(plan, costs, symmetry, halves, programs)

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilewise.compiler.shards import resolve
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
 from tilewise.layouts.balanced import balanced, default_layout
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import head_groups
 from tilewise.planning.candidate import load_candidate
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
@@ -228,10 +226,8 @@ class Strategy:
             return from_file(self.name, case)
         else:
             planned = Planned(read_plan(self.name, case.world_size), setting.layout())
-        heads = case.num_heads, case.num_kv_heads
-        plan = resolve(planned.plan, setting.mask, planned.layout, heads).plan
-        head_groups(case.num_heads, case.num_kv_heads, plan.num_head_groups)
-        return planned._replace(plan=plan)
+        forward, _ = setting.work(planned.layout).resolve(planned.plan)
+        return planned._replace(plan=forward.plan)
 
     def supports(self, case: BenchCase) -> str | None:
         try:
@@ -243,7 +239,7 @@ class Strategy:
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
         (plan, layout, backward), mask = _asked(self, case)
-        work = Workload(case.num_tokens, *case.heads, dtype=case.dtype, mask=mask, layout=layout)
+        work = _Setting(case, mask).work(layout)
         replayed = simulate(plan, work, machine, backward)
         sent = volume(plan, work, backward)
         passes = {

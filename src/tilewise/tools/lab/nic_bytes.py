@@ -5,9 +5,7 @@ With several ranks on a host it is the NIC that is busy, not the rank.
 
 from __future__ import annotations
 
-from tilewise.compiler.pruning import prune_resolved
 from tilewise.plan.ir import Plan
-from tilewise.plan.row_ranges import count
 from tilewise.workload import Workload
 
 
@@ -24,14 +22,12 @@ def nic_bytes(
             f"world_size ({plan.world_size}) must be a multiple of "
             f"ranks_per_host ({ranks_per_host})"
         )
-    resolved = work.resolve(plan)
-    plan, layouts = prune_resolved(resolved) if prune else resolved.plan, resolved.layouts
-    payload = work.payload(plan, backward)
+    resolved = work.resolve(plan)[backward]
+    plan = resolved.pruned if prune else resolved.plan
 
     def sent(rank: int) -> int:
         return sum(
-            count(hop.rows, layouts[hop.item.side].size(hop.item.shard))
-            * payload.row_bytes(hop.item)
+            resolved.hop_bytes(hop)
             for step in plan.rank_steps(rank)
             for hop in step.sends
             if hop.dst // ranks_per_host != rank // ranks_per_host

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise import lengths, masks
-from tilewise.compiler.pruning import prune_resolved
-from tilewise.compiler.shards import resolve
+from tilewise.compiler.pruning import prune
+from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
@@ -19,7 +19,6 @@ from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
 from tilewise.plan.ir import Plan, RankStep, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.plan.row_ranges import count
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
@@ -43,17 +42,13 @@ class Moved(NamedTuple):
 
 def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
     """One pass of a plan, after pruning; sent is what volume counts."""
-    resolved = work.resolve(plan)
-    plan, layouts = resolved.plan, resolved.layouts
-    pruned = prune_resolved(resolved)
-    payload, table = work.payload(plan, backward), cells(work.mask, *layouts)
+    resolved = work.resolve(plan)[backward]
+    pruned, table = resolved.pruned, cells(work.mask, *resolved.layouts)
     sent, received, areas = ([0] * plan.world_size for _ in range(3))
     for rank in range(plan.world_size):
         for step in pruned.rank_steps(rank):
             for hops, total in ((step.sends, sent), (step.recvs, received)):
-                for hop in hops:
-                    size = layouts[hop.item.side].size(hop.item.shard)
-                    total[rank] += count(hop.rows, size) * payload.row_bytes(hop.item)
+                total[rank] += sum(map(resolved.hop_bytes, hops))
             for tile in step.tiles:
                 pairs = ((q, kv) for q in tile.q for kv in tile.kv)
                 areas[rank] += sum(table[pair].area for pair in pairs if pair in table)
@@ -75,10 +70,9 @@ def report(
     Raises:
         ValueError: if a mask-aware plan was made for another mask or layout.
     """
-    resolved = resolve(plan, mask, layout, None)
-    pruned = prune_resolved(resolved)
+    pruned, layouts = prune(plan, mask, layout), shard_layouts(plan, layout)
     chosen = range(plan.world_size) if ranks is None else ranks
-    return tuple(_of_rank(pruned, rank, mask, resolved.layouts) for rank in chosen)
+    return tuple(_of_rank(pruned, rank, mask, layouts) for rank in chosen)
 
 
 def total(rows: Iterable[Waste]) -> Waste:

@@ -179,7 +179,7 @@ def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
 def _assignments(subject: Subject) -> Section:
     work, plan = subject.work, subject.plan
     figures: tuple[Figure, ...] = assignment.figures(
-        work.resolve(plan).plan, work.mask, work.layout_for(plan.world_size)
+        work.resolve(plan)[0].plan, work.mask, work.layout_for(plan.world_size)
     )
     groups = plan.num_head_groups
     intro = (

@@ -1,0 +1,104 @@
+"""A plan meets a call: what attention, volume, the simulator and the reports all start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tilewise.compiler.pruning import prune_shards
+from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Mask
+from tilewise.plan.ir import Plan, Transfer
+from tilewise.plan.payload import HeadGroups, Payload, check_gathered, head_groups, saving
+from tilewise.plan.row_ranges import count
+
+
+class CallShape(NamedTuple):
+    """A call without its plans and tensors.
+
+    Args:
+        layout: of all tensors; of k and v alone for plans whose queries are replicated.
+        dtype: of q, k, v; a name, as wire_dtype is: of travelling out, dq, dk, dv.
+        save: "replay", "gathered" or None: as the forward plan prefers.
+        kv_layout: of k and v if it differs from the queries'.
+        q_positions: the replicated queries' global positions; default the last token.
+    """
+
+    mask: Mask
+    layout: Layout
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    wire_dtype: str
+    save: str | None = None
+    kv_layout: Layout | None = None
+    q_positions: Sequence[int] | None = None
+
+
+class ResolvedPass(NamedTuple):
+    """One pass of a call: its plan for the heads, its shards' tokens, and what travels.
+
+    `resolve_passes` makes it, so that no plan runs without having been tuned and checked.
+
+    Attributes:
+        plan: made for the heads, not pruned.
+        layouts: the query and the KV shards' tokens.
+    """
+
+    plan: Plan
+    mask: Mask
+    layouts: tuple[Layout, Layout]
+    groups: HeadGroups
+    payload: Payload
+
+    @property
+    def pruned(self) -> Plan:
+        """The plan without what the mask makes needless; it is kept with the plan."""
+        return prune_shards(self.plan, self.mask, self.layouts)
+
+    def hop_bytes(self, hop: Transfer) -> int:
+        """Bytes of a transfer."""
+        side, _, shard, _ = item = hop.item
+        return count(hop.rows, self.layouts[side].size(shard)) * self.payload.row_bytes(item)
+
+
+def resolve_passes(
+    call: CallShape, plan: Plan, backward_plan: Plan | None = None
+) -> tuple[ResolvedPass, ResolvedPass]:
+    """The forward and the backward pass.
+
+    What backward does about operands is for the forward plan and save to say.
+
+    Args:
+        backward_plan: None: plan.
+    Raises:
+        ValueError: if a plan does not fit the call, or the two do not fit each other.
+    """
+    forward = backward = _resolved(call, plan)
+    if backward_plan is not None:
+        backward = _resolved(call, backward_plan)
+    if (backward.plan.owners, backward.plan.cuts) != (forward.plan.owners, forward.plan.cuts):
+        raise ValueError(
+            f"{backward.plan.name} and {forward.plan.name} own shards differently; a backward plan "
+            "needs the forward plan's owners"
+        )
+    gathered = saving(forward.plan, call.save) == "gathered"
+    if gathered:
+        check_gathered(forward.plan, backward.plan)
+    payload = backward.payload._replace(backward=True, saved=gathered)
+    return forward, backward._replace(payload=payload)
+
+
+def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
+    """The plan's forward pass."""
+    heads = call.num_heads, call.num_kv_heads
+    plan = plan.tuned(*heads)
+    check_made_for(plan, call.mask, call.layout)
+    layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
+    if plan.made_for and call.kv_layout not in (None, call.layout):
+        raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
+    groups = head_groups(*heads, plan.num_head_groups)
+    payload = Payload(False, *groups.size, call.head_dim, call.dtype, call.wire_dtype)
+    return ResolvedPass(plan, call.mask, layouts, groups, payload)
