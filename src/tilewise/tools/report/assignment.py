@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilewise.compiler.shards import everything_needed, shard_layouts, table_cells
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Mask
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.shards import everything_needed, table_cells
 from tilewise.plan.ir import Plan, Side
 from tilewise.tools.report.chart import CROSS, Figure, Table, Tiles
 
@@ -16,13 +15,9 @@ MOST_RANKS = 1024  # of larger plans some ranks' cells are shown
 SHOWN_RANKS = 64
 
 
-def figures(plan: Plan, mask: Mask, given: Layout) -> tuple[Figure, ...]:
-    """One figure per group of heads, for a few of them.
-
-    Args:
-        given: the layout that the plan runs on.
-    """
-    layouts = shard_layouts(plan, given)
+def figures(resolved: ResolvedPass) -> tuple[Figure, ...]:
+    """One figure per group of heads, for a few of them."""
+    plan, mask, layouts, *_ = resolved
     shown = min(plan.num_head_groups, MOST_GROUPS)
     tables = _tables(plan, shown)
     if plan.world_size <= MOST_CELLS and not everything_needed(mask, *layouts):

@@ -178,9 +178,7 @@ def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
 
 def _assignments(subject: Subject) -> Section:
     work, plan = subject.work, subject.plan
-    figures: tuple[Figure, ...] = assignment.figures(
-        work.resolve(plan)[0].plan, work.mask, work.layout_for(plan.world_size)
-    )
+    figures: tuple[Figure, ...] = assignment.figures(work.resolve(plan)[0])
     groups = plan.num_head_groups
     intro = (
         "Rows are shards of queries, columns shards of keys and values: every cell is computed by "
