@@ -194,8 +194,8 @@ def simulate(
     if backward_plan is not None:
         require_type(Plan, "backward_plan", backward_plan)
     passes = work.resolve(plan, backward_plan)
-    timelines, symmetries = zip(*(_replay(one, machine, exact) for one in passes), strict=True)
-    return Simulation(*timelines, symmetries, (plan, backward_plan or plan), work)
+    (forward, symmetry), (backward, other) = (_replay(one, machine, exact) for one in passes)
+    return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
 
 
 def simulate_pass(
