@@ -17,7 +17,7 @@ from tilewise.kernels.registry import PROVIDERS, Use, kernel_named, mask_kind
 from tilewise.masks.base import Mask
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.our_kernels import placed
-from tilewise.tools.calibration.trial import SharedClock
+from tilewise.tools.calibration.own_work import SharedClock
 
 
 class Size(NamedTuple):

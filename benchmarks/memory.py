@@ -18,7 +18,7 @@ import tilewise as tw
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.orders import least_held
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 
 
 class Row(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import tilewise as tw
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 from tilewise.tools.mask_report.figures import moved
 
 RANKS = (8, 16, 32, 48, 64, 96, 128, 256)

@@ -27,7 +27,7 @@ import tilewise as tw
 from tilewise import lengths
 from tilewise.expressions import read_plan
 from tilewise.tools import demo
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Largest difference of a loss, relative, and of a parameter. The default run over 4 ranks has

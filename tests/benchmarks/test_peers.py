@@ -17,7 +17,7 @@ from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise.tools.bench.contender import Contender
 from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
-from tilewise.tools.bench.entrants import contenders_of
+from tilewise.tools.bench.grid import contenders_of
 from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.bench.results import Results
 

@@ -185,7 +185,7 @@ def test_rows_of_one_time_lie_apart(drawn):
         for other, first, last, from_, until in spans[:i]:
             together = begin < until and from_ < end and number != other
             empty = start == stop or first == last
-                assert not together or stop <= first or last <= start or empty
+            assert not together or stop <= first or last <= start or empty
     assert total <= sum(-(-r.num_bytes // 256) * 256 for r in requests)
 
 

@@ -12,8 +12,7 @@ from tilewise.expressions import STRATEGIES as WRITABLE
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench import environment
 from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
-from tilewise.tools.bench.entrants import entered
-from tilewise.tools.bench.grid import preset, read_cases
+from tilewise.tools.bench.grid import entered, preset, read_cases
 from tilewise.tools.bench.our_kernels import DENSE
 from tilewise.tools.bench.our_strategies import STRATEGIES
 from tilewise.tools.doctor import examine

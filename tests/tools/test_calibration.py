@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.simulation.machine import Link
-from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables
 from tilewise.tools.calibration.measure import Settings, calibrate
-from tilewise.tools.calibration.trial import SharedClock
+from tilewise.tools.calibration.own_work import SharedClock, Sizes, kernel_tables
 from tilewise.tools.cli import app
 
 QUICK = Sizes((16, 64, 256), (16, 64), 2, 1 << 12)

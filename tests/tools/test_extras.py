@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise.tools.cli import app
-from tilewise.tools.extras import EXTRAS, MissingExtraError, require
+from tilewise.tools.doctor import EXTRAS, MissingExtraError, require
 from tilewise.tools.mask_report.view import draw, view
 from tilewise.tools.report.page import written
 from tilewise.tools.report.plan_report import page_of

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.tools.lab import Lab, LabError, clean, site
-from tilewise.tools.lab.leftovers import RECORDS
+from tilewise.tools.lab.lab import RECORDS
 from tilewise.tools.lab.site import missing
 from tilewise.tools.processes import RankError
 

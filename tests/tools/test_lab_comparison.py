@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise.tools.cli import app
 from tilewise.tools.lab import Lab
-from tilewise.tools.lab.comparison import Contest, Limited, compete, rows_of, schedule
-from tilewise.tools.lab.nic_bytes import nic_bytes
+from tilewise.tools.lab.comparison import Contest, Limited, compete, nic_bytes, rows_of, schedule
 from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
 from tilewise.tools.lab.site import missing
 

@@ -9,7 +9,7 @@ import pytest
 from support.report_pages import MACHINE, subject
 
 import tilewise as tw
-from tilewise.tools.report import assignment, plan_charts
+from tilewise.tools.report import plan_charts
 from tilewise.tools.report.chart import (
     Chart,
     Figure,
@@ -21,9 +21,9 @@ from tilewise.tools.report.chart import (
     times,
 )
 from tilewise.tools.report.page import Page, written
+from tilewise.tools.report.plan_charts import timeline
 from tilewise.tools.report.plan_report import page_of
 from tilewise.tools.report.studies import Studies, StudyEntry
-from tilewise.tools.report.timeline import timeline
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -59,7 +59,7 @@ def test_logarithmic_axes_always_have_ticks_and_hold_their_values(values: list[f
     "plan", [tw.ring(4), tw.mesh(6, q_tile=2), tw.ulysses(2, inner=tw.ring(3)), tw.all_gather(5)]
 )
 def test_every_cell_has_the_colour_of_the_rank_that_computes_it(plan: tw.Plan):
-    found = assignment.figures(tw.Workload(60, 2, 2, 8, layout="contiguous").resolve(plan)[0])
+    found = plan_charts.assignments(tw.Workload(60, 2, 2, 8, layout="contiguous").resolve(plan)[0])
     assert len(found) == min(plan.num_head_groups, 2)
     for group, figure in enumerate(found):
         assert isinstance(figure.drawing, Tiles)
@@ -78,7 +78,7 @@ def test_every_cell_has_the_colour_of_the_rank_that_computes_it(plan: tw.Plan):
 
 def test_cells_that_a_mask_makes_needless_are_blank():
     work = tw.Workload(60, 1, 1, 8, mask=tw.Causal(), layout="contiguous")
-    (figure,) = assignment.figures(work.resolve(tw.ring(6))[0])
+    (figure,) = plan_charts.assignments(work.resolve(tw.ring(6))[0])
     assert isinstance(figure.drawing, Tiles)
     blank = {place for place, rank in np.ndenumerate(figure.drawing.cells) if rank < 0}
     assert blank == {(q, kv) for q in range(6) for kv in range(6) if kv > q}
@@ -86,7 +86,7 @@ def test_cells_that_a_mask_makes_needless_are_blank():
 
 def test_large_tables_are_thinned_and_keep_their_ranks():
     work = tw.Workload(4096, 1, 1, 8, layout="contiguous")
-    (figure,) = assignment.figures(work.resolve(tw.mesh(1024, q_tile=32))[0])
+    (figure,) = plan_charts.assignments(work.resolve(tw.mesh(1024, q_tile=32))[0])
     assert isinstance(figure.drawing, Tiles)
     assert figure.drawing.cells.shape == (256, 256)
     assert set(figure.drawing.cells.ravel().tolist()) <= set(range(1024))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,55 @@ from torch.cuda import nccl
 from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
-from tilewise.tools.extras import EXTRAS
+
+
+class Extra(NamedTuple):
+    """A package that an extra brings.
+
+    Attributes:
+        name: the extra's, in pyproject.toml.
+        use: what the package is for.
+    """
+
+    name: str
+    module: str
+    use: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is installed; asked without importing it."""
+        return find_spec(self.module) is not None
+
+    @property
+    def install(self) -> str:
+        return f"pip install 'tilewise[{self.name}]'"
+
+
+EXTRAS = (
+    Extra("report", "plotly", "pages of tilewise report"),
+    Extra("report", "matplotlib", "PNG files of masks: tilewise mask --png"),
+    Extra("partition", "mtkahypar", "hypergraph partitioning, to compare plans with"),
+    Extra("solver", "ortools", "optimal mesh schedules, to compare plans with"),
+    Extra("hf", "transformers", "Hugging Face models"),
+)
+
+
+class MissingExtraError(ImportError):
+    """A package of an extra is needed and not installed."""
+
+
+def require(module: str, what: str) -> None:
+    """Refuse to go on without a package of an extra.
+
+    Args:
+        what: what needs it, as in "tilewise report".
+    Raises:
+        MissingExtraError: with the command that installs it, in one line.
+    """
+    (extra,) = (extra for extra in EXTRAS if extra.module == module)
+    if not extra.is_here:
+        raise MissingExtraError(f"{what} needs {module}: {extra.install}")
+
 
 # Packages whose versions matter, and what is said of one that is missing.
 REINSTALL = "not installed as a package: pip install -e ."

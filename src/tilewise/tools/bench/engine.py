@@ -13,10 +13,9 @@ from typing import Any
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.contender import Contender, Prediction
-from tilewise.tools.bench.environment import environment, versions
+from tilewise.tools.bench.environment import available_bytes, environment, versions
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
 from tilewise.tools.bench.measure import Job
-from tilewise.tools.bench.memory import available_bytes
 from tilewise.tools.bench.results import Results
 from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
 from tilewise.tools.bench.worlds import Blamed, LabWorld, LocalWorld

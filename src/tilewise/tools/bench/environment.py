@@ -1,10 +1,12 @@
-"""Where a figure was measured: versions, processor, clocks, commit, load of the machine."""
+"""This machine, as rows of a benchmark name it, and its memory: what is free, what a run takes."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
 
 def versions(device: str) -> dict[str, str]:
@@ -53,18 +56,18 @@ def installed(package: str) -> str:
 
 @cache
 def _cpu() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def _mhz() -> float | None:
-    text = _cpuinfo("cpu MHz")
+    text = _proc("cpuinfo", "cpu MHz")
     return float(text) if text else None
 
 
-def _cpuinfo(field: str) -> str | None:
-    """The first value of a field of /proc/cpuinfo; None where there is no such file."""
+def _proc(file: str, field: str) -> str | None:
+    """The first value of a field of a file in /proc; None where there is no such file."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
         return None
     found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
@@ -86,3 +89,68 @@ def _commit() -> str | None:
     except OSError:
         return None
     return described.stdout.strip() or None
+
+
+SHARE = 0.9  # of what is free, that a case may be predicted to take
+LEAST_CACHE, MOST_CACHE = 1 << 22, 1 << 26
+
+
+def available_bytes(device: str) -> int:
+    """Bytes that a benchmark may take: of the device, or of this machine and its control group."""
+    if device == "cuda":
+        return int(SHARE * torch.cuda.mem_get_info()[0])
+    kilobytes = _proc("meminfo", "MemAvailable:")
+    free = int(kilobytes.split()[0]) << 10 if kilobytes else 1 << 62
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        (group / "memory.max", group / "memory.current"),
+        (group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes"),
+    ):
+        if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+            free = min(free, int(text) - int(used.read_text()))
+    return int(SHARE * free)
+
+
+def cache_bytes() -> int:
+    """A buffer that, written, drives everything else out of the last-level cache."""
+    sizes = [
+        int(path.read_text().strip().removesuffix("K")) << 10
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+        if path.read_text().strip().endswith("K")
+    ]
+    return min(max([*sizes, LEAST_CACHE]), MOST_CACHE)
+
+
+def peak_bytes(run: Callable[[], Any], device: str) -> int:
+    """Bytes allocated at once during a run, above those held before it; results count."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # The profiler sees every allocation of torch's CPU allocator, those inside kernels too.
+    # This one, since torch.profiler imports all of the compiler.
+    profiled: Any = profile(profile_memory=True)
+    with _silent_stderr(), profiled:
+        run()
+    live = peak = 0
+    for event in profiled.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Some builds of the profiler write lines of their own when it starts and stops."""
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

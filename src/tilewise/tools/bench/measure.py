@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tilewise.tools.bench.case import BenchCase, Timing
 from tilewise.tools.bench.contender import Contender, Facts, Running, Traffic
+from tilewise.tools.bench.environment import cache_bytes, peak_bytes
 from tilewise.tools.bench.inputs import NAMES, Inputs, read_inputs
-from tilewise.tools.bench.memory import cache_bytes, peak_bytes
 from tilewise.tools.bench.traffic import CountOperations
 from tilewise.tools.lab.rate_limited import Nics, RateLimited
 from tilewise.tools.lab.site import Site

@@ -1,22 +1,36 @@
-"""A machine description measured in a group of processes."""
+"""A machine description measured in a group of processes, and fitted to whole calls."""
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.arguments import dtype_name
+from tilewise.functional import attention
+from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import KernelSpeed, Link, Machine, read_machine
-from tilewise.tools.calibration.executor import Overheads, overheads
-from tilewise.tools.calibration.kernel_speeds import Sizes, kernel_tables, sizes_for
+from tilewise.simulation.simulator import simulate
+from tilewise.strategies.ring import ring
 from tilewise.tools.calibration.links import SMALL, Cores, Prober, Usage, available, shared_cores
-from tilewise.tools.calibration.trial import SharedClock, fitted, run_trial, trials
+from tilewise.tools.calibration.own_work import (
+    Overheads,
+    SharedClock,
+    Sizes,
+    kernel_tables,
+    overheads,
+    sizes_for,
+)
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.agreement import RECORD_BYTES
 from tilewise.transport.resolve import transport_for
+from tilewise.workload import Workload
 
 BULK = 1 << 20
 HOST = 64
@@ -182,7 +196,7 @@ def _memory_bytes(settings: Settings) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-MOST = 64
+MOST_RANKS = 64
 TIMEOUT_SECONDS = 180.0
 
 
@@ -200,8 +214,8 @@ def calibrate_here(
     """
     settings = settings or Settings()
     ranks = min(8, 2 * max(2, available())) if world_size is None else world_size
-    if not 2 <= ranks <= MOST:
-        raise ValueError(f"world_size ({ranks}) must be from 2 to {MOST}")
+    if not 2 <= ranks <= MOST_RANKS:
+        raise ValueError(f"world_size ({ranks}) must be from 2 to {MOST_RANKS}")
     node_size = settings.node_size
     if node_size is not None and (node_size < 1 or (node_size < ranks and ranks % node_size)):
         raise ValueError(f"node_size ({node_size}) must divide world_size ({ranks}), or be larger")
@@ -232,3 +246,89 @@ def on_rank(rank: int, settings: Settings) -> Iterator[tuple[bool, str]]:
             yield True, end.value.to_toml()
             return
         yield False, what
+
+
+REPEATS = 9
+ROUNDS = 3  # of fits: each changes a little what the others explain
+LEAST, MOST = 0.25, 16.0
+HALVINGS = 12
+
+
+class TimedTrial(NamedTuple):
+    """A call whose time tells one factor."""
+
+    plan: Plan
+    work: Workload
+    slowed: Callable[[Machine, float], Machine]
+
+
+def trials(world_size: int, dtype: str) -> tuple[TimedTrial, ...]:
+    def work(rows: int, heads: int, head_dim: int) -> Workload:
+        num_tokens, name = rows * world_size, dtype_name(dtype)
+        return Workload(num_tokens, heads, heads, head_dim, name, layout="contiguous")
+
+    return (
+        TimedTrial(ring(world_size), work(16, 4, 32), _overheads_slowed),
+        TimedTrial(ring(world_size), work(512, 4, 64), _kernels_slowed),
+    )
+
+
+def run_trial(prober: Prober, trial: TimedTrial) -> float:
+    """Median seconds of forward and backward, of the slowest rank; every rank calls it."""
+    plan, work, _ = trial
+    layout = work.layout_for(plan.world_size)
+    shape = layout.size(prober.rank), work.num_heads, work.head_dim
+    dtype = getattr(torch, work.dtype)
+    q, k, v, dout = torch.randn(4, *shape, device=prober.device).to(dtype).unbind()
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    seconds = []
+    for turn in range(REPEATS + 1):
+        prober.everyone(0.0)
+        start = time.perf_counter()
+        out = attention(q, k, v, plan=plan, layout=layout, mask=work.mask, group=prober.transport)
+        out.backward(dout)
+        prober.finish()
+        slowest = max(prober.everyone(time.perf_counter() - start))
+        if turn:
+            seconds.append(slowest)
+    return statistics.median(seconds)
+
+
+def fitted(machine: Machine, measured: list[tuple[TimedTrial, float]]) -> Machine:
+    """The machine, slowed or sped up so that it predicts the trials."""
+    for _ in range(ROUNDS):
+        for trial, seconds in measured:
+            machine = trial.slowed(machine, _factor(machine, trial, seconds))
+    return machine
+
+
+def _factor(machine: Machine, trial: TimedTrial, seconds: float) -> float:
+    low, high = math.log(LEAST), math.log(MOST)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        slowed = trial.slowed(machine, math.exp(middle))
+        if simulate(trial.plan, trial.work, slowed).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def _overheads_slowed(machine: Machine, times: float) -> Machine:
+    forward, backward = machine.call_seconds
+    return replace(
+        machine,
+        launch_seconds=machine.launch_seconds * times,
+        message_seconds=machine.message_seconds * times,
+        carry_seconds=machine.carry_seconds * times,
+        agree_seconds=machine.agree_seconds * times,
+        call_seconds=(forward * times, backward * times),
+    )
+
+
+def _kernels_slowed(machine: Machine, times: float) -> Machine:
+    kernels = (
+        replace(kernel, flops=tuple(tuple(x / times for x in row) for row in kernel.flops))
+        for kernel in machine.kernels
+    )
+    return replace(machine, kernels=tuple(kernels))

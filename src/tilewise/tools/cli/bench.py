@@ -15,8 +15,7 @@ from rich.table import Table
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.engine import EngineSettings, Plan, Started, run_cases
-from tilewise.tools.bench.entrants import contenders_of, entered
-from tilewise.tools.bench.grid import BenchRun, preset, read_cases
+from tilewise.tools.bench.grid import BenchRun, contenders_of, entered, preset, read_cases
 from tilewise.tools.bench.results import Results
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input

@@ -21,8 +21,7 @@ from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, measur
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
 from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
-from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.leftovers import clean
+from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
 from tilewise.tools.processes import RankError
 from tilewise.workload import Workload, volume

@@ -22,7 +22,7 @@ from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
 from tilewise.tools.cli.options import NumTokens, command_of, read_count
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     MaskCase,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tilewise.tools.extras import MissingExtraError
+from tilewise.tools.doctor import MissingExtraError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 BAD_INPUT = 2

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 
 if TYPE_CHECKING:
     from tilewise.tools.report.report import Report

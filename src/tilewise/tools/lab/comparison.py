@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
+from tilewise.plan.ir import Plan
 from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.nic_bytes import nic_bytes
 from tilewise.tools.lab.rate_limited import RATE_LIMITED, Nics, RateLimited, nics
 from tilewise.tools.lab.site import Site
 from tilewise.tools.processes import gather_yields
@@ -239,3 +239,33 @@ def _sent(rank: int, site: Site | None) -> tuple[int, ...]:
     if rank or site is None:
         return ()
     return tuple(traffic.sent_payload for traffic in site.counters())
+
+
+def nic_bytes(
+    plan: Plan, work: Workload, ranks_per_host: int, *, backward: bool, prune: bool = True
+) -> tuple[int, ...]:
+    """Bytes sent by each host in one pass; for one rank a host, and pruned, as tw.volume.
+
+    Args:
+        ranks_per_host: rank r is on host r // ranks_per_host; must divide the world size.
+    """
+    if plan.world_size % ranks_per_host:
+        raise ValueError(
+            f"world_size ({plan.world_size}) must be a multiple of "
+            f"ranks_per_host ({ranks_per_host})"
+        )
+    resolved = work.resolve(plan)[backward]
+    plan = resolved.pruned if prune else resolved.plan
+
+    def sent(rank: int) -> int:
+        return sum(
+            resolved.hop_bytes(hop)
+            for step in plan.rank_steps(rank)
+            for hop in step.sends
+            if hop.dst // ranks_per_host != rank // ranks_per_host
+        )
+
+    hosts = range(plan.world_size // ranks_per_host)
+    return tuple(
+        sum(map(sent, range(host * ranks_per_host, (host + 1) * ranks_per_host))) for host in hosts
+    )

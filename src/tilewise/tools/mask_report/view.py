@@ -13,7 +13,7 @@ from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import NamedTuple
 
-from tilewise.tools.extras import require
+from tilewise.tools.doctor import require
 from tilewise.tools.report.chart import DARK, NOTHING, Figure, Section, Table
 from tilewise.tools.report.plotly_figures import as_plotly, height, width
 

@@ -1,20 +1,31 @@
-"""The charts of a plan's page: bytes by link, time against devices and against bandwidth."""
+"""The charts of a plan's page: times, bytes, the assignment of cells to ranks, the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from types import MappingProxyType
 
+import numpy as np
+
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.shards import everything_needed, table_cells
+from tilewise.plan.ir import Plan, Side
+from tilewise.simulation.engine import Span
 from tilewise.simulation.network import LINKS
+from tilewise.simulation.simulator import Simulation
 from tilewise.tools.report.chart import (
     CROSS,
     LANES,
     LINK_NAMES,
+    OWN,
     Axis,
+    Bar,
     Chart,
     Figure,
     Series,
     Table,
+    Tiles,
+    TimelineChart,
     count,
     log_axis,
     quantity,
@@ -177,3 +188,174 @@ def sensitivity(found: list[tuple[float, StudyEntry]]) -> Figure:
     )
     title = "Time against bandwidth"
     return Figure("sensitivity", title, caption, chart, _by_place(found, "bandwidth"))
+
+
+MOST_ROWS = 12
+FINEST = 1500  # bars closer than this part of the pass are drawn as one
+SHOWN_LANES = (*OWN, *LINKS)
+
+
+def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineChart:
+    """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
+    uses = simulation.forward.ranks
+    if len(uses) > most:
+        uses = [uses[i * (len(uses) - 1) // (most - 1)] for i in range(most)]
+    bars: list[Bar] = []
+    begin = 0.0
+    passes = (simulation.forward, simulation.backward)
+    for part, symmetry in zip(passes, simulation.symmetries, strict=True):
+        by_lane: dict[tuple[int, str], list[Span]] = {}
+        for span in part.spans:
+            by_lane.setdefault((span.rank, span.lane), []).append(span)
+        for row, use in enumerate(uses):
+            for lane in SHOWN_LANES:
+                spans = by_lane.get((symmetry.first(use.rank), lane), ())
+                joined = _joined(spans, part.seconds / FINEST)
+                bars += [bar._replace(row=row, start=begin + bar.start) for bar in joined]
+        begin += part.seconds
+    ranks = tuple((use.rank, use.members) for use in uses)
+    lanes = tuple(lane for lane in SHOWN_LANES if any(bar.lane == lane for bar in bars))
+    return TimelineChart(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
+
+
+def _joined(spans: Iterable[Span], gap: float) -> list[Bar]:
+    made: list[Bar] = []
+    names: list[str] = []
+    busy = 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        end = span.start + span.seconds
+        if made and span.start - (made[-1].start + made[-1].seconds) < gap:
+            last = made.pop()
+            start, end = last.start, max(end, last.start + last.seconds)
+        else:
+            start, busy, names = span.start, 0.0, []
+        busy += span.seconds
+        names.append(span.name)
+        made.append(Bar(0, span.lane, start, end - start, _note(span.lane, names, busy)))
+    return made
+
+
+def _note(lane: str, names: list[str], busy: float) -> str:
+    what = LINK_NAMES.get(lane, lane)
+    if len(names) > 1:
+        return f"{what}: {len(names)} in {quantity(busy, 's')}"
+    return f"{what} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
+
+
+def timeline_figure(simulation: Simulation) -> Figure:
+    """The timeline as a timeline_figure that can be zoomed."""
+    drawn = timeline(simulation)
+    shown, world_size = len(drawn.ranks), simulation.world_size
+    alike = len(simulation.forward.ranks)
+    if alike == world_size:
+        which = "all ranks" if shown == world_size else f"{shown} of {world_size} ranks"
+    elif alike == 1:
+        which = f"one rank, which stands for all {world_size}"
+    else:
+        which = f"{shown} of the {alike} ranks that stand for all {world_size}"
+    caption = (
+        f"The upper bar of a rank is itself: computing, or waiting for messages. The thin bars "
+        f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
+        "waiting, and messages that end while something is computed. Drag across to zoom, "
+        "double-click or take the buttons to see all."
+    )
+    jumps = (
+        ("Both passes", 0.0, drawn.end),
+        ("Forward", 0.0, drawn.turn),
+        ("Backward", drawn.turn, drawn.end),
+        ("First steps", 0.0, drawn.turn / 10),
+    )
+    title = "Timeline per rank, forward then backward"
+    return Figure("timeline", title, caption, drawn, _timeline_table(simulation, drawn), jumps)
+
+
+def _timeline_table(simulation: Simulation, drawn: TimelineChart) -> Table:
+    rows = []
+    for rank, like in drawn.ranks:
+        both = simulation.use(rank)
+        compute, wait, idle = (
+            quantity(sum(getattr(use, f"{what}_seconds") for use in both), "s")
+            for what in ("compute", "exposed", "idle")
+        )
+        sent = sum(sum(use.bytes_by_link.values()) for use in both)
+        peak = simulation.rank_peak_bytes(rank)
+        spent = (compute, wait, idle, quantity(sent, "B"), quantity(peak, "B"))
+        rows.append((str(rank), str(like), *spent))
+    header = ("rank", "ranks like it", "compute", "wait", "idle", "sent", "peak memory")
+    return Table(header, tuple(rows))
+
+
+MOST_CELLS = 256  # a side
+MOST_GROUPS = 2
+MOST_RANKS = 1024  # of larger plans some ranks' cells are shown
+SHOWN_RANKS = 64
+
+
+def assignments(resolved: ResolvedPass) -> tuple[Figure, ...]:
+    """One figure per group of heads, for a few of them."""
+    plan, mask, layouts, *_ = resolved
+    shown = min(plan.num_head_groups, MOST_GROUPS)
+    tables = _tables(plan, shown)
+    if plan.world_size <= MOST_CELLS and not everything_needed(mask, *layouts):
+        needed = np.zeros(tables[0].shape, bool)
+        pairs = np.array(list(table_cells(plan, mask, *layouts)), np.int64).reshape(-1, 2)
+        needed[pairs[:, 0], pairs[:, 1]] = True
+        tables = [np.where(needed, table, -1) for table in tables]
+    return tuple(_assignment(plan, table, group) for group, table in enumerate(tables))
+
+
+def _tables(plan: Plan, groups: int) -> list[np.ndarray]:
+    """int [query shards, KV shards] per head group: the rank that computes the cell, or -1."""
+    n, shape = plan.world_size, [plan.num_shards(side) for side in Side]
+    kind = np.int16 if n < 1 << 15 else np.int32
+    tables = [np.full(shape, -1, kind) for _ in range(groups)]
+    ranks = range(n) if n <= MOST_RANKS else range(0, n, n // SHOWN_RANKS)
+    for rank in ranks:
+        for step in plan.rank_steps(rank):
+            for tile in step.tiles:
+                if tile.heads < groups:
+                    tables[tile.heads][np.ix_(tile.q, tile.kv)] = rank
+    return tables
+
+
+def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
+    """At most so many cells a side, each the first that anybody computes among those it is for."""
+    steps = [-(-size // MOST_CELLS) for size in table.shape]
+    if max(steps) > 1:
+        padded = [-(-size // step) * step for size, step in zip(table.shape, steps, strict=True)]
+        pads = [(0, to - size) for to, size in zip(padded, table.shape, strict=True)]
+        blocks = np.pad(table, pads, constant_values=-1)
+        parts = blocks.reshape(padded[0] // steps[0], steps[0], padded[1] // steps[1], steps[1])
+        table = parts.max(axis=(1, 3))
+    rows, columns = (
+        tuple(range(0, size * step, step)) for size, step in zip(table.shape, steps, strict=True)
+    )
+    return table, rows, columns
+
+
+def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
+    n, groups = plan.world_size, plan.num_head_groups
+    whole = table.shape
+    table, rows, columns = _thinned(table)
+    heads = f", head group {group} of {groups}" if groups > 1 else ""
+    sides = f" {CROSS} ".join(str(size) for size in whole)
+    ranks = f"{len(set(table[table >= 0].tolist()))} of {n}"
+    caption = (
+        f"{sides} cells, one colour per rank ({ranks} ranks compute here). "
+        + ("Wide blocks share keys and values, tall ones queries. " if group == 0 else "")
+        + ("Blank cells are not needed under the mask. " if (table < 0).any() and n <= 256 else "")
+        + ("Each cell stands for several. " if table.shape != whole else "")
+    )
+    title = f"Who computes what{heads}"
+    tiles = Tiles(table, rows, columns)
+    name = f"assignment-{group}"
+    return Figure(name, title, caption.strip(), tiles, _owners(table))
+
+
+def _owners(table: np.ndarray) -> Table | None:
+    """How many cells each rank computes, where the table is not too large to say."""
+    if table.size > MOST_CELLS**2 or not (table >= 0).any():
+        return None
+    ranks, cells = np.unique(table[table >= 0], return_counts=True)
+    rows = zip(map(str, ranks.tolist()), map(str, cells.tolist()), strict=True)
+    return Table(("rank", "cells"), tuple(rows))

@@ -11,7 +11,7 @@ from tilewise.plan.payload import ITEM_BYTES
 from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
-from tilewise.tools.report import assignment, plan_charts, timeline
+from tilewise.tools.report import plan_charts
 from tilewise.tools.report.chart import Figure, Section, Table, count, quantity, short, times
 from tilewise.tools.report.page import Fact, Page
 from tilewise.tools.report.studies import Studies, StudyEntry
@@ -90,11 +90,13 @@ def page_of(subject: Subject) -> Page:
     studies = Studies(subject.work, subject.machine)
     others = studies.compared(subject.plan.world_size)
     found = studies.rescaled(subject.entry, subject.backward_plan)
-    entries = [subject.entry, *others]
+    entries, mine = [subject.entry, *others], subject.entry.simulation
     sections = (
         _choice(subject, entries),
         _assignments(subject),
-        Section("when", "Timeline", figures=(timeline.figure(subject.entry.simulation),)),
+        Section(
+            "when", "Timeline", figures=(plan_charts.timeline_figure(subject.entry.simulation),)
+        ),
         Section("traffic", "Traffic", figures=(plan_charts.bytes_by_link(entries),)),
         Section(
             "elsewhere",
@@ -178,7 +180,7 @@ def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
 
 def _assignments(subject: Subject) -> Section:
     work, plan = subject.work, subject.plan
-    figures: tuple[Figure, ...] = assignment.figures(work.resolve(plan)[0])
+    figures: tuple[Figure, ...] = plan_charts.assignments(work.resolve(plan)[0])
     groups = plan.num_head_groups
     intro = (
         "Rows are shards of queries, columns shards of keys and values: every cell is computed by "
