@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import tilewise as tw
 from tilewise.expressions import read_plan
-from tilewise.tools.calibration.measure import calibrate_here
+from tilewise.tools.calibration.measure import calibrate_here, last
 from tilewise.tools.processes import gather_yields
 
 APART = 1.15
@@ -170,12 +170,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def calibrated() -> tw.Machine:
-    steps = calibrate_here()
-    while True:
-        try:
-            print(f"calibrating: {next(steps)}", file=sys.stderr)
-        except StopIteration as end:
-            return end.value
+    return last(calibrate_here(), lambda what: print(f"calibrating: {what}", file=sys.stderr))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from tilewise.simulation.simulator import simulate
 from tilewise.strategies.ring import ring
 from tilewise.tools.calibration.links import SMALL, Cores, Prober, Usage, available, shared_cores
 from tilewise.tools.calibration.own_work import (
+    CPU,
+    CUDA,
     Overheads,
     SharedClock,
     Sizes,
     kernel_tables,
     overheads,
-    sizes_for,
 )
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.agreement import RECORD_BYTES
@@ -66,20 +67,20 @@ def calibrate(
     Raises:
         ValueError: if the group has one rank, or node_size does not divide it.
     """
-    steps = calibration(group, settings)
-    while True:
-        try:
-            what = next(steps)
-        except StopIteration as end:
-            return end.value
-        if tell:
-            tell(what)
+    return last(calibration(group, settings), tell or (lambda _: None))
 
 
-def calibration(
-    group: Any = None, settings: Settings | None = None
-) -> Generator[str, None, Machine]:
-    """As calibrate, step by step: yields what is measured next, returns the Machine."""
+def last(steps: Iterable[str | Machine], tell: Callable[[str], object]) -> Machine:
+    """The machine that a calibration ends with; what it measures next is told before."""
+    for step in steps:
+        if isinstance(step, Machine):
+            return step
+        tell(step)
+    raise AssertionError("a calibration ends with its machine")
+
+
+def calibration(group: Any = None, settings: Settings | None = None) -> Iterator[str | Machine]:
+    """As calibrate, step by step: yields what is measured next, in the end the Machine."""
     settings, transport = settings or Settings(), transport_for(group)
     n, node_size = transport.world_size, settings.node_size or transport.world_size
     if n < 2:
@@ -103,7 +104,7 @@ def calibration(
         yield "whole calls"
         found = [(one, run_trial(prober, one)) for one in trials(n, settings.dtypes[0])]
         machine = fitted(machine, found) if prober.rank == 0 else machine
-    return read_machine(prober.text(machine.to_toml()), settings.name)
+    yield read_machine(prober.text(machine.to_toml()), settings.name)
 
 
 def _own_work(
@@ -115,7 +116,7 @@ def _own_work(
     """
     busy = available() if clock.device.type == "cpu" else prober.world_size
     measures, tables = prober.rank < busy, []
-    sizes = settings.sizes or sizes_for(clock.device)
+    sizes = settings.sizes or (CUDA if clock.device.type == "cuda" else CPU)
     for dtype in settings.dtypes:
         for head_dim in sizes.head_dims:
             yield f"kernels: {dtype}, head_dim {head_dim}"
@@ -202,8 +203,8 @@ TIMEOUT_SECONDS = 180.0
 
 def calibrate_here(
     world_size: int | None = None, settings: Settings | None = None
-) -> Generator[str, None, Machine]:
-    """Measure this host with processes of its own: yields what comes next, returns the Machine.
+) -> Iterator[str | Machine]:
+    """Measure this host with processes of its own, step by step as calibration.
 
     Args:
         world_size: processes; None: twice as many as the host has cores, 8 at most, so that it
@@ -220,32 +221,12 @@ def calibrate_here(
     if node_size is not None and (node_size < 1 or (node_size < ranks and ranks % node_size)):
         raise ValueError(f"node_size ({node_size}) must divide world_size ({ranks}), or be larger")
     rows = gather_yields(ranks, on_rank, (settings,), timeout_seconds=TIMEOUT_SECONDS)
-    return (yield from measured(rows, settings.name))
+    return (steps[0] for steps in rows)
 
 
-def measured(
-    rows: Iterator[tuple[tuple[bool, str], ...]], name: str
-) -> Generator[str, None, Machine]:
-    """What on_rank yielded on all ranks: yields what comes next, returns the Machine."""
-    found = ""
-    for is_last, text in (row[0] for row in rows):
-        if is_last:
-            found = text
-        else:
-            yield text
-    return read_machine(found, name)
-
-
-def on_rank(rank: int, settings: Settings) -> Iterator[tuple[bool, str]]:
-    """(False, what comes next), and in the end (True, the machine's file)."""
-    steps = calibration(None, settings)
-    while True:
-        try:
-            what = next(steps)
-        except StopIteration as end:
-            yield True, end.value.to_toml()
-            return
-        yield False, what
+def on_rank(rank: int, settings: Settings) -> Iterator[str | Machine]:
+    """calibration in the default group."""
+    return calibration(None, settings)
 
 
 REPEATS = 9

@@ -106,10 +106,6 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
     return tables
 
 
-def sizes_for(device: torch.device) -> Sizes:
-    return CUDA if device.type == "cuda" else CPU
-
-
 class _Bench:
     """Times one kernel on tiles of any size."""
 

@@ -9,21 +9,34 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.engine import EngineSettings, Plan, Started, run_cases
-from tilewise.tools.bench.grid import BenchRun, contenders_of, entered, preset, read_cases
-from tilewise.tools.bench.results import Results
+from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
+from tilewise.tools.bench.grid import (
+    FIELDS,
+    BenchRun,
+    Plan,
+    contenders_of,
+    entered,
+    preset,
+    read_cases,
+)
+from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.cli.options import command_of
-from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+from tilewise.tools.cli.output import (
+    AsJson,
+    counting_bar,
+    ending_on,
+    print_json,
+    refusing_bad_input,
+    table_console,
+)
 from tilewise.tools.lab.site import LabError
+from tilewise.tools.report.bench_cases import ReportCase, cases
 
-PIPED_WIDTH = 120
-INTERRUPTED, NO_LAB = 130, 1
-Row = dict[str, Any]
+INTERRUPTED = 130
 
 
 def follow(plan: Plan, results: Results, settings: EngineSettings) -> list[str]:
@@ -32,10 +45,9 @@ def follow(plan: Plan, results: Results, settings: EngineSettings) -> list[str]:
     if results.num_lost:
         console.print(f"{results.path}: {results.num_lost} incomplete rows dropped")
     total = sum(len(contenders) for _, contenders in plan)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     keys: list[str] = []
     try:
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        with ending_on(LabError), counting_bar() as progress:
             task = progress.add_task("starting", total=total)
             for event in run_cases(plan, results, settings):
                 if isinstance(event, Started):
@@ -50,9 +62,6 @@ def follow(plan: Plan, results: Results, settings: EngineSettings) -> list[str]:
             f"\nstopped; {results.path} has {len(results.rows)} rows. The same command goes on."
         )
         raise typer.Exit(INTERRUPTED) from None
-    except LabError as error:
-        console.print(f"tilewise: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(NO_LAB) from None
     return keys
 
 
@@ -63,23 +72,14 @@ def _title(case: BenchCase) -> str:
 
 def summary(rows: list[Row], path: Path) -> None:
     """The fastest contenders of every case, and how many rows have which outcome."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = table_console()
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in (
-        "mask",
-        "tokens",
-        "ranks",
-        "pass",
-        "fastest, ms",
-        "second",
-        "slowest",
-        "not exact",
-    ):
+    for name in ("mask", "tokens", "ranks", "pass"):
         table.add_column(name, no_wrap=name in ("mask", "pass"))
-    for rows_of_case in _by_case(rows):
-        table.add_row(*_line(rows_of_case))
+    for name in ("fastest, ms", "second", "slowest", "not exact"):
+        table.add_column(name)
+    for case in cases(rows):
+        table.add_row(*_line(case))
     console.print(table)
     counts = Counter(row["outcome"] for row in rows)
     console.print(
@@ -89,20 +89,9 @@ def summary(rows: list[Row], path: Path) -> None:
     )
 
 
-def _by_case(rows: list[Row]) -> list[list[Row]]:
-    fields = ("mask", "seed", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "dtype")
-    fields += ("pass", "world_size", "layout", "device", "network", "hosts", "mbit")
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[field] for field in fields), []).append(row)
-    return list(found.values())
-
-
-def _line(rows: list[Row]) -> list[str]:
-    first = rows[0]
-    ok = sorted((row for row in rows if row["outcome"] == "ok"), key=lambda r: r["median_seconds"])
+def _line(case: ReportCase) -> list[str]:
+    first, ok = case.rows[0], case.done
     named = [f"{row['contender']} {1000 * row['median_seconds']:.3g}" for row in ok]
-    wrong = [row["contender"] for row in ok if not row["is_exact"]]
     return [
         first["mask"],
         str(first["num_tokens"]),
@@ -111,7 +100,7 @@ def _line(rows: list[Row]) -> list[str]:
         named[0] if named else "",
         named[1] if len(named) > 1 else "",
         named[-1] if len(named) > 2 else "",
-        ", ".join(wrong),
+        ", ".join(row["contender"] for row in ok if not row["is_exact"]),
     ]
 
 
@@ -163,20 +152,12 @@ class BenchOptions(NamedTuple):
     as_json: AsJson = False
 
 
-HOSTS = "hosts", "ranks_per_host", "mbit"
-LAB = *HOSTS, "limited"
+LAB = "hosts", "ranks_per_host", "mbit", "limited"
 NOT_OF = {
     "kernels": ("world_size", "tokens_per_rank", "layout", *LAB),
     "strategies": ("device", *LAB),
     "network": ("device", "world_size"),
 }.__getitem__
-LISTS = {
-    "mask": "mask",
-    "contender": "contender",
-    "passes": "pass",
-    **{name: name for name in ("num_tokens", "tokens_per_rank", "world_size", *HOSTS)},
-    **{name: name for name in ("heads", "head_dim", "dtype", "layout", "seed", "device")},
-}.items
 TIMES = "repeats", "warmups", "timeout_seconds"
 
 
@@ -220,7 +201,7 @@ def _run(kind: str, options: BenchOptions) -> BenchRun:
         run = preset(kind, "quick" if options.quick else "standard")
     given = options._asdict()
     times = {name: given[name] for name in TIMES if given[name] is not None}
-    lists = {name: given[option] for option, name in LISTS() if given[option]}
+    lists = {name: given.get("passes" if name == "pass" else name) or () for name in FIELDS}
     if options.limited:
         lists["network"] = ["limited"]
     return replace(run.narrowed(lists), timing=replace(run.timing, **times))

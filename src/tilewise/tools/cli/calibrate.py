@@ -8,11 +8,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tilewise.simulation.machine import Machine
-from tilewise.tools.calibration.measure import Settings, calibrate_here
-from tilewise.tools.cli.output import as_bytes, print_plain, refusing_bad_input
+from tilewise.tools.calibration.measure import Settings, calibrate_here, last
+from tilewise.tools.cli.output import as_bytes, ending_on, print_plain, refusing_bad_input
 from tilewise.tools.processes import RankError
-
-FAILED = 1
 
 
 def calibrate(
@@ -30,11 +28,8 @@ def calibrate(
     with refusing_bad_input():
         if output is not None and not output.parent.is_dir():
             raise ValueError(f"{output.parent} is no folder to write {output.name} to")
-        try:
+        with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
-        except RankError as error:
-            Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
-            raise typer.Exit(FAILED) from None
     if output is None:
         print_plain(machine.to_toml())
         return
@@ -43,15 +38,11 @@ def calibrate(
 
 
 def _measured(world_size: int | None, settings: Settings) -> Machine:
-    steps = calibrate_here(world_size, settings)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting the ranks", total=None)
-        while True:
-            try:
-                progress.update(task, description=next(steps))
-            except StopIteration as end:
-                return end.value
+        steps = calibrate_here(world_size, settings)
+        return last(steps, lambda what: progress.update(task, description=what))
 
 
 def _summary(machine: Machine) -> str:

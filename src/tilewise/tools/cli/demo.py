@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise.compiler.pruning import prune
@@ -13,13 +12,19 @@ from tilewise.expressions import read_plan
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
 from tilewise.strategies.catalog import near_square
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.cli.output import (
+    FAILED,
+    AsJson,
+    as_bytes,
+    counting_bar,
+    ending_on,
+    print_json,
+    refusing_bad_input,
+    table_console,
+)
 from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import TOLERANCE, Demo, DemoRow, cases, run_demo
 from tilewise.tools.processes import RankError
-
-FAILED = 1
-PIPED_WIDTH = 120
 
 
 def demo(
@@ -31,11 +36,8 @@ def demo(
     with refusing_bad_input():
         settings = Demo(world_size, num_tokens).checked()
         cu_seqlens = settings.input()[1]
-    try:
+    with ending_on(RankError, before=""):
         rows = _collect(settings)
-    except RankError as error:
-        Console(stderr=True).print(str(error), markup=False, soft_wrap=True)
-        raise typer.Exit(FAILED) from None
     faults = [row.fault for row in rows if row.fault]
     if as_json:
         heads = {"num_heads": settings.num_heads, "num_kv_heads": settings.num_kv_heads}
@@ -52,9 +54,8 @@ def demo(
 
 def _collect(settings: Demo) -> list[DemoRow]:
     wanted = cases(settings)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     rows: list[DemoRow] = []
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("starting the ranks", total=len(wanted))
         for row in run_demo(settings):
             rows.append(row)
@@ -64,9 +65,7 @@ def _collect(settings: Demo) -> list[DemoRow]:
 
 
 def _report(settings: Demo, num_documents: int, rows: list[DemoRow]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = table_console()
     n = settings.world_size
     console.print(
         f"\n{settings.num_tokens} bytes of Python's standard library, in {num_documents} "

@@ -9,25 +9,30 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise.arguments import LayoutName, dtype_name
 from tilewise.expressions import read_mask, read_plan
-from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
-from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, measured, on_rank
+from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
 from tilewise.tools.cli.options import command_of
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.tools.cli.output import (
+    AsJson,
+    as_bytes,
+    counting_bar,
+    ending_on,
+    print_error,
+    print_json,
+    print_plain,
+    refusing_bad_input,
+    table_console,
+)
 from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
 from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
 from tilewise.tools.processes import RankError
 from tilewise.workload import Workload, volume
 
-FAILED = 1
-PIPED_WIDTH = 120
 HEADS, HEAD_DIM = 16, 32
 
 lab_app = typer.Typer(
@@ -36,12 +41,17 @@ lab_app = typer.Typer(
 )
 
 
+Hosts = Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")]
+RanksPerHost = Annotated[int, typer.Option(help="Processes on each host.")]
+Mbit = Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")]
+
+
 class LabOptions(NamedTuple):
     """What is compared, and on what network."""
 
-    hosts: Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")] = 16
-    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1
-    mbit: Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")] = 50.0
+    hosts: Hosts = 16
+    ranks_per_host: RanksPerHost = 1
+    mbit: Mbit = 50.0
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,7 +81,7 @@ def run(options: LabOptions) -> None:
     with refusing_bad_input():
         lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
         contest = _contest(options)
-    with _reporting_failures(), _network(lab, options.limited) as network:
+    with ending_on(LabError, RankError), _network(lab, options.limited) as network:
         rows = rows_of(contest, _collect(network, contest), network)
     if options.as_json:
         values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
@@ -82,7 +92,7 @@ def run(options: LabOptions) -> None:
 
 def clean_command(as_json: AsJson = False) -> None:
     """Remove what labs whose process was killed have left behind; nothing else."""
-    with _reporting_failures():
+    with ending_on(LabError, RankError):
         removed = clean()
     if as_json:
         print_json(removed)
@@ -91,9 +101,9 @@ def clean_command(as_json: AsJson = False) -> None:
 
 
 def calibrate(
-    hosts: Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")] = 4,
-    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
-    mbit: Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")] = 50.0,
+    hosts: Hosts = 4,
+    ranks_per_host: RanksPerHost = 1,
+    mbit: Mbit = 50.0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A machine file.")] = None,
 ) -> None:
     """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
@@ -102,14 +112,9 @@ def calibrate(
         if lab.world_size < 2:
             raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
     settings = Settings(node_size=ranks_per_host, dtypes=("float32",), name="lab")
-    with _reporting_failures(), lab:
+    with ending_on(LabError, RankError), lab:
         rows = lab.gather_yields(on_rank, settings, timeout_seconds=TIMEOUT_SECONDS)
-        steps = measured(rows, settings.name)
-        try:
-            while True:
-                Console(stderr=True).print(next(steps), markup=False)
-        except StopIteration as end:
-            machine: Machine = end.value
+        machine = last((steps[0] for steps in rows), print_error)
     if output is None:
         print_plain(machine.to_toml())
     else:
@@ -122,15 +127,6 @@ lab_app.command("calibrate")(calibrate)
 
 
 @contextmanager
-def _reporting_failures() -> Iterator[None]:
-    try:
-        yield
-    except (LabError, RankError) as error:
-        Console(stderr=True).print(f"tilewise: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(FAILED) from None
-
-
-@contextmanager
 def _network(lab: Lab, limited: bool) -> Iterator[Lab | Limited]:
     """The lab; where none can be made, a transport that keeps to its speeds, and a word why."""
     network: Lab | Limited = Limited(lab.hosts, lab.ranks_per_host, lab.mbit)
@@ -139,8 +135,7 @@ def _network(lab: Lab, limited: bool) -> Iterator[Lab | Limited]:
             try:
                 network = stack.enter_context(lab)
             except LabError as error:
-                message = f"tilewise: no lab: {error}. Using a rate-limited transport instead."
-                Console(stderr=True).print(message, markup=False, soft_wrap=True)
+                print_error(f"tilewise: no lab: {error}. Using a rate-limited transport instead.")
         yield network
 
 
@@ -175,9 +170,8 @@ def _usual(n: int, heads: int) -> list[str]:
 
 
 def _collect(network: Lab | Limited, contest: Contest) -> list[Lap]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     total = contest.repeats * len(contest.strategies)
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("laps", total=total)
         laps = []
         for lap in compete(network, contest):
@@ -191,9 +185,7 @@ def _as_json(row: ContestRow) -> dict[str, Any]:
 
 
 def _report(options: LabOptions, rows: list[ContestRow]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPED_WIDTH)
+    console = table_console()
     console.print(
         f"\n{options.hosts} hosts x {options.ranks_per_host} ranks, {options.mbit:g} Mbit/s a NIC; "
         f"{rows[0].network}; {'forward and backward' if options.backward else 'forward'}.\n"

@@ -1,7 +1,5 @@
 """tilewise mask: one mask drawn and counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 

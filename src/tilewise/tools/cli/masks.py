@@ -5,14 +5,19 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise import masks as patterns
 from tilewise.plan.payload import head_groups
+from tilewise.tools.bench.grid import read_head_pair
 from tilewise.tools.cli.options import command_of
-from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+from tilewise.tools.cli.output import (
+    AsJson,
+    counting_bar,
+    print_json,
+    refusing_bad_input,
+    table_console,
+)
 from tilewise.tools.mask_report.figures import LAYOUTS, PLANS, MaskCase
 from tilewise.tools.mask_report.table import (
     CORPORA,
@@ -84,16 +89,10 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
     ):
         if not 1 <= value <= most:
             raise ValueError(f"{what} ({value}) must be from 1 to {most}")
-    return [MaskCase(n, n * tokens, *_heads(h), options.head_dim) for n in ranks for h in heads]
-
-
-def _heads(text: str) -> tuple[int, int]:
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"heads ({text!r}) must be query heads : KV heads, as in 32:8")
-    heads = int(parts[0]), int(parts[1])
-    head_groups(*heads, 1)
-    return heads
+    pairs = [read_head_pair(text) for text in heads]
+    for pair in pairs:
+        head_groups(*pair, 1)
+    return [MaskCase(n, n * tokens, *pair, options.head_dim) for n in ranks for pair in pairs]
 
 
 def _patterns(options: MasksOptions, case: MaskCase) -> None:
@@ -106,7 +105,7 @@ def _patterns(options: MasksOptions, case: MaskCase) -> None:
         print_json([_plain(row) for row in rows])
         return
     lines = [joined([row for row in rows if row.mask == name]) for name in patterns.NAMES]
-    console = _console()
+    console = table_console(PIPED_WIDTH)
     console.print(
         f"{case.num_tokens:,} tokens on {case.world_size} ranks, {case.num_heads}:"
         f"{case.num_kv_heads} heads of {case.head_dim}, bf16; {options.seeds} seeds: area, bytes "
@@ -139,7 +138,7 @@ def _documents(options: MasksOptions, cases: list[MaskCase]) -> None:
     if options.as_json:
         print_json([_plain(row) for row in rows])
         return
-    console = _console()
+    console = table_console(PIPED_WIDTH)
     tokens = cases[0].num_tokens // cases[0].world_size
     console.print(
         f"Causal documents, {tokens:,} tokens on every rank, heads of {cases[0].head_dim}, bf16; "
@@ -212,18 +211,12 @@ def _table(first: str, *columns: str) -> Table:
 def _progress(wanted: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
     """The wanted, one after the other, with a bar on the error stream."""
     todo = list(wanted)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    with counting_bar() as progress:
         task = progress.add_task("", total=len(todo))
         for one in todo:
             progress.update(task, description=name(one))
             yield one
             progress.advance(task)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
 def _plain(row: PatternRow | DocumentRow) -> dict:

@@ -6,11 +6,10 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tilewise import arguments
 from tilewise.expressions import MASKS, STRATEGIES, read_mask, read_plan
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.ir import Plan
@@ -85,6 +84,7 @@ PlanText = Annotated[
         "plan wrote."
     ),
 ]
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where only a name is given.")]
 NumTokens = Annotated[
     str, typer.Option(help="Of the whole sequence: 4096, 128K or 1M (in powers of 1024).")
 ]
@@ -111,47 +111,29 @@ Save = Annotated[
 ]
 
 
-class ParsedOptions(NamedTuple):
-    """What the options of both commands say about the workload."""
+def workload_of(options: Any, world_size: int) -> Workload:
+    """What the options of plan and of simulate say about the workload, on a number of ranks.
 
-    num_tokens: str
-    heads: str
-    head_dim: int
-    mask: str
-    layout: arguments.LayoutName | None
-    dtype: arguments.DtypeName
-    wire_dtype: arguments.DtypeName | None
-    save: arguments.Save | None
-
-    def workload(self, world_size: int) -> Workload:
-        """The workload on a number of ranks.
-
-        Raises:
-            ValueError: if an option cannot be read.
-        """
-        num_tokens = read_count("--num-tokens", self.num_tokens)
-        num_heads, num_kv_heads = read_heads(self.heads)
-        mask = read_mask(self.mask)
-        mask.check_tokens(num_tokens)
-        layout = self.layout or default_layout(mask, num_tokens, world_size)
-        if self.save not in (None, "replay", "gathered"):
-            raise ValueError(f"--save ({self.save!r}) must be replay or gathered")
-        return Workload(
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            wire_dtype=self.wire_dtype,
-            mask=mask,
-            layout=layout,
-            save=self.save,
-        )
-
-
-def parse_options(options: Any) -> ParsedOptions:
-    """The workload's part of a command's options."""
-    return ParsedOptions(*(cast(Any, getattr(options, name)) for name in ParsedOptions._fields))
+    Raises:
+        ValueError: if one cannot be read.
+    """
+    num_tokens = read_count("--num-tokens", options.num_tokens)
+    num_heads, num_kv_heads = read_heads(options.heads)
+    mask = read_mask(options.mask)
+    mask.check_tokens(num_tokens)
+    if options.save not in (None, "replay", "gathered"):
+        raise ValueError(f"--save ({options.save!r}) must be replay or gathered")
+    return Workload(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        wire_dtype=options.wire_dtype,
+        mask=mask,
+        layout=options.layout or default_layout(mask, num_tokens, world_size),
+        save=options.save,
+    )
 
 
 def read_plans(text: str, world_size: int | None) -> tuple[Plan, Plan | None]:

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewise.tools.doctor import MissingExtraError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
-BAD_INPUT = 2
+FAILED, BAD_INPUT = 1, 2
+PIPED_WIDTH = 120
 
 
 @contextmanager
@@ -23,9 +25,43 @@ def refusing_bad_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, MissingExtraError) as error:
-        message = " ".join(str(error).split())
-        Console(stderr=True).print(f"tilewise: {message}", markup=False, soft_wrap=True)
+        print_error(f"tilewise: {' '.join(str(error).split())}")
         raise typer.Exit(BAD_INPUT) from None
+
+
+@contextmanager
+def ending_on(*errors: type[Exception], before: str = "tilewise: ") -> Iterator[None]:
+    """End with code 1 and the message on one of these errors."""
+    try:
+        yield
+    except errors as error:
+        print_error(f"{before}{error}")
+        raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def refusing_unwritable() -> Iterator[None]:
+    """Name the file that cannot be written in a ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
+
+
+def print_error(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, soft_wrap=True)
+
+
+def table_console(piped_width: int = PIPED_WIDTH) -> Console:
+    """The terminal; where the output is none, lines of a fixed width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=piped_width)
+
+
+def counting_bar() -> Progress:
+    """What is done of how much, on the error stream."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
 
 
 def print_json(value: Any) -> None:

@@ -22,11 +22,17 @@ from tilewise.tools.cli.options import (
     Save,
     WireDtype,
     command_of,
-    parse_options,
     read_bytes,
     read_machine_option,
+    workload_of,
 )
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.cli.output import (
+    AsJson,
+    as_bytes,
+    print_json,
+    refusing_bad_input,
+    refusing_unwritable,
+)
 
 NARROW = 72  # columns of a terminal under which the table would be cut
 
@@ -59,12 +65,12 @@ def _plan(options: PlanOptions) -> None:
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
-        work = parse_options(options).workload(options.world_size)
+        work = workload_of(options, options.world_size)
         found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
     best, shown = found[0], found[: options.top]
     if options.output is not None:
-        with refusing_bad_input():
-            _write(options.output, best)
+        with refusing_bad_input(), refusing_unwritable():
+            options.output.write_text(best.to_json(), encoding="utf-8")
     if options.as_json:
         print_json(_as_json(best, shown))
     else:
@@ -73,13 +79,6 @@ def _plan(options: PlanOptions) -> None:
 
 _plan.__name__ = "plan"
 plan_command = command_of(PlanOptions, _plan)
-
-
-def _write(path: Path, best: Candidate) -> None:
-    try:
-        path.write_text(best.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:

@@ -1,16 +1,13 @@
 """tilewise report: a page to look at, of a plan file or of a benchmark's rows."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input
+from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input, refusing_unwritable
 from tilewise.tools.doctor import require
-
-if TYPE_CHECKING:
-    from tilewise.tools.report.report import Report
 
 PAGE = ".html"
 
@@ -37,7 +34,8 @@ def report(
         require("plotly", "tilewise report")
         page = files[0].with_suffix(PAGE) if output is None else output
         found = read(files, with_rows=csv is not None)
-        written = _write(found, page, csv)
+        with refusing_unwritable():
+            written = found.write(page) + (found.write_rows(csv) if csv is not None else [])
     if as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
         return
@@ -47,13 +45,3 @@ def report(
         console.print(f"{found.num_lost} {lines} not whole and left out", markup=False)
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
-
-
-def _write(found: "Report", page: Path, csv: Path | None) -> list[Path]:
-    try:
-        written = found.write(page)
-        if csv is not None:
-            written += found.write_rows(csv)
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
-    return written

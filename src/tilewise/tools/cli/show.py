@@ -14,7 +14,7 @@ from tilewise.expressions import MASKS, read_mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
-from tilewise.tools.cli.options import PlanText, read_plans
+from tilewise.tools.cli.options import PlanText, WorldSize, read_plans
 from tilewise.tools.cli.output import AsJson, print_plain, refusing_bad_input
 from tilewise.workload import LAYOUTS
 
@@ -80,9 +80,7 @@ MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 def show(
     strategy: PlanText,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks, where only a name is given.")
-    ] = None,
+    world_size: WorldSize = None,
     mask: Annotated[
         str | None,
         typer.Option(

@@ -20,12 +20,19 @@ from tilewise.tools.cli.options import (
     PlanText,
     Save,
     WireDtype,
+    WorldSize,
     command_of,
-    parse_options,
     read_machine_option,
     read_plans,
+    workload_of,
 )
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, refusing_bad_input
+from tilewise.tools.cli.output import (
+    AsJson,
+    as_bytes,
+    print_json,
+    refusing_bad_input,
+    refusing_unwritable,
+)
 
 
 class SimulateOptions(NamedTuple):
@@ -36,9 +43,7 @@ class SimulateOptions(NamedTuple):
     backward_plan: Annotated[
         str | None, typer.Option(help="Of the backward pass, if it is another.")
     ] = None
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks, where only a name is given.")
-    ] = None
+    world_size: WorldSize = None
     heads: Heads = "32:8"
     head_dim: HeadDim = 128
     mask: MaskText = "causal"
@@ -60,14 +65,11 @@ def _simulate(options: SimulateOptions) -> None:
         plan, other = read_plans(options.plan, options.world_size)
         if options.backward_plan:
             other, _ = read_plans(options.backward_plan, plan.world_size)
-        work = parse_options(options).workload(plan.world_size)
+        work = workload_of(options, plan.world_size)
         found = simulate(plan, work, machine, backward_plan=other)
         if options.trace is not None:
-            try:
+            with refusing_unwritable():
                 found.trace(options.trace)
-            except OSError as error:
-                text = f"{options.trace} cannot be written: {error.strerror}"
-                raise ValueError(text) from None
     if options.as_json:
         print_json(_as_json(found))
         return
