@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.contender import Contender, Prediction
 from tilewise.tools.bench.environment import available_bytes, environment, versions
+from tilewise.tools.bench.grid import Plan
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
-from tilewise.tools.bench.measure import Job
-from tilewise.tools.bench.results import Results
+from tilewise.tools.bench.measure import Job, RankPlacement
+from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
-from tilewise.tools.bench.worlds import Blamed, LabWorld, LocalWorld
+from tilewise.tools.bench.worlds import Blamed, World
 from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.rate_limited import nics
-
-PAYLOAD = 1448 / 1514  # of an Ethernet frame
-Row = dict[str, Any]
-Plan = Sequence[tuple[BenchCase, tuple[Contender, ...]]]
+from tilewise.tools.lab.rate_limited import LINE_SHARE, nics
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,29 @@ def run_cases(plan: Plan, results: Results, settings: EngineSettings) -> Iterato
 
     Cases of one network follow each other, as its processes stay.
     """
-    with _Worlds(settings.timing.timeout_seconds) as worlds:
-        for case, contenders in sorted(plan, key=lambda one: _network_order(one[0])):
+    plan = sorted(plan, key=_network)
+    for _, same in groupby(plan, key=_network):
+        yield from _on_one_network(list(same), results, settings)
+
+
+def _network(entry: tuple[BenchCase, tuple[Contender, ...]]) -> tuple[Any, ...]:
+    return entry[0].world_size, *astuple(entry[0].network)
+
+
+def _on_one_network(
+    plan: Plan, results: Results, settings: EngineSettings
+) -> Iterator[Started | Row]:
+    with ExitStack() as stack:
+        made = _world(plan[0][0], settings.timing.timeout_seconds)
+        world = cache(lambda: stack.enter_context(made))  # a lab is made if a case must run
+        for case, contenders in plan:
             entries = [_entry(case, contender, settings) for contender in contenders]
             todo = [entry for entry in entries if not _is_finished(entry, results, settings)]
             keys = tuple(entry.key for entry in entries)
             yield Started(case, keys, len(entries) - len(todo))
-            for row in _case_rows(todo, worlds, settings):
+            for row in _case_rows(todo, world, settings):
                 results.append(row)
                 yield row
-
-
-def _network_order(case: BenchCase) -> tuple[Any, ...]:
-    network = case.network
-    return case.world_size, network.name, network.hosts, network.mbit
 
 
 def _entry(case: BenchCase, contender: Contender, settings: EngineSettings) -> PlannedRow:
@@ -83,7 +90,9 @@ def _is_finished(entry: PlannedRow, results: Results, settings: EngineSettings) 
     return row is not None and (row["outcome"] == "ok" or not settings.retry)
 
 
-def _case_rows(todo: list[PlannedRow], worlds: _Worlds, settings: EngineSettings) -> Iterator[Row]:
+def _case_rows(
+    todo: list[PlannedRow], world: Callable[[], World], settings: EngineSettings
+) -> Iterator[Row]:
     """The rows of one case: first those that need no run, then the measured ones."""
     if not todo:
         return
@@ -104,7 +113,7 @@ def _case_rows(todo: list[PlannedRow], worlds: _Worlds, settings: EngineSettings
         while ready:
             job = Job(case, settings.timing, tuple(e.contender for e in ready), str(path))
             try:
-                found = worlds.of(case).run(job)
+                found = world().run(job)
             except Blamed as blamed:
                 entry = ready.pop(blamed.contender)
                 yield unfinished_row(entry, blamed.outcome, blamed.message, about)
@@ -135,7 +144,7 @@ def assumed_machine(network: LabNetwork) -> Machine:
     machine = Machine.preset("cpu-gloo")
     if network.name in ("none", "loopback"):
         return machine
-    link = replace(machine.between, bandwidth=network.mbit * 1e6 / 8 * PAYLOAD)
+    link = replace(machine.between, bandwidth=network.mbit * 1e6 / 8 * LINE_SHARE)
     name = f"{machine.name}, {network.mbit:g} Mbit/s"
     return replace(machine, name=name, node_size=network.ranks_per_host, between=link)
 
@@ -147,43 +156,17 @@ def _too_large(wanted: int, free: int, what: str) -> str:
     )
 
 
-class _Worlds:
-    """The processes of one network at a time; those of another replace them."""
-
-    def __init__(self, timeout_seconds: float):
-        self._timeout_seconds = timeout_seconds
-        self._open = ExitStack()
-        self._now: tuple[int, LabNetwork] | None = None
-        self._world: LocalWorld | None = None
-
-    def __enter__(self) -> _Worlds:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.close()
-
-    def of(self, case: BenchCase) -> LocalWorld:
-        """The world that a case runs in."""
-        wanted = case.world_size, case.network
-        if self._world is None or wanted != self._now:
-            self._open.close()
-            self._now, self._world = wanted, self._make(case)
-        return self._world
-
-    def _make(self, case: BenchCase) -> LocalWorld:
-        network = case.network
-        sizes = network.hosts, network.ranks_per_host
-        if network.name != "lab":
-            limits = None
-            if network.name == "limited":
-                limits = self._open.enter_context(nics(*sizes, network.mbit * PAYLOAD))
-            world = LocalWorld(case.world_size, self._timeout_seconds, limits)
-            return self._open.enter_context(world)
-        lab = Lab(*sizes, mbit=network.mbit)
-        self._open.enter_context(lab)
-        return self._open.enter_context(LabWorld(lab, self._timeout_seconds))
+@contextmanager
+def _world(case: BenchCase, timeout_seconds: float) -> Iterator[World]:
+    """The processes of a case's network."""
+    network = case.network
+    sizes = network.hosts, network.ranks_per_host
+    with ExitStack() as stack:
+        place = RankPlacement()
+        if network.name == "lab":
+            lab = stack.enter_context(Lab(*sizes, mbit=network.mbit))
+            place = RankPlacement(site=lab.site)
+        elif network.name == "limited":
+            speeds = stack.enter_context(nics(*sizes, network.mbit * LINE_SHARE))
+            place = RankPlacement(nics=speeds)
+        yield stack.enter_context(World(case.world_size, timeout_seconds, place))

@@ -58,15 +58,14 @@ class BenchRun:
 
     kind: str
     timing: Timing
-    grids: tuple[tuple[tuple[str, Values], ...], ...]
+    grids: tuple[Mapping[str, Values], ...]
 
     def narrowed(self, given: Mapping[str, Sequence[Any]]) -> BenchRun:
-        """With lists in place of all grids' own; grids that become equal are one."""
+        """With lists in place of all grids' own."""
         chosen = {name: tuple(values) for name, values in given.items() if values}
         dropped = {SIZES[name] for name in chosen if name in SIZES}
-        lists = [{**{k: v for k, v in g if k not in dropped}, **chosen} for g in self.grids]
-        grids = dict.fromkeys(tuple(sorted(one.items())) for one in lists)
-        return replace(self, grids=tuple(grids))
+        grids = ({k: v for k, v in grid.items() if k not in dropped} for grid in self.grids)
+        return replace(self, grids=tuple({**grid, **chosen} for grid in grids))
 
     def cases(self) -> Iterator[tuple[BenchCase, tuple[str, ...]]]:
         """Every case once, with the names of its contenders; none named: all there are.
@@ -124,7 +123,7 @@ def _run(table: Mapping[str, Any], where: str, kind: str) -> BenchRun:
     return BenchRun(kind, made, tuple(_grid(grid, where) for grid in grids))
 
 
-def _grid(grid: Mapping[str, Any], where: str) -> tuple[tuple[str, Values], ...]:
+def _grid(grid: Mapping[str, Any], where: str) -> dict[str, Values]:
     _known(grid, FIELDS, f"{where}, grid")
     lists: dict[str, Values] = {}
     for name, values in grid.items():
@@ -135,7 +134,7 @@ def _grid(grid: Mapping[str, Any], where: str) -> tuple[tuple[str, Values], ...]
                 f"{where}, grid: {name} ({list(values)}) must be a list of {FIELDS[name].__name__}"
             )
         lists[name] = values
-    return tuple(sorted(lists.items()))
+    return lists
 
 
 def _known(table: Mapping[str, Any], names: Any, where: str) -> None:
@@ -149,7 +148,7 @@ def _cases(kind: str, lists: dict[str, Values]) -> Iterator[BenchCase]:
     lists = {"mask": masks.NAMES, **lists}
     if kind == "network":
         lists = {"hosts": (4,), "ranks_per_host": (1,), "mbit": (50.0,), **lists}
-    names = sorted(lists, key=lambda name: name != "mask")
+    names = sorted(lists, key=lambda name: (name != "mask", name))
     for values in product(*(lists[name] for name in names)):
         yield _case(kind, dict(zip(names, values, strict=True)))
 
@@ -169,7 +168,7 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
         fields["num_tokens"] = per_rank * fields.get("world_size", 1)
     heads = words.pop("heads", None)
     if heads is not None:
-        fields["num_heads"], fields["num_kv_heads"] = _heads(heads)
+        fields["num_heads"], fields["num_kv_heads"] = read_head_pair(heads)
     if "pass" in words:
         fields["which"] = words.pop("pass")
     unused = [name for name in words if name not in known_fields(BenchCase)]
@@ -180,7 +179,8 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
     return BenchCase(**{**words, **fields})
 
 
-def _heads(text: str) -> tuple[int, int]:
+def read_head_pair(text: str) -> tuple[int, int]:
+    """Query and KV heads, both given."""
     parts = text.split(":")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"heads ({text!r}) must be query heads : KV heads, as in 32:8")

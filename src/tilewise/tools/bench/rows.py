@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
-from typing import Any
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, Timing
 from tilewise.tools.bench.contender import Contender, Prediction
 from tilewise.tools.bench.inputs import NAMES, TOLERANCES
 from tilewise.tools.bench.measure import Figures
-from tilewise.tools.bench.results import FORMAT
+from tilewise.tools.bench.results import FORMAT, Row
 
-Row = dict[str, Any]
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -78,22 +77,13 @@ def _about(entry: PlannedRow) -> Row:
         "contender": entry.contender.name,
         "library": entry.contender.library,
         "library_version": entry.contender.version,
-        "mask": case.mask,
-        "seed": case.seed,
-        "num_tokens": case.num_tokens,
+        **{name: getattr(case, name) for name in ("mask", "seed", "num_tokens")},
         "tokens_per_rank": case.num_tokens / case.world_size,
-        "num_heads": case.num_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim": case.head_dim,
-        "dtype": case.dtype,
+        **{name: getattr(case, name) for name in (*HEADS, "dtype")},
         "pass": case.which,
-        "world_size": case.world_size,
-        "layout": case.layout,
-        "device": case.device,
+        **{name: getattr(case, name) for name in ("world_size", "layout", "device")},
         "network": network.name,
-        "hosts": network.hosts,
-        "ranks_per_host": network.ranks_per_host,
-        "mbit": network.mbit,
+        **{name: getattr(network, name) for name in ("hosts", "ranks_per_host", "mbit")},
         "repeats": timing.repeats,
         "warmups": timing.warmups,
         "plan": prediction.plan,

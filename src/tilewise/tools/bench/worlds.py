@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
-from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.rate_limited import Nics
 from tilewise.tools.processes import RankError, RankFailure, gather_yields
 
 
@@ -23,29 +20,25 @@ class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an err
         self.contender, self.outcome, self.message = contender, outcome, message
 
 
-class LocalWorld:
-    """Ranks on this machine, joined by gloo over loopback. A context: leaving it ends them.
+class World:
+    """Ranks on this machine, joined by gloo. A context: leaving it ends them.
 
     Args:
         timeout_seconds: for each step of a job.
-        nics: speeds that a transport keeps to; None: as fast as it goes.
+        place: loopback, a transport that keeps to NICs' speeds, or the hosts of a lab, which must
+            be there for as long as the world is.
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float, nics: Nics | None = None):
+    def __init__(self, world_size: int, timeout_seconds: float, place: RankPlacement):
         self.world_size, self.timeout_seconds = world_size, timeout_seconds
-        self._place = RankPlacement(nics=nics)
+        self._place = place
         self._senders: list[Connection] = []
         self._answers: Iterator[tuple[Any, ...]] | None = None
 
-    def __enter__(self) -> LocalWorld:
+    def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def run(self, job: Job) -> list[tuple[Figures, ...]]:
@@ -77,13 +70,13 @@ class LocalWorld:
         pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.world_size)]
         self._senders = [sender for _, sender in pairs]
         receivers = [receiver for receiver, _ in pairs]
-        self._answers = self._launch(_serve, receivers)
-
-    def _launch(
-        self, fn: Callable[..., Iterator[Any]], receivers: list[Connection]
-    ) -> Iterator[tuple[Any, ...]]:
-        return gather_yields(
-            self.world_size, fn, (receivers, self._place), timeout_seconds=self.timeout_seconds
+        site = self._place.site
+        self._answers = gather_yields(
+            self.world_size,
+            _serve,
+            (receivers, self._place),
+            timeout_seconds=self.timeout_seconds,
+            settle=site.enter if site else None,
         )
 
     def _stop(self) -> None:
@@ -92,20 +85,6 @@ class LocalWorld:
         answers, self._answers, self._senders = self._answers, None, []
         if answers is not None:
             answers.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
-
-
-class LabWorld(LocalWorld):
-    """Ranks on the hosts of a network lab, which must be there for as long as the world is."""
-
-    def __init__(self, lab: Lab, timeout_seconds: float):
-        super().__init__(lab.world_size, timeout_seconds)
-        self._lab = lab
-
-    def _launch(
-        self, fn: Callable[..., Iterator[Any]], receivers: list[Connection]
-    ) -> Iterator[tuple[Any, ...]]:
-        place = RankPlacement(site=self._lab.site)
-        return self._lab.gather_yields(fn, receivers, place, timeout_seconds=self.timeout_seconds)
 
 
 def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iterator[Any]:

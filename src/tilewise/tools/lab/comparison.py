@@ -18,13 +18,12 @@ from tilewise.expressions import read_plan
 from tilewise.functional import attention
 from tilewise.plan.ir import Plan
 from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.rate_limited import RATE_LIMITED, Nics, RateLimited, nics
+from tilewise.tools.lab.rate_limited import LINE_SHARE, RATE_LIMITED, Nics, RateLimited, nics
 from tilewise.tools.lab.site import Site
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.process_group import DistTransport
 from tilewise.workload import Workload
 
-LINE_SHARE = 1448 / 1514  # of an Ethernet frame that TCP fills is payload
 NAMESPACES = "network namespaces"
 
 # When a rank began and ended a lap; on rank 0 also what each NIC sent meanwhile.

@@ -26,6 +26,7 @@ from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, travelling
 
 RATE_LIMITED = "rate-limited transport"
+LINE_SHARE = 1448 / 1514  # of an Ethernet frame that TCP fills is payload
 CHUNK_BYTES = 16 * 1024  # 2.6 ms at 50 Mbit/s: far below a message, far above a sleep's error
 DEPTH_SECONDS = 0.01  # of each bucket: what a late wake-up may catch up on
 _TAG = 7_417_000

@@ -94,12 +94,7 @@ class Site(NamedTuple):
     def counters(self) -> tuple[NicTraffic, ...]:
         """Of every host, read at the switch; from any process of this machine."""
         ports = inside(self.switch, read_counters)
-        counted = [ports[_port(host)] for host in range(self.hosts)]
-        # What a port receives its host has sent.
-        return tuple(
-            NicTraffic(c.received_bytes, c.sent_bytes, c.received_packets, c.sent_packets)
-            for c in counted
-        )
+        return tuple(ports[_port(host)] for host in range(self.hosts))
 
 
 def missing() -> str | None:
@@ -120,7 +115,7 @@ def missing() -> str | None:
 def build(site: Site) -> None:
     """Make everything; what stands when it raises is demolish's to remove."""
     hosts = range(site.hosts)
-    _ip([f"netns add {name}" for name in site.namespaces])
+    _batch("ip", [f"netns add {name}" for name in site.namespaces])
     switch = ["link add name bridge0 type bridge stp_state 0 mcast_snooping 0"]
     for host in hosts:
         switch += [
@@ -129,12 +124,13 @@ def build(site: Site) -> None:
             f"link set dev {_port(host)} master bridge0 up",
         ]
     inside(site.switch, _silence)
-    _ip([*switch, "link set dev bridge0 up"], site.switch)
-    _tc([_bucket(_port(host), site.mbit) for host in hosts], site.switch)
+    _batch("ip", [*switch, "link set dev bridge0 up"], site.switch)
+    _batch("tc", [_bucket(_port(host), site.mbit) for host in hosts], site.switch)
     for host in hosts:
         name = site.host(host)
         inside(name, _set_up_tcp)
-        _ip(
+        _batch(
+            "ip",
             [
                 "link set dev lo up",
                 f"addr add {_address(host)}/24 dev eth0",
@@ -147,12 +143,12 @@ def build(site: Site) -> None:
             ],
             name,
         )
-        _tc([_bucket("eth0", site.mbit)], name)
+        _batch("tc", [_bucket("eth0", site.mbit)], name)
 
 
 def demolish(namespaces: tuple[str, ...]) -> None:
     """Remove namespaces that were made for a lab, the switch first, and all that is in them."""
-    known = {line.split()[0] for line in _ip(["netns list"]).splitlines() if line}
+    known = {line.split()[0] for line in _batch("ip", ["netns list"]).splitlines() if line}
     for name in namespaces:
         if name not in known:
             continue
@@ -160,8 +156,8 @@ def demolish(namespaces: tuple[str, ...]) -> None:
         links = [
             link for link in inside(name, read_counters) if link.startswith(("port", "bridge"))
         ]
-        _ip([f"link delete dev {link}" for link in links], name)
-        _ip([f"netns delete {name}"])
+        _batch("ip", [f"link delete dev {link}" for link in links], name)
+        _batch("ip", [f"netns delete {name}"])
 
 
 def _set_up_tcp() -> None:
@@ -191,15 +187,8 @@ def _mac(host: int) -> str:
     return f"02:77:00:00:00:{host + 1:02x}"
 
 
-def _ip(lines: list[str], namespace: str | None = None) -> str:
-    return _batch("ip", lines, namespace)
-
-
-def _tc(lines: list[str], namespace: str) -> str:
-    return _batch("tc", lines, namespace)
-
-
-def _batch(command: str, lines: list[str], namespace: str | None) -> str:
+def _batch(command: str, lines: list[str], namespace: str | None = None) -> str:
+    """Run lines of ip or tc, in a namespace."""
     where = ["-n", namespace] if namespace else []
     done = subprocess.run(
         [command, *where, "-batch", "-"],
@@ -217,15 +206,6 @@ FOLDER = Path("/run/netns")  # where `ip netns` keeps them
 _NEW_NETWORK, _NEW_HOSTNAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _Result = TypeVar("_Result")
-
-
-class Counters(NamedTuple):
-    """Bytes and packets of one interface: Ethernet frames, those that TCP left uncut as one."""
-
-    received_bytes: int
-    received_packets: int
-    sent_bytes: int
-    sent_packets: int
 
 
 def inside(name: str, fn: Callable[[], _Result]) -> _Result:
@@ -250,13 +230,14 @@ def become_host(name: str, address: str) -> None:
     _call("prctl", _SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def read_counters() -> dict[str, Counters]:
-    """Of every interface in the calling thread's namespace."""
+def read_counters() -> dict[str, NicTraffic]:
+    """What is at the other end of every interface in the calling thread's namespace."""
     found = {}
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
         interface, _, numbers = line.partition(":")
         values = [int(number) for number in numbers.split()]
-        found[interface.strip()] = Counters(values[0], values[1], values[8], values[9])
+        # What an interface receives the other end has sent.
+        found[interface.strip()] = NicTraffic(values[0], values[8], values[1], values[9])
     return found
 
 

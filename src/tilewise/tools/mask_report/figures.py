@@ -17,7 +17,7 @@ from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
-from tilewise.plan.ir import Plan, RankStep, Role, Rows, Side, Tile
+from tilewise.plan.ir import Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
@@ -55,9 +55,6 @@ def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
     return Moved(tuple(sent), tuple(received), tuple(areas))
 
 
-Holding = dict[tuple[Side, int, int], Rows | None]
-
-
 def report(
     mask: Mask, layout: Layout, plan: Plan, *, ranks: Iterable[int] | None = None
 ) -> tuple[Waste, ...]:
@@ -77,8 +74,7 @@ def report(
 
 def total(rows: Iterable[Waste]) -> Waste:
     """Several ranks' figures as one."""
-    columns = np.array([tuple(row) for row in rows], object).reshape(-1, len(Waste._fields))
-    return Waste(*(int(column.sum()) for column in columns.T))
+    return Waste(*map(sum, zip(Waste(0, 0, 0, 0), *rows, strict=True)))
 
 
 def _of_rank(plan: Plan, rank: int, mask: Mask, layouts: tuple[Layout, Layout]) -> Waste:
@@ -100,7 +96,7 @@ def _computed_tiles(
     plan: Plan, rank: int
 ) -> Iterator[tuple[Tile, tuple[tuple[Rows | None, ...], ...]]]:
     """A rank's tiles in order, each with the rows that it holds of their operands by then."""
-    holding: Holding = {}
+    holding: dict[tuple[Side, int, int], Rows | None] = {}
     for step in plan.rank_steps(rank):
         for tile in step.tiles:
             yield (
@@ -110,13 +106,9 @@ def _computed_tiles(
                     for side, shards in zip(Side, tile[:2], strict=True)
                 ),
             )
-        holding.update(_arrivals(step))
-
-
-def _arrivals(step: RankStep) -> Iterator[tuple[tuple[Side, int, int], Rows | None]]:
-    for hop in step.recvs:
-        if hop.item.role is Role.OPERAND:
-            yield (hop.item.side, hop.item.shard, hop.item.heads), hop.rows
+        for hop in step.recvs:
+            if hop.item.role is Role.OPERAND:
+                holding[hop.item.side, hop.item.shard, hop.item.heads] = hop.rows
 
 
 def _positions(layout: Layout, shards: Sequence[int], held: Sequence[Rows | None]) -> np.ndarray:

@@ -88,29 +88,36 @@ def _text(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def by_contender(rows: Iterable[Row], colours: dict[str, int]) -> dict[str, list[Row]]:
+    """Rows of each contender, in the order of their colours."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: colours[str(row["contender"])]):
+        found.setdefault(str(row["contender"]), []).append(row)
+    return found
+
+
+def _masks(every: list[ReportCase]) -> list[str]:
+    return list(dict.fromkeys(str(dict(case.fields)["mask"]) for case in every))
+
+
 def winners(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figure:
     """How many cases of each mask each contender wins."""
-    masks = list(dict.fromkeys(str(dict(case.fields)["mask"]) for case in every))
-    won: dict[tuple[str, str], list[Row]] = {}
-    for case in every:
-        for row in case.done[:1]:
-            won.setdefault((str(row["contender"]), str(row["mask"])), []).append(row)
-    names = sorted({name for name, _ in won}, key=lambda name: list(colours).index(name))
+    masks = _masks(every)
+    won = by_contender((row for case in every for row in case.done[:1]), colours)
     parts = []
-    for name in names:
-        wins = [len(won.get((name, mask), ())) for mask in masks]
-        notes = tuple(f"{name}<br>{mask}: wins {n}" for mask, n in zip(masks, wins, strict=True))
-        parts.append(Series(name, tuple(masks), tuple(map(float, wins)), notes, colours[name]))
+    for name, rows in won.items():
+        wins = Counter(str(row["mask"]) for row in rows)
+        notes = tuple(f"{name}<br>{mask}: wins {wins[mask]}" for mask in masks)
+        counts = tuple(float(wins[mask]) for mask in masks)
+        parts.append(Series(name, tuple(masks), counts, notes, colours[name]))
     most = max(Counter(str(dict(case.fields)["mask"]) for case in every).values())
     step = max(1, most // 5)
     ticks = tuple((float(place), str(place)) for place in range(0, most + 1, step))
     chart = Chart(Axis("cases won", ticks=ticks), Axis(""), tuple(parts), bars=True)
-    best = max(names, key=lambda name: sum(len(v) for k, v in won.items() if k[0] == name))
-    total = sum(map(len, won.values()))
-    mine = sum(len(v) for k, v in won.items() if k[0] == best)
+    best = max(won, key=lambda name: len(won[name]))
     caption = (
         f"Who is fastest in how many cases (lengths, passes, numbers of ranks) of each mask. "
-        f"{best} wins most: {mine} of {total}."
+        f"{best} wins most: {len(won[best])} of {sum(map(len, won.values()))}."
     )
     rows = row_table(row for case in every for row in case.done[:1])
     return Figure(f"winners-{kind}", f"Winners per mask: {kind}", caption, chart, rows)
@@ -118,14 +125,12 @@ def winners(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figu
 
 def heat_map(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figure:
     """Masks by contenders: how much slower than the fastest, or why there is no figure."""
-    masks = list(dict.fromkeys(str(dict(case.fields)["mask"]) for case in every))
+    masks = _masks(every)
     names = [n for n in colours if any(r.get("contender") == n for c in every for r in c.rows)]
     found = [[_cell(mask, name, every) for name in names] for mask in masks]
     used = sorted({cell[0] for line in found for cell in line if cell[0] >= 0})
     cells = [[used.index(level) if level >= 0 else -1 for level, _, _ in line] for line in found]
     grid = HeatMap(
-        Axis(""),
-        Axis(""),
         tuple(names),
         tuple(masks),
         tuple(LEVELS[level] for level in used),
@@ -174,13 +179,12 @@ def along(field: str, shown: Facet, number: int, colours: dict[str, int]) -> Fig
     places = sorted({int(row[field]) for row in shown.rows})
     what = "tokens" if field == "num_tokens" else "ranks"
     x = Axis(what, log=True, ticks=tuple((place, count(place)) for place in places))
-    by_name: dict[str, dict[int, list[float]]] = {}
-    for row in shown.rows:
-        mine = by_name.setdefault(str(row["contender"]), {})
-        mine.setdefault(int(row[field]), []).append(_figure_of(row))
     parts = []
-    for name in sorted(by_name, key=lambda name: list(colours).index(name)):
-        mine = sorted((place, median(values)) for place, values in by_name[name].items())
+    for name, rows in by_contender(shown.rows, colours).items():
+        figures: dict[int, list[float]] = {}
+        for row in rows:
+            figures.setdefault(int(row[field]), []).append(_figure_of(row))
+        mine = sorted((place, median(values)) for place, values in figures.items())
         notes = tuple(f"{name}<br>{count(p)} {what}: {quantity(v, unit)}" for p, v in mine)
         line = tuple(p for p, _ in mine), tuple(v for _, v in mine)
         parts.append(Series(name, *line, notes, colours[name]))
@@ -217,12 +221,8 @@ def _size(case: ReportCase) -> tuple[int, ...]:
 
 def _points(rows: Iterable[Row], field: str, unit: str, colours: dict[str, int]) -> list[Series]:
     """A series of points per contender: a field and the seconds measured."""
-    by_name: dict[str, list[Row]] = {}
-    for row in rows:
-        by_name.setdefault(str(row["contender"]), []).append(row)
     parts = []
-    for name in sorted(by_name, key=lambda name: list(colours).index(name)):
-        mine = by_name[name]
+    for name, mine in by_contender(rows, colours).items():
         notes = tuple(
             f"{name}<br>{described(row)}<br>{quantity(row[field], unit)}, "
             f"{quantity(row['median_seconds'], 's')} measured"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.tools.bench.results import read_results
+from tilewise.tools.report import bench_charts
 from tilewise.tools.report.bench_cases import (
     Facet,
     ReportCase,
@@ -17,14 +18,6 @@ from tilewise.tools.report.bench_cases import (
     contenders,
     cost,
     facets,
-)
-from tilewise.tools.report.bench_charts import (
-    along,
-    bytes_against_time,
-    heat_map,
-    predictions,
-    row_table,
-    winners,
 )
 from tilewise.tools.report.chart import Figure, Section
 from tilewise.tools.report.longca import read_csv
@@ -93,20 +86,20 @@ def page_of(found: Rows) -> Page:
         _section(
             "support",
             "Supported, slow, failed",
-            [heat_map(kind, mine, colours) for kind, mine in by_kind.items()],
+            [bench_charts.heat_map(kind, mine, colours) for kind, mine in by_kind.items()],
         ),
         _section(
             "scaling",
             "Scaling",
             [
-                along(field, shown, number, colours)
+                bench_charts.along(field, shown, number, colours)
                 for field in ("num_tokens", "world_size")
                 for kind in kinds
                 for number, shown in enumerate(_facets(by_kind[kind], field))
             ],
         ),
-        _section("traffic-section", "Traffic", [bytes_against_time(rows, colours)]),
-        _section("prediction", "Prediction", [predictions(rows, colours)]),
+        _section("traffic-section", "Traffic", [bench_charts.bytes_against_time(rows, colours)]),
+        _section("prediction", "Prediction", [bench_charts.predictions(rows, colours)]),
         _wrong(rows),
         _conditions(rows),
     )
@@ -161,7 +154,9 @@ def _section(name: str, title: str, figures: Iterable[Figure | None]) -> Section
 
 def _winners(by_kind: dict[str, list[ReportCase]], colours: dict[str, int]) -> Section | None:
     won = [(kind, mine) for kind, mine in by_kind.items() if any(case.done for case in mine)]
-    return _section("winners", "Winners", [winners(kind, mine, colours) for kind, mine in won])
+    return _section(
+        "winners", "Winners", [bench_charts.winners(kind, mine, colours) for kind, mine in won]
+    )
 
 
 def _wrong(rows: Sequence[Row]) -> Section | None:
@@ -170,7 +165,7 @@ def _wrong(rows: Sequence[Row]) -> Section | None:
         return None
     names = ("contender", "library", "mask", "pass", "num_tokens", "world_size", *FINDINGS)
     intro = "Compared with fp64 attention on sampled queries: largest error over the tolerance."
-    return Section("wrong", "Wrong results", intro, table=row_table(wrong, names))
+    return Section("wrong", "Wrong results", intro, table=bench_charts.row_table(wrong, names))
 
 
 def _conditions(rows: Sequence[Row]) -> Section:
@@ -184,4 +179,6 @@ def _conditions(rows: Sequence[Row]) -> Section:
         }
     )
     lines.append({"field": "libraries", "value": ", ".join(sources)})
-    return Section("conditions", "Measured on", table=row_table(lines, ("field", "value")))
+    return Section(
+        "conditions", "Measured on", table=bench_charts.row_table(lines, ("field", "value"))
+    )

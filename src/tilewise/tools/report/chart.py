@@ -105,8 +105,6 @@ class HeatMap(NamedTuple):
         notes: per row and column what is said when pointed at.
     """
 
-    x: Axis
-    y: Axis
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     levels: tuple[tuple[str, int], ...]

@@ -242,8 +242,9 @@ def _note(lane: str, names: list[str], busy: float) -> str:
     return f"{what} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
 
 
-def timeline_figure(simulation: Simulation) -> Figure:
-    """The timeline as a timeline_figure that can be zoomed."""
+def timeline_figure(entry: StudyEntry) -> Figure:
+    """The timeline as a figure that can be zoomed."""
+    simulation = entry.simulation
     drawn = timeline(simulation)
     shown, world_size = len(drawn.ranks), simulation.world_size
     alike = len(simulation.forward.ranks)

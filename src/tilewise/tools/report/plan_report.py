@@ -90,13 +90,11 @@ def page_of(subject: Subject) -> Page:
     studies = Studies(subject.work, subject.machine)
     others = studies.compared(subject.plan.world_size)
     found = studies.rescaled(subject.entry, subject.backward_plan)
-    entries, mine = [subject.entry, *others], subject.entry.simulation
+    entries = [subject.entry, *others]
     sections = (
         _choice(subject, entries),
         _assignments(subject),
-        Section(
-            "when", "Timeline", figures=(plan_charts.timeline_figure(subject.entry.simulation),)
-        ),
+        Section("when", "Timeline", figures=(plan_charts.timeline_figure(subject.entry),)),
         Section("traffic", "Traffic", figures=(plan_charts.bytes_by_link(entries),)),
         Section(
             "elsewhere",

@@ -140,7 +140,7 @@ def _bar(series: Series, names: Sequence[str]) -> dict[str, Any]:
 
 def _grid(grid: HeatMap) -> Figure:
     """Coloured cells with words, one trace for each kind of cell."""
-    layout = _layout(grid.x, grid.y)
+    layout = _layout(Axis(""), Axis(""))
     layout["xaxis"] |= {"showgrid": False, "side": "top", "type": "category", "tickangle": -45}
     layout["yaxis"] |= {"showgrid": False, "autorange": "reversed", "type": "category"}
     layout["legend"] |= {"y": -0.02, "yanchor": "top"}

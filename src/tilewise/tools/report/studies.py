@@ -128,12 +128,9 @@ def _hybrids(work: Workload, machine: Machine, n: int) -> Iterator[Plan]:
     fitting = [degree for degree in _degrees(work, n) if 1 < degree <= largest]
     for degree in reversed(fitting[-_tried(n) :]):
         inner = n // degree
-        yield (
-            ulysses(degree, inner=ring(inner))
-            if inner <= 64
-            else ulysses(degree, inner=mesh(inner, q_tile=_tiles(work, inner)[0]))
-        )
-        if 4 <= inner <= 64:
+        if inner <= 64:
+            yield ulysses(degree, inner=ring(inner))
+        if inner >= 4:
             yield ulysses(degree, inner=mesh(inner, q_tile=_tiles(work, inner)[0]))
 
 
