@@ -24,6 +24,7 @@ from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
+from tilewise.tools.bench.inputs import NAMES, dense_truth
 from tilewise.tools.processes import gather_yields
 from tilewise.transport.resolve import transport_for
 from tilewise.workload import Workload, volume
@@ -73,7 +74,6 @@ def pack(texts: Iterable[bytes], num_tokens: int) -> tuple[Array, tuple[int, ...
 
 
 TOLERANCE = 1e-12
-NAMES = ("out", "dq", "dk", "dv")
 
 
 class Demo(NamedTuple):
@@ -214,44 +214,32 @@ def _masks(demo: Demo) -> dict[str, Mask]:
     return {"causal": Causal(), "documents": Causal() & Document(demo.input()[1])}
 
 
-class _Operands(NamedTuple):
-    """fp64 [tokens, heads, head_dim]; the queries are at these positions."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    q_positions: Tensor
-
-    def last_query(self) -> _Operands:
-        """As in decoding: one query, the last token."""
-        return _Operands(self.q[-1:], self.k, self.v, self.dout[-1:], self.q_positions[-1:])
-
-
 def _on_rank(rank: int, demo: Demo) -> Iterator[dict[str, Any]]:
     """Each case's figures on one rank."""
     whole, masks = _embed(demo), _masks(demo)
-    operands = {False: whole, True: whole.last_query()}
+    rows = torch.arange(demo.num_tokens)
     truth = {
-        (name, decoding): _dense(some, mask)
+        (name, decoding): _dense(whole, rows[-1:] if decoding else rows, mask)
         for name, mask in masks.items()
-        for decoding, some in operands.items()
+        for decoding in (False, True)
     }
     for case in cases(demo):
         mask, decoding = masks[case.mask_name], case.plan.replicated_queries
-        results, figures = _measure(case, operands[decoding], mask, rank)
-        pairs = zip(results, truth[case.mask_name, decoding], strict=True)
-        own = [
-            (x, y if decoding and name in ("out", "dq") else case.layout.shard(y, rank))
-            for name, (x, y) in zip(NAMES, pairs, strict=True)
-        ]
-        errors = {name: _error(*pair) for name, pair in zip(NAMES, own, strict=True)}
-        _, again = _measure(case, operands[decoding], mask, rank)
+        results, figures = _measure(case, whole, mask, rank)
+        errors = {}
+        for name, x in zip(NAMES, results, strict=True):
+            y = truth[case.mask_name, decoding][name]
+            is_whole = decoding and name in ("out", "dq")
+            errors[name] = _error(x, y if is_whole else case.layout.shard(y, rank))
+        _, again = _measure(case, whole, mask, rank)
         yield figures | {"errors": errors, "seconds": again["seconds"]}
 
 
-def _embed(demo: Demo) -> _Operands:
-    """Each byte's seeded embedding and a sinusoid of its position, through seeded projections."""
+def _embed(demo: Demo) -> list[Tensor]:
+    """q, k, v, dout [tokens, heads, head_dim] in fp64.
+
+    Each byte's seeded embedding and a sinusoid of its position, through seeded projections.
+    """
     tokens, _ = demo.input()
     make = torch.Generator().manual_seed(demo.seed)
     width = 2 * demo.head_dim
@@ -264,21 +252,20 @@ def _embed(demo: Demo) -> _Operands:
     angles = positions[:, None] * rates
     x = normal(256, width)[tokens] + torch.cat([angles.sin(), angles.cos()], 1)
     heads = demo.num_heads, demo.num_kv_heads, demo.num_kv_heads, demo.num_heads
-    q, k, v, dout = (
+    return [
         (x @ normal(width, h * demo.head_dim) / math.sqrt(width)).unflatten(1, (h, demo.head_dim))
         for h in heads
-    )
-    return _Operands(q, k, v, dout, positions)
+    ]
 
 
 def _measure(
-    case: DemoCase, operands: _Operands, mask: Mask, rank: int
+    case: DemoCase, whole: list[Tensor], mask: Mask, rank: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """out, dq, dk, dv of this rank, and what they took."""
+    """out, dq, dk, dv of this rank, and what they took; decoding, of the last query alone."""
     plan, layout = case.plan, case.layout
-    queries = not plan.replicated_queries
-    q, dout = (layout.shard(x, rank) if queries else x for x in (operands.q, operands.dout))
-    k, v = (layout.shard(x, rank) for x in (operands.k, operands.v))
+    q, k, v, dout = (layout.shard(x, rank) for x in whole)
+    if plan.replicated_queries:
+        q, dout = whole[0][-1:], whole[3][-1:]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     transport = transport_for(None)
     dist.barrier()
@@ -291,25 +278,13 @@ def _measure(
     return (out.detach(), q.grad, k.grad, v.grad), figures | {"seconds": seconds}
 
 
-def _dense(operands: _Operands, mask: Mask) -> list[Tensor]:
-    """out, dq, dk, dv of plain attention; each rank does some KV heads, then all have all."""
-    q, k, v, dout, q_positions = operands
-    allowed = torch.as_tensor(mask.dense(q_positions, torch.arange(len(k))))
-    ratio = q.shape[1] // k.shape[1]
-    whole = [torch.zeros_like(x) for x in (q, q, k, v)]
-    for head in range(dist.get_rank(), k.shape[1], dist.get_world_size()):
-        mine = slice(head * ratio, (head + 1) * ratio)
-        some = (q[:, mine], k[:, head], v[:, head])
-        qs, keys, values = (x.detach().requires_grad_() for x in some)
-        scores = torch.einsum("qhd,kd->hqk", qs, keys) / math.sqrt(q.shape[2])
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-        out = torch.einsum("hqk,kd->qhd", weights, values)
-        grads = torch.autograd.grad(out, (qs, keys, values), dout[:, mine])
-        for total, heads, part in zip(whole, (mine, mine, head, head), (out, *grads), strict=True):
-            total[:, heads] = part.detach()
-    for total in whole:
+def _dense(whole: list[Tensor], rows: Tensor, mask: Mask) -> dict[str, Tensor]:
+    """out, dq, dk, dv of plain attention; each rank does some heads, then all have all."""
+    heads = range(dist.get_rank(), whole[0].shape[1], dist.get_world_size())
+    truth = dense_truth(whole, rows, mask, heads)
+    for total in truth.values():
         dist.all_reduce(total)
-    return whole
+    return truth
 
 
 def _error(x: Tensor, y: Tensor) -> float:

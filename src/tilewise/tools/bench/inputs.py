@@ -7,7 +7,7 @@ messages or memory are spent on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ def write_inputs(case: BenchCase, mask: Mask, truth_pairs: int, path: Path) -> i
     dout = normal(case.num_heads)
     count = max(1, min(case.num_tokens, truth_pairs // case.num_tokens))
     rows = torch.randperm(case.num_tokens, generator=make)[:count].sort().values
-    truth = _truth((q, k, v, dout), rows, mask)
+    truth = dense_truth((q, k, v, dout), rows, mask)
     saved = {"q": q, "k": k, "v": v, "dout": dout, "rows": rows, "truth": truth}
     torch.save(saved, path)
     return count
@@ -100,14 +100,22 @@ def read_inputs(path: Path) -> Inputs:
     return Inputs(**saved)
 
 
-def _truth(whole: tuple[Tensor, ...], rows: Tensor, mask: Mask) -> dict[str, Tensor]:
-    """Dense attention of the sampled queries over all keys, head by head."""
+def dense_truth(
+    whole: Sequence[Tensor], rows: Tensor, mask: Mask, heads: Iterable[int] | None = None
+) -> dict[str, Tensor]:
+    """Dense attention of some queries over all keys in fp64, head by head.
+
+    Args:
+        whole: q, k, v and dout [num_tokens, heads, head_dim].
+        rows: the queries, of which the truth is.
+        heads: query heads that are computed, the share of the others left 0; None: all.
+    """
     q, k, v, dout = whole
     hidden = ~torch.from_numpy(mask.dense(rows.numpy(), range(len(k))))
     scale, ratio = 1 / math.sqrt(q.shape[2]), q.shape[1] // k.shape[1]
     shapes = (len(rows), *q.shape[1:]), (len(rows), *q.shape[1:]), k.shape, v.shape
     truth = {n: torch.zeros(s, dtype=torch.float64) for n, s in zip(NAMES, shapes, strict=True)}
-    for head in range(q.shape[1]):
+    for head in range(q.shape[1]) if heads is None else heads:
         queries, d = q[rows, head].double(), dout[rows, head].double()
         keys, values = k[:, head // ratio].double(), v[:, head // ratio].double()
         scores = (queries @ keys.T * scale).masked_fill_(hidden, -torch.inf)

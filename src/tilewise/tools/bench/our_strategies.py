@@ -43,13 +43,6 @@ class Planned(NamedTuple):
     backward_plan: Plan | None = None
 
 
-def planner_choice(work: Workload, case: BenchCase) -> Planned:
-    """What ContextParallel takes for strategy "auto"."""
-    machine = Machine.preset("h100x8" if case.device == "cuda" else "cpu-gloo")
-    plan, backward = promising(work, machine, case.world_size)
-    return Planned(plan, work.layout_for(case.world_size), None if backward is plan else backward)
-
-
 def from_file(path: str, case: BenchCase) -> Planned:
     """The candidate that tilewise plan wrote.
 
@@ -145,7 +138,11 @@ def _check_factors(name: str, factors: tuple[int, int]) -> None:
 
 
 def _auto(setting: _Setting) -> Planned:
-    return planner_choice(setting.work(setting.layout()), setting.case)
+    """What ContextParallel takes for strategy "auto"."""
+    work = setting.work(setting.layout())
+    machine = Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
+    plan, backward = promising(work, machine, setting.n)
+    return Planned(plan, work.layout_for(setting.n), None if backward is plan else backward)
 
 
 def _hierarchical(setting: _Setting) -> Plan:

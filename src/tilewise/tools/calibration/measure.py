@@ -296,15 +296,10 @@ def _factor(machine: Machine, trial: TimedTrial, seconds: float) -> float:
 
 
 def _overheads_slowed(machine: Machine, times: float) -> Machine:
+    names = (f"{what}_seconds" for what in ("launch", "message", "carry", "agree"))
+    slowed = {name: getattr(machine, name) * times for name in names}
     forward, backward = machine.call_seconds
-    return replace(
-        machine,
-        launch_seconds=machine.launch_seconds * times,
-        message_seconds=machine.message_seconds * times,
-        carry_seconds=machine.carry_seconds * times,
-        agree_seconds=machine.agree_seconds * times,
-        call_seconds=(forward * times, backward * times),
-    )
+    return replace(machine, **slowed, call_seconds=(forward * times, backward * times))
 
 
 def _kernels_slowed(machine: Machine, times: float) -> Machine:

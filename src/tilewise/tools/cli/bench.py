@@ -1,10 +1,9 @@
 """tilewise bench: run the benchmark's cases."""
 
-import inspect
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -153,11 +152,6 @@ class BenchOptions(NamedTuple):
 
 
 LAB = "hosts", "ranks_per_host", "mbit", "limited"
-NOT_OF = {
-    "kernels": ("world_size", "tokens_per_rank", "layout", *LAB),
-    "strategies": ("device", *LAB),
-    "network": ("device", "world_size"),
-}.__getitem__
 TIMES = "repeats", "warmups", "timeout_seconds"
 
 
@@ -218,26 +212,12 @@ def _machine(text: str | None) -> Machine | None:
     return Machine.load(text)
 
 
-def _options_of(kind: str) -> Any:
-    """BenchOptions without what does not belong to a kind of case."""
-    signature, hints = (
-        inspect.signature(BenchOptions),
-        get_type_hints(BenchOptions, include_extras=True),
-    )
-    kept = {n: p for n, p in signature.parameters.items() if n not in NOT_OF(kind)}
-
-    def options(**words: Any) -> BenchOptions:
-        return BenchOptions(**words)
-
-    options.__signature__ = signature.replace(parameters=list(kept.values()))  # pyright: ignore[reportFunctionMemberAccess]
-    options.__annotations__ = {name: hints[name] for name in kept}
-    return options
-
-
 bench_app = typer.Typer(
     help="Measure kernels and strategies, ours and others', into a results file.",
     no_args_is_help=True,
 )
-bench_app.command()(command_of(_options_of("kernels"), kernels))
-bench_app.command()(command_of(_options_of("strategies"), strategies))
-bench_app.command()(command_of(_options_of("network"), network))
+bench_app.command()(
+    command_of(BenchOptions, kernels, ("world_size", "tokens_per_rank", "layout", *LAB))
+)
+bench_app.command()(command_of(BenchOptions, strategies, ("device", *LAB)))
+bench_app.command()(command_of(BenchOptions, network, ("device", "world_size")))

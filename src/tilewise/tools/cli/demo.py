@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewise.compiler.pruning import prune
-from tilewise.expressions import read_plan
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
 from tilewise.strategies.catalog import near_square
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.ring import ring
 from tilewise.tools.cli.output import (
     FAILED,
     AsJson,
@@ -77,20 +78,19 @@ def _report(settings: Demo, num_documents: int, rows: list[DemoRow]) -> None:
         highlight=False,
     )
     console.print(_table(rows))
-    for title, text in (
-        ("A plan is a grid: here the mesh, of which every rank computes a tile", _tiled(n)),
-        ("Pruned by a mask: what is left of the ring under Causal, contiguous", f"ring({n})"),
+    for title, plan in (
+        (
+            "A plan is a grid: here the mesh, of which every rank computes a tile",
+            mesh(n, q_tile=near_square(n)[0]),
+        ),
+        (
+            "Pruned by a mask: what is left of the ring under Causal, contiguous",
+            prune(ring(n), Causal(), contiguous(4 * n, n)),
+        ),
     ):
         console.print(f"\n{title}:\n", style="bold")
-        plan = read_plan(text)
-        if plan.name.startswith("ring"):
-            plan = prune(plan, Causal(), contiguous(4 * n, n))
         draw(plan, console)
     console.print("\nMore: tilewise show --help", highlight=False)
-
-
-def _tiled(n: int) -> str:
-    return f"mesh({n}, q_tile={near_square(n)[0]})"
 
 
 def _table(rows: list[DemoRow]) -> Table:

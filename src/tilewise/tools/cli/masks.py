@@ -32,9 +32,9 @@ from tilewise.tools.mask_report.table import (
 )
 
 PIPED_WIDTH = 130
-PATTERN_RANKS, DOCUMENT_RANKS = (16,), (8, 64)
-PATTERN_TOKENS, DOCUMENT_TOKENS = 4096, 8192
-PATTERN_HEADS, DOCUMENT_HEADS = ("32:32",), ("64:64", "64:8")
+PATTERNS = (16,), 4096, ("32:32",)
+DOCUMENTS = (8, 64), 8192, ("64:64", "64:8")
+"""Numbers of ranks, tokens of each, heads."""
 MOST_RANKS = 512
 T = TypeVar("T")
 
@@ -73,15 +73,13 @@ def masks(options: MasksOptions) -> None:
 
 
 def _cases(options: MasksOptions) -> list[MaskCase]:
-    ranks = (options.world_size,) if options.world_size is not None else None
-    heads = (options.heads,) if options.heads is not None else None
-    tokens = options.tokens_per_rank
-    if options.documents:
-        ranks, heads = ranks or DOCUMENT_RANKS, heads or DOCUMENT_HEADS
-        tokens = DOCUMENT_TOKENS if tokens is None else tokens
-    else:
-        ranks, heads = ranks or PATTERN_RANKS, heads or PATTERN_HEADS
-        tokens = PATTERN_TOKENS if tokens is None else tokens
+    ranks, tokens, heads = DOCUMENTS if options.documents else PATTERNS
+    if options.world_size is not None:
+        ranks = (options.world_size,)
+    if options.tokens_per_rank is not None:
+        tokens = options.tokens_per_rank
+    if options.heads is not None:
+        heads = (options.heads,)
     for what, value, most in (
         ("world_size", max(ranks), MOST_RANKS),
         ("tokens_per_rank", tokens, 1 << 20),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -58,20 +58,25 @@ def read_bytes(what: str, text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
-def command_of(options: Callable[..., Any], run: Callable[[Any], None]) -> Callable[..., None]:
+def command_of(
+    options: Callable[..., Any], run: Callable[[Any], None], without: Collection[str] = ()
+) -> Callable[..., None]:
     """A command that makes a value of its options and runs with it.
 
     Args:
         options: a NamedTuple, annotated as a command's arguments are, in a file without postponed
             annotations.
         run: its name and docstring are the command's.
+        without: options that the command does not have.
     """
 
     def command(**words: Any) -> None:
         run(options(**words))
 
+    signature = inspect.signature(options)
+    kept = [p for name, p in signature.parameters.items() if name not in without]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = inspect.signature(options)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = get_type_hints(options, include_extras=True)
     return command
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewise.tools.doctor import MissingExtraError
+from tilewise.tools.report.chart import quantity
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 FAILED, BAD_INPUT = 1, 2
@@ -76,7 +76,4 @@ def print_plain(text: str) -> None:
 
 def as_bytes(count: float) -> str:
     """A number of bytes as people read it, in powers of 1000."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    power = min(4, int(math.log10(count * 1.0005)) // 3)  # 999.9 kB reads 1 MB
-    return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+    return quantity(round(count), "B")

@@ -35,7 +35,7 @@ def report(
         page = files[0].with_suffix(PAGE) if output is None else output
         found = read(files, with_rows=csv is not None)
         with refusing_unwritable():
-            written = found.write(page) + (found.write_rows(csv) if csv is not None else [])
+            written = found.write(page, csv)
     if as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
         return

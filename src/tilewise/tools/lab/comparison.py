@@ -187,7 +187,11 @@ def run_laps(
 
 def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[ContestRow]:
     """One row per strategy, of the laps of a whole contest on this network."""
-    times, passes = _times(contest, laps), (False, True)[: 1 + contest.backward]
+    times = [
+        tuple(lap.seconds for lap in laps if lap.strategy == number)
+        for number in range(len(contest.strategies))
+    ]
+    passes = (False, True)[: 1 + contest.backward]
     rows: list[ContestRow] = []
     busiest: list[int] = []
     for number, text in enumerate(contest.strategies):
@@ -214,13 +218,6 @@ def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[C
         )
         rows.append(row)
     return rows
-
-
-def _times(contest: Contest, laps: list[Lap]) -> list[tuple[float, ...]]:
-    times: list[list[float]] = [[] for _ in contest.strategies]
-    for lap in laps:
-        times[lap.strategy].append(lap.seconds)
-    return [tuple(one) for one in times]
 
 
 def _operands(rank: int, work: Workload, num_tokens: int, needs_grad: bool) -> list[Tensor]:
@@ -255,16 +252,10 @@ def nic_bytes(
         )
     resolved = work.resolve(plan)[backward]
     plan = resolved.pruned if prune else resolved.plan
-
-    def sent(rank: int) -> int:
-        return sum(
-            resolved.hop_bytes(hop)
-            for step in plan.rank_steps(rank)
-            for hop in step.sends
-            if hop.dst // ranks_per_host != rank // ranks_per_host
-        )
-
-    hosts = range(plan.world_size // ranks_per_host)
-    return tuple(
-        sum(map(sent, range(host * ranks_per_host, (host + 1) * ranks_per_host))) for host in hosts
-    )
+    sent = [0] * (plan.world_size // ranks_per_host)
+    for rank in range(plan.world_size):
+        host = rank // ranks_per_host
+        for hop in (hop for step in plan.rank_steps(rank) for hop in step.sends):
+            if hop.dst // ranks_per_host != host:
+                sent[host] += resolved.hop_bytes(hop)
+    return tuple(sent)

@@ -27,17 +27,15 @@ class Report(NamedTuple):
     rows: Sequence[Row] = ()
     num_lost: int = 0
 
-    def write(self, path: Path) -> list[Path]:
-        """Write the page; give what was written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(written(self.page), encoding="utf-8")
-        return [path]
-
-    def write_rows(self, path: Path) -> list[Path]:
-        """Write the rows as CSV; give what was written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        bench_report.write_csv(self.rows, path)
-        return [path]
+    def write(self, page: Path, csv: Path | None = None) -> list[Path]:
+        """Write the page, and its rows where csv says; give what was written."""
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(written(self.page), encoding="utf-8")
+        if csv is None:
+            return [page]
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        bench_report.write_csv(self.rows, csv)
+        return [page, csv]
 
 
 def read(paths: Sequence[Path], with_rows: bool = False) -> Report:
