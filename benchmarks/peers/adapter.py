@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A peer that is ready for one case on one rank; see tilewise.bench.contender.Running."""
+    """A peer that is ready for one case on one rank; see tilewise.tools.bench.contender.Running."""
 
     layout: Layout
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Prepared:
 
 
 class Adapter:
-    """Base of the contenders; see tilewise.bench.contender.Contender."""
+    """Base of the contenders; see tilewise.tools.bench.contender.Contender."""
 
     library: str
 
