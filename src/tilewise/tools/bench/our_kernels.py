@@ -104,8 +104,8 @@ QUADRATIC = MappingProxyType({"reference": 5, "naive": 5, "sdpa": 2})
 
 
 @dataclass(frozen=True)
-class ProviderKernel:
-    """A kernel of this library, run on a world of one rank."""
+class OurContender:
+    """What all contenders of this library say of themselves."""
 
     name: str
 
@@ -116,6 +116,10 @@ class ProviderKernel:
     @property
     def version(self) -> str:
         return installed("tilewise")
+
+
+class ProviderKernel(OurContender):
+    """A kernel of this library, run on a world of one rank."""
 
     def supports(self, case: BenchCase) -> str | None:
         if case.device == "cuda" and not torch.cuda.is_available():

@@ -28,7 +28,7 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
-from tilewise.tools.bench.environment import installed
+from tilewise.tools.bench.our_kernels import OurContender
 from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.mask_report.figures import report
 from tilewise.transport.resolve import transport_for
@@ -195,20 +195,9 @@ STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
 """What each name means for a case."""
 
 
-@dataclass(frozen=True)
-class Strategy:
+class Strategy(OurContender):
     """A strategy by its name in STRATEGIES, written as a call: "ulysses(2, inner=ring(2))", or the
     file of a candidate: "plan.json"."""
-
-    name: str
-
-    @property
-    def library(self) -> str:
-        return "tilewise"
-
-    @property
-    def version(self) -> str:
-        return installed("tilewise")
 
     def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
         """Its plan and layout.

@@ -60,7 +60,7 @@ class PlanOptions(NamedTuple):
     as_json: AsJson = False
 
 
-def _plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions) -> None:
     """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
     with refusing_bad_input():
         machine = read_machine_option(options.machine)
@@ -77,8 +77,7 @@ def _plan(options: PlanOptions) -> None:
         _print(Console(), best, shown, options.output)
 
 
-_plan.__name__ = "plan"
-plan_command = command_of(PlanOptions, _plan)
+plan_command = command_of(PlanOptions, plan)
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
