@@ -22,7 +22,8 @@ from torch import Tensor
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.torch_cpu import CpuFlash
 from tilewise.masks.base import Window
-from tilewise.tiles.calls import KernelCall, row_index
+from tilewise.plan.row_ranges import row_index
+from tilewise.tiles.calls import KernelCall
 from tilewise.tiles.cover import tile_calls
 
 VERSION = "2.8.3"  # whose calling convention is kept

@@ -120,10 +120,11 @@ def test_cudnn_and_efficient_take_these_arguments_and_yield_these_shapes():
             meta = {"device": "meta", "dtype": torch.bfloat16}
             q, k, v = (torch.empty(2, h, n, 64, **meta) for h, n in ((4, 40), (2, 48), (2, 48)))
             mask = None if mask_rows is None else torch.empty(1, 1, 40, 48, **meta)
-            out, lse = kernel.attend(q, k, v, mask, False, SCALE)
+            cells = torch_sdpa.Cells(mask, False)
+            out, lse = kernel.run_forward(q, k, v, cells, SCALE)
             assert out.shape == q.shape and lse.shape == (2, 4, 40) and lse.dtype == torch.float32
             operands = torch.empty_like(q), q, k, v, torch.empty_like(q)
-            grads = kernel.differentiate(operands, lse, mask, False, SCALE)
+            grads = kernel.run_backward(operands, lse, cells, SCALE)
             assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

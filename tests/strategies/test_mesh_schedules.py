@@ -18,9 +18,8 @@ from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.beam import search
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
+from tilewise.strategies.mesh_schedules.greedy import greedy_beats, least_held, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
-from tilewise.strategies.mesh_schedules.orders import least_held
 
 FORWARD, BACKWARD = ShardWeights(1, 2, 1, 0), ShardWeights(2, 2, 1, 2)
 GQA, GQA_BACKWARD = ShardWeights(1, 0.5, 1, 0), ShardWeights(2, 0.5, 1, 0.5)

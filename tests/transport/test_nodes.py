@@ -7,7 +7,7 @@ from support.bound_passes import Case, on_ranks
 import tilewise as tw
 from tilewise.compiler.program import Launch
 from tilewise.execution.pass_run import PassRun
-from tilewise.transport.nodes import local_world_size, node_size_of
+from tilewise.transport.process_group import local_world_size, node_size_of
 
 
 @pytest.mark.parametrize(

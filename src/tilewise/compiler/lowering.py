@@ -12,8 +12,7 @@ from collections.abc import Callable
 from itertools import groupby
 
 from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
-from tilewise.plan.builder import operand
-from tilewise.plan.gc_pause import gc_paused
+from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
 
 Part = tuple[Side, Role]

@@ -18,7 +18,7 @@ from tilewise.compiler.liveness import Lifetimes
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.executor import execute
 from tilewise.execution.forward_backward import with_unit_stride
-from tilewise.execution.partials import Tensors
+from tilewise.execution.gather import Tensors
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Forward, Frame
@@ -29,8 +29,9 @@ from tilewise.masks.strips import Strips
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Side, Tile
 from tilewise.plan.payload import Payload
+from tilewise.plan.row_ranges import Ranges, count_rows, union
 from tilewise.tiles.call_rows import CallStyle
-from tilewise.tiles.calls import KernelCall, Kind, Ranges, count_rows
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 from tilewise.transport.protocol import Transport
 
@@ -123,19 +124,10 @@ def _of_single_queries(
     asked = np.array([place.stop > place.start for place in places])[:, None]
     seen = (q0 <= at) & (at < q1) & (starts < stops) & asked
     rows = zip(starts.tolist(), stops.tolist(), seen.tolist(), strict=True)
-    ranges = (_joined(zip(*row, strict=True)) for row in rows)
+    ranges = (
+        union((start, stop) for start, stop, seen in zip(*row, strict=True) if seen) for row in rows
+    )
     return [(KernelCall(((0, 1),), found, Kind.FULL),) if found else () for found in ranges]
-
-
-def _joined(intervals: Iterator[tuple[int, int, bool]]) -> Ranges:
-    """The intervals that are seen, which are disjoint; those that touch are joined."""
-    joined: list[tuple[int, int]] = []
-    for start, stop, seen in intervals:
-        if seen and joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        elif seen:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 class DecodingPass:

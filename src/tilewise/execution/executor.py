@@ -19,7 +19,7 @@ from tilewise.transport.protocol import Handle, Message, Transport
 class RankState(Protocol):
     """A rank's values during one pass, as the executor sees them."""
 
-    def departure(self, transfer: Transfer) -> Tensor:
+    def pack_send(self, transfer: Transfer) -> Tensor:
         """The bytes to send; a partial leaves its place."""
         ...
 
@@ -31,11 +31,11 @@ class RankState(Protocol):
         """What departed with a launch has left."""
         ...
 
-    def room(self, transfer: Transfer) -> Tensor:
+    def recv_buffer(self, transfer: Transfer) -> Tensor:
         """Where to receive."""
         ...
 
-    def arrive(self, transfer: Transfer, wire: Tensor) -> None:
+    def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
         """Take in what was received; a partial is merged."""
         ...
 
@@ -76,7 +76,7 @@ def execute(program: Program, work: RankState, transport: Transport) -> None:
             for index in indices:
                 started, hop, room = launched[index]
                 started.wait()
-                work.arrive(hop, room)
+                work.on_receive(hop, room)
             if together:
                 work.left(handle)
             if len(indices) == len(launched):
@@ -104,7 +104,7 @@ def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list
     handle, step, lane, sends, recvs = launch
     arrivals: list[Arrival] = []
     for hop in recvs:
-        room = work.room(hop)
+        room = work.recv_buffer(hop)
         message = Message(room, hop.src, Label(step, hop.item))
         arrivals.append((transport.exchange((), (message,), lane), hop, room))
     if sends:
@@ -115,7 +115,7 @@ def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list
 
 def _launch_together(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post all sends and receives at once."""
-    rooms = [work.room(hop) for hop in launch.recvs]
+    rooms = [work.recv_buffer(hop) for hop in launch.recvs]
     incoming = [
         Message(room, hop.src, Label(launch.step, hop.item))
         for room, hop in zip(rooms, launch.recvs, strict=True)
@@ -127,4 +127,4 @@ def _launch_together(launch: Launch, work: RankState, transport: Transport) -> l
 
 
 def _outgoing(work: RankState, step: int, sends: Sequence[Transfer]) -> list[Message]:
-    return [Message(work.departure(hop), hop.dst, Label(step, hop.item)) for hop in sends]
+    return [Message(work.pack_send(hop), hop.dst, Label(step, hop.item)) for hop in sends]

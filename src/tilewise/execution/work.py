@@ -11,16 +11,24 @@ from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes
 from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
-from tilewise.execution.gather import Binder, BoundCall, Index, TensorPart, gather, pick
+from tilewise.execution.gather import (
+    Binder,
+    BoundCall,
+    Index,
+    PartialGroups,
+    TensorPart,
+    Tensors,
+    gather,
+    pick,
+)
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
-from tilewise.execution.partials import PartialGroups, Tensors
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.payload import Payload
-from tilewise.plan.row_ranges import count
+from tilewise.plan.row_ranges import count_rows
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
 
 
 class PassWork(ABC):
-    """The executor's work; see execute.Work."""
+    """The executor's work; see executor.RankState."""
 
     def __init__(
         self,
@@ -85,7 +93,7 @@ class PassWork(ABC):
         for item in own.keys() & self._arena_of.keys():
             self.operands[item] = self._moved_in(item, own[item])
 
-    def departure(self, transfer: Transfer) -> Tensor:
+    def pack_send(self, transfer: Transfer) -> Tensor:
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
             return self._operand_wire(item, rows)
@@ -107,9 +115,9 @@ class PassWork(ABC):
             lender.give(x)
         return wire
 
-    def room(self, transfer: Transfer) -> Tensor:
+    def recv_buffer(self, transfer: Transfer) -> Tensor:
         item, _, _, rows = transfer
-        num_rows = self._sizes[item.side][item.shard] if rows is None else count(rows, 0)
+        num_rows = self._sizes[item.side][item.shard] if rows is None else count_rows(rows)
         arena = self._arena_of.get(item) if self._arena_of else None
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
@@ -117,7 +125,7 @@ class PassWork(ABC):
         lender = self._operand_lender if item.role is Role.OPERAND else self._lender
         return lender.take((num_rows, self.frame.batch, *shape), torch.uint8)
 
-    def arrive(self, transfer: Transfer, wire: Tensor) -> None:
+    def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
             fields = self._operand_packing[item.side].unpack(wire)

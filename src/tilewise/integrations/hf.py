@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
+from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import (
     check_model,
-    checked_documents,
     documents_of,
-    gathered_documents,
     packs,
     parts,
     read_mask,

@@ -8,15 +8,9 @@ from functools import reduce
 from operator import and_, or_
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tilewise.context_parallel import ContextParallel
-from tilewise.masks import lengths
-from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window, as_ints
-from tilewise.transport.gather_shards import gather_shards
-from tilewise.transport.resolve import transport_for
+from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What models pass on to their attention that says nothing about its result, or is read elsewhere.
@@ -167,64 +161,3 @@ def _refusal(name: str) -> str:
         f"the model asks for the mask function {name}, which tilewise cannot represent; it reads "
         "causal and bidirectional masks, sliding windows and packed documents"
     )
-
-
-CuSeqlens = tuple[int, ...]
-PASS = "pass position_ids=cp.position_ids[None] or what hf.shard returns"
-
-
-def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) -> CuSeqlens:
-    """cu_seqlens that the whole sequence's position ids say: a document starts at each 0.
-
-    Every rank calls it; a world of ranks exchanges the position ids once.
-
-    Args:
-        position_ids: [1 or batch, num_rows], this rank's.
-    Raises:
-        ValueError: the same on every rank.
-    """
-    local = position_ids.expand(batch, -1)[:, : cp.layout.size(cp.rank)]
-    whole = gather_shards(local, cp.layout, transport_for(cp.group), 1).cpu()
-    if (whole != whole[:1]).any():
-        row = int((whole != whole[:1]).any(1).nonzero()[0])
-        raise ValueError(
-            f"rows 0 and {row} of the batch have different position_ids, but one mask serves the "
-            "whole batch; put them into one row as documents, as ShardingCollator does"
-        )
-    _refuse_forgotten(cp, whole[0])
-    ids = whole[0].numpy()
-    jumps = np.flatnonzero(np.diff(ids) != 1) + 1
-    odd = jumps[ids[jumps] != 0]
-    if len(odd):
-        at = int(odd[0])
-        raise ValueError(
-            f"position_ids go from {ids[at - 1]} to {ids[at]} at token {at}, which neither goes on "
-            f"nor starts a document at 0; {PASS}"
-        )
-    return (0, *jumps.tolist(), cp.layout.num_tokens)
-
-
-def checked_documents(cp: ContextParallel, cu_seqlens: Tensor, position_ids: Tensor) -> str | None:
-    """What is wrong with cu_seqlens, or with this rank's position ids beside them; else None."""
-    boundaries = as_ints(cu_seqlens)
-    if (boundaries[0], boundaries[-1]) != (0, cp.layout.num_tokens):
-        return (
-            f"cu_seq_lens_q goes from {boundaries[0]} to {boundaries[-1]}, but must go from 0 to "
-            f"{cp.layout.num_tokens}, the whole sequence's length; do not shard it"
-        )
-    within = lengths.position_ids(boundaries)[cp.layout.rows(cp.rank)]
-    got = position_ids[..., : len(within)].cpu()
-    if any(torch.equal(got, x.expand_as(got)) for x in (torch.from_numpy(within), cp.position_ids)):
-        return None
-    return f"position_ids are not those of this rank's tokens in the documents given; {PASS}"
-
-
-def _refuse_forgotten(cp: ContextParallel, whole: Tensor) -> None:
-    """Without position_ids a model counts its own rows, from 0 on every rank."""
-    sizes = [size for size in cp.layout.sizes if size]
-    counted = cp.layout.unshard([torch.arange(size) for size in cp.layout.sizes])
-    if len(sizes) > 1 and torch.equal(whole, counted):
-        raise ValueError(
-            "position_ids start at 0 on every rank, which is what a model counts when it is given "
-            f"none; {PASS}, and for documents that end where the shards do cu_seq_lens_q too"
-        )

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.masks.strips import expand
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 
@@ -97,7 +98,5 @@ def _slices_mask(call: KernelCall, m: int, n: int) -> Tensor:
 def _intervals(call: KernelCall) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every slice on each of its rows: row, first key, end of keys."""
     q0, q1, lo, lo_slope, hi, hi_slope = np.asarray(call.slices, np.int64).reshape(-1, 6).T
-    count = q1 - q0
-    index = np.repeat(np.arange(len(count)), count)
-    row = np.arange(len(index)) + (q0 - np.cumsum(count) + count)[index]
+    index, row = expand(q0, q1)
     return row, lo[index] + lo_slope[index] * row, hi[index] + hi_slope[index] * row

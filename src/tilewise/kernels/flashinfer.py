@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import Accumulators, Gradients, deliver, no_keys
+from tilewise.kernels.protocol import AsideKernel, Operands
 from tilewise.kernels.torch_flash import cuda_half_only
 from tilewise.tiles.calls import KernelCall, Kind
 
 
-class FlashInfer:
+class FlashInfer(AsideKernel):
     """One launch per sequence; full and causal (bottom-right aligned) calls, others by a mask.
 
     Its lse is in base 2.
@@ -36,17 +37,9 @@ class FlashInfer:
             return f"head_dim ({head_dim}) is none of 64, 128, 256"
         return cuda_half_only(device_type, dtype, head_dim)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not (len(q) and len(k)):
-            return deliver(*no_keys(q), into)
         attend = import_module("flashinfer").single_prefill_with_kv_cache
         allowed = call_mask(call, q.device) if call.kind is Kind.SLICES else None
         outs, lses = [], []
@@ -67,18 +60,7 @@ class FlashInfer:
             unseen = ~allowed.any(1)[:, None, None]
             out = out.masked_fill(unseen[..., None], 0.0)
             lse = lse.masked_fill(unseen, -torch.inf)
-        return deliver(out, lse, into)
+        return out, lse
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-    ) -> Gradients:
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
         raise NotImplementedError("flashinfer has no backward; take another kernel")

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import Same, row_intervals
-from tilewise.kernels.protocol import (
-    Accumulators,
-    Gradients,
-    deliver,
-    deliver_gradients,
-    heads_first,
-    no_gradients,
-    no_keys,
-)
+from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
 from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
@@ -32,7 +24,7 @@ BLOCK = 128  # rows and keys of a block of its mask
 MAX_VARIANTS = 256  # compiled ones: of dtype, head_dim, heads, depth and special sizes
 
 
-class Flex:
+class Flex(AsideKernel):
     """bf16, fp16 and fp32, on CUDA.
 
     Its backward wants its own out and lse, not the whole attention's. With w = exp(lse of the call
@@ -57,44 +49,23 @@ class Flex:
             return f"head_dim ({head_dim}) is under 16"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not (len(q) and len(k)):
-            return deliver(*no_keys(q), into)
         out, lse = _attend((q, k, v), call, scale)
-        return deliver(out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), into)
+        return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-    ) -> Gradients:
-        if not (len(q) and len(k)):
-            return into or no_gradients(q, k, v)
-        operands = [x.detach().requires_grad_() for x in (q, k, v)]
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+        q, k, v, dout, lse, delta = operands
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            own_out, own_lse = _attend(operands, call, scale)
+            own_out, own_lse = _attend(leaves, call, scale)
         lse, delta = lse.permute(1, 2, 0), delta.permute(1, 2, 0)
         weight = torch.exp(own_lse.detach() - lse).masked_fill(own_lse == -torch.inf, 0.0)
         dout = (weight[..., None] * heads_first(dout)).to(q.dtype)
         own_delta = (own_out.detach().float() * dout.float()).sum(-1)
         dlse = own_delta - weight * delta
-        grads = torch.autograd.grad((own_out, own_lse), operands, (dout, dlse))
-        return deliver_gradients(grads, into)
+        return torch.autograd.grad((own_out, own_lse), leaves, (dout, dlse))
 
 
 def _attend(operands: Iterable[Tensor], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:

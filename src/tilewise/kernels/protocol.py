@@ -6,8 +6,9 @@ at the boundary, so that merging, gradients and transports need not know kernels
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -120,11 +121,59 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     return dq, dk, dv
 
 
-def deliver_gradients(grads: Iterable[Tensor], into: Gradients | None) -> Gradients:
-    """Add a call's gradients to the accumulators, if there are any; what `backward` returns."""
-    dq, dk, dv = grads
-    if into is None:
-        return dq, dk, dv
-    for total, grad in zip(into, (dq, dk, dv), strict=True):
-        total += grad
-    return into
+class Operands(NamedTuple):
+    """What `backward` takes of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+class AsideKernel(ABC):
+    """A kernel that computes its results aside, and then merges or adds them to accumulators."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse as `forward` returns them, of at least one row and one key."""
+
+    @abstractmethod
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+        """dq, dk, dv as `backward` returns them, of at least one row and one key."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: KernelCall,
+        scale: float,
+        into: Accumulators | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        found = self.attend(q, k, v, call, scale) if len(q) and len(k) else no_keys(q)
+        return deliver(*found, into)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        call: KernelCall,
+        scale: float,
+        into: Gradients | None = None,
+    ) -> Gradients:
+        if not (len(q) and len(k)):
+            return into or no_gradients(q, k, v)
+        dq, dk, dv = self.differentiate(Operands(q, k, v, dout, lse, delta), call, scale)
+        if into is None:
+            return dq, dk, dv
+        for total, grad in zip(into, (dq, dk, dv), strict=True):
+            total += grad
+        return into

@@ -6,23 +6,17 @@ are right when they agree with it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import (
-    Accumulators,
-    Gradients,
-    accumulator_dtype,
-    deliver,
-    deliver_gradients,
-    no_gradients,
-    no_keys,
-)
+from tilewise.kernels.protocol import AsideKernel, Operands, accumulator_dtype
 from tilewise.tiles.calls import KernelCall, Kind
 
 
-class Reference:
+class Reference(AsideKernel):
     """Plain torch on any device, quadratic in memory; yields fp32 (fp64 for fp64)."""
 
     name = "reference"
@@ -34,48 +28,27 @@ class Reference:
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype {dtype} is not a floating-point type"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
         dtype = accumulator_dtype(q.dtype)
-        if not (len(q) and len(k)):
-            return deliver(*no_keys(q, dtype), into)
         scores = _scores(q.to(dtype), k.to(dtype), call, scale)
         lse = torch.logsumexp(scores, -1)
         out = torch.einsum("bhgmn,nbhd->mbhgd", _weights(scores, lse), v.to(dtype))
-        return deliver(out.flatten(2, 3), lse.permute(3, 0, 1, 2).flatten(2), into)
+        return out.flatten(2, 3), lse.permute(3, 0, 1, 2).flatten(2)
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-    ) -> Gradients:
-        dtype = accumulator_dtype(q.dtype)
-        if not (len(q) and len(k)):
-            return into or no_gradients(q, k, v)
-        q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+        dtype = accumulator_dtype(operands.q.dtype)
+        q, k, v, dout, lse, delta = (x.to(dtype) for x in operands)
         heads = (k.shape[2], -1)
-        lse, delta = (x.to(dtype).unflatten(2, heads).permute(1, 2, 3, 0) for x in (lse, delta))
+        lse, delta = (x.unflatten(2, heads).permute(1, 2, 3, 0) for x in (lse, delta))
         p = _weights(_scores(q, k, call, scale), lse)
         dout = dout.unflatten(2, heads)
         dp = torch.einsum("mbhgd,nbhd->bhgmn", dout, v)
         ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None])) * scale
         dq = torch.einsum("bhgmn,nbhd->mbhgd", ds, k).flatten(2, 3)
         dk = torch.einsum("bhgmn,mbhgd->nbhd", ds, q.unflatten(2, heads))
-        return deliver_gradients((dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)), into)
+        return dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)
 
 
 def _scores(q: Tensor, k: Tensor, call: KernelCall, scale: float) -> Tensor:

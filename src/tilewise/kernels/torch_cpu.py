@@ -6,27 +6,21 @@ so only square calls may use it; masks must be floats; backward asks for out whe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import (
-    Accumulators,
-    Gradients,
-    deliver,
-    deliver_gradients,
-    heads_first,
-    no_gradients,
-    no_keys,
-)
+from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
 from tilewise.tiles.calls import KernelCall
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class CpuFlash:
+class CpuFlash(AsideKernel):
     """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider."""
 
     name = "cpu"
@@ -42,17 +36,9 @@ class CpuFlash:
             return f"dtype {dtype} is none of float64, float32, bfloat16, float16"
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not (len(q) and len(k)):
-            return deliver(*no_keys(q), into)
         q, k, v = map(_widened, (q, k, v))
         mask, unseen = additive_mask(call, q.dtype)
         out, lse = _forward(
@@ -61,22 +47,10 @@ class CpuFlash:
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         if unseen is not None:
             out[unseen], lse[unseen] = 0.0, -torch.inf
-        return deliver(out, lse, into)
+        return out, lse
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-    ) -> Gradients:
-        if not (len(q) and len(k)):
-            return into or no_gradients(q, k, v)
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+        q, k, v, dout, lse, delta = operands
         q, k, v, dout = map(_widened, (q, k, v, dout))
         mask, unseen = additive_mask(call, q.dtype)
         if unseen is not None:
@@ -92,7 +66,7 @@ class CpuFlash:
             attn_mask=mask,
             scale=scale,
         )
-        return deliver_gradients((g.permute(2, 0, 1, 3) for g in grads), into)
+        return (g.permute(2, 0, 1, 3) for g in grads)
 
 
 def _widened(x: Tensor) -> Tensor:

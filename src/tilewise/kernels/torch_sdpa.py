@@ -6,8 +6,10 @@ those small. Their operators are private: tests call them on meta tensors.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +17,7 @@ from torch.nn import functional as F
 
 from tilewise.kernels.call_masks import Same, additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import (
-    Accumulators,
-    Gradients,
-    deliver,
-    deliver_gradients,
-    heads_first,
-    no_gradients,
-    no_keys,
-)
+from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
 from tilewise.kernels.torch_flash import cuda_half_only
 from tilewise.tiles.calls import KernelCall
 
@@ -36,7 +30,14 @@ ALIGNMENT = 16  # of the mask's rows in numbers, as the memory-efficient kernel 
 LSE_ALIGNMENT = 32  # of its lse
 
 
-class _Sdpa(ABC):
+class Cells(NamedTuple):
+    """Which cells of a call count: those of an additive mask, else the causal ones, or all."""
+
+    mask: Tensor | None
+    causal: bool
+
+
+class _Sdpa(AsideKernel):
     """A kernel on [batch, heads, rows, head_dim] that takes global lse, and out for delta."""
 
     square_causal = True
@@ -44,67 +45,40 @@ class _Sdpa(ABC):
     min_keys = 1
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, Tensor]:
         """out and lse [batch, heads, rows]."""
 
     @abstractmethod
-    def differentiate(
-        self,
-        operands: tuple[Tensor, ...],
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv; operands are dout, q, k, v, out."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Accumulators | None = None,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not (len(q) and len(k)):
-            return deliver(*no_keys(q), into)
-        mask, unseen = _mask(Same(call), self.min_keys, q.dtype, q.device)
-        q, k, v = heads_first(q), self._keys(k), self._keys(v)
-        out, lse = self.attend(q, k, v, mask, _is_causal(call, mask), scale)
+        cells, unseen = _cells(call, self.min_keys, q)
+        out, lse = self.run_forward(heads_first(q), self._keys(k), self._keys(v), cells, scale)
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         if unseen is not None:
             out = out.masked_fill(unseen[:, None, None, None], 0.0)
             lse = lse.masked_fill(unseen[:, None, None], -torch.inf)
-        return deliver(out, lse, into)
+        return out, lse
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        call: KernelCall,
-        scale: float,
-        into: Gradients | None = None,
-    ) -> Gradients:
-        if not (len(q) and len(k)):
-            return into or no_gradients(q, k, v)
-        mask, unseen = _mask(Same(call), self.min_keys, q.dtype, q.device)
+    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+        q, k, v, dout, lse, delta = operands
+        cells, unseen = _cells(call, self.min_keys, q)
         if unseen is not None:
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
             nowhere = lse == -torch.inf
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
         dout, out = map(heads_first, out_for_delta(dout, delta))
-        operands = dout, heads_first(q), self._keys(k), self._keys(v), out
-        causal = _is_causal(call, mask)
-        grads = self.differentiate(operands, lse.permute(1, 2, 0), mask, causal, scale)
+        tensors = dout, heads_first(q), self._keys(k), self._keys(v), out
+        grads = self.run_backward(tensors, lse.permute(1, 2, 0), cells, scale)
         dq, dk, dv = (g.permute(2, 0, 1, 3) for g in grads)
-        return deliver_gradients((dq, dk[: len(k)], dv[: len(k)]), into)
+        return dq, dk[: len(k)], dv[: len(k)]
 
     def _keys(self, x: Tensor) -> Tensor:
         """Keys or values heads first, filled up with hidden ones to the fewest that are taken."""
@@ -127,26 +101,21 @@ class CudnnSdpa(_Sdpa):
             return f"head_dim ({head_dim}) is no multiple of 8 up to 128"
         return cuda_half_only(device_type, dtype, head_dim)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _cudnn(q, k, v, mask, True, 0.0, causal, False, scale=scale)
+        out, lse, *_ = _cudnn(q, k, v, cells.mask, True, 0.0, cells.causal, False, scale=scale)
         return out, lse[..., 0]
 
-    def differentiate(
-        self,
-        operands: tuple[Tensor, ...],
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = operands
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
         sizes = q.shape[2], k.shape[2]
         return _cudnn_backward(
-            *(dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, mask),
-            *(None, None, *sizes, 0.0, causal),
+            *(dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, cells.mask),
+            *(None, None, *sizes, 0.0, cells.causal),
             scale=scale,
         )
 
@@ -168,20 +137,16 @@ class EfficientSdpa(_Sdpa):
             return f"head_dim ({head_dim}) is no multiple of {multiple}"
         return None
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    def run_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q) for x in (k, v))
-        out, lse, *_ = _efficient(q, k, v, _expanded(mask, q), True, 0.0, causal, scale=scale)
+        mask = _expanded(cells.mask, q)
+        out, lse, *_ = _efficient(q, k, v, mask, True, 0.0, cells.causal, scale=scale)
         return out, lse[..., : q.shape[2]]
 
-    def differentiate(
-        self,
-        operands: tuple[Tensor, ...],
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, cells: Cells, scale: float
     ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = operands
         wide_k, wide_v = (_repeated(x, q) for x in (k, v))
@@ -189,8 +154,8 @@ class EfficientSdpa(_Sdpa):
         lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf).contiguous()
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
         dq, dk, dv, _ = _efficient_backward(
-            *(dout, q, wide_k, wide_v, _expanded(mask, q), out, lse, unused, unused, 0.0),
-            *([True, True, True, False], causal),
+            *(dout, q, wide_k, wide_v, _expanded(cells.mask, q), out, lse, unused, unused, 0.0),
+            *([True, True, True, False], cells.causal),
             scale=scale,
         )
         shape = k.shape[1], q.shape[1] // k.shape[1]
@@ -205,9 +170,11 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return None if mask is None else mask.expand(*q.shape[:2], -1, -1)
 
 
-def _is_causal(call: KernelCall, mask: Tensor | None) -> bool:
-    """A mask on a causal call only hides a key beside its single one: all else is allowed."""
-    return is_square_causal(call) and mask is None
+def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | None]:
+    """What a call allows, and which rows see no key (None: all see)."""
+    mask, unseen = _mask(Same(call), min_keys, q.dtype, q.device)
+    # a mask on a causal call only hides a key beside its single one: all else is allowed
+    return Cells(mask, is_square_causal(call) and mask is None), unseen
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, zigzag
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.masks.components import components, row_areas
+from tilewise.plan.row_ranges import count_rows, union
 
 Owned = tuple[int, int, int]  # start, stop, rank
 LEVEL = 1.02  # largest over mean area up to which a sequence is just cut in n parts
@@ -128,11 +129,12 @@ def deal(
         quota = num_tokens // n * (rank + 1) + min(rank + 1, num_tokens % n)
         loose = int(slack / 2 * (num_tokens / n)) if rank < n - 1 else 0
         need = (float(total[-1]) - done) / (n - rank)
-        for start, stop in _hand(queue, quota - dealt, need, EVEN * mean, (chunk, loose)):
-            owned.append((start, stop, rank))
-            dealt += stop - start
+        parts = _hand(queue, quota - dealt, need, EVEN * mean, (chunk, loose))
+        owned += [(start, stop, rank) for start, stop in union(parts)]
+        dealt += count_rows(parts)
+        for start, stop in parts:
             done += float(total[stop] - total[start])
-    return _joined(owned)
+    return sorted(owned)
 
 
 def _runs(start: int, stop: int, total: np.ndarray, line: float, least: int) -> list[_Component]:
@@ -190,17 +192,6 @@ def _from(queue: deque[_Component], rows: int, end: int) -> list[tuple[int, int]
         if not len(component):
             queue.pop() if end else queue.popleft()
     return parts
-
-
-def _joined(owned: list[Owned]) -> list[Owned]:
-    """The same ranges ascending, neighbours of one rank as one."""
-    joined: list[Owned] = []
-    for start, stop, rank in sorted(owned):
-        if joined and joined[-1][1:] == (start, rank):
-            joined[-1] = (joined[-1][0], stop, rank)
-        else:
-            joined.append((start, stop, rank))
-    return joined
 
 
 ZIGZAG_LEVEL = 1.03

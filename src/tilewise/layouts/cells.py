@@ -12,9 +12,9 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.area import clipped
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips, expand, overlaps
+from tilewise.plan.ir import Rows
 
 Array = np.ndarray
-Ranges = tuple[tuple[int, int], ...]
 MAX_JOIN = 5_000_000  # strips x runs x runs beyond which rows of striped shards are not told apart
 
 
@@ -27,8 +27,8 @@ class Cell(NamedTuple):
     """
 
     area: int
-    q_rows: Ranges
-    k_rows: Ranges
+    q_rows: Rows
+    k_rows: Rows
 
 
 def cells(mask: Mask, q_layout: Layout, k_layout: Layout) -> dict[tuple[int, int], Cell]:
@@ -114,7 +114,7 @@ def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, found: Cell
     found.area += table.reshape(-1)
 
 
-def _by_pair(pairs: Array, found: list[tuple[Array, Array, Array]]) -> list[Ranges]:
+def _by_pair(pairs: Array, found: list[tuple[Array, Array, Array]]) -> list[Rows]:
     """The ranges of each of the (ascending) pairs."""
     if not len(pairs):
         return []
@@ -296,7 +296,7 @@ def _full_rows(
 
 
 def merged(pair: Array, start: Array, stop: Array) -> tuple[Array, Array, Array]:
-    """Ranges of the same pair that overlap or touch, joined; sorted by pair, then start."""
+    """Rows of the same pair that overlap or touch, joined; sorted by pair, then start."""
     if not len(pair):
         return pair, start, stop
     order = np.lexsort((start, pair))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tilewise.opaque import OpaqueValue
+from tilewise.plan.row_ranges import to_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +58,7 @@ class Layout(OpaqueValue):
 
     def ranges(self, shard: int) -> tuple[tuple[int, int], ...]:
         """A shard's positions as half-open ranges, neighbouring ones joined."""
-        rows = self.rows(shard)
-        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-        return tuple(
-            (int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)
-        )
+        return to_ranges(self.rows(shard))
 
     def positions(self, shard: int) -> torch.Tensor:
         """Global positions of a shard's rows, a LongTensor [num_rows]."""

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tilewise.masks import area as grid
-from tilewise.masks import strips
+from tilewise.masks import area, strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
 
@@ -57,15 +56,15 @@ class Mask(OpaqueValue, ABC):
 
     def area(self, q_range: tuple[int, int], k_range: tuple[int, int]) -> int:
         """Exact number of allowed pairs with q in q_range and k in k_range (half-open)."""
-        return grid.area(self.strips(), q_range, k_range)
+        return area.area(self.strips(), q_range, k_range)
 
     def areas(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
         """`area` of every cell between the edges, int64 [len(q_edges) - 1, len(k_edges) - 1]."""
-        return grid.areas(self.strips(), q_edges, k_edges)
+        return area.areas(self.strips(), q_edges, k_edges)
 
     def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
         """int8 table over the cells between the edges: 0 empty, 1 partial, 2 full; exact."""
-        return grid.coverage(self.strips(), q_edges, k_edges)
+        return area.coverage(self.strips(), q_edges, k_edges)
 
     def __and__(self, other: Mask) -> Mask:
         return self._with(other, And)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
 
@@ -78,3 +80,19 @@ class RankBuilder:
 
 def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
     return tuple(sorted(transfers, key=transfer_order) if len(transfers) > 1 else transfers)
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """No cyclic garbage collection: plans and programs are many tuples and no cycle.
+
+    The collector would search everything that is imported, several times, and find nothing: that
+    took longer than making a program, and a sixth of a search by the planner.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

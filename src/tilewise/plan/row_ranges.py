@@ -1,16 +1,30 @@
-"""Sets of rows as ascending half-open ranges: union, cover, trim. None stands for all rows."""
+"""Rows as half-open ranges: union, cover, count, and the rows themselves.
+
+Sets of rows ascend, and None stands for all rows; ranges in any order stand for rows in that order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+
 from tilewise.plan.ir import Rows
 
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open ranges of rows, in any order."""
 ALL: Rows = ((0, 1 << 40),)
 
 
-def union(*parts: Rows | None) -> Rows:
+def union(*parts: Iterable[tuple[int, int]] | None) -> Rows:
     """The rows in any of the parts, neighbouring ranges joined."""
+    ordered = sorted(chain.from_iterable(ALL if part is None else part for part in parts))
+    if len(ordered) == 1:
+        return tuple(ordered)
     merged: list[tuple[int, int]] = []
-    for start, stop in sorted(r for part in parts for r in (ALL if part is None else part)):
+    for start, stop in ordered:
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
@@ -33,4 +47,26 @@ def whole_or(rows: Rows, size: int) -> Rows | None:
 
 def count(rows: Rows | None, size: int) -> int:
     """Number of rows of a shard of this size."""
-    return size if rows is None else sum(stop - start for start, stop in rows)
+    return size if rows is None else count_rows(rows)
+
+
+def count_rows(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def row_index(ranges: Ranges) -> np.ndarray:
+    """The rows that ranges name, in order, int64: to gather by when ranges are many and short."""
+    edges = np.asarray(ranges, np.int64).reshape(-1, 2)
+    counts = edges[:, 1] - edges[:, 0]
+    first = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(edges[:, 0] - first, counts)
+
+
+def to_ranges(rows: np.ndarray) -> Ranges:
+    """Rows in order as half-open ranges, consecutive runs merged; the inverse of `row_index`."""
+    if rows.size == 0:
+        return ()
+    cuts = np.flatnonzero(np.diff(rows) != 1)
+    starts = rows[np.concatenate([[0], cuts + 1])]
+    stops = rows[np.concatenate([cuts, [rows.size - 1]])] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilewise.arguments import require_type
-from tilewise.plan.gc_pause import gc_paused
+from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
 from tilewise.planning.bounds import least_bytes, least_seconds
 from tilewise.planning.candidate import Candidate, Distances

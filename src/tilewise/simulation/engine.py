@@ -7,13 +7,16 @@ knows neither plans nor payloads, and what happens together is one event.
 from __future__ import annotations
 
 import heapq
+import json
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewise.compiler.program import Compute, wait_label
 from tilewise.simulation.fair_share import CLOSE, FairShare, Route
+from tilewise.simulation.network import LINKS
 from tilewise.simulation.timeline_ops import LOST, HostOp, KernelOp, PricedPrograms, SendOp, WaitOp
 
 
@@ -226,3 +229,38 @@ class EventLoop:
             )
         )
         return Timeline(total, tuple(ranks), tuple(self.spans))
+
+
+LANES = ("compute", "wait", *LINKS)
+
+
+def trace_text(passes: tuple[Timeline, Timeline]) -> str:
+    """Timelines for Chrome's tracing page and Perfetto, a process per rank that was replayed."""
+    events = [*_names(passes), *_events(passes)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"})
+
+
+def _names(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
+    members = {use.rank: use.members for timeline in passes for use in timeline.ranks}
+    for rank, number in sorted(members.items()):
+        name = f"rank {rank}" + f" and {number - 1} like it" * (number > 1)
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+        for lane, what in enumerate(LANES):
+            args = {"name": what}
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": args}
+
+
+def _events(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
+    begin = 0.0
+    for what, timeline in zip(("forward", "backward"), passes, strict=True):
+        for rank, lane, name, start, seconds in timeline.spans:
+            yield {
+                "ph": "X",
+                "name": name or lane,
+                "cat": what,
+                "pid": rank,
+                "tid": LANES.index(lane),
+                "ts": round((begin + start) * 1e6, 6),
+                "dur": round(seconds * 1e6, 6),
+            }
+        begin += timeline.seconds

@@ -21,9 +21,8 @@ from tilewise.compiler.shards import table_cells
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.plan.ir import Plan
 from tilewise.plan.shifts import Symmetry
-from tilewise.simulation.chrome_trace import trace_text
 from tilewise.simulation.costs import PassCosts
-from tilewise.simulation.engine import EventLoop, RankUse, Timeline
+from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.timeline_ops import compile_tracks

@@ -23,7 +23,7 @@ from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import SCHEDULES, mesh
-from tilewise.strategies.mesh_schedules.orders import least_held
+from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.tiled import MHA, tiled, tiled_layout

@@ -18,9 +18,8 @@ from tilewise.arguments import Schedule
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
+from tilewise.strategies.mesh_schedules.greedy import greedy_beats, least_held, stepwise_beats
 from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
-from tilewise.strategies.mesh_schedules.orders import least_held
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 

@@ -13,7 +13,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Rows, Side, Traits, own_shards
-from tilewise.plan.row_ranges import count, whole_or
+from tilewise.plan.row_ranges import count_rows, whole_or
 
 STAGES = 4
 
@@ -36,7 +36,7 @@ def needed(mask: Mask, layout: Layout) -> Plan:
         sources = [(rank + d) % n for d in range(1, n) if (rank, (rank + d) % n) in table]
         for source in sources:
             readers[source].append(rank)
-        stages.append(_dealt(sources, [count(table[rank, s].k_rows, 0) for s in sources]))
+        stages.append(_dealt(sources, [count_rows(table[rank, s].k_rows) for s in sources]))
 
     def rows(reader: int, source: int) -> Rows | None:
         return whole_or(table[reader, source].k_rows, layout.size(source))

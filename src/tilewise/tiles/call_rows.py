@@ -12,7 +12,8 @@ from tilewise.masks.base import Mask
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.tiles.calls import KernelCall, Kind, Ranges, row_index
+from tilewise.plan.row_ranges import Ranges, row_index
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
 Numbers = TypeVar("Numbers")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
+from tilewise.plan.row_ranges import Ranges, count_rows
 
 
 class Kind(Enum):
@@ -77,25 +74,3 @@ class KernelCall(NamedTuple):
     def computed(self) -> int:
         """Pairs that a kernel works on: those of SLICES are its whole rectangle."""
         return self.num_q * self.num_k if self.kind is Kind.SLICES else self.area
-
-
-def count_rows(ranges: Iterable[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
-def row_index(ranges: Ranges) -> np.ndarray:
-    """The rows that ranges name, in order, int64: to gather by when ranges are many and short."""
-    edges = np.asarray(ranges, np.int64).reshape(-1, 2)
-    counts = edges[:, 1] - edges[:, 0]
-    first = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(edges[:, 0] - first, counts)
-
-
-def to_ranges(rows: np.ndarray) -> Ranges:
-    """Rows in order as half-open ranges, consecutive runs merged; the inverse of `row_index`."""
-    if rows.size == 0:
-        return ()
-    cuts = np.flatnonzero(np.diff(rows) != 1)
-    starts = rows[np.concatenate([[0], cuts + 1])]
-    stops = rows[np.concatenate([cuts, [rows.size - 1]])] + 1
-    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))

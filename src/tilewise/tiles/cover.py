@@ -9,9 +9,9 @@ import numpy as np
 
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
-from tilewise.tiles.calls import KernelCall, Kind, Ranges, Slice, count_rows, to_ranges
-from tilewise.tiles.intervals import AllowedCells, region
-from tilewise.tiles.pieces import Piece, cover, group
+from tilewise.plan.row_ranges import Ranges, count_rows, row_index, to_ranges
+from tilewise.tiles.calls import KernelCall, Kind, Slice
+from tilewise.tiles.pieces import AllowedCells, Piece, cover, group, region
 
 MANY_SLICES = 64  # from here on a tile is looked at more closely
 MAX_PAIRS = 1024  # of arithmetic progressions that a tile may be cut into
@@ -109,15 +109,11 @@ def _whole(view: _View) -> tuple[KernelCall, ...]:
 
 def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
     """A piece of sorted index space as a call on memory rows."""
-    q, k = _take(q_rows, piece.q), _take(k_rows, piece.k)
+    q, k = q_rows[row_index(piece.q)], k_rows[row_index(piece.k)]
     if piece.kind is Kind.FULL:  # any order will do: the one with the fewest ranges
         q, k = np.sort(q), np.sort(k)
     slices = tuple(_local(s, piece) for s in piece.slices)
     return KernelCall(to_ranges(q), to_ranges(k), piece.kind, slices)
-
-
-def _take(rows: np.ndarray, ranges: Ranges) -> np.ndarray:
-    return np.concatenate([rows[start:stop] for start, stop in ranges])
 
 
 def _local(s: Slice, piece: Piece) -> Slice:

@@ -1,5 +1,6 @@
 """Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, warm_up
-from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.protocol import Handle, Message, travelling
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
@@ -274,3 +274,30 @@ def nccl_batches(
             seen[message.peer] += 1
             batches.setdefault(number // _NCCL_PAIRS, []).append((is_send, message))
     return [batches[number] for number in sorted(batches)]
+
+
+def local_world_size() -> int | None:
+    """Processes on this node, as torchrun tells each of them; None without torchrun."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def node_size_of(ranks: Sequence[int], local: int | None) -> int | None:
+    """Neighbours in a group that share a node, if that sets some of its ranks apart from others.
+
+    Args:
+        ranks: of the group, as numbered in the world.
+        local: processes of every node; None: not known.
+    Returns:
+        None if it is not known, if all share one node, if none share one, or if nodes do not hold
+        equally many neighbours.
+    """
+    if local is None or not ranks:
+        return None
+    nodes = [rank // local for rank in ranks]
+    size = next((i for i, node in enumerate(nodes) if node != nodes[0]), len(nodes))
+    blocks = [nodes[i : i + size] for i in range(0, len(nodes), size)]
+    alike = all(len(set(block)) == 1 and len(block) == size for block in blocks)
+    if not alike or len({block[0] for block in blocks}) != len(blocks):
+        return None
+    return size if 1 < size < len(ranks) else None

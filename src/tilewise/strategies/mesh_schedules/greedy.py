@@ -1,23 +1,35 @@
-"""Greedy schedules of a mesh tile: step by step, as the Mesh-Attention paper has them."""
+"""Greedy schedules of a mesh tile: the paper's, and the best of many that are tried.
+
+Shards arrive and partials leave in an order, with all shards held or few.
+A rank that holds all its shards receives first and sends afterwards. One that may hold fewer keeps
+all shards of one side and lets those of the other pass through: each leaves once its blocks are
+done, before another comes. No shard of either side can be let go before all of the other have been
+there, so nothing below one whole side, the rank's own two and the two that pass can be enough.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice, product
 from math import inf
+from typing import NamedTuple
 
 from tilewise.strategies.mesh_schedules.beam import search
-from tilewise.strategies.mesh_schedules.list_scheduling import Pace, Pacer
 from tilewise.strategies.mesh_schedules.model import (
     Block,
+    Line,
+    Move,
+    Need,
+    Order,
+    Port,
     ShardWeights,
     TileStep,
     moved,
     rectangles,
     seconds_of,
 )
-from tilewise.strategies.mesh_schedules.orders import orders
 
 
 def stepwise_beats(rows: int, columns: int, order: str, costs: ShardWeights) -> list[TileStep]:
@@ -55,6 +67,206 @@ def _unlocked(x: int, y: int, q: int, kv: int) -> Iterator[Block]:
         yield from ((q, c) for c in range(y))
     if kv:
         yield from ((k, kv) for k in range(x))
+
+
+NEVER = 1 << 60
+
+
+class Pace(NamedTuple):
+    """How a rank spends its time.
+
+    Args:
+        block: seconds of a block, where one of Costs is one second of the port.
+        early: post the next message when the last one ends within so many blocks.
+        patience: rather wait up to so many blocks than compute while the port idles.
+    """
+
+    block: float
+    early: float = 0.0
+    patience: float = 0.0
+
+
+class Pacer:
+    """List scheduling: writes the steps of one order at one pace, in one pass, for any tile.
+
+    Blocks that the next moves need come first.
+    """
+
+    def __init__(self, rows: int, columns: int, order: Order, costs: ShardWeights, pace: Pace):
+        self.costs, self.pace = costs, pace
+        self.moves = [*reversed(order.receives)], [*reversed(order.sends)]
+        self.port, self.shape = Port(), (rows, columns)
+        self.left = [columns] * rows, [rows] * columns
+        self.due: tuple[list[int], ...] = ([NEVER] * rows, [NEVER] * columns)
+        for place, (_, line) in reversed([*enumerate((*order.receives, *order.sends))]):
+            if line is not None:
+                self.due[line[0]][line[1]] = place
+        self.here: tuple[list[int], ...] = ([0], [0])
+        self.ready: list[tuple[int, bool, int, int, float]] = []
+        self._unlock([(0, 0)])
+        self.began = 0.0  # when the last run of blocks did, which takes only what was there
+        self.steps: list[tuple[list[list[Block]], list[int]]] = [([], [0, 0, 0, 0])]
+
+    def beats(self) -> list[TileStep]:
+        blocks = self.shape[0] * self.shape[1]
+        while blocks or self.moves[0] or self.moves[1]:
+            if any(self._post(moves) for moves in self.moves):
+                continue
+            if self.ready and not any(self._rather_waits(moves) for moves in self.moves):
+                self._compute()
+                blocks -= 1
+            else:
+                self.port.advance(self.port.next_end())
+            self._take_in()
+        return [
+            TileStep(tuple(t for run in runs for t in rectangles(run)), *moves)
+            for runs, moves in self.steps
+        ]
+
+    def _begin_step(self) -> None:
+        self.steps.append(([], [0, 0, 0, 0]))
+
+    def _possible(self, moves: list[Need]) -> bool:
+        if not moves:
+            return False
+        line = moves[-1][1]
+        return line is None or not self.left[line[0]][line[1]]
+
+    def _post(self, moves: list[Need]) -> bool:
+        if not self._possible(moves):
+            return False
+        kind, index = moves[-1][0]
+        left = self.port.left()
+        if self.port.queues[kind % 2] or (left and left >= self.pace.block * self.pace.early):
+            return False
+        if self.steps[-1][0] or self.steps[-1][1][kind]:
+            self._begin_step()
+        self.steps[-1][1][kind] = index
+        self.port.post((kind, index), self.costs[kind])
+        self._take_in()
+        moves.pop()
+        return True
+
+    def _rather_waits(self, moves: list[Need]) -> bool:
+        """Whether a message follows soon on the same way, so that posting it waits."""
+        if not self._possible(moves):
+            return False
+        soon = self.port.left() <= self.pace.block * self.pace.patience
+        return bool(soon and self.port.queues[moves[-1][0][0] % 2])
+
+    def _compute(self) -> None:
+        _, _, k, c, unlocked = heapq.heappop(self.ready)
+        if self.steps[-1][1][0] == k > 0 or self.steps[-1][1][1] == c > 0:
+            self._begin_step()  # arrivals count from the next step
+        runs = self.steps[-1][0]
+        if not runs or unlocked > self.began:
+            runs.append([])
+            self.began = self.port.now
+        runs[-1].append((k, c))
+        self.left[0][k] -= 1
+        self.left[1][c] -= 1
+        self.port.advance(self.pace.block)
+
+    def _take_in(self) -> None:
+        for kind, index in self.port.arrived:
+            if kind < 2:
+                others = self.here[1 - kind]
+                self._unlock((o, index) if kind else (index, o) for o in others)
+                self.here[kind].append(index)
+        self.port.arrived.clear()
+
+    def _unlock(self, blocks: Iterable[Block]) -> None:
+        for k, c in blocks:
+            due = min(self.due[0][k], self.due[1][c])
+            heapq.heappush(self.ready, (due, k == 0, k, c, self.port.now))
+
+
+KV_PRIORITY_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
+"""How dear a KV shard's arrival is taken to be, beside its bytes; the likeliest first."""
+
+
+def least_held(rows: int, columns: int) -> int:
+    """The fewest query and KV shards, own ones and those arriving included, that a rank can hold.
+
+    All of one side, the rank's own of the other, and two: one leaves while the next arrives.
+    """
+    return min(rows + min(columns, 3), columns + min(rows, 3))
+
+
+def orders(
+    rows: int, columns: int, costs: ShardWeights, held: int | None = None
+) -> Iterator[Order]:
+    """Orders to try, the likeliest first; none holds more than so many shards."""
+    if held is None or held >= rows + columns:
+        for receives in _receives(rows, columns, costs):
+            sends = _sends((rows, columns), costs)
+            yield Order(tuple((move, None) for move in receives), sends)
+        return
+    room = {1: held - rows - 1, 0: held - columns - 1}
+    for leaning in range(len(KV_PRIORITY_FACTORS)):
+        for side, slots in room.items():
+            if slots >= min((rows, columns)[side] - 1, 2):
+                order = _passing((rows, columns), costs, side, slots, leaning)
+                if order is not None:
+                    yield order
+
+
+def _passing(
+    shape: tuple[int, int], costs: ShardWeights, side: int, slots: int, leaning: int
+) -> Order | None:
+    """All of the other side stay; of this one, as many as there are slots beside the own."""
+    length = shape[side]
+    slots = min(slots, length - 1)
+    first = (slots + 1, shape[1]) if side == 0 else (shape[0], slots + 1)
+    paths = _receives(*first, costs)
+    if leaning >= len(paths):
+        return None
+    receives: list[Need] = [(move, None) for move in paths[leaning]]
+    receives += [((side, index), (side, index - slots)) for index in range(slots + 1, length)]
+    gone = length - 1 - slots
+    passed = [_send(side, index) for index in range(1, gone + 1) if costs[2 + side]]
+    rest = [
+        _send(move[0] - 2, move[1] + gone * (line is not None and line[0] == side))
+        for move, line in _sends(first, costs)
+    ]
+    return Order(tuple(receives), (*passed, *rest))
+
+
+def _send(side: int, index: int) -> Need:
+    line: Line = (side, index)
+    return (2 + side, index), line
+
+
+def _receives(rows: int, columns: int, costs: ShardWeights) -> list[list[Move]]:
+    """Different ways to receive everything, the likeliest first."""
+    ways = {tuple(_grown(rows, columns, costs.q, costs.kv * x)): None for x in KV_PRIORITY_FACTORS}
+    return [list(way) for way in ways]
+
+
+def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
+    """Grow the rectangle of what is there by whatever unlocks most blocks per cost."""
+    x = y = 1
+    while x < rows or y < columns:
+        if y < columns and (x == rows or x * q >= y * kv):
+            yield 1, y
+            y += 1
+        else:
+            yield 0, x
+            x += 1
+
+
+def _sends(shape: tuple[int, int], costs: ShardWeights) -> tuple[Need, ...]:
+    """Partials by local index; of two sides, receiving them in time reversed."""
+    if costs.q_partial and costs.kv_partial:
+        sides = [side for side, _ in _grown(*shape, costs.q_partial, costs.kv_partial)][::-1]
+    else:
+        sides = [s for s in (0, 1) if costs[2 + s] for _ in range(shape[s] - 1)]
+    sent = [0, 0]
+    needs = []
+    for side in sides:
+        sent[side] += 1
+        needs.append(_send(side, sent[side]))
+    return tuple(needs)
 
 
 Beats = tuple[TileStep, ...]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.strategies.tiling.guillotine import Prices
-from tilewise.strategies.tiling.regions import PlacedRegion
+from tilewise.strategies.tiling.regions import PlacedRegion, Prices
 
 
 class Segment(NamedTuple):

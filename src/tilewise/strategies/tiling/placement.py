@@ -15,10 +15,20 @@ import numpy as np
 from tilewise.layouts.balanced import deal
 from tilewise.masks.base import Mask
 from tilewise.masks.components import documents
-from tilewise.strategies.tiling.guillotine import Cut, Prices, TooSmallError, apply, search
 from tilewise.strategies.tiling.ownership import Owned, Reading, own, readings
 from tilewise.strategies.tiling.packing import Share, divide, level, own_rows_apart
-from tilewise.strategies.tiling.regions import PlacedRegion, Region, RegionTable, Triangle, tables
+from tilewise.strategies.tiling.regions import (
+    Cut,
+    PlacedRegion,
+    Prices,
+    Region,
+    RegionTable,
+    TooSmallError,
+    Triangle,
+    apply,
+    search,
+    tables,
+)
 from tilewise.strategies.tiling.routing import LSE, RowReaders, received
 
 Array = np.ndarray

@@ -20,9 +20,10 @@ from tilewise.kernels.registry import PROVIDERS
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import ITEM_BYTES
+from tilewise.plan.row_ranges import Ranges, row_index
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
-from tilewise.tiles.calls import KernelCall, Kind, Ranges, row_index
+from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic

@@ -19,10 +19,11 @@ from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
 from tilewise.plan.ir import Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
+from tilewise.plan.row_ranges import row_index
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
-from tilewise.tiles.calls import KernelCall, row_index
+from tilewise.tiles.calls import KernelCall
 from tilewise.tiles.cover import tile_calls
 from tilewise.workload import Workload
 
