@@ -1,7 +1,5 @@
 """Arguments of public calls: words that they take, and values of a wrong kind, refused alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar, cast

@@ -3,8 +3,6 @@
 mesh(16, q_tile=4)      ulysses(2, inner=ring(4))      causal & window(1023, 0)
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

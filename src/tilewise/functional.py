@@ -1,7 +1,5 @@
 """tw.attention: one call for every strategy, mask and layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Required, TypedDict, Unpack, overload

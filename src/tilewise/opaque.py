@@ -1,7 +1,5 @@
 """What torch's compiler may take as a constant: it compiles anew for a value that is not equal."""
 
-from __future__ import annotations
-
 from abc import ABCMeta
 from typing import Any, Self
 from uuid import uuid4

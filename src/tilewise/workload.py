@@ -1,7 +1,5 @@
 """The workload, and the bytes that a plan moves for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

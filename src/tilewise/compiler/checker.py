@@ -4,8 +4,6 @@ Values are sets of contributors: a query shard's partial is the set of KV shards
 the other way round, kept as the bits of an integer. No tensor is needed to know a plan is right.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 

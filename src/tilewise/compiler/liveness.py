@@ -1,7 +1,5 @@
 """Liveness of a pass: until when its operands and its buffers are needed."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import NamedTuple

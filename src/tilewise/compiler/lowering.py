@@ -5,8 +5,6 @@ their last use; receives can be posted some launches ahead. Only this rank's par
 built, so that it costs the same in any world.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby

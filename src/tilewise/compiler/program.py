@@ -4,8 +4,6 @@ The executor runs it, the simulator replays it; neither needs to know the strate
 instruction is called in print is what profiler and simulated trace call it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ those that do are trimmed to the rows that their destination or a later hop stil
 that would only pass a value on is passed by.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A plan meets a call: what attention, volume, the simulator and the reports all start from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A plan meets a mask and a layout: it is made for these, and its shards are tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from tilewise.layouts.cells import Cell, cells

@@ -5,8 +5,6 @@ A plan of 4096 ranks is then as good as that of one rank. Strategies declare the
 they are fitted to a machine, and said where a mask and a layout permit them.
 """
 
-from __future__ import annotations
-
 from tilewise.compiler.shards import everything_needed
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal, Mask

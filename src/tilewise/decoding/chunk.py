@@ -5,8 +5,6 @@ differ by at most one row a sequence, causal work levels itself, no token ever m
 of a window are one range of a rank's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """KVCache: keys and values of growing sequences, spread over the ranks of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeVar
 

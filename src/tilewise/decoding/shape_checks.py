@@ -3,8 +3,6 @@
 It stands apart because a cache only calls it, under the agreement between ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

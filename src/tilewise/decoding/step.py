@@ -4,8 +4,6 @@ The tree's program is built once and run at every step; only what a rank reads o
 with the lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple

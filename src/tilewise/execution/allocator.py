@@ -5,8 +5,6 @@ The first pass records that (a tape); every buffer of a later one is a view, mad
 in which buffers that are never needed together share their place.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate

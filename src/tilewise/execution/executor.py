@@ -3,8 +3,6 @@
 It moves bytes and keeps order; what the bytes mean is the work's business.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 

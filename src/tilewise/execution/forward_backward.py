@@ -1,7 +1,5 @@
 """The two passes of one checked call on this rank: tensors in, its program run, tensors out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Done once per tile, layout and mask; in the loop there are only slices and index tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """Static memory planning: a pass's requests are recorded once, placed in one buffer, and reused."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence

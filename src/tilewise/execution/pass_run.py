@@ -1,7 +1,5 @@
 """One pass of one checked call on this rank: its program, what it starts and what it ends with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 

@@ -4,8 +4,6 @@ What it computes is fixed by a Call, a constant to the compiler: another one com
 the ranks have not agreed yet (in a compiled graph), the operator itself lets them, at every run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The values of one rank during a pass: operands, partials, what is sent and received."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ It stands beside hf.py because it needs no transformers: the keys are those its 
 values plain tensors.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which documents a split batch holds: from cu_seqlens, or from every rank's position ids."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -9,8 +9,6 @@ Every layer runs with the mask that it asks transformers for, on the whole seque
 honoured is refused by name, on all ranks alike. transformers is imported when a function is called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 

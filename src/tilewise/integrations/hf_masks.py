@@ -1,7 +1,5 @@
 """What a transformers model asks of attention: its mask as ours, its documents, what is refused."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce

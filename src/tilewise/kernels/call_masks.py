@@ -1,7 +1,5 @@
 """The allowed cells of a call as a table: for the oracle and for kernels that take a mask."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """An out made from delta, for kernels that derive delta from out themselves."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Version 3 and 4 come through torch: activate_flash_attention_impl reroutes the cuda kernel to them.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from importlib import import_module, metadata
 from typing import Any

@@ -1,7 +1,5 @@
 """flashinfer's kernels, where it is installed: forward only, made for decoding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from importlib import import_module

@@ -5,8 +5,6 @@ same depth share compiled code. Where Dynamo would give up and leave a function 
 raises here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 Kernels merge into accumulators, the executor on arrival, the tree in its reduction.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Every kernel yields natural-log lse, -inf on rows no key reaches, where out is 0
 at the boundary, so that merging, gradients and transports need not know kernels apart.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeAlias

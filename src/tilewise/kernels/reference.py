@@ -4,8 +4,6 @@ Computes in fp64 for fp64 and in fp32 for the rest, holding the whole table of s
 are right when they agree with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The kernels, in order of preference, and the choice of one for a call."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Callable, Mapping

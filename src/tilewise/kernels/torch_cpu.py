@@ -4,8 +4,6 @@ Traps: an empty q or k ends the process; a row without keys gets lse 0; causal i
 so only square calls may use it; masks must be floats; backward asks for out where delta is at hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

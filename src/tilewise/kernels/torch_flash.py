@@ -4,8 +4,6 @@ Flash attention knows full, causal (bottom-right aligned) and windowed rectangle
 a call is one such rectangle with its window, and a call of several slices is merged from them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

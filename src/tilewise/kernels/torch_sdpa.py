@@ -4,8 +4,6 @@ Both know full and square causal calls; others get a dense additive mask, so `ti
 those small. Their operators are private: tests call them on meta tensors.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Layouts whose ranks have equal work under a mask (load balancing), and the layout by default."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from functools import reduce

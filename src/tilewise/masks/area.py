@@ -4,8 +4,6 @@ The sum over rows of min(x, line) is a number of constants and an arithmetic ser
 four such sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 The documents of a document mask, the whole sequence of most others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks as JSON: the name of their kind and its arguments, masks within masks included."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -4,8 +4,6 @@ Packed training sees documents of wildly different lengths, and every cost of a 
 on them. The histograms are published figures, kept in data/lengths.toml with their source.
 """
 
-from __future__ import annotations
-
 import tomllib
 from importlib import resources
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The mask patterns of the Long-Context Attention Benchmark and their like, as functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

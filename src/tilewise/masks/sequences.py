@@ -1,7 +1,5 @@
 """Masks within several sequences that grow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

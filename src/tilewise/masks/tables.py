@@ -3,8 +3,6 @@
 A table is checked against itself (no pair twice) and against the sequence; a rule always fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -4,8 +4,6 @@ Of each kind the most recently used values are kept. In one table for all kinds,
 would drive out the pruned plan that they were made from.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The step x rank grid of a plan, from the words of its cells: whole, or around what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 

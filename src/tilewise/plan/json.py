@@ -1,7 +1,5 @@
 """A plan as JSON: for plan files and other programs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -7,8 +7,6 @@
 One table for executor, volume and simulator, so that what is counted is what travels.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from tilewise.plan.ir import Item, Plan, Role, Side

@@ -3,8 +3,6 @@
 Sets of rows ascend, and None stands for all rows; ranges in any order stand for rows in that order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 from typing import TypeAlias

@@ -9,8 +9,6 @@ q0,1xkv2 is a tile; kv0>1 sends an operand to rank 1, kv0*>1 a partial, q0!>1 a 
 group 2; [0:5,8:9] are the rows sent if not all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

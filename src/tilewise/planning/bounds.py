@@ -1,7 +1,5 @@
 """Lower bounds of a pass's time, by which a search orders and leaves out candidates."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import accumulate
 from typing import NamedTuple

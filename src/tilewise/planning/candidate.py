@@ -1,7 +1,5 @@
 """A candidate: what a search found, with its figures; read from and written to a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

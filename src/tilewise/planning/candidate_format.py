@@ -4,8 +4,6 @@ A small plan is stored with all its steps; a large one of the library as the cal
 with a digest of what some of its ranks do.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import blake2b
 from typing import Any

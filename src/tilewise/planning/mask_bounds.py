@@ -4,8 +4,6 @@ Pruning leaves of each cell the rows that it needs. So of every plan that is not
 it is known which cells a rank computes in which calls, and what must reach it, and its node, first.
 """
 
-from __future__ import annotations
-
 from functools import cache, cached_property
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 Plans are made when they are looked at: a search leaves most of them alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product

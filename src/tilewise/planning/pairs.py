@@ -1,7 +1,5 @@
 """Pairs of plans for the two passes: each by itself, or one plan that keeps what it gathered."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """One pass of a workload on a machine, seen by those who weigh plans for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

@@ -6,8 +6,6 @@
 Forward and backward are searched apart, since they share nothing but who owns what.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One pass of the options: lower bounds of their times, and what they take by simulation."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What one pass of a workload costs: bytes of messages and of memory, seconds of kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ A discrete simulation of three events: a kernel ends, a message's latency is ove
 knows neither plans nor payloads, and what happens together is one event.
 """
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections import defaultdict

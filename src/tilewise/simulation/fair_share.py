@@ -5,8 +5,6 @@ weight on a resource the share of it that it uses at full speed. Rates are made 
 filling: all grow alike until a resource is full, whose flows then stay as they are.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A preset is a device's data sheet and a node around it; the speed of a kernel is
 times best x q / (q + half) x k / (k + half), for tiles of q queries and k keys.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

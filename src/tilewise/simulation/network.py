@@ -4,8 +4,6 @@ Where ranks are alike, a resource stands for all that shifts map it to, and its 
 each.
 """
 
-from __future__ import annotations
-
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.fair_share import Route
 from tilewise.simulation.machine import Link, Machine

@@ -5,8 +5,6 @@ are one program relabelled are priced together, and the bytes of a message are a
 a causal mask some of them send fewer rows than others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 

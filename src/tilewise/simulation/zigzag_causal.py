@@ -1,7 +1,5 @@
 """Causal zigzag on many ranks, simulated exactly from one rank of each class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

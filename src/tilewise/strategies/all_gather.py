@@ -4,8 +4,6 @@ Nothing is hidden behind compute, but there is one kernel call and one good coll
 gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
 
-from __future__ import annotations
-
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift

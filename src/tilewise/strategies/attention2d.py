@@ -7,8 +7,6 @@ Source: ATTENTION2D (arXiv 2503.15758), variant NO. Departs from it: any rows an
 shard whose owner is in its column stays, and only the others are exchanged.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -7,8 +7,6 @@ Source: DistFlashAttn (arXiv 2310.03294), section 3.2; extended to all pairs so 
 plan like any other. A KV shard skips the ranks that do not read it.
 """
 
-from __future__ import annotations
-
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift

@@ -6,8 +6,6 @@
 docs/plan.md says how to add one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Double ring: rings of KV inside each node, while whole nodes' shards go round between nodes."""
 
-from __future__ import annotations
-
 from tilewise.plan.ir import Plan
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring

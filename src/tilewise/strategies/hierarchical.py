@@ -1,7 +1,5 @@
 """A plan between groups of ranks, and another one inside each group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple

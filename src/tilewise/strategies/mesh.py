@@ -8,8 +8,6 @@ Source: Mesh-Attention (arXiv 2512.20968): assignment matrix, local Q-KV propert
 directions; section 4 for schedules. Departs from it: the owner's own partial never travels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import get_args

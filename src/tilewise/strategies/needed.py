@@ -5,8 +5,6 @@ size, nearest first, so that what has arrived is computed while the rest is unde
 Source: the group cast of MagiAttention (SandAI 2025).
 """
 
-from __future__ import annotations
-
 from tilewise.arguments import require_type
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout

@@ -10,8 +10,6 @@ Departs from them in that a partial never travels with its owner's own share, wh
 and goes home every few hops, so that rounding on the wire does not grow with the ring.
 """
 
-from __future__ import annotations
-
 from tilewise.arguments import Moves
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards

@@ -4,8 +4,6 @@ Queries, keys and values, and partial results travel, whichever costs least, pas
 read them so that no owner sends to everybody.
 """
 
-from __future__ import annotations
-
 from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask

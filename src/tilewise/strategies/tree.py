@@ -6,8 +6,6 @@ Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in
 (numerator, denominator, max), and with gradients.
 """
 
-from __future__ import annotations
-
 from operator import index
 
 from tilewise.plan.builder import RankBuilder, partial

@@ -6,8 +6,6 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509); with an inner ring it is USP (2405
 inner mesh a three-dimensional split of heads x queries x keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from tilewise.arguments import require_type

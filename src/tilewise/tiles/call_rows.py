@@ -1,7 +1,5 @@
 """Which rows of which shard each kernel call of a tile reads, and which of them need copying."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 

@@ -1,7 +1,5 @@
 """Kernel calls as values: which rows of a tile meet which keys, and under what shape of mask."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Per row the interval of keys it sees; from these few linear slices; from these r
 squares; and from these as few and large pieces as pay.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What of tilewise can run here, and why the rest cannot: asked of this machine, at the call."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from importlib import metadata

@@ -4,8 +4,6 @@ A fork server that has imported torch forks the ranks: a fork of the calling pro
 run no backward pass (autograd's threads do not survive it).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import tempfile

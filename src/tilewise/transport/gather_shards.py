@@ -1,7 +1,5 @@
 """A tensor's shards from all ranks put together on each, differentiably."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Order between streams of a device, by events alone: the host never waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias

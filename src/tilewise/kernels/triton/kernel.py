@@ -4,8 +4,6 @@ Here is the host's part: work lists and launches. The kernels are in triton_forw
 triton_backward.py; triton is imported when the first of them runs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ Stands apart because it is a table: chosen from what the compiler makes of each 
 spills, shared memory, matrix instructions; `python -m benchmarks.triton_code`), no entry measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple

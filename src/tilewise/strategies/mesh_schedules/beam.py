@@ -1,7 +1,5 @@
 """Beam search over programs of a mesh tile: a message is posted or a block computed at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple

@@ -7,8 +7,6 @@ done, before another comes. No shard of either side can be let go before all of 
 there, so nothing below one whole side, the rank's own two and the two that pass can be enough.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Iterator
 from functools import lru_cache

@@ -6,8 +6,6 @@ local index only and takes microseconds a step, so that many orders can be tried
 built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple

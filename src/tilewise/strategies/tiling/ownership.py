@@ -1,7 +1,5 @@
 """Give rows to ranks: the rank that computes a row's diagonal first, then others that read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Documents packed into ranks: long ones cut into tiles, short ones whole."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

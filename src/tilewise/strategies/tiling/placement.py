@@ -1,7 +1,5 @@
 """Which rank computes which region: an assignment of regions to ranks, chosen among several."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Transfers between the ranks that own rows and those that compute with them, as a plan."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop

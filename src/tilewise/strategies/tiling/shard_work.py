@@ -1,7 +1,5 @@
 """The work of a shard's rows by rank, and moves that even it out."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping

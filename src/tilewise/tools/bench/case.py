@@ -3,8 +3,6 @@
 Everything that decides a figure is a field here, since a row's key is made of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields

@@ -1,7 +1,5 @@
 """Running cases: who is done, who cannot, who would not fit; then the rest side by side."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """This machine, as rows of a benchmark name it, and its memory: what is free, what a run takes."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -4,8 +4,6 @@ Made once by the caller and left in a file, which the ranks of this machine map:
 messages or memory are spent on it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A row: what the ranks found about one contender, as one flat table of names and numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A machine description measured in a group of processes, and fitted to whole calls."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -1,7 +1,5 @@
 """Options that several commands share: workloads, machines, sizes."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Collection

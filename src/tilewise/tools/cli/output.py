@@ -1,7 +1,5 @@
 """What all commands print with, and how they end on bad input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

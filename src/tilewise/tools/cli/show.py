@@ -1,7 +1,5 @@
 """tilewise show: the grid of a plan."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

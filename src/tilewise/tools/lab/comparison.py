@@ -3,8 +3,6 @@
 What two runs have in common, such as what else the machine does, cancels in the ratio of a repeat.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from statistics import median

@@ -4,8 +4,6 @@ What goes to another host leaves in chunks, each when the token buckets of both 
 it. No wire is involved, so every row measured so says "rate-limited transport".
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import struct

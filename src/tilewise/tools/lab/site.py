@@ -8,8 +8,6 @@ host 0            host 1                 everything is in namespaces of ours,
 [ ------ bridge ------------- ]          the switch
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

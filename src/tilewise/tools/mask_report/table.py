@@ -3,8 +3,6 @@
 figures.py counts one mask; this says which masks are drawn and how seeds are combined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Rows of a benchmark sorted into cases: what was run by several contenders and may be compared."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The charts of a benchmark's page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The page of a benchmark: who wins where, what fails, and the rows behind every chart."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Sequence

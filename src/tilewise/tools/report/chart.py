@@ -3,8 +3,6 @@
 plotly_figures.py says how plotly draws them; a chart's table is the CSV.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from types import MappingProxyType

@@ -9,8 +9,6 @@ Its kernels' flops.csv has seqlen or sparsity_ratio first, then a column per ker
 Source: arXiv 2510.17896, github NJUDeepEngine/LongCA-bench.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

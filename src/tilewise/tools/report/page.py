@@ -3,8 +3,6 @@
 It asks no network for anything, and forbids it to itself.
 """
 
-from __future__ import annotations
-
 import json
 from html import escape
 from importlib.metadata import version

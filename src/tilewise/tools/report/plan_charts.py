@@ -1,7 +1,5 @@
 """The charts of a plan's page: times, bytes, the assignment of cells to ranks, the timeline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from types import MappingProxyType
 

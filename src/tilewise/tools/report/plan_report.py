@@ -1,7 +1,5 @@
 """The page of a candidate: who computes what and when, what it moves, and what else there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Charts as figures of plotly, whose script draws them in the page: the one renderer of reports."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

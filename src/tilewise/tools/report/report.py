@@ -1,7 +1,5 @@
 """From files to a report: what kind of file it is, what its page says, and writing it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

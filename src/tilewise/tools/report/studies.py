@@ -3,8 +3,6 @@
 Each family of strategies has a few members of every size; the fastest by simulation stands for it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ An operand may come from any rank that had it when the step began; a partial may
 to any rank that sends its own later and has not gathered too many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tiled plan and layout of the plain causal mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 
