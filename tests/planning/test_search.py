@@ -13,7 +13,6 @@ from tilewise.planning.bounds import least_bytes, shape_bound, steps_bound
 from tilewise.planning.candidate import PlanRow
 from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
-from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import reason
 from tilewise.planning.trials import Plans, Trials
@@ -183,7 +182,7 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
-    trials = Trials(PassModel(work, preset, n, False), Plans(tried), MAX_MESSAGES)
+    trials = Trials(PassModel(work, preset, n, False), Plans(tried), max_messages=100_000)
     best = trials.settle(tried, lambda trial: True)
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
     assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)

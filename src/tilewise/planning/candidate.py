@@ -1,9 +1,10 @@
 """A candidate: what a search found, with its figures; read from and written to a file."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,11 +54,11 @@ class Candidate:
         layout: which tokens each rank owns.
         save: "replay" or "gathered".
         wire_dtype: of travelling out, dq, dk, dv.
-        seconds: of both passes; exposed_seconds, bytes_by_link and peak_bytes are those of the
-            simulation: of the busiest rank.
+        seconds: of both passes; exposed_seconds and bytes_by_link are those of the simulation: of
+            the busiest rank.
         reason: why it wins, in a sentence or two.
         distances: what no plan can fall below.
-        rows: the table it was ranked in, best first.
+        count_peak, make_rows: make peak_bytes and rows.
     """
 
     work: Workload
@@ -72,10 +73,20 @@ class Candidate:
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
-    peak_bytes: int
+    count_peak: Callable[[], int] = field(repr=False, compare=False)
     distances: Distances
     reason: str = ""
-    rows: tuple[PlanRow, ...] = field(default=(), repr=False)
+    make_rows: Callable[[], tuple[PlanRow, ...]] = field(repr=False, compare=False, default=tuple)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Memory of the rank that needs most, counted when it is first read: that takes seconds."""
+        return self.count_peak()
+
+    @cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """The table that the candidate was ranked in, best first."""
+        return self.make_rows()
 
     @property
     def seconds(self) -> float:
@@ -187,10 +198,10 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             float(told["backward_seconds"]),
             float(told["exposed_seconds"]),
             {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
-            int(told["peak_bytes"]),
+            partial(int, int(told["peak_bytes"])),
             Distances(**data["distances"]),
             str(data["reason"]),
-            tuple(PlanRow(**row) for row in data["rows"]),
+            partial(tuple, [PlanRow(**row) for row in data["rows"]]),
         )
 
 

@@ -28,23 +28,19 @@ from tilewise.strategies.tiled import MHA
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 
-AWARE_RANKS = 64
-"""Up to so many ranks mask-aware plans are built: they take seconds, and more with more ranks."""
-
 UNLIKE_RANKS = 64
-"""Up to so many ranks plans whose ranks differ are tried; with more, one takes minutes to replay.
-What they do best, a mesh of schedule "gather" does with as few bytes or fewer."""
+"""Up to so many ranks plans whose ranks differ, and those made for a mask, are tried. To make or to
+replay a single one of more takes longer than a whole search, so that no budget can stop it."""
 
 EVERY_RANK = 16
-"""With more ranks, and a mask for which they are not alike, fewer schedules are tried."""
+"""With more ranks, and a mask for which they are not alike, fewer schedules are tried: to bound
+their plans would take longer than to simulate what the budget allows."""
 
 ANY_NODE_RANKS = 32
-"""Up to so many ranks plans of whole nodes are tried for groups of every size, not only nodes."""
+"""Up to so many ranks plans of whole nodes are tried for groups of every size, not only nodes:
+their number grows with the square of the divisors, and each has to be made to be bounded."""
 
-CHEAP = "kv_first"
-"""A schedule that is made in no time, and moves the same shards as those that take some."""
-
-QUICK = ("", "gather", CHEAP)
+QUICK = ("", "gather", "kv_first")
 """No schedule, and those that are made in no time."""
 
 SCHEDULES = (*QUICK, "greedy", "eager", "held")
@@ -60,7 +56,6 @@ class Option(NamedTuple):
         order: the simpler, the lower; among equally fast plans the lowest wins.
         make: makes the plan.
         shape: of the plan inside a head group.
-        twin: the order of an option that is made in less time and moves the same shards.
         backward: the one pass that it is for; None: both.
         variant: one of many schedules of a tile, beside the first that is as good as any.
     """
@@ -70,7 +65,6 @@ class Option(NamedTuple):
     order: int
     make: Callable[[], Plan]
     shape: Shape
-    twin: int | None = None
     backward: bool | None = None
     variant: bool = False
 
@@ -103,23 +97,18 @@ def options(
         for variant in _inside(degree, work, world_size, node_size)
         if held or variant.schedule != "held"
     ]
-    aware = [(1, variant) for variant in _aware(work, world_size)]
-    if usual or (aware and world_size > EVERY_RANK):
+    unlike = _unlike(work, world_size)
+    if usual or (unlike and world_size > EVERY_RANK):
         found = [(degree, variant) for degree, variant in found if _plain(variant)]
-    found += aware
+    if unlike and world_size <= UNLIKE_RANKS:
+        found += [(1, variant) for variant in _aware(work, world_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
-    cheap = {
-        (degree, variant.shape): order
-        for order, (degree, variant) in enumerate(found)
-        if variant.schedule == CHEAP
-    }
 
     def option(order: int, degree: int, of: Variant) -> Option:
-        twin = None if of.schedule in QUICK else cheap[degree, of.shape]
         beside = of.schedule == "eager" or (of.schedule == "greedy" and of.backward is not None)
         make = _headed(degree, of.make)
-        return Option(of.kind, degree, order, make, of.shape, twin, of.backward, beside)
+        return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
 
     return [option(order, *pair) for order, pair in enumerate(found)]
 
@@ -203,13 +192,17 @@ def _plain(variant: Variant) -> bool:
     return usual and variant.kind not in ("hierarchical", "balanced_ring")
 
 
+def _unlike(work: Workload, world_size: int) -> bool:
+    """Whether the mask leaves out something that plans that do not know it compute or move."""
+    if world_size == 1 or isinstance(work.mask, Full):
+        return False
+    even = work.layout_for(world_size) == zigzag(work.num_tokens, world_size)
+    return work.mask != Causal() or not even
+
+
 def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
-    """Plans made for the mask, where it leaves something out that others compute or move."""
-    if world_size > AWARE_RANKS or world_size == 1 or isinstance(work.mask, Full):
-        return
+    """Plans made for the mask."""
     layout = work.layout_for(world_size)
-    if work.mask == Causal() and layout == zigzag(work.num_tokens, world_size):
-        return
     kv_bytes = 2 * work.num_kv_heads / work.num_heads
     for strategy in MASK_AWARE:
         make = partial(strategy.plan, work.mask, layout, kv_bytes)

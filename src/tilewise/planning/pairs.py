@@ -29,7 +29,10 @@ class Pair(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.forward.peak_bytes, self.backward.peak_bytes)
+        return max(self.forward.memory.peak_bytes, self.backward.memory.peak_bytes)
+
+    def fits(self, num_bytes: float) -> bool:
+        return self.forward.fits(num_bytes) and self.backward.fits(num_bytes)
 
     @property
     def strategy(self) -> str:
@@ -61,7 +64,7 @@ class Pairs:
         self,
         scene: PassModel,
         options: list[Option],
-        memory: int,
+        memory: float,
         max_messages: int = MAX_MESSAGES,
         keeping: bool = True,
     ):
@@ -118,7 +121,7 @@ class Pairs:
     def _best_of_families(self, found: list[Pair]) -> list[Pair]:
         best: dict[str, Pair] = {}
         for pair in sorted(found, key=lambda pair: pair.order):
-            if pair.strategy not in best and pair.peak_bytes <= self.memory:
+            if pair.strategy not in best and pair.fits(self.memory):
                 best[pair.strategy] = pair
         if not best:
             raise ValueError(self._too_little(found))
@@ -145,7 +148,7 @@ class Pairs:
 
     def _fits(self, trial: Trial) -> bool:
         """Whether a trial that is the fastest so far fits."""
-        if trial.peak_bytes <= self.memory:
+        if trial.fits(self.memory):
             return True
         self._large.append(trial.option)
         if not self._rings_fit and self.save != "gathered":
@@ -158,7 +161,7 @@ class Pairs:
         for order in (option.order for option in self.options if option.kind in LEANEST):
             pair = Pair(self.forward.trial(order), self.backward["replay"].trial(order), "replay")
             pairs.append(pair)
-            if pair.peak_bytes <= self.memory:
+            if pair.fits(self.memory):
                 self._rings_fit = True
                 return
         raise ValueError(self._too_little(pairs))
@@ -167,7 +170,7 @@ class Pairs:
         """The fastest that fits; if none does, the fastest."""
         ranked = sorted(trials, key=lambda trial: trial.rank)
         first = ranked[0] if ranked else None
-        return next((trial for trial in ranked if trial.peak_bytes <= self.memory), first)
+        return next((trial for trial in ranked if trial.fits(self.memory)), first)
 
     def _together(self, found: list[Pair]) -> list[Pair]:
         """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
@@ -179,7 +182,7 @@ class Pairs:
             saves += ["gathered"] * (self.keeping or option.kind == "ulysses")
             entries += [(Entry(option.order, x), option) for x in saves if self.save in (None, x)]
         ranked = sorted(found, key=lambda pair: pair.seconds)
-        fitting = (pair.seconds for pair in ranked if pair.peak_bytes <= self.memory)
+        fitting = (pair.seconds for pair in ranked if pair.fits(self.memory))
         best, pairs = next(fitting, math.inf), []
         for least, entry in lowest_first(entries, self._bound, self._sharpen):
             if least >= best:
@@ -190,7 +193,7 @@ class Pairs:
             pair = Pair(self.forward.trial(order), backward.trial(order), entry.save)
             pairs.append(pair)
             fits = pair.seconds < best and self._fits(pair.forward)
-            if fits and pair.backward.peak_bytes <= self.memory:
+            if fits and pair.backward.fits(self.memory):
                 best = pair.seconds
         return pairs
 
@@ -214,15 +217,15 @@ class Pairs:
         """
         rough = [pair for pair in found if pair.kept]
         if self.save != "gathered":
-            parts = map(self._common, (self.forward, self.backward["replay"]))
-            rough += [Pair(*passes, "replay") for passes in product(*parts)]
+            passes = product(self._common(self.forward), self._common(self.backward["replay"]))
+            rough += [Pair(first, other, "replay") for first, other in passes]
         exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
         for pair in sorted(rough, key=lambda pair: pair.order):
             backward = self.backward[pair.save]
             spent = min(self.forward.messages_left, backward.messages_left) <= 0
             if exact and (spent or ratio * pair.seconds >= best):
                 break
-            if pair.peak_bytes <= self.memory:
+            if pair.fits(self.memory):
                 first, other = self.forward.exact(pair.forward), backward.exact(pair.backward)
                 exact.append(Pair(first, other, pair.save))
                 best = min(best, exact[-1].seconds)
@@ -245,7 +248,8 @@ class Pairs:
             if min(trials.messages_left for trials in parts) <= 0:
                 break
             known.add(option.kind)
-            pair = Pair(*(trials.trial(option.order) for trials in parts), "replay")
+            first, other = (trials.trial(option.order) for trials in parts)
+            pair = Pair(first, other, "replay")
             if pair.seconds >= best:
                 pairs.append(pair)
         return pairs

@@ -12,14 +12,17 @@ and left out is what kernels allocate inside.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.compiler.liveness import aligned
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
@@ -71,21 +74,26 @@ class PassMemory:
     @cached_property
     def peak_bytes(self) -> int:
         """Of the rank that needs most."""
-        return self._most(self._ranks)
+        return round(self._scale * self._most(self._ranks))
+
+    def fits(self, memory: float) -> bool:
+        """Whether no rank needs more: that takes less than to know what they need."""
+        enough = int(memory / self._scale)
+        return self._most(self._ranks, enough) <= enough
 
     def of_rank(self, rank: int) -> int:
         """Of one rank."""
-        return self._most([rank])
+        return round(self._scale * self._most([rank]))
 
-    def _most(self, ranks: Sequence[int]) -> int:
-        most, problem = 0, self._problem
+    def _most(self, ranks: Sequence[int], enough: int = 0) -> int:
+        most, problem = enough, self._problem
         for number, rank in enumerate(ranks):
             if number % RANKS_A_COPY == 0:
                 passes = self._problem.passes
                 copied = _with(passes, plan=_copy(passes[0].plan))
                 problem = problem._replace(passes=copied)
             most = max(most, rank_peak_bytes(problem, rank, self._backward, most))
-        return round(self._scale * most)
+        return most
 
 
 def _with(passes: Passes, **fields: Any) -> Passes:
@@ -150,7 +158,20 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
         saved = q, k, v, out, lse
         held += [dout, *backward_pass(problem, transport, saved, kept, (dout, None))]
     num_bytes = sum(x.nbytes for x in held)
-    return num_bytes + places(asked, enough - num_bytes)[1]
+    apart = num_bytes + _slots(asked)
+    return apart if apart <= enough else num_bytes + places(asked, enough - num_bytes)[1]
+
+
+def _slots(asked: Sequence[BufferSpec]) -> int:
+    """Bytes in which buffers have room if only those of one size take each other's places."""
+    changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for buffer in asked:
+        of_size = changes[aligned(buffer.num_bytes)]
+        of_size[buffer.begin] += 1
+        of_size[max((end for _, end in buffer.parts), default=buffer.begin)] -= 1
+    return sum(
+        size * max(accumulate(at[moment] for moment in sorted(at))) for size, at in changes.items()
+    )
 
 
 def _operands(problem: Problem, rank: int) -> list[Tensor]:

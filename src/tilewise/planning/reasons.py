@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewise.planning.candidate import PlanRow
+    from tilewise.planning.candidate import Candidate, PlanRow
 
+    Row = PlanRow | Candidate
 
 HARDLY = 1 + 5e-5
 """What takes less than so many times as long takes as long, to a hundredth of a percent."""
 
 
-def reason(row: PlanRow, rows: tuple[PlanRow, ...], ring: tuple[float, bool]) -> str:
+def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
     """Of a row of a ranked table.
 
     Args:
@@ -42,7 +44,7 @@ def reason(row: PlanRow, rows: tuple[PlanRow, ...], ring: tuple[float, bool]) ->
     return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
 
 
-def _next(second: PlanRow, best: PlanRow) -> str:
+def _next(second: Row, best: Row) -> str:
     longer = _longer(second.seconds / best.seconds)
     return f"Next is {second.strategy}, {longer}: it {_against(second, best)}."
 
@@ -61,7 +63,7 @@ def _longer(times: float, than: str = "") -> str:
     return f"{100 * (times - 1):.3g}% longer" + f" than {than}" * bool(than)
 
 
-def _against(row: PlanRow, best: PlanRow) -> str:
+def _against(row: Row, best: Row) -> str:
     """What sets a slower row apart from the best."""
     links = sorted(
         {*row.bytes_by_link, *best.bytes_by_link},

@@ -6,15 +6,15 @@
 Forward and backward are searched apart, since they share nothing but who owns what.
 """
 
-import sys
+import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tilewise.arguments import require_type
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
 from tilewise.planning.bounds import least_bytes, least_seconds
-from tilewise.planning.candidate import Candidate, Distances
+from tilewise.planning.candidate import Candidate, Distances, PlanRow
 from tilewise.planning.candidate_format import with_save
 from tilewise.planning.options import options
 from tilewise.planning.pairs import Pair, Pairs
@@ -74,10 +74,10 @@ def search(
     ring = found.ring_seconds()
     distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
     candidates = [_candidate(pair, fixed, machine, distances) for pair in pairs]
-    rows = tuple(candidate.row for candidate in candidates)
+    rows = partial(_rows, candidates)
     return [
-        replace(candidate, rows=rows, reason=reason(candidate.row, rows, ring) + _told(even, fixed))
-        for candidate in candidates
+        replace(one, make_rows=rows, reason=reason(one, candidates, ring) + _told(even, fixed))
+        for one in candidates
     ]
 
 
@@ -92,7 +92,15 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
     scene = PassModel(even, machine, world_size, backward=False)
-    return _plans(Pairs(scene, tried, sys.maxsize, QUICK_MESSAGES, keeping=False).fastest())
+    return _plans(Pairs(scene, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
+
+
+def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:
+    return tuple(candidate.row for candidate in candidates)
+
+
+def _peak_bytes(pair: Pair) -> int:
+    return pair.peak_bytes
 
 
 def _told(even: Workload, work: Workload) -> str:
@@ -133,6 +141,6 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         found.backward_seconds,
         found.exposed_seconds,
         found.bytes_by_link,
-        pair.peak_bytes,
+        partial(_peak_bytes, pair),
         distances,
     )

@@ -1,11 +1,13 @@
 """One pass of the options: lower bounds of their times, and what they take by simulation."""
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import shape_bound, steps_bound
@@ -42,10 +44,23 @@ class Trial:
         return ticks(self.seconds), self.option.order
 
     @cached_property
-    def peak_bytes(self) -> int:
-        """Counted when it is asked for: most trials are too slow for it to matter."""
-        passes = self.scene.work.resolve(self.plan)
-        return PassMemory(passes, backward=self.scene.backward).peak_bytes
+    def memory(self) -> PassMemory:
+        """Made when it is asked for: most trials are too slow for it to matter."""
+        return PassMemory(self.scene.work.resolve(self.plan), backward=self.scene.backward)
+
+    def fits(self, num_bytes: float) -> bool:
+        """Whether no rank needs more; first asked as if the mask left out nothing: all alike."""
+        if num_bytes == math.inf:
+            return True
+        whole = not self.option.own_shards and self.plan.made_for is None
+        return (whole and self._whole.fits(num_bytes)) or self.memory.fits(num_bytes)
+
+    @property
+    def _whole(self) -> PassMemory:
+        work, n = self.scene.work, self.plan.world_size
+        tokens = n * max(self.scene.layout.sizes)
+        every = replace(work, num_tokens=tokens, layout="contiguous", mask=Full())
+        return PassMemory(every.resolve(self.plan), backward=self.scene.backward)
 
 
 class Plans:
@@ -104,19 +119,23 @@ class Trials:
         Returns:
             The fastest that fits, the simplest of equally fast ones; None: none fits.
         """
-        backward, best = self.scene.backward, None
-        entries = [(Entry(x.order), x) for x in options if x.backward in (None, backward)]
-        for least, entry in lowest_first(
+        entries = [
+            (Entry(x.order), x) for x in options if x.backward in (None, self.scene.backward)
+        ]
+        ranked: list[tuple[tuple[float, int], Trial]] = []
+        queue = lowest_first(
             entries,
             lambda entry: self.bounds[entry.order],
             lambda entry: self.sharpen(entry.order),
-        ):
-            if best and (least >= best.seconds or self.messages_left <= 0):
-                break
+        )
+        for least, entry in queue:
+            while ranked and (least >= ranked[0][1].seconds or self.messages_left <= 0):
+                if fits(ranked[0][1]):
+                    return ranked[0][1]
+                heapq.heappop(ranked)
             trial = self.trial(entry.order)
-            if (best is None or trial.rank < best.rank) and fits(trial):
-                best = trial
-        return best
+            heapq.heappush(ranked, (trial.rank, trial))
+        return next((trial for _, trial in sorted(ranked) if fits(trial)), None)
 
     def exact(self, trial: Trial) -> Trial:
         """The trial, simulated as tw.simulate does it."""
