@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mesh_optimum import optimum
 
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats, stepwise_beats
+from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
@@ -50,12 +50,12 @@ def measure(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> Row:
     total = moved(shape, costs)
     block = max(1, round(64 * ratio * total / blocks)) / 64  # small numbers for the solver
     schedules = {
-        "greedy": greedy_beats(shape, costs),
-        "paced": greedy_beats(shape, costs, pace=block * blocks / total),
-        "eager": stepwise_beats(*shape, "eager", costs),
-        "kv_first": stepwise_beats(*shape, "kv_first", costs),
+        "greedy": greedy_tile_steps(shape, costs),
+        "paced": greedy_tile_steps(shape, costs, pace=block * blocks / total),
+        "eager": stepwise_tile_steps(*shape, "eager", costs),
+        "kv_first": stepwise_tile_steps(*shape, "kv_first", costs),
     }
-    times = {name: seconds_of(beats, costs, block) for name, beats in schedules.items()}
+    times = {name: seconds_of(tile_steps, costs, block) for name, tile_steps in schedules.items()}
     times["gather"] = total + blocks * block
     best = min(times, key=lambda name: times[name])
     least = optimum(shape, costs, block, times[best])

@@ -125,7 +125,7 @@ def passes(case: Case, device: PlayedDevice, tensors: list[Tensor], group: Any) 
     """Forward and backward through autograd, in turn on two streams unknown to each other.
 
     After each, as an optimizer would, its stream changes all that was read. The first is forward
-    alone, so that a slab grows later, on another stream than it was made on.
+    alone, so that a workspace grows later, on another stream than it was made on.
     """
     here, other = device.current, PlayedStream(device)
     other.wait_stream(here)

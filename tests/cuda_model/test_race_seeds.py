@@ -40,18 +40,18 @@ LOOPBACK_SEEDS = {
     "nobody waits for a copy": (loopback._Outstanding, "wait", "follow(copied)"),
     "ranks do not wait for the caller": (streams, "forked", "follow(before)"),
     "the caller does not wait for ranks": (streams, "forked", "follow(end)"),
-    "a slab is not waited for": (
+    "a workspace is not waited for": (
         memory_plan.Workspace,
         "enter",
         "follow(self._left, self._buffer)",
     ),
-    "a slab is left before its pass": (
+    "a workspace is left before its pass": (
         memory_plan.Workspace,
         "leave",
         "self._left = ",
         "moment = ",
     ),
-    "a slab's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
+    "a workspace's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
     "an arrival is not waited for": (executor, "execute", "started.wait()"),
 }
 NCCL_SEEDS = {

@@ -108,27 +108,27 @@ def test_passes_bound_in_inference_mode_serve_outside_of_it(bound):
 
 
 def test_passes_at_once_never_share_buffers(bound):
-    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
+    pool, binding = WorkspacePool(), allocator.MemoryPlanCache()
     cpu = torch.device("cpu")
-    first = binding.lender(shelf, cpu)
+    first = binding.allocator(pool, cpu)
     first.take((64,), torch.float32)
     first.end()
-    one, two = binding.lender(shelf, cpu), binding.lender(shelf, cpu)
+    one, two = binding.allocator(pool, cpu), binding.allocator(pool, cpu)
     x, y = one.take((64,), torch.float32).fill_(1.0), two.take((64,), torch.float32).fill_(2.0)
     assert (x == 1.0).all() and (y == 2.0).all()
     two.end()
-    three = binding.lender(shelf, cpu)
+    three = binding.allocator(pool, cpu)
     assert three.take((64,), torch.float32).data_ptr() == y.data_ptr()
-    failed = binding.lender(shelf, cpu)
+    failed = binding.allocator(pool, cpu)
     del failed  # a pass that raised ends nothing
     one.end()
     three.end()
-    assert len(shelf.slabs) == 2
+    assert len(pool.workspaces) == 2
 
 
 def test_what_was_sent_rests_until_it_has_left():
-    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
-    recorder = binding.lender(shelf, torch.device("cpu"))
+    pool, binding = WorkspacePool(), allocator.MemoryPlanCache()
+    recorder = binding.allocator(pool, torch.device("cpu"))
 
     def take() -> torch.Tensor:
         return recorder.take((256,), torch.uint8)
@@ -150,8 +150,8 @@ def test_what_was_sent_rests_until_it_has_left():
     send(c, 3, lane=0)
     take()
     recorder.end()
-    assert binding.tape is not None
-    at = binding.tape.offsets
+    assert binding.memory_plan is not None
+    at = binding.memory_plan.offsets
     assert len({at[0], at[1], at[2]}) == 3 and at[3] == at[1] and at[4] == at[0]
 
 
@@ -190,8 +190,8 @@ def test_rows_of_one_time_lie_apart(drawn):
 
 
 def test_parts_of_a_buffer_are_given_back_each_by_itself():
-    shelf, binding = WorkspacePool(), allocator.MemoryPlanCache()
-    recorder = binding.lender(shelf, torch.device("cpu"))
+    pool, binding = WorkspacePool(), allocator.MemoryPlanCache()
+    recorder = binding.allocator(pool, torch.device("cpu"))
     arena = recorder.take_parts((12, 256), torch.uint8, (4, 0, 8))
     recorder.give(arena[:4])
     first = recorder.take((4, 256), torch.uint8)
@@ -202,13 +202,17 @@ def test_parts_of_a_buffer_are_given_back_each_by_itself():
     recorder.left(0)
     third = recorder.take((8, 256), torch.uint8)
     recorder.end()
-    assert binding.tape is not None and len({x.data_ptr() for x in (first, second, third)}) == 3
-    whole, reused, fresh, last = binding.tape.offsets
+    assert (
+        binding.memory_plan is not None and len({x.data_ptr() for x in (first, second, third)}) == 3
+    )
+    whole, reused, fresh, last = binding.memory_plan.offsets
     assert reused == whole and last == whole + 4 * 256 and fresh >= whole + 12 * 256
 
 
 def test_buffers_that_follow_each_other_share_their_place():
-    tape = MemoryPlan([BufferSpec((1024,), torch.float32, i, ((1024, i + 2),)) for i in range(50)])
-    assert tape.num_bytes == 2 * 4096
-    views = tape.views(torch.empty(tape.num_bytes, dtype=torch.uint8))
+    memory_plan = MemoryPlan(
+        [BufferSpec((1024,), torch.float32, i, ((1024, i + 2),)) for i in range(50)]
+    )
+    assert memory_plan.num_bytes == 2 * 4096
+    views = memory_plan.views(torch.empty(memory_plan.num_bytes, dtype=torch.uint8))
     assert views[0].data_ptr() == views[2].data_ptr() and views[0].shape == (1024,)

@@ -1,7 +1,7 @@
 """Peak memory of a bound pass is the planner's figure, for every strategy.
 
 Counted are the caller's tensors (q, k, v; in backward out, lse, dout and gradients too), operands
-kept for backward, and the slab: all that a pass holds but what kernels allocate inside.
+kept for backward, and the workspace: all that a pass holds but what kernels allocate inside.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def held(
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """By rank and pass: bytes held by a pass as on a GPU, where receives are not posted ahead, and
     bytes counted."""
-    tapes: dict[int, list[MemoryPlan]] = {}
+    memory_plans: dict[int, list[MemoryPlan]] = {}
 
     def recorded(requests: list[BufferSpec]) -> MemoryPlan:
-        tape = MemoryPlan(requests)
-        tapes.setdefault(threading.get_ident(), []).append(tape)
-        return tape
+        memory_plan = MemoryPlan(requests)
+        memory_plans.setdefault(threading.get_ident(), []).append(memory_plan)
+        return memory_plan
 
     def measured(case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
         monkeypatch.setattr(case.transport, "receives_ahead", 0)
@@ -90,7 +90,9 @@ def held(
         out, lse, kept = forward_pass(case.problem, case.transport, *inputs, keep=True)
         saved = *inputs, out, lse
         grads = backward_pass(case.problem, case.transport, saved, kept, (case.dout, None))
-        forward, backward = (tape.num_bytes for tape in tapes[threading.get_ident()])
+        forward, backward = (
+            memory_plan.num_bytes for memory_plan in memory_plans[threading.get_ident()]
+        )
         both = sum(x.nbytes for x in (*saved, *kept))
         later = case.dout.nbytes + sum(x.nbytes for x in grads)
         counted = (

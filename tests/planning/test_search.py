@@ -77,19 +77,19 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
     work = replace(work, layout=layout)
     tried = options(work, n, CLUSTERS[name].node_size)
     for backward in (False, True):
-        scene = PassModel(work, CLUSTERS[name], n, backward)
+        model = PassModel(work, CLUSTERS[name], n, backward)
         for option in tried[:: max(1, len(tried) // 12)]:
-            _check_bounds(scene, option)
+            _check_bounds(model, option)
 
 
-def _check_bounds(scene: PassModel, option: Option) -> None:
+def _check_bounds(model: PassModel, option: Option) -> None:
     plan = option.make()
-    timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward)
-    bounds = [shape_bound(scene, option), steps_bound(scene, option, plan)]
-    if scene.alike is None and plan.cuts is None:
-        bounds.append(MaskBounds(scene).seconds(plan))
+    timeline, symmetry = simulate_pass(plan, model.work, model.machine, model.backward)
+    bounds = [shape_bound(model, option), steps_bound(model, option, plan)]
+    if model.alike is None and plan.cuts is None:
+        bounds.append(MaskBounds(model).seconds(plan))
     assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
-    if scene.alike and scene.world_size > 16 and scene.share(option) == 1:
+    if model.alike and model.world_size > 16 and model.share(option) == 1:
         assert symmetry.members > 1, plan
 
 

@@ -18,7 +18,11 @@ from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.beam import search
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats, least_held, stepwise_beats
+from tilewise.strategies.mesh_schedules.greedy import (
+    greedy_tile_steps,
+    least_held,
+    stepwise_tile_steps,
+)
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 
 FORWARD, BACKWARD = ShardWeights(1, 2, 1, 0), ShardWeights(2, 2, 1, 2)
@@ -56,9 +60,9 @@ def test_the_pacing_model_is_the_simulators(shape: tuple[int, int], ratio: float
     costs = ShardWeights(*(16.0 * size for size in row_bytes))
     flop = (10 if backward else 4) * 16 * 16 * 8 * 16
     block = ratio * sum(costs) / 4
-    beats = greedy_beats(shape, BACKWARD if backward else FORWARD)
+    tile_steps = greedy_tile_steps(shape, BACKWARD if backward else FORWARD)
     timeline, _ = simulate_pass(plan, work, machine(1.0, flop / block), backward)
-    assert timeline.seconds == pytest.approx(seconds_of(beats, costs, block))
+    assert timeline.seconds == pytest.approx(seconds_of(tile_steps, costs, block))
 
 
 def _items():
@@ -73,7 +77,7 @@ def test_found_programs_take_as_long_as_their_steps(shape: tuple[int, int], cost
         for width in (1, 8):
             found = search(shape, costs, block, width)
             assert found is not None
-            assert seconds_of(found.beats, costs, block) == pytest.approx(found.seconds)
+            assert seconds_of(found.tile_steps, costs, block) == pytest.approx(found.seconds)
             assert search(shape, costs, block, width, found.seconds / 1000) is None
 
 
@@ -100,18 +104,20 @@ def test_what_no_program_can_do_is_not_in_the_optimum():
 
 
 @pytest.mark.parametrize("costs", (FORWARD, BACKWARD, GQA, GQA_BACKWARD))
-def test_no_schedule_beats_the_optimum_and_greedy_comes_within_five_percent(costs: ShardWeights):
+def test_no_schedule_tile_steps_the_optimum_and_greedy_comes_within_five_percent(
+    costs: ShardWeights,
+):
     """For any pace: but for a few tiles, and there less than a tenth; for its own: everywhere."""
     pytest.importorskip("ortools")
     over = []
     for shape in TILES:
-        plain = greedy_beats(shape, costs)
-        eager = [stepwise_beats(*shape, name, costs) for name in ("eager", "kv_first")]
+        plain = greedy_tile_steps(shape, costs)
+        eager = [stepwise_tile_steps(*shape, name, costs) for name in ("eager", "kv_first")]
         for ratio in RATIOS:
             block = block_seconds(shape, costs, ratio)
             pace = block * shape[0] * shape[1] / moved(shape, costs)
-            paced = greedy_beats(shape, costs, pace=pace)
-            times = [seconds_of(beats, costs, block) for beats in (plain, paced, *eager)]
+            paced = greedy_tile_steps(shape, costs, pace=pace)
+            times = [seconds_of(tile_steps, costs, block) for tile_steps in (plain, paced, *eager)]
             best = optimum(shape, costs, block, min(times))
             assert best.proven
             assert min(times) >= best.seconds * (1 - 1e-9)

@@ -9,14 +9,14 @@ from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Compute, Free, Launch,
 from tilewise.plan.ir import Item, Role
 
 ALIGNMENT = 256
-"""Bytes that every buffer's place in a slab is a multiple of."""
+"""Bytes that every buffer's place in a workspace is a multiple of."""
 
 CALLERS = -1
 """Stands for buffers that are not the pass's: to count launches that send nothing else."""
 
 
 class BufferLifetimes:
-    """Buffers by number, in the order in which they are lent; a moment is how many were before.
+    """Buffers by number, in the order in which they are handed out; a moment counts those before.
 
     Buffers that lie side by side have numbers of their own.
 
@@ -32,7 +32,7 @@ class BufferLifetimes:
         self._under_way: defaultdict[int, deque[int]] = defaultdict(deque)  # launches, by lane
 
     def take(self, count: int = 1) -> int:
-        """Lend the next buffers, side by side; the number of the first."""
+        """Hand out the next buffers, side by side; the number of the first."""
         self.now += count
         return self.now - count
 
@@ -76,7 +76,7 @@ class BufferLifetimes:
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes that a buffer takes in a slab."""
+    """Bytes that a buffer takes in a workspace."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

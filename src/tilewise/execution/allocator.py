@@ -1,8 +1,8 @@
-"""Buffers of a pass: bound ahead to one slab, so that a pass of known shapes allocates nothing.
+"""Buffers of a pass: placed ahead in one workspace, so that a pass of known shapes allocates none.
 
 What a pass asks for, in which order and for how long, follows from its program and shapes alone.
-The first pass records that (a tape); every buffer of a later one is a view, made once, of one slab
-in which buffers that are never needed together share their place.
+The first pass records that as a memory plan; every buffer of a later one is a view, made once, of
+one workspace, in which buffers that are never needed together share their place.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ class Source(Protocol):
 
 
 class Allocator(Source, Protocol):
-    """Lends buffers for the length of a pass, of one device.
+    """Hands out buffers for the length of a pass, of one device.
 
     Attributes:
         adopts: a result that nobody else uses may stay where a kernel put it.
@@ -82,7 +82,7 @@ class _NoTracking:
 
 
 class FreshAllocator(_NoTracking):
-    """Lends new memory every time, which goes when nobody refers to it."""
+    """Hands out new memory every time, which goes when nobody refers to it."""
 
     adopts = True
 
@@ -114,42 +114,42 @@ class CaptureAllocator(FreshAllocator):
 
 
 class Scratch:
-    """Lends for the length of one kernel call."""
+    """Hands out for the length of one kernel call."""
 
-    def __init__(self, lender: Allocator):
-        self._lender = lender
-        self.lent: list[Tensor] = []
+    def __init__(self, allocator: Allocator):
+        self._allocator = allocator
+        self.held: list[Tensor] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        x = self._lender.take(shape, dtype)
-        self.lent.append(x)
+        x = self._allocator.take(shape, dtype)
+        self.held.append(x)
         return x
 
     def clear(self) -> None:
-        while self.lent:
-            self._lender.give(self.lent.pop())
+        while self.held:
+            self._allocator.give(self.held.pop())
 
 
 class MemoryPlanCache:
-    """The tape of one program and its shapes, once a pass has recorded it."""
+    """The memory plan of one program and its shapes, once a pass has recorded it."""
 
     def __init__(self) -> None:
-        self.tape: MemoryPlan | None = None
+        self.memory_plan: MemoryPlan | None = None
 
-    def lender(self, shelf: WorkspacePool, device: torch.device) -> Allocator:
+    def allocator(self, pool: WorkspacePool, device: torch.device) -> Allocator:
         """For one pass: records the first, plays later ones."""
-        if self.tape is None:
+        if self.memory_plan is None:
             return RecordingAllocator(
-                device, lambda requests: self._bind(MemoryPlan(requests), shelf, device)
+                device, lambda requests: self._bind(MemoryPlan(requests), pool, device)
             )
-        return PlannedAllocator(self.tape, shelf, device)
+        return PlannedAllocator(self.memory_plan, pool, device)
 
-    def _bind(self, tape: MemoryPlan, shelf: WorkspacePool, device: torch.device) -> None:
-        """Keep a tape, and make its buffers ahead of the next pass."""
-        self.tape, slab = tape, shelf.take()
-        slab.enter(tape, device)
-        slab.leave()
-        shelf.slabs.append(slab)
+    def _bind(self, memory_plan: MemoryPlan, pool: WorkspacePool, device: torch.device) -> None:
+        """Keep a memory plan, and make its buffers ahead of the next pass."""
+        self.memory_plan, workspace = memory_plan, pool.take()
+        workspace.enter(memory_plan, device)
+        workspace.leave()
+        pool.workspaces.append(workspace)
 
 
 class _RecordedBuffer(NamedTuple):
@@ -167,7 +167,7 @@ class _RecordedBuffer(NamedTuple):
 
 
 class RecordingAllocator(FreshAllocator):
-    """Lends new memory and writes down what is asked for, and when it is no longer needed.
+    """Hands out new memory and writes down what is asked for, and when it is no longer needed.
 
     Args:
         recorded: is given all that was asked for, when the pass ends.
@@ -234,13 +234,13 @@ class RecordingAllocator(FreshAllocator):
 
 
 class PlannedAllocator(_NoTracking):
-    """Lends what a tape says, in its order."""
+    """Hands out what a memory plan says, in its order."""
 
     adopts = False
 
-    def __init__(self, tape: MemoryPlan, shelf: WorkspacePool, device: torch.device):
-        self._shelf, self._slab = shelf, shelf.take()
-        self._views = iter(self._slab.enter(tape, device))
+    def __init__(self, memory_plan: MemoryPlan, pool: WorkspacePool, device: torch.device):
+        self._pool, self._workspace = pool, pool.take()
+        self._views = iter(self._workspace.enter(memory_plan, device))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         x = next(self._views)
@@ -254,5 +254,5 @@ class PlannedAllocator(_NoTracking):
         return self.take(x.shape, dtype).copy_(x)
 
     def end(self) -> None:
-        self._slab.leave()
-        self._shelf.slabs.append(self._slab)
+        self._workspace.leave()
+        self._pool.workspaces.append(self._workspace)

@@ -26,16 +26,16 @@ def forward_pass(
     rows = [_rows_first(with_unit_stride(x), batched) for x in (q, k, v)]
     run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
-    lender = run.lender(rows, keep)
+    allocator = run.allocator(rows, keep)
     # What backward is to find again is no buffer of this pass.
-    lasting = FreshAllocator(q.device) if keep else lender
+    lasting = FreshAllocator(q.device) if keep else allocator
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
-    work = Forward(run.frame(keep, lender), run.payload, *run.start(named, lender=lasting))
+    work = Forward(run.frame(keep, allocator), run.payload, *run.start(named, allocator=lasting))
     execute(run.program, work, transport)
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=work.frame.dtype)
     run.collect(work, Side.Q, [_rows_first(x, batched) for x in (out, lse)])
     kept = run.kept(work.operands) if keep else []
-    lender.end()
+    allocator.end()
     return out, lse, kept
 
 
@@ -62,27 +62,29 @@ def backward_pass(
         before = PassRun(problem, transport, backward=False, batch=batch, device=device)
         gathered = before.found(kept)
     run = PassRun(problem, transport, backward=True, batch=batch, device=device)
-    lender = run.lender((q, k, v, out, lse, dout, dlse))
+    allocator = run.allocator((q, k, v, out, lse, dout, dlse))
     if dout is None:
-        dout = lender.take(q.shape, q.dtype).zero_()
-    delta = _delta(out, dout, dlse, lse.dtype, lender)
+        dout = allocator.take(q.shape, q.dtype).zero_()
+    delta = _delta(out, dout, dlse, lse.dtype, allocator)
     named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
-    work = Backward(run.frame(False, lender), run.payload, *run.start(named, gathered, lender))
+    work = Backward(
+        run.frame(False, allocator), run.payload, *run.start(named, gathered, allocator)
+    )
     execute(run.program, work, transport)
     dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
     run.collect(work, Side.Q, [_rows_first(dq, batched)])
     run.collect(work, Side.KV, [_rows_first(x, batched) for x in (dk, dv)])
-    lender.end()
+    allocator.end()
     return dq, dk, dv
 
 
 def _delta(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, lender: Allocator
+    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, allocator: Allocator
 ) -> Tensor:
     """rowsum(out * dout) - dlse."""
-    product = lender.take(out.shape, dtype).copy_(out).mul_(dout)
-    delta = torch.sum(product, -1, out=lender.take(out.shape[:-1], dtype))
-    lender.give(product)
+    product = allocator.take(out.shape, dtype).copy_(out).mul_(dout)
+    delta = torch.sum(product, -1, out=allocator.take(out.shape[:-1], dtype))
+    allocator.give(product)
     return delta if dlse is None else delta.sub_(dlse)
 
 

@@ -80,13 +80,13 @@ class Binder:
         return RowSelection(part.shard, part.item, *index)
 
 
-def pick(x: Tensor, index: Index, lender: Source) -> Tensor:
+def pick(x: Tensor, index: Index, allocator: Source) -> Tensor:
     """The rows of a tensor that an index selects; a view unless it is a tensor."""
     if index is None:
         return x
     if isinstance(index, slice):
         return x[index]
-    return torch.index_select(x, 0, index, out=lender.take((len(index), *x.shape[1:]), x.dtype))
+    return torch.index_select(x, 0, index, out=allocator.take((len(index), *x.shape[1:]), x.dtype))
 
 
 def gather(
@@ -94,37 +94,39 @@ def gather(
     parts: Sequence[TensorPart],
     name: str,
     heads: slice | None,
-    lender: Source,
+    allocator: Source,
 ) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
         (part,) = parts
         x = blocks[part.shard].fields[name]
         if part.block is not None:
-            x = pick(x, part.block, lender)
+            x = pick(x, part.block, allocator)
     else:
-        x = _joined(blocks, parts, name, lender)
+        x = _joined(blocks, parts, name, allocator)
     return x if heads is None else x[:, :, heads]
 
 
 def _joined(
-    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str, lender: Source
+    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str, allocator: Source
 ) -> Tensor:
     beside = _side_by_side(blocks, parts, name)
     if beside is not None:
         return beside
     sources = [blocks[part.shard].fields[name] for part in parts]
     if all(is_range(part.call) and not isinstance(part.block, Tensor) for part in parts):
-        return join([pick(x, p.block, lender) for x, p in zip(sources, parts, strict=True)], lender)
+        return join(
+            [pick(x, p.block, allocator) for x, p in zip(sources, parts, strict=True)], allocator
+        )
     total = sum(num_rows(part.block, len(x)) for part, x in zip(parts, sources, strict=True))
-    gathered = lender.take((total, *sources[0].shape[1:]), sources[0].dtype)
+    gathered = allocator.take((total, *sources[0].shape[1:]), sources[0].dtype)
     for part, x in zip(parts, sources, strict=True):
         if isinstance(part.call, Tensor):
-            gathered.index_copy_(0, part.call, pick(x, part.block, lender))
+            gathered.index_copy_(0, part.call, pick(x, part.block, allocator))
         elif isinstance(part.block, Tensor) and is_range(part.call):
             torch.index_select(x, 0, part.block, out=gathered[part.call])
         else:
-            gathered[part.call].copy_(pick(x, part.block, lender))
+            gathered[part.call].copy_(pick(x, part.block, allocator))
     return gathered
 
 

@@ -19,7 +19,7 @@ MOST_TRIES, MOST_PLACED = 32, 4096
 
 
 class BufferSpec(NamedTuple):
-    """A buffer of a tape, needed from one moment on.
+    """A buffer of a memory plan, needed from one moment on.
 
     Attributes:
         parts: (rows, moment before which these rows are needed), in order; all of its rows.
@@ -36,19 +36,19 @@ class BufferSpec(NamedTuple):
 
 
 class MemoryPlan:
-    """The buffers of one pass in the order in which it takes them, each with its place in a slab.
+    """The buffers of one pass in the order in which it takes them, each placed in a workspace.
 
     Attributes:
-        num_bytes: of the slab.
+        num_bytes: of the workspace.
     """
 
     def __init__(self, requests: Sequence[BufferSpec]):
         self.requests = tuple(requests)
         self.offsets, self.num_bytes = places(self.requests)
 
-    def views(self, slab: Tensor) -> list[Tensor]:
+    def views(self, workspace: Tensor) -> list[Tensor]:
         return [
-            slab[offset : offset + request.num_bytes].view(request.dtype).view(request.shape)
+            workspace[offset : offset + request.num_bytes].view(request.dtype).view(request.shape)
             for request, offset in zip(self.requests, self.offsets, strict=True)
         ]
 
@@ -182,7 +182,7 @@ def _placed(
 
 
 class Workspace:
-    """Memory that one pass at a time uses, and what tapes see of it."""
+    """Memory that one pass at a time uses, and what memory plans see of it."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -194,18 +194,18 @@ class Workspace:
         return 0 if self._buffer is None else self._buffer.numel()
 
     @torch.inference_mode(False)  # else later passes outside of it could not write
-    def enter(self, tape: MemoryPlan, device: torch.device) -> list[Tensor]:
-        """The buffers of a tape, for a pass that begins now on the current stream."""
+    def enter(self, memory_plan: MemoryPlan, device: torch.device) -> list[Tensor]:
+        """The buffers of a memory plan, for a pass that begins now on the current stream."""
         if self._buffer is not None:
             follow(self._left, self._buffer)
-        if self.num_bytes < tape.num_bytes:
+        if self.num_bytes < memory_plan.num_bytes:
             self._views.clear()
             self._buffer = None  # before the larger one is made
-            self._buffer = torch.empty(tape.num_bytes, dtype=torch.uint8, device=device)
-        views = self._views.get(tape)
+            self._buffer = torch.empty(memory_plan.num_bytes, dtype=torch.uint8, device=device)
+        views = self._views.get(memory_plan)
         if views is None:
             whole = torch.empty(0, device=device) if self._buffer is None else self._buffer
-            views = self._views[tape] = tape.views(whole.view(torch.uint8))
+            views = self._views[memory_plan] = memory_plan.views(whole.view(torch.uint8))
         return views
 
     def leave(self) -> None:
@@ -215,17 +215,17 @@ class Workspace:
 
 
 class WorkspacePool:
-    """The slabs of one rank and device, as many as there were passes at once.
+    """The workspaces of one rank and device, as many as there were passes at once.
 
-    A pass takes one from the shelf and puts it back when it ends, so no two ever share one, of
-    whatever threads or layers they are. A pass that fails does not put its slab back.
+    A pass takes one from the pool and puts it back when it ends, so no two ever share one, of
+    whatever threads or layers they are. A pass that fails does not put its workspace back.
     """
 
     def __init__(self) -> None:
-        self.slabs: list[Workspace] = []
+        self.workspaces: list[Workspace] = []
 
     def take(self) -> Workspace:
         try:
-            return self.slabs.pop()
+            return self.workspaces.pop()
         except IndexError:
             return Workspace()

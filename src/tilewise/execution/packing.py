@@ -62,7 +62,7 @@ class Packing:
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
         self.row_shape = (*inner, self.row_bytes // math.prod(inner))
 
-    def pack(self, tensors: Sequence[Tensor], lender: Allocator) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], allocator: Allocator) -> Tensor:
         """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
 
         Each is converted to its field's dtype; a lone one that is packed already is not copied.
@@ -72,7 +72,7 @@ class Packing:
         alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and first.is_contiguous()
         if alone and first.numel():  # strides of empty tensors forbid the views below
             return first.flatten(2).view(torch.uint8).view(shape)
-        wire = lender.take(shape, torch.uint8)
+        wire = allocator.take(shape, torch.uint8)
         if not wire.numel():
             return wire
         if self.in_place:
@@ -82,9 +82,9 @@ class Packing:
         for columns, x, dtype in zip(
             wire.split(self._sizes, -1), tensors, self._dtypes, strict=True
         ):
-            converted = lender.take(x.shape, dtype)
+            converted = allocator.take(x.shape, dtype)
             columns.copy_(converted.copy_(x).flatten(2).view(torch.uint8))
-            lender.give(converted)
+            allocator.give(converted)
         return wire
 
     def unpack(self, wire: Tensor) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Packing:
         return dict(zip(self.names, tensors, strict=True))
 
 
-def take(x: Tensor, held: Rows, wanted: Rows | None, lender: Source) -> Tensor:
+def take(x: Tensor, held: Rows, wanted: Rows | None, allocator: Source) -> Tensor:
     """The wanted local rows of a tensor whose rows are the held ones: a view if side by side."""
     if wanted is None or wanted == held:
         return x
@@ -113,13 +113,13 @@ def take(x: Tensor, held: Rows, wanted: Rows | None, lender: Source) -> Tensor:
             if first < last:
                 pieces.append(x[offset + first - start : offset + last - start])
         offset += stop - start
-    return pieces[0] if len(pieces) == 1 else join(pieces, lender)
+    return pieces[0] if len(pieces) == 1 else join(pieces, allocator)
 
 
-def join(pieces: Sequence[Tensor], lender: Source) -> Tensor:
+def join(pieces: Sequence[Tensor], allocator: Source) -> Tensor:
     """Rows one after the other, copied."""
     shape = sum(map(len, pieces)), *pieces[0].shape[1:]
-    joined = lender.take(shape, pieces[0].dtype)
+    joined = allocator.take(shape, pieces[0].dtype)
     if joined.is_meta:  # shapes without values
         return joined
     return torch.cat(pieces, out=joined)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -65,8 +65,8 @@ class PassRun:
             keep=4 * pruned.world_size,
         )
 
-    def lender(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:
-        """Who lends this pass its buffers: on BOUND_DEVICES one that has them all already.
+    def allocator(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:
+        """Who hands out this pass its buffers: on BOUND_DEVICES one that has them all already.
 
         A graph that is being captured gets memory of its own, which lives as long as the graph.
         The problem's own allocator goes before all that.
@@ -85,16 +85,16 @@ class PassRun:
         calls = self.layouts, self.mask, self._cut
         key = self._key, calls, self.batch, device, keep, strides
         binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
-        shelf = problem.passes[0].plan.memo(
-            "shelf", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
+        pool = problem.passes[0].plan.memo(
+            "pool", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
         )
-        return binding.lender(shelf, device)
+        return binding.allocator(pool, device)
 
-    def frame(self, keep: bool, lender: Allocator | None = None) -> Frame:
+    def frame(self, keep: bool, allocator: Allocator | None = None) -> Frame:
         """What the pass's work needs beside its tensors.
 
         Args:
-            lender: None: of new memory.
+            allocator: None: of new memory.
         """
         problem = self.problem
         key = TileCalls(self.layouts, self.mask, self.groups, self._cut), self.device
@@ -110,14 +110,14 @@ class PassRun:
             self.device,
             keep,
             self.packing,
-            lender or FreshAllocator(self.device),
+            allocator or FreshAllocator(self.device),
         )
 
     def start(
         self,
         named: Sequence[dict[str, Tensor]],
         gathered: dict[Item, PackedRows] | None = None,
-        lender: Allocator | None = None,
+        allocator: Allocator | None = None,
     ) -> tuple[dict[Item, PackedRows], list[Arena], Lifetimes]:
         """The operands that this rank holds from the start, the arenas that they move into, and
         how long they are needed."""
@@ -129,8 +129,8 @@ class PassRun:
                     item, heads = operand(side, shard, group), self.groups.slice(side, group)
                     fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
                     operands[item] = PackedRows(((0, rows.stop - rows.start),), fields)
-        lender = lender or FreshAllocator(self.device)
-        arenas = [self._arena(items, gathered, lender) for items in self.program.arenas]
+        allocator = allocator or FreshAllocator(self.device)
+        arenas = [self._arena(items, gathered, allocator) for items in self.program.arenas]
         kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
         placed = {*chain.from_iterable(self.program.arenas)}
         arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
@@ -228,7 +228,7 @@ class PassRun:
         return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
 
     def _arena(
-        self, items: Sequence[Item], gathered: dict[Item, PackedRows], lender: Allocator
+        self, items: Sequence[Item], gathered: dict[Item, PackedRows], allocator: Allocator
     ) -> Arena | None:
         """One buffer for these items; None where their packed fields could not be used in place."""
         packing = self.packing[items[0].side, items[0].role]
@@ -239,5 +239,5 @@ class PassRun:
         if not packing.names:
             return Arena(starts, None, dict(before))
         rows = [self._num_rows(item) for item in items]
-        wire = lender.take_parts((sum(rows), self.batch, *packing.row_shape), torch.uint8, rows)
+        wire = allocator.take_parts((sum(rows), self.batch, *packing.row_shape), torch.uint8, rows)
         return Arena(starts, wire, {**before, **packing.unpack(wire)})

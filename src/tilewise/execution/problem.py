@@ -63,7 +63,7 @@ class Problem(NamedTuple):
 
     Attributes:
         passes: forward and backward.
-        allocator: makes what lends a pass its buffers; None: as the device of q asks.
+        allocator: makes what hands out a pass its buffers; None: as the device of q asks.
     """
 
     passes: tuple[ResolvedPass, ResolvedPass]

@@ -38,7 +38,7 @@ class Frame:
         batch: sequences side by side, all of the same layout and mask.
         keep: received operands stay for the next pass.
         packing: how each side's and role's tensors lie in a row of bytes.
-        lender: of the pass's buffers.
+        allocator: of the pass's buffers.
     """
 
     layouts: tuple[Layout, Layout]
@@ -50,7 +50,7 @@ class Frame:
     device: torch.device
     keep: bool
     packing: Mapping[tuple[Side, Role], Packing]
-    lender: Allocator
+    allocator: Allocator
 
 
 def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
@@ -75,11 +75,11 @@ class PassWork(ABC):
     ):
         self.frame, self.payload, self._packing = frame, payload, frame.packing
         self._operand_packing = [frame.packing[side, Role.OPERAND] for side in Side]
-        self._lender, self._sent = frame.lender, frame.lender.sent
-        self.launched, self.left = frame.lender.launched, frame.lender.left
+        self._allocator, self._sent = frame.allocator, frame.allocator.sent
+        self.launched, self.left = frame.allocator.launched, frame.allocator.left
         # What stays for the next pass is no buffer of this one.
-        self._operand_lender = FreshAllocator(frame.device) if frame.keep else frame.lender
-        self._scratch = Scratch(frame.lender)
+        self._operand_lender = FreshAllocator(frame.device) if frame.keep else frame.allocator
+        self._scratch = Scratch(frame.allocator)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
@@ -95,22 +95,22 @@ class PassWork(ABC):
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
             return self._operand_wire(item, rows)
-        lender, packing = self._lender, self._packing[item.side, item.role]
+        allocator, packing = self._allocator, self._packing[item.side, item.role]
         source = partial(item.side, item.shard, item.heads)
         if item.role is Role.RESULT:
             wire = self.results.get(item)
             if wire is None:
-                wire = self.results[item] = packing.pack(self._filled(source), lender)
+                wire = self.results[item] = packing.pack(self._filled(source), allocator)
             self._sent(wire)
             return wire
         tensors = self._filled(source)
         self.partials.pop(source, None)
         self._totals.leave(source)
-        cut = [take(x, self._whole(item), rows, lender) for x in tensors]
-        wire = packing.pack(cut, lender)
+        cut = [take(x, self._whole(item), rows, allocator) for x in tensors]
+        wire = packing.pack(cut, allocator)
         self._sent(wire)
         for x in (*tensors, *cut, wire):
-            lender.give(x)
+            allocator.give(x)
         return wire
 
     def recv_buffer(self, transfer: Transfer) -> Tensor:
@@ -120,8 +120,8 @@ class PassWork(ABC):
         if arena is not None and arena.wire is not None:
             return arena.wire[arena.starts[item] : arena.starts[item] + num_rows]
         shape = self._packing[item.side, item.role].row_shape
-        lender = self._operand_lender if item.role is Role.OPERAND else self._lender
-        return lender.take((num_rows, self.frame.batch, *shape), torch.uint8)
+        allocator = self._operand_lender if item.role is Role.OPERAND else self._allocator
+        return allocator.take((num_rows, self.frame.batch, *shape), torch.uint8)
 
     def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
         item, _, _, rows = transfer
@@ -137,7 +137,7 @@ class PassWork(ABC):
         elif item.role is Role.PARTIAL:
             values = self._packing[item.side, item.role].unpack(wire).values()
             self._merge_arrived(item, rows, tuple(values))
-            self._lender.give(wire)
+            self._allocator.give(wire)
         else:
             self.results[item] = wire
 
@@ -146,21 +146,21 @@ class PassWork(ABC):
         wire = block.wire
         if wire is None:
             packing = self._packing[item.side, item.role]
-            wire = packing.pack([block.fields[name] for name in packing.names], self._lender)
+            wire = packing.pack([block.fields[name] for name in packing.names], self._allocator)
             self.operands[item] = block._replace(wire=wire)
-        lender, sends = self._lender, self._sends
+        allocator, sends = self._allocator, self._sends
         part = wire
         if rows is not None and rows != block.rows:
-            part = take(wire, block.rows, rows, lender)
+            part = take(wire, block.rows, rows, allocator)
         self._sent(part)
         if part is not wire and part.untyped_storage() is not wire.untyped_storage():
-            lender.give(part)  # a copy
+            allocator.give(part)  # a copy
         if sends and item in sends:
             sends[item] -= 1
             if not sends[item]:
                 del sends[item]
                 if block.arena is None:
-                    lender.give(wire)
+                    allocator.give(wire)
         return part
 
     def _merge_arrived(self, item: Item, rows: Rows | None, values: Tensors) -> None:
@@ -178,11 +178,11 @@ class PassWork(ABC):
             return
         wire = self.operands.pop(item).wire
         if wire is not None:
-            self._lender.give(wire)
+            self._allocator.give(wire)
         for own in self._with_free.get(item, ()) if self._with_free else ():
             wire = self.operands[own].wire
             if wire is not None:
-                self._lender.give(wire)
+                self._allocator.give(wire)
 
     def run(self, tile: Tile) -> None:
         bound = self.frame.binder.tile(tile)
@@ -191,7 +191,7 @@ class PassWork(ABC):
         held = tuple([block.rows for block in q]), tuple([block.rows for block in kv])
         for call in self.frame.binder.calls(bound, held):
             self._call(call, q, kv)
-            if self._scratch.lent:
+            if self._scratch.held:
                 self._scratch.clear()
 
     def final(self, item: Item) -> Tensors:
@@ -227,7 +227,7 @@ class PassWork(ABC):
             return None
         partials = self.partials.get(item)
         if partials is None:
-            if local is None and self._lender.adopts and item not in self._totals:
+            if local is None and self._allocator.adopts and item not in self._totals:
                 return None
             partials = self.partials[item] = self._empty(item)
         return partials if local is None else tuple([x[local] for x in partials])
@@ -247,7 +247,7 @@ class PassWork(ABC):
         partials = self.partials.get(item)
         if partials is None:
             if index is None and item not in self._totals:
-                lasting, dtype = self._lender.lasting, self.frame.dtype
+                lasting, dtype = self._allocator.lasting, self.frame.dtype
                 self.partials[item] = tuple([lasting(x, dtype) for x in values])
                 return
             partials = self.partials[item] = self._empty(item)
@@ -278,7 +278,7 @@ class PassWork(ABC):
         frame, shape = self.frame, (sum(rows), self.frame.batch, self.payload.heads(side))
         return tuple(
             [
-                self._lender.take_parts((*shape, *width), frame.dtype, rows).fill_(value)
+                self._allocator.take_parts((*shape, *width), frame.dtype, rows).fill_(value)
                 for value, *width in self._blanks(side)
             ]
         )
@@ -351,7 +351,7 @@ class Backward(PassWork):
         operands = queries, k, v, dout, lse, delta
         first, second = self._target(q_parts, q_heads), self._target(k_parts, kv_heads)
         into = None
-        if (first and second) or not self._lender.adopts:
+        if (first and second) or not self._allocator.adopts:
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
             into = dq, dk, dv
         dq, dk, dv = self.frame.kernel.backward(*operands, call, scale, into)

@@ -28,7 +28,7 @@ Kind = Literal[
     "lifetimes",
     "binder",  # kernel calls of tiles
     "binding",  # buffers of a pass, recorded and played
-    "shelf",  # memory that passes take one after the other
+    "pool",  # memory that passes take one after the other
     # of decoding
     "decoding",  # passes over a cache, by number of queries
     "mask",  # the first of equal masks, which has what was derived from it

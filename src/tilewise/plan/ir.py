@@ -152,7 +152,7 @@ def own_shards(world_size: int) -> Owners:
     return side, side
 
 
-class Tuning(NamedTuple):
+class HeadTuning(NamedTuple):
     """How a mask-aware plan that was made before heads were known is made anew for them.
 
     Attributes:
@@ -184,7 +184,7 @@ class Traits(NamedTuple):
     shifts: tuple[Shift, ...] = ()
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
-    tuning: Tuning | None = None
+    tuning: HeadTuning | None = None
 
 
 NO_TRAITS = Traits()

@@ -78,12 +78,12 @@ SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
 
-def shape_bound(scene: PassModel, option: Option) -> float:
+def shape_bound(model: PassModel, option: Option) -> float:
     """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link."""
     if not option.shape.q:
-        return SAFE * _compute(scene, *_longest(scene, option))
-    payload, degree = scene.payload(option.degree), option.degree
-    rows = min(scene.layout.sizes) * degree * scene.share(option)
+        return SAFE * _compute(model, *_longest(model, option))
+    payload, degree = model.payload(option.degree), option.degree
+    rows = min(model.layout.sizes) * degree * model.share(option)
     each = [
         sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL)) * rows
         for side in Side
@@ -93,38 +93,38 @@ def shape_bound(scene: PassModel, option: Option) -> float:
     tile, nodes = option.shape[:2], option.shape.nodes
     apart = (degree - 1) / degree
     sent = sum((count - 1 + apart) * size for count, size in zip(tile, each, strict=True))
-    fastest = max(scene.bandwidths().values())
-    if scene.world_size <= scene.machine.node_size:
-        fastest = scene.machine.inside.bandwidth
-    own = scene.machine.node_size // degree if scene.machine.node_size % degree == 0 else 1
+    fastest = max(model.bandwidths().values())
+    if model.world_size <= model.machine.node_size:
+        fastest = model.machine.inside.bandwidth
+    own = model.machine.node_size // degree if model.machine.node_size % degree == 0 else 1
     entering = sum(max(0, count - own) * size for count, size in zip(tile, each, strict=True))
-    machine = scene.machine
+    machine = model.machine
     entering *= min(degree, machine.node_size) / machine.node_size
     across = sum((count - 1) * size for count, size in zip(nodes, each, strict=True))
     links = max(
         sent / fastest,
-        max(entering, across) * scene.machine.nic_sharers / scene.machine.nic_bandwidth,
+        max(entering, across) * model.machine.nic_sharers / model.machine.nic_bandwidth,
     )
-    return SAFE * max(_compute(scene, *_longest(scene, option)), links)
+    return SAFE * max(_compute(model, *_longest(model, option)), links)
 
 
-def _longest(scene: PassModel, option: Option) -> tuple[float, float]:
+def _longest(model: PassModel, option: Option) -> tuple[float, float]:
     """Queries and keys per query of the largest call that a plan could make."""
-    tokens = scene.work.num_tokens
+    tokens = model.work.num_tokens
     if 0 in option.shape.call:
         return tokens, tokens
-    rows = max(scene.layout.sizes) * option.degree
+    rows = max(model.layout.sizes) * option.degree
     keys = option.shape.call[1] * rows
-    return option.shape.call[0] * rows, (keys + 1) / 2 if scene.alike else keys
+    return option.shape.call[0] * rows, (keys + 1) / 2 if model.alike else keys
 
 
-def _compute(scene: PassModel, queries: float, keys: float) -> float:
-    speed = scene.best_speed(max(queries, 1), max(keys, 1))
-    launch = scene.machine.launch_seconds + scene.kernel.launch_seconds
-    return scene.flop / scene.world_size / speed + launch
+def _compute(model: PassModel, queries: float, keys: float) -> float:
+    speed = model.best_speed(max(queries, 1), max(keys, 1))
+    launch = model.machine.launch_seconds + model.kernel.launch_seconds
+    return model.flop / model.world_size / speed + launch
 
 
-def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
+def steps_bound(model: PassModel, option: Option, plan: Plan) -> float:
     """Seconds by the steps of rank 0 and of those who share its NIC; 0 if cells are not alike.
 
     A rank computes in order: before step s all that its tiles up to s read must have arrived, and
@@ -132,13 +132,13 @@ def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
 
         seconds >= arrivals needed up to s + tiles of s .. t - 1 + departures from t on
     """
-    if scene.alike is None or not option.shape.q:
+    if model.alike is None or not option.shape.q:
         return 0.0
-    costs, share = scene.costs(plan), scene.share(option)
+    costs, share = model.costs(plan), model.share(option)
     steps = _steps(plan, 0)
     busy = [sum(map(costs.tile_seconds, step.tiles)) for step in steps]
-    needed = _slowest(scene, _needed(scene, costs, steps), share)
-    leaving = _slowest(scene, _leaving(scene, costs, steps), share)
+    needed = _slowest(model, _needed(model, costs, steps), share)
+    leaving = _slowest(model, _leaving(model, costs, steps), share)
     before = [0.0, *accumulate(busy)]
     best = lead = 0.0
     tails = [*leaving, 0.0]
@@ -146,8 +146,8 @@ def steps_bound(scene: PassModel, option: Option, plan: Plan) -> float:
         best = max(best, lead + before[s] + tails[s])
         if s < len(steps):
             lead = max(lead, needed[s] - before[s])
-    if scene.machine.nic_sharers > 1 and scene.world_size > scene.machine.node_size:
-        best = max(best, share * _shared(scene, plan, costs))
+    if model.machine.nic_sharers > 1 and model.world_size > model.machine.node_size:
+        best = max(best, share * _shared(model, plan, costs))
     return SAFE * best
 
 
@@ -156,14 +156,14 @@ def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
     return plan.memo("weighed", rank, lambda: plan.rank_steps(rank), keep=STEPS_KEPT)
 
 
-def _lane(scene: PassModel, hop: Transfer) -> str:
-    return INSIDE if scene.machine.same_node(hop.src, hop.dst) else BETWEEN
+def _lane(model: PassModel, hop: Transfer) -> str:
+    return INSIDE if model.machine.same_node(hop.src, hop.dst) else BETWEEN
 
 
 Lanes = list[dict[str, float]]
 
 
-def _needed(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
+def _needed(model: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
     """Per step, bytes of operands that must have arrived when its tiles begin, by link."""
     arrived: dict[Item, tuple[str, float]] = {}
     total: dict[str, float] = defaultdict(float)
@@ -179,43 +179,43 @@ def _needed(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> 
         for hop in step.recvs:
             if hop.item.role is Role.OPERAND:
                 size = costs.message_bytes(hop)
-                arrived[hop.item] = _lane(scene, hop), size
+                arrived[hop.item] = _lane(model, hop), size
     return found
 
 
-def _leaving(scene: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
+def _leaving(model: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
     """Per step, bytes sent from it on, by link."""
     total: dict[str, float] = defaultdict(float)
     found = []
     for step in reversed(steps):
         for hop in step.sends:
-            total[_lane(scene, hop)] += costs.message_bytes(hop)
+            total[_lane(model, hop)] += costs.message_bytes(hop)
         found.append(dict(total))
     return found[::-1]
 
 
-def _slowest(scene: PassModel, lanes: Lanes, share: float) -> list[float]:
-    widths = {lane: bandwidth / share for lane, bandwidth in scene.bandwidths().items()}
+def _slowest(model: PassModel, lanes: Lanes, share: float) -> list[float]:
+    widths = {lane: bandwidth / share for lane, bandwidth in model.bandwidths().items()}
     return [max((size / widths[x] for x, size in at.items()), default=0.0) for at in lanes]
 
 
-def _shared(scene: PassModel, plan: Plan, costs: PassCosts) -> float:
+def _shared(model: PassModel, plan: Plan, costs: PassCosts) -> float:
     """Seconds of the NIC that rank 0 shares.
 
     Under a split by heads the ranks of one inner rank send equally many bytes between nodes, so
     that one of them is enough where they are of one node.
     """
-    block, degree = scene.machine.nic_sharers, plan.num_head_groups
-    size = scene.machine.node_size
+    block, degree = model.machine.nic_sharers, plan.num_head_groups
+    size = model.machine.node_size
     alike = degree if size % degree == 0 or degree % size == 0 else 1
     stride = min(alike, block)
     sent = 0.0
     for rank in range(0, block, stride):
         for step in _steps(plan, rank):
             for hop in step.sends:
-                if _lane(scene, hop) == BETWEEN:
+                if _lane(model, hop) == BETWEEN:
                     sent += costs.message_bytes(hop) * stride
-    return sent / scene.machine.nic_bandwidth
+    return sent / model.machine.nic_bandwidth
 
 
 def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:

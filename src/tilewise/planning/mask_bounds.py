@@ -54,8 +54,8 @@ class _Need(NamedTuple):
 class MaskBounds:
     """Bounds by who computes which cells."""
 
-    def __init__(self, scene: PassModel):
-        self.scene = scene
+    def __init__(self, model: PassModel):
+        self.model = model
         self._tables = cache(self._make_tables)
 
     def seconds(self, plan: Plan) -> float:
@@ -69,9 +69,9 @@ class MaskBounds:
     @cached_property
     def _cells(self) -> tuple[Array, Array, Array]:
         """Areas, and the rows needed of queries and of keys, [query shard, KV shard]."""
-        n, layout = self.scene.world_size, self.scene.layout
+        n, layout = self.model.world_size, self.model.layout
         tables = np.zeros((3, n, n))
-        for (i, j), cell in cells(self.scene.work.mask, layout, layout).items():
+        for (i, j), cell in cells(self.model.work.mask, layout, layout).items():
             tables[:, i, j] = cell.area, count(cell.q_rows, 0), count(cell.k_rows, 0)
         return tables[0], tables[1], tables[2]
 
@@ -83,9 +83,9 @@ class MaskBounds:
         return _Tables(area.reshape(wide).sum(2), rows)
 
     def _need(self, degree: int, rank: int, steps: tuple[RankStep, ...]) -> _Need:
-        tables, sizes = self._tables(degree), np.array(self.scene.layout.sizes)
+        tables, sizes = self._tables(degree), np.array(self.model.layout.sizes)
         busy = lead = 0.0
-        rows = last = np.zeros((2, self.scene.world_size))
+        rows = last = np.zeros((2, self.model.world_size))
         home = {(hop.item.side, hop.src) for step in steps for hop in step.recvs if _direct(hop)}
         lanes = self._lanes(degree, rank, home)
         for tile in (tile for step in steps for tile in step.tiles):
@@ -106,9 +106,9 @@ class MaskBounds:
 
         What comes straight from its owner comes by the link between them; else by any.
         """
-        scene, shards = self.scene, np.arange(self.scene.world_size)
-        size = scene.machine.node_size
-        widths, any_link = scene.bandwidths(), 1 / self._fastest
+        model, shards = self.model, np.arange(self.model.world_size)
+        size = model.machine.node_size
+        widths, any_link = model.bandwidths(), 1 / self._fastest
         inside, between = 1 / widths[INSIDE], 1 / widths[BETWEEN]
         exact = np.zeros((2, len(shards)), bool)
         team = shards // degree == rank
@@ -126,19 +126,19 @@ class MaskBounds:
         return lanes
 
     def _slowest(self, degree: int, rows: Array, role: Role, lanes: Array) -> float:
-        payload = self.scene.payload(degree)
+        payload = self.model.payload(degree)
         each = np.array([payload.row_bytes(Item(side, role, 0)) for side in Side], float)
         return float((lanes * rows * each[:, None]).sum((1, 2)).max())
 
     def _call(self, degree: int, queries: float, area: float) -> float:
-        scene = self.scene
-        launch = scene.machine.launch_seconds + scene.kernel.launch_seconds
-        share = scene.pair_flop / degree
-        return launch + share * area / scene.kernel.speed(queries, area / queries)
+        model = self.model
+        launch = model.machine.launch_seconds + model.kernel.launch_seconds
+        share = model.pair_flop / degree
+        return launch + share * area / model.kernel.speed(queries, area / queries)
 
     def _bytes(self, degree: int, rows: Array, role: Role) -> float:
         """Of the rows of a head group of these shards."""
-        payload = self.scene.payload(degree)
+        payload = self.model.payload(degree)
         each = np.array([payload.row_bytes(Item(side, role, 0)) for side in Side], float)
         return float((rows * each[:, None]).sum())
 
@@ -153,7 +153,7 @@ class MaskBounds:
         need = self._need(degree, rank, steps)
         straight = {(hop.item.side, hop.dst) for step in steps for hop in step.sends if _back(hop)}
         lanes = self._lanes(degree, rank, straight)
-        team = np.zeros(self.scene.world_size, bool)
+        team = np.zeros(self.model.world_size, bool)
         team[rank * degree : (rank + 1) * degree] = True
         after = self._slowest(degree, np.where(team, need.rows, need.last), Role.PARTIAL, lanes)
         others = need.rows * ~team
@@ -162,23 +162,23 @@ class MaskBounds:
 
     @cached_property
     def _fastest(self) -> float:
-        scene = self.scene
-        if scene.world_size <= scene.machine.node_size:
-            return scene.machine.inside.bandwidth
-        return max(scene.bandwidths().values())
+        model = self.model
+        if model.world_size <= model.machine.node_size:
+            return model.machine.inside.bandwidth
+        return max(model.bandwidths().values())
 
     def _of_nodes(self, degree: int, needs: dict[int, Array]) -> float:
         """What must enter and leave nodes, once, whichever of their ranks need it."""
-        scene = self.scene
-        size = scene.machine.node_size
-        if (size % degree and degree % size) or scene.world_size <= size:
+        model = self.model
+        size = model.machine.node_size
+        if (size % degree and degree % size) or model.world_size <= size:
             return 0.0
-        width = scene.bandwidths()[BETWEEN] * size / scene.machine.nic_sharers / min(size, degree)
+        width = model.bandwidths()[BETWEEN] * size / model.machine.nic_sharers / min(size, degree)
         of_nodes: dict[int, Array] = {}
         for rank, rows in needs.items():
             node = rank * degree // size
             of_nodes[node] = np.maximum(of_nodes.get(node, 0), rows)
-        home = np.arange(scene.world_size) // size
+        home = np.arange(model.world_size) // size
         return max(
             self._bytes(degree, rows * (home != node), role) / width
             for node, rows in of_nodes.items()

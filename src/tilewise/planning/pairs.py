@@ -54,7 +54,7 @@ class Pairs:
     """The search over both passes.
 
     Args:
-        scene: of the forward pass; its save is the workload's, None: the faster one.
+        model: of the forward pass; its save is the workload's, None: the faster one.
         memory: bytes of a rank.
         max_messages: that may be simulated in each pass; the last trial may go beyond it.
         keeping: whether to keep what was gathered in forward even where that takes memory.
@@ -62,19 +62,19 @@ class Pairs:
 
     def __init__(
         self,
-        scene: PassModel,
+        model: PassModel,
         options: list[Option],
         memory: float,
         max_messages: int = MAX_MESSAGES,
         keeping: bool = True,
     ):
-        self.save, self.memory, self.options = scene.work.save, memory, options
+        self.save, self.memory, self.options = model.work.save, memory, options
         self.keeping = keeping
         plans = Plans(options)
 
         def trials(backward: bool, save: str) -> Trials:
-            work = replace(scene.work, save=save)
-            return Trials(replace(scene, work=work, backward=backward), plans, max_messages)
+            work = replace(model.work, save=save)
+            return Trials(replace(model, work=work, backward=backward), plans, max_messages)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}
@@ -96,7 +96,7 @@ class Pairs:
             ValueError: if none fits.
         """
         found = self._found()
-        if self.forward.scene.rough:
+        if self.forward.model.rough:
             found = self._exactly(found)
         if self.save != "gathered":
             found += self._others(found)
@@ -238,7 +238,7 @@ class Pairs:
         And the ring, which all are compared with.
         """
         known = {trial.option.kind for pair in found for trial in pair[:2]}
-        best = min(pair.seconds for pair in found) if self.forward.scene.rough else 0.0
+        best = min(pair.seconds for pair in found) if self.forward.model.rough else 0.0
         parts = self.forward, self.backward["replay"]
         nearest = sorted(self.options[1:], key=lambda option: self._bound(Entry(option.order)))
         pairs = []

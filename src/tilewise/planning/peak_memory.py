@@ -5,7 +5,7 @@ the transport moves nothing, and all else is the code that runs on a GPU. Counte
 
     q, k, v, out, lse; in backward dout, dq, dk, dv too    the caller's tensors
     operands that forward keeps for backward               with save="gathered"
-    the slab that all buffers of the pass are placed in    see execution/memory_plan.py
+    the workspace that all buffers of the pass are placed in    see execution/memory_plan.py
 
 and left out is what kernels allocate inside.
 """
@@ -210,7 +210,7 @@ class _NoKernel:
         return _results(q) if into is None else into
 
     def backward(self, *args: Any, **_: Any) -> Gradients:
-        return args[-1]  # buffers of the pass: see Lender.adopts
+        return args[-1]  # buffers of the pass: see Allocator.adopts
 
 
 class _NoTransport:

@@ -64,12 +64,12 @@ def search(
     fixed = replace(work, layout=layout)
     even = pad_to_equal_shards(fixed, world_size) if world_size > EXACT_RANKS else fixed
     tried = options(even, world_size, machine.node_size)
-    scene = PassModel(even, machine, world_size, backward=False)
-    found = Pairs(scene, tried, memory)
+    model = PassModel(even, machine, world_size, backward=False)
+    found = Pairs(model, tried, memory)
     pairs = found.ranked()
     if found.lacks_memory:
         tried = options(even, world_size, machine.node_size, held=True)
-        found = Pairs(scene, tried, memory)
+        found = Pairs(model, tried, memory)
         pairs = found.ranked()
     ring = found.ring_seconds()
     distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
@@ -91,8 +91,8 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     """
     even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
-    scene = PassModel(even, machine, world_size, backward=False)
-    return _plans(Pairs(scene, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
+    model = PassModel(even, machine, world_size, backward=False)
+    return _plans(Pairs(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
 
 
 def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:
@@ -126,7 +126,7 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         backward.timeline,
         (forward.symmetry, backward.symmetry),
         (forward.plan, backward.plan),
-        forward.scene.work,
+        forward.model.work,
     )
     return Candidate(
         work,

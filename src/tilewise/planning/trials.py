@@ -29,7 +29,7 @@ class Trial:
 
     option: Option
     plan: Plan
-    scene: PassModel
+    model: PassModel
     timeline: Timeline
     symmetry: Symmetry
     rough: bool = False
@@ -46,7 +46,7 @@ class Trial:
     @cached_property
     def memory(self) -> PassMemory:
         """Made when it is asked for: most trials are too slow for it to matter."""
-        return PassMemory(self.scene.work.resolve(self.plan), backward=self.scene.backward)
+        return PassMemory(self.model.work.resolve(self.plan), backward=self.model.backward)
 
     def fits(self, num_bytes: float) -> bool:
         """Whether no rank needs more; first asked as if the mask left out nothing: all alike."""
@@ -57,10 +57,10 @@ class Trial:
 
     @property
     def _whole(self) -> PassMemory:
-        work, n = self.scene.work, self.plan.world_size
-        tokens = n * max(self.scene.layout.sizes)
+        work, n = self.model.work, self.plan.world_size
+        tokens = n * max(self.model.layout.sizes)
         every = replace(work, num_tokens=tokens, layout="contiguous", mask=Full())
-        return PassMemory(every.resolve(self.plan), backward=self.scene.backward)
+        return PassMemory(every.resolve(self.plan), backward=self.model.backward)
 
 
 class Plans:
@@ -86,12 +86,12 @@ class Trials:
         messages_left: of max_messages.
     """
 
-    def __init__(self, scene: PassModel, plans: Plans, max_messages: int):
-        self.scene, self.plans, self.messages_left = scene, plans, max_messages
+    def __init__(self, model: PassModel, plans: Plans, max_messages: int):
+        self.model, self.plans, self.messages_left = model, plans, max_messages
         self.tried: dict[int, Trial] = {}
-        self.bounds = [shape_bound(scene, option) for option in plans.options]
+        self.bounds = [shape_bound(model, option) for option in plans.options]
         self._sharp: set[int] = set()
-        self._mask_bounds = MaskBounds(scene)
+        self._mask_bounds = MaskBounds(model)
 
     def sharpen(self, order: int) -> None:
         """Raise an option's bound to that by its plan, which is made for it."""
@@ -99,8 +99,8 @@ class Trials:
             return
         self._sharp.add(order)
         plan = self.plans.plan(order)
-        if self.scene.alike is not None:
-            sharper = steps_bound(self.scene, self.plans.options[order], plan)
+        if self.model.alike is not None:
+            sharper = steps_bound(self.model, self.plans.options[order], plan)
         else:
             sharper = self._mask_bounds.seconds(plan) if plan.cuts is None else 0.0
         self.bounds[order] = max(self.bounds[order], sharper)
@@ -108,7 +108,7 @@ class Trials:
     def trial(self, order: int) -> Trial:
         """Simulate an option, once; roughly where that takes much less time."""
         if order not in self.tried:
-            self._simulate(order, self.scene.rough)
+            self._simulate(order, self.model.rough)
         return self.tried[order]
 
     def settle(self, options: Iterable[Option], fits: Callable[[Trial], bool]) -> Trial | None:
@@ -120,7 +120,7 @@ class Trials:
             The fastest that fits, the simplest of equally fast ones; None: none fits.
         """
         entries = [
-            (Entry(x.order), x) for x in options if x.backward in (None, self.scene.backward)
+            (Entry(x.order), x) for x in options if x.backward in (None, self.model.backward)
         ]
         ranked: list[tuple[tuple[float, int], Trial]] = []
         queue = lowest_first(
@@ -145,11 +145,11 @@ class Trials:
         return self.tried[order]
 
     def _simulate(self, order: int, rough: bool) -> None:
-        plan, scene = self.plans.plan(order), self.scene
+        plan, model = self.plans.plan(order), self.model
         exact = False if rough else None
-        timeline, symmetry = simulate_pass(plan, scene.work, scene.machine, scene.backward, exact)
+        timeline, symmetry = simulate_pass(plan, model.work, model.machine, model.backward, exact)
         kept = timeline._replace(spans=())
-        self.tried[order] = Trial(self.plans.options[order], plan, scene, kept, symmetry, rough)
+        self.tried[order] = Trial(self.plans.options[order], plan, model, kept, symmetry, rough)
         self.bounds[order] = timeline.seconds
         self.messages_left -= num_messages(plan) // symmetry.members
 

@@ -51,14 +51,14 @@ class Timetable(NamedTuple):
         kinds: of every outer step up to the last tiles, "rest": no tiles; "move": inner's steps;
             "call": nothing moves in the node, and a rank's tiles are one call.
         starts: the steps at which they begin and the last one ends.
-        beats: inner's steps.
+        tile_steps: inner's steps.
         first: the inner step of the first tiles.
         lags: per side, so many steps later do partials leave a node, in which they are summed.
     """
 
     kinds: tuple[str, ...]
     starts: tuple[int, ...]
-    beats: tuple[InnerStep, ...]
+    tile_steps: tuple[InnerStep, ...]
     first: int
     lags: tuple[int, ...]
 
@@ -69,28 +69,30 @@ class Timetable(NamedTuple):
 
 
 def make_clock(outer: Plan, inner: Plan) -> Timetable:
-    beats = beats_of(inner.rank_steps(0))
-    kinds = kinds_of(rounds_of(outer.rank_steps(0)), beats)
-    computing = [number for number, (tiles, _) in enumerate(beats) if tiles]
+    tile_steps = tile_steps_of(inner.rank_steps(0))
+    kinds = kinds_of(rounds_of(outer.rank_steps(0)), tile_steps)
+    computing = [number for number, (tiles, _) in enumerate(tile_steps) if tiles]
     first, span = computing[0], computing[-1] - computing[0] + 1
     starts = accumulate((span if kind == "move" else 1 for kind in kinds), initial=0)
 
     def lag(side: Side) -> int:
-        hops = [number for number, (_, parts) in enumerate(beats) if (side, Role.PARTIAL) in parts]
+        hops = [
+            number for number, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts
+        ]
         return max([first, *(number + 1 - span for number in hops)])
 
-    return Timetable(kinds, tuple(starts), beats, first, tuple(map(lag, Side)))
+    return Timetable(kinds, tuple(starts), tile_steps, first, tuple(map(lag, Side)))
 
 
-def beats_of(steps: tuple[RankStep, ...]) -> tuple[InnerStep, ...]:
+def tile_steps_of(steps: tuple[RankStep, ...]) -> tuple[InnerStep, ...]:
     return tuple(
         (bool(tiles), frozenset(hop.item[:2] for hop in (*sends, *recvs)))
         for tiles, sends, recvs in steps
     )
 
 
-def kinds_of(rounds: list[Round], beats: tuple[InnerStep, ...]) -> tuple[str, ...]:
-    moving = {side for _, parts in beats for side, _ in parts}
+def kinds_of(rounds: list[Round], tile_steps: tuple[InnerStep, ...]) -> tuple[str, ...]:
+    moving = {side for _, parts in tile_steps for side, _ in parts}
 
     def kind(work: Round) -> str:
         if not work.tiles:
@@ -216,8 +218,8 @@ def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[Ran
     across, inside = outer.rank_steps(node), inner.rank_steps(local)
     rounds = rounds_of(across)
     check_reads_its_own(inner, local, inside)
-    check_alike(inner, beats_of(inside) == clock.beats)
-    check_alike(outer, kinds_of(rounds, clock.beats) == clock.kinds)
+    check_alike(inner, tile_steps_of(inside) == clock.tile_steps)
+    check_alike(outer, kinds_of(rounds, clock.tile_steps) == clock.kinds)
     for number, step in enumerate(across):
         for hop in (*step.sends, *step.recvs):
             lag = clock.lags[hop.item.side] if hop.item.role is Role.PARTIAL else 0

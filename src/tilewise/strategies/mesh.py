@@ -16,7 +16,11 @@ from tilewise.arguments import Schedule
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
-from tilewise.strategies.mesh_schedules.greedy import greedy_beats, least_held, stepwise_beats
+from tilewise.strategies.mesh_schedules.greedy import (
+    greedy_tile_steps,
+    least_held,
+    stepwise_tile_steps,
+)
 from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -67,9 +71,9 @@ def mesh(
     if schedule == "gather":
         script = _gather_script(n, a)
     elif schedule in ("eager", "kv_first"):
-        script = _beat_script(n, a, stepwise_beats(a, n // a, str(schedule), costs))
+        script = _tile_step_script(n, a, stepwise_tile_steps(a, n // a, str(schedule), costs))
     else:
-        script = _beat_script(n, a, greedy_beats((a, n // a), costs, held, pace))
+        script = _tile_step_script(n, a, greedy_tile_steps((a, n // a), costs, held, pace))
     tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
     tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     free = schedule == "gather"
@@ -100,7 +104,7 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
     return [first + (local + k) % a for k in range(a)], [(rank + k * a) % n for k in range(n // a)]
 
 
-def _beat_script(n: int, a: int, beats: Sequence[TileStep]):
+def _tile_step_script(n: int, a: int, tile_steps: Sequence[TileStep]):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = RankBuilder(rank), _shards(rank, n, a)
 
@@ -117,11 +121,11 @@ def _beat_script(n: int, a: int, beats: Sequence[TileStep]):
                 s.send(partial(side, own[leaving]), own[-1])
                 s.recv(partial(side, own[leaving + 1]), own[1])
 
-        for beat in beats:
-            for rows, columns in beat.tiles:
+        for tile_step in tile_steps:
+            for rows, columns in tile_step.tiles:
                 s.tile([shards[0][k] for k in rows], [shards[1][c] for c in columns])
-            pass_on(Side.Q, beat.q, beat.q_partial)
-            pass_on(Side.KV, beat.kv, beat.kv_partial)
+            pass_on(Side.Q, tile_step.q, tile_step.q_partial)
+            pass_on(Side.KV, tile_step.kv, tile_step.kv_partial)
             s.next()
         return s.done()
 

@@ -7,7 +7,7 @@ read them so that no owner sends to everybody.
 from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
-from tilewise.plan.ir import Plan, Tuning
+from tilewise.plan.ir import HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.planner import placed_layout, placed_plan
 
@@ -30,7 +30,7 @@ def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
-    return plan.changed(traits=plan.traits._replace(tuning=Tuning(make, MHA)))
+    return plan.changed(traits=plan.traits._replace(tuning=HeadTuning(make, MHA)))
 
 
 def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = BETWEEN) -> Layout:

@@ -84,7 +84,7 @@ def gather_yields(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tilewise"])
     with tempfile.TemporaryDirectory() as folder:
-        world = _World(world_size, str(Path(folder) / "store"), timeout_seconds, settle)
+        world = _Processes(world_size, str(Path(folder) / "store"), timeout_seconds, settle)
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
         try:
@@ -109,7 +109,7 @@ def gather_yields(
                 receiver.close()
 
 
-class _World(NamedTuple):
+class _Processes(NamedTuple):
     """What every rank starts with; store is a file's path."""
 
     size: int
@@ -167,7 +167,7 @@ def _receive(receiver: Connection, deadline: float) -> tuple[str, Any]:
 def _rank(
     sender: Connection,
     rank: int,
-    world: _World,
+    world: _Processes,
     fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...],
 ) -> None:
@@ -192,7 +192,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _connect(rank: int, world: _World) -> None:
+def _connect(rank: int, world: _Processes) -> None:
     """Make the default group, and return when every rank has made it.
 
     The ranks meet by a file, which a rank that ends leaves behind. They meet before, because a rank

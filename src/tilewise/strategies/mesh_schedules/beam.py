@@ -216,7 +216,7 @@ class BeamResult(NamedTuple):
     """A program: when it ends, and its steps."""
 
     seconds: float
-    beats: tuple[TileStep, ...]
+    tile_steps: tuple[TileStep, ...]
 
 
 def search(
@@ -287,19 +287,19 @@ def _steps(acts: Iterable[Act]) -> Iterator[TileStep]:
     for post, block, waited, arrived in acts:
         if post is not None:
             if runs or any(moves[post[0] :]) or (waited and any(moves)):
-                yield _beat(moves, runs)
+                yield _tile_step(moves, runs)
                 moves, runs = [0, 0, 0, 0], []
             moves[post[0]] = post[1]
         elif block is not None:
             if moves[0] == block[0] > 0 or moves[1] == block[1] > 0:  # counts from the next step
-                yield _beat(moves, runs)
+                yield _tile_step(moves, runs)
                 moves, runs = [0, 0, 0, 0], []
             if not runs or block[0] > here[0] or block[1] > here[1]:
                 runs.append([])
                 here = arrived[:2]
             runs[-1].append(block)
-    yield _beat(moves, runs)
+    yield _tile_step(moves, runs)
 
 
-def _beat(moves: list[int], runs: list[list[Block]]) -> TileStep:
+def _tile_step(moves: list[int], runs: list[list[Block]]) -> TileStep:
     return TileStep(tuple(tile for run in runs for tile in rectangles(run)), *moves)

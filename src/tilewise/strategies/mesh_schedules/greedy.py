@@ -30,7 +30,7 @@ from tilewise.strategies.mesh_schedules.model import (
 )
 
 
-def stepwise_beats(rows: int, columns: int, order: str, costs: ShardWeights) -> list[TileStep]:
+def stepwise_tile_steps(rows: int, columns: int, order: str, costs: ShardWeights) -> list[TileStep]:
     """The steps of a tile that computes every block as soon as it can.
 
     Args:
@@ -41,7 +41,7 @@ def stepwise_beats(rows: int, columns: int, order: str, costs: ShardWeights) -> 
     waiting: list[Block] = [(0, 0)]
     done: set[Block] = set()
     unlock_q, unlock_kv = costs.q + costs.q_partial, costs.kv + costs.kv_partial
-    beats: list[TileStep] = []
+    tile_steps: list[TileStep] = []
     while len(done) < rows * columns or rows_sent < rows - 1 or columns_sent < columns - 1:
         q = kv = q_partial = kv_partial = 0
         if y < columns and (x == rows or order == "kv_first" or x * unlock_q >= y * unlock_kv):
@@ -52,12 +52,12 @@ def stepwise_beats(rows: int, columns: int, order: str, costs: ShardWeights) -> 
             q_partial = rows_sent + 1
         if columns_sent < columns - 1 and all((k, columns_sent + 1) in done for k in range(rows)):
             kv_partial = columns_sent + 1
-        beats.append(TileStep(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
+        tile_steps.append(TileStep(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
         done.update(waiting)
         waiting = [*_unlocked(x, y, q, kv)]
         x, y = x + (q > 0), y + (kv > 0)
         rows_sent, columns_sent = rows_sent + (q_partial > 0), columns_sent + (kv_partial > 0)
-    return beats
+    return tile_steps
 
 
 def _unlocked(x: int, y: int, q: int, kv: int) -> Iterator[Block]:
@@ -105,7 +105,7 @@ class Pacer:
         self.began = 0.0  # when the last run of blocks did, which takes only what was there
         self.steps: list[tuple[list[list[Block]], list[int]]] = [([], [0, 0, 0, 0])]
 
-    def beats(self) -> list[TileStep]:
+    def tile_steps(self) -> list[TileStep]:
         blocks = self.shape[0] * self.shape[1]
         while blocks or self.moves[0] or self.moves[1]:
             if any(self._post(moves) for moves in self.moves):
@@ -285,7 +285,7 @@ TRIED_BLOCKS = 4096
 
 
 @lru_cache(maxsize=256)
-def greedy_beats(
+def greedy_tile_steps(
     shape: tuple[int, int], costs: ShardWeights, held: int | None = None, pace: float | None = None
 ) -> Beats:
     """The steps of a tile that are nowhere far from the best, or the best found for one pace.
@@ -297,11 +297,13 @@ def greedy_beats(
         pace: seconds of all blocks per second of all messages; None: any.
     """
     if min(shape) == 1 and held is None:
-        return tuple(stepwise_beats(*shape, "eager", costs))  # a ring has no choice
+        return tuple(stepwise_tile_steps(*shape, "eager", costs))  # a ring has no choice
     ratios = RATIOS if pace is None else (pace,)
     found = [*dict.fromkeys(_candidates(shape, costs, held, pace))]
     unit = moved(shape, costs) / (shape[0] * shape[1])
-    times = [[seconds_of(beats, costs, ratio * unit) for ratio in ratios] for beats in found]
+    times = [
+        [seconds_of(tile_steps, costs, ratio * unit) for ratio in ratios] for tile_steps in found
+    ]
     least = [min(column) for column in zip(*times, strict=True)]
     over = [
         sorted((time / best for time, best in zip(row, least, strict=True)), reverse=True)
@@ -317,10 +319,12 @@ def _candidates(
     blocks = shape[0] * shape[1]
     unit = moved(shape, costs) / blocks
     if pace is not None:
-        yield greedy_beats(shape, costs, held)
+        yield greedy_tile_steps(shape, costs, held)
     searched = blocks <= SEARCHED and held is None
     if searched:
-        yield from (tuple(stepwise_beats(*shape, name, costs)) for name in ("eager", "kv_first"))
+        yield from (
+            tuple(stepwise_tile_steps(*shape, name, costs)) for name in ("eager", "kv_first")
+        )
         ratios = RATIOS if blocks <= SMALL else RATIOS[1::2] if blocks <= MIDDLE else MADE_FOR
         for ratio in ratios if pace is None else (pace,):
             wide = pace is not None or blocks <= MIDDLE
@@ -328,7 +332,7 @@ def _candidates(
     tried = FEW if searched else min(TRIED, max(1, TRIED_BLOCKS // blocks))
     ways = product(STYLES, MADE_FOR if pace is None else (pace,), orders(*shape, costs, held))
     for style, ratio, order in islice(ways, tried):
-        yield tuple(Pacer(*shape, order, costs, Pace(ratio * unit, *style)).beats())
+        yield tuple(Pacer(*shape, order, costs, Pace(ratio * unit, *style)).tile_steps())
 
 
 def _searched(
@@ -339,19 +343,19 @@ def _searched(
         found = search(shape, costs, block, width, seconds)
         if found is not None:
             seconds = found.seconds
-            yield found.beats
+            yield found.tile_steps
 
 
-def _with_kv_partials(beats: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
+def _with_kv_partials(tile_steps: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
     """Partials that take no time in the pass at hand leave as soon as their column is done."""
     left, sent, written = [rows] * columns, 0, []
-    for beat in [*beats, *[TileStep(())] * columns]:
+    for tile_step in [*tile_steps, *[TileStep(())] * columns]:
         if sent < columns - 1 and not left[sent + 1]:
             sent += 1
-            beat = beat._replace(kv_partial=sent)
-        for tile_rows, tile_columns in beat.tiles:
+            tile_step = tile_step._replace(kv_partial=sent)
+        for tile_rows, tile_columns in tile_step.tiles:
             for c in tile_columns:
                 left[c] -= len(tile_rows)
-        if any(beat):
-            written.append(beat)
+        if any(tile_step):
+            written.append(tile_step)
     return written

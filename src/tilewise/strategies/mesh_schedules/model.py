@@ -99,7 +99,7 @@ class Port:
         self.now += seconds
 
 
-def seconds_of(beats: Iterable[TileStep], costs: ShardWeights, block: float) -> float:
+def seconds_of(tile_steps: Iterable[TileStep], costs: ShardWeights, block: float) -> float:
     """How long the steps take if a block takes so long."""
     port, arrived = Port(), {(kind, 0) for kind in range(4)}
 
@@ -110,7 +110,7 @@ def seconds_of(beats: Iterable[TileStep], costs: ShardWeights, block: float) -> 
             arrived.update(port.arrived)
             port.arrived.clear()
 
-    for tiles, *moves in beats:
+    for tiles, *moves in tile_steps:
         for kind, index in enumerate(moves):
             if index:
                 wait((kind, index - 1))

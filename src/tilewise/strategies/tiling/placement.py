@@ -106,7 +106,7 @@ class Placement:
         ]
 
 
-class Variant(NamedTuple):
+class PlacementOptions(NamedTuple):
     """slack: of a rank's area over the mean; scale: rows kept for one rank of a long component, of
     the most that it may want."""
 
@@ -114,7 +114,9 @@ class Variant(NamedTuple):
     scale: float
 
 
-def attempt(tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: Variant) -> Placement:
+def attempt(
+    tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: PlacementOptions
+) -> Placement:
     """Place the components of any mask, given in the order of their rows.
 
     Args:
@@ -245,7 +247,7 @@ def place_tables(
     candidates = []
     for variant in VARIANTS[:tries]:
         with suppress(TooSmallError):
-            candidates.append(attempt(tables, n, kv_bytes, Variant(*variant)))
+            candidates.append(attempt(tables, n, kv_bytes, PlacementOptions(*variant)))
     return best(candidates, kv_bytes)
 
 

@@ -282,5 +282,5 @@ def _packing(clock: SharedClock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
     packing = Packing([Field(name, 64, "float32") for name in ("k", "v")], 8)
-    lender = FreshAllocator(k.device)
-    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], lender), 5, 2)
+    allocator = FreshAllocator(k.device)
+    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator), 5, 2)
