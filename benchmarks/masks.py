@@ -1,4 +1,4 @@
-"""The 14 patterns: the tables of docs/masks_gallery.md, and its pictures.
+"""All patterns: the tables of docs/masks_gallery.md, and its pictures.
 
 python benchmarks/masks.py [--seeds 1] [--json]
 python benchmarks/masks.py --pictures docs/img
@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tilewise.masks import NAMES
+from tilewise.masks import ALL_NAMES
 from tilewise.tools.cli.mask import MaskOptions, mask
 from tilewise.tools.cli.masks import MasksOptions, masks
 
-TOKENS, RANKS, SEED = 8192, 8, 5
+TOKENS, RANKS, SEED = "8192", 8, 5
 MORE = (("causal", "zigzag"), ("causal", "tiled"), ("causal_document", "tiled"))
 
 
 def pictures(folder: Path) -> None:
     """Every pattern under balanced, and a few under other layouts."""
-    for name, layout in (*((name, "balanced") for name in NAMES), *MORE):
+    for name, layout in (*((name, "balanced") for name in ALL_NAMES), *MORE):
         path = folder / f"mask_{name}{'' if layout == 'balanced' else '_' + layout}.png"
         mask(MaskOptions(name, TOKENS, RANKS, layout, SEED, png=path))
 

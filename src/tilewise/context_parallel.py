@@ -166,6 +166,7 @@ class ContextParallel:
         q_positions: Sequence[int] | Tensor | None = None,
         validate: Validate = "always",
         kernel: Kernel | str | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tw.attention of this rank's rows, with its keyword arguments; layout and group are set.
 
@@ -196,6 +197,7 @@ class ContextParallel:
             q_positions=q_positions,
             validate=validate,
             kernel=self.kernel if kernel is None else kernel,
+            sink=sink,
         )
 
     def _plans(self, q: Tensor, k: Tensor, mask: Mask | None) -> tuple[Plan, Plan | None]:

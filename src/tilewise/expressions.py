@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
+from tilewise.masks.patterns import causal_with_blocks, chunked_causal
 from tilewise.plan.ir import Plan
 from tilewise.strategies import catalog
 
@@ -20,7 +21,10 @@ STRATEGIES: Mapping[str, Callable[..., Plan]] = MappingProxyType(
     {strategy.name: strategy.make for strategy in catalog.STRATEGIES}
 )
 MASKS: Mapping[str, Callable[..., Mask]] = MappingProxyType(
-    {"full": Full, "causal": Causal, "window": Window, "document": Document}
+    {
+        **{"full": Full, "causal": Causal, "window": Window, "document": Document},
+        **{"chunked_causal": chunked_causal, "causal_with_blocks": causal_with_blocks},
+    }
 )
 
 
@@ -122,7 +126,7 @@ def _call(make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> A
     given = (*args, *words.values())
     numbers = [x for x in given if type(x) is int and x > 0]
     inner = [x.world_size for x in given if isinstance(x, Plan)]
-    if inspect.isfunction(make) and math.prod([*numbers, *inner]) > LARGEST:
+    if make in STRATEGIES.values() and math.prod([*numbers, *inner]) > LARGEST:
         raise ValueError(f"{make.__name__} of {numbers + inner} is over {LARGEST} in all")
     signature = inspect.signature(make)
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
 from tilewise.execution.problem import AttentionCall
+from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import resolve_call
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
@@ -29,6 +30,7 @@ class Options(TypedDict, total=False):
     q_positions: Sequence[int] | Tensor | None
     validate: Validate
     kernel: Kernel | str | None
+    sink: Tensor | None
 
 
 class _Together(Options, total=False):
@@ -76,6 +78,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     q_positions: Sequence[int] | Tensor | None = None,
     validate: Validate = "always",
     kernel: Kernel | str | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
@@ -103,9 +106,13 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         kernel: what computes the tiles: a name from `tilewise doctor`, or any object that has the
             Kernel protocol; default: the device's first choice. Where no input requires a gradient
             it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.
+        sink: [num_heads], q's dtype or fp32, the same on every rank: a logit a head that takes part
+            in the softmax and has no value. Its gradient is this rank's share, to be summed over
+            ranks as any replicated parameter's (complete on every rank under tree).
     Returns:
         out as q; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads], natural log,
-        fp32 (fp64 for fp64). Rows that no key reaches: out 0, lse -inf, gradients 0.
+        fp32 (fp64 for fp64). Rows that no key reaches: out 0, lse -inf (sink, if
+        there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
@@ -128,11 +135,14 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         validate,
         kernel,
         torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
+        kind_of(sink),
     )
     if not torch.compiler.is_compiling():
         problem, _ = resolve_call(q, k, v, call)
         call = replace(call, problem=problem)
     out, lse, _ = torch.ops.tilewise.attention(q, k, v, call)
+    if sink is not None:
+        out, lse = with_sink(out, lse, sink)
     return (out, lse) if return_lse else out
 
 

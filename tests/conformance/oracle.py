@@ -18,6 +18,7 @@ class Result(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor = torch.zeros(0)
 
 
 class Inputs(NamedTuple):
@@ -30,20 +31,44 @@ class Inputs(NamedTuple):
     dlse: Tensor
 
 
-def draw(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: int) -> Inputs:
+class Changes(NamedTuple):
+    """What is done beside softmax(scale q k^T + mask) v, written out over the whole table.
+
+    Attributes:
+        sink: [num_heads].
+        kept: [..., num_heads, num_queries, num_keys], what each weight is multiplied by.
+    """
+
+    sink: Tensor | None = None
+    softcap: float | None = None
+    kept: Tensor | None = None
+
+
+def draw(
+    q_shape: tuple[int, ...], kv_shape: tuple[int, ...], seed: int, v_head_dim: int | None = None
+) -> Inputs:
+    """Random inputs; v_head_dim: of v and dout, default that of q and k."""
+    v_head_dim = v_head_dim or kv_shape[-1]
+    v_shape, out_shape = (*kv_shape[:-1], v_head_dim), (*q_shape[:-1], v_head_dim)
     make = torch.Generator().manual_seed(seed)
 
     def normal(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=make, dtype=torch.float64)
 
-    return Inputs(*map(normal, (q_shape, kv_shape, kv_shape, q_shape, q_shape[:-1])))
+    return Inputs(*map(normal, (q_shape, kv_shape, v_shape, out_shape, q_shape[:-1])))
 
 
 def dense(
-    x: Inputs, mask: tw.Mask, q_positions: Tensor | None = None, scale: float | None = None
+    x: Inputs,
+    mask: tw.Mask,
+    q_positions: Tensor | None = None,
+    scale: float | None = None,
+    changes: Changes | None = None,
 ) -> Result:
     """Plain attention over all tokens ([..., tokens, heads, head_dim], any batch dimensions)."""
+    given, softcap, kept = changes or Changes()
     q, k, v = (t.detach().clone().requires_grad_() for t in x[:3])
+    sink = None if given is None else given.detach().clone().requires_grad_()
     ratio = q.shape[-2] // k.shape[-2]
     keys, values = (t.repeat_interleave(ratio, -2).transpose(-2, -3) for t in (k, v))
     queries = torch.arange(q.shape[-3]) if q_positions is None else q_positions
@@ -52,15 +77,22 @@ def dense(
         allowed = allowed.repeat_interleave(ratio, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q.transpose(-2, -3) @ keys.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~allowed, -torch.inf)
-    lse = scores.logsumexp(-1)
+    whole = scores
+    if sink is not None:
+        whole = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    lse = whole.logsumexp(-1)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)
-    out = ((scores - safe[..., None]).exp() @ values).transpose(-2, -3)
+    weights = (scores - safe[..., None]).exp()
+    out = ((weights if kept is None else weights * kept) @ values).transpose(-2, -3)
     lse = lse.transpose(-1, -2)
     reached = lse != -torch.inf
     (out * x.dout).sum().add((lse[reached] * x.dlse[reached]).sum()).backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
-    return Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    found = Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    return found if sink is None else found._replace(dsink=sink.grad)
 
 
 def split(
@@ -70,6 +102,7 @@ def split(
     mask: tw.Mask,
     dtype: torch.dtype = torch.float64,
     uses: tuple[bool, bool] = (True, True),
+    sink: Tensor | None = None,
     **options,
 ) -> Result:
     """The same through tw.attention on every rank of a loopback.
@@ -90,8 +123,11 @@ def split(
         q = local(x.q, rank, q_layout, dim).to(dtype).clone().requires_grad_()
         k, v = (local(t, rank, kv_layout, dim).to(dtype).clone().requires_grad_() for t in x[1:3])
         dout, dlse = (local(t, rank, q_layout, dim) for t in x[3:])
+        given = options
+        if sink is not None:
+            given = {**options, "sink": sink.detach().clone().requires_grad_()}
         out, lse = tw.attention(
-            q, k, v, plan=plan, layout=layout, mask=mask, group=group, return_lse=True, **options
+            q, k, v, plan=plan, layout=layout, mask=mask, group=group, return_lse=True, **given
         )
         loss = out.new_zeros((), dtype=torch.float64)
         if uses[0]:
@@ -101,16 +137,18 @@ def split(
             loss = loss + (lse[reached] * dlse[reached]).sum()
         loss.backward()
         assert q.grad is not None and k.grad is not None and v.grad is not None
-        return out.detach(), lse.detach(), q.grad, k.grad, v.grad
+        dsink = Result._field_defaults["dsink"] if sink is None else given["sink"].grad
+        return out.detach(), lse.detach(), q.grad, k.grad, v.grad, dsink
 
     ranks = list(zip(*tw.loopback(plan.world_size, on_rank), strict=True))
     if replicated:
-        for tensors in ranks[:3]:
+        for tensors in (*ranks[:3], ranks[5]):
             assert all(torch.equal(tensors[0], t) for t in tensors), "ranks differ on q's results"
         whole = [tensors[0] for tensors in ranks[:3]]
     else:
         whole = [layout.unshard(tensors, dim=dim) for tensors in ranks[:3]]
-    return Result(*whole, *(kv_layout.unshard(tensors, dim=dim) for tensors in ranks[3:]))
+    dsink = ranks[5][0] if replicated else sum(ranks[5])
+    return Result(*whole, *(kv_layout.unshard(tensors, dim=dim) for tensors in ranks[3:5]), dsink)
 
 
 def error(x: Tensor, y: Tensor) -> float:

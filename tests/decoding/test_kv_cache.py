@@ -101,6 +101,29 @@ def test_chunks_and_then_tokens_are_dense_attention(n: int, mask: tw.Mask):
     assert max(tw.loopback(n, on_rank)) < 1e-12
 
 
+def test_sinks_take_part_in_every_call():
+    x, sink = draw(1), torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+    q, k, v = (t[:, :9] for t in x)
+    keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for t in (k, v))
+    scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * WIDTH**-0.5
+    scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
+    whole = torch.cat([scores, sink[:, None, None].expand(1, HEADS, 9, 1)], -1)
+    want = (whole.softmax(-1)[..., :9] @ values).transpose(1, 2)
+
+    def on_rank(rank: int, group: Any) -> float:
+        cache = new_cache(group, 1)
+        chunk = cache.chunk([5])
+        first = (chunk.layout.shard(t[0, :5], rank) for t in (q, k, v))
+        out = cache.prefill(*first, chunk, plan=tw.ring(3), sink=sink)
+        worst = error(out, chunk.layout.shard(want[0, :5], rank))
+        out = cache.decode(q[:, 5:8], k[:, 5:8], v[:, 5:8], sink=sink)
+        worst = max(worst, error(out, want[:, 5:8]))
+        cache.append(k[:, 8:], v[:, 8:])
+        return max(worst, error(cache.attention(q[:, 8:], sink=sink), want[:, 8:]))
+
+    assert max(tw.loopback(3, on_rank)) < 1e-12
+
+
 @settings(max_examples=15)
 @given(st.data())
 def test_any_counts_of_any_batch(data: st.DataObject):

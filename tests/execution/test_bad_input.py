@@ -107,6 +107,10 @@ WRONG = {
         {"plan": tw.tree(N), "q": zeros(13, 4, 8)}, r"q_positions -1..11 must lie in 0..11"
     ),
     "a plan that is wrong": Wrong({"plan": BROKEN}, "broken: .*kv1"),
+    "sink heads": Wrong({"sink": zeros(3)}, r"sink is float32 \[3\], but q has 4 heads"),
+    "sink dtype": Wrong({"sink": zeros(4).double()}, "sink is float64, but must be float32 or q's"),
+    "sink device": Wrong({"sink": zeros(4, device="meta")}, "sink is on meta, but q on cpu"),
+    "no sink": Wrong({"sink": [0.0] * 4}, r"sink is list"),
     "no plan": Wrong({"plan": "ring"}, "ring|str"),
     "no mask": Wrong({"mask": None}, "None"),
     "no layout": Wrong({"layout": None}, "None"),
@@ -147,6 +151,7 @@ DISAGREEING = {
     "num_kv_heads": {"k": zeros(4, 4, 8), "v": zeros(4, 4, 8)},
     "head_dim": {name: zeros(4, h, 4) for name, h in zip("qkv", (4, 2, 2), strict=True)},
     "softmax_scale": {"softmax_scale": 0.5},
+    "sink": {"sink": zeros(4)},
     "wire_dtype": {"wire_dtype": torch.bfloat16},
     "save": {"save": "gathered"},
     "prune": {"prune": False},

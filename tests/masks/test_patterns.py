@@ -110,6 +110,54 @@ def test_block_sparse_variable(q_edges, k_edges, seed):
     agree(mask, lambda q, k: table[document(q_edges, q), document(k_edges, k)])
 
 
+@given(edges, st.integers(1, NUM_TOKENS + 3))
+def test_chunked_causal(cu, chunk):
+    def allowed(q, k):
+        d = document(cu, q)
+        same = d == document(cu, k) and (k - cu[d]) // chunk == (q - cu[d]) // chunk
+        return k <= q and same
+
+    agree(masks.chunked_causal(NUM_TOKENS, chunk, cu), allowed)
+    whole = masks.chunked_causal(NUM_TOKENS, chunk)
+    agree(whole, lambda q, k: k <= q and k // chunk == q // chunk)
+    agree(
+        whole & masks.full_document(cu),
+        lambda q, k: k <= q and k // chunk == q // chunk and document(cu, q) == document(cu, k),
+    )
+
+
+@given(edges, edges, st.one_of(st.none(), st.integers(0, NUM_TOKENS)))
+def test_causal_with_blocks(cu, ends, window):
+    blocks = [*itertools.pairwise(sorted({*ends}))][::2]
+
+    def allowed(q, k):
+        together = any(a <= q < b and a <= k < b for a, b in blocks)
+        return together or 0 <= q - k <= (NUM_TOKENS if window is None else window)
+
+    mask = masks.causal_with_blocks(NUM_TOKENS, blocks, window)
+    agree(mask, allowed)
+    agree(
+        mask & masks.full_document(cu),
+        lambda q, k: allowed(q, k) and document(cu, q) == document(cu, k),
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: masks.chunked_causal(9, 0), r"chunk \(0\) must be at least 1"),
+        (lambda: masks.chunked_causal(9, 4, [0, 3, 8]), "cu_seqlens ends at 8, but there are 9"),
+        (lambda: masks.causal_with_blocks(9, [(2, 10)]), r"block \(2, 10\) .* num_tokens \(9\)"),
+        (lambda: masks.causal_with_blocks(9, [(4, 2)]), r"block \(4, 2\) must be"),
+        (lambda: masks.causal_with_blocks(9, [(0, 3), (2, 4)]), r"both allow query 2, key 2"),
+        (lambda: masks.causal_with_blocks(9, [(0, 3)], -1), r"left \(-1\) must be at least 0"),
+    ],
+)
+def test_masks_of_models_refuse_what_does_not_fit(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
 def test_full_and_causal():
     assert masks.full(NUM_TOKENS) == Full() and masks.causal(NUM_TOKENS) == Causal()
     assert masks.sliding_window(NUM_TOKENS, 4) == Window(4, 4)
@@ -129,7 +177,7 @@ def test_no_documents_at_all_allow_nothing():
     assert masks.prefix_lm_document([0, 0, 3], [0, 3]).area((0, 3), (0, 3)) == 9
 
 
-@pytest.mark.parametrize("name", masks.NAMES)
+@pytest.mark.parametrize("name", masks.ALL_NAMES)
 def test_random_masks_count_what_they_allow(name: str):
     for seed, num_tokens in enumerate((1, 2, 3, 127, 300, 2500)):
         mask = masks.random(name, num_tokens, seed=seed)

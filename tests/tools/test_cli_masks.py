@@ -43,7 +43,7 @@ def tilewise(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
-@pytest.mark.parametrize("name", tw.masks.NAMES)
+@pytest.mark.parametrize("name", tw.masks.ALL_NAMES)
 def test_every_pattern_can_be_drawn_as_text(name: str):
     shown = tilewise("mask", name, *SMALL)
     assert shown.exit_code == 0, shown.output
@@ -104,7 +104,7 @@ def test_a_terminal_gets_colours(cells: int):
 @pytest.mark.parametrize(
     "words, part",
     [
-        (["mask", "nothing"], "take one of full, causal, window, document, full_document"),
+        (["mask", "nothing"], "take one of full, causal, window, document, chunked_causal"),
         (["mask", "causal", "--num-tokens", "0"], "--num-tokens ('0') must be a number"),
         (["mask", "causal &"], "cannot be read; write it as in causal & window(1023, 0)"),
         (["mask", "causal", "--png", "x.txt"], "--png ('x.txt') must be a name that ends in .png"),
@@ -132,9 +132,9 @@ def test_masks_has_a_line_for_every_pattern():
     shown = tilewise("masks", *small)
     assert shown.exit_code == 0, shown.output
     lines = [line.split()[0] for line in shown.stdout.splitlines() if line.strip()]
-    assert all(lines.count(name) == 2 for name in tw.masks.NAMES)
+    assert all(lines.count(name) == 2 for name in tw.masks.ALL_NAMES)
     rows = json.loads(tilewise("masks", *small, "--json").stdout)
-    assert [row["mask"] for row in rows] == list(tw.masks.NAMES)
+    assert [row["mask"] for row in rows] == list(tw.masks.ALL_NAMES)
     assert rows[0]["area"] == 1 and rows[0]["bytes"]["ring"] == {"mean": 1, "busiest": 1}
 
 
@@ -211,7 +211,7 @@ def test_draws_of_one_workload_are_put_together():
 def test_only_what_is_drawn_differs_by_seed():
     from tilewise.tools.mask_report.table import FIXED, seeds_of
 
-    for name in tw.masks.NAMES:
+    for name in tw.masks.ALL_NAMES:
         same = drawn(name, 4096, 0) == drawn(name, 4096, 1)
         assert same == (name in FIXED)
         assert list(seeds_of(name, 3)) == ([0] if same else [0, 1, 2])

@@ -12,6 +12,7 @@ from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.execution.problem import Problem
+from tilewise.execution.sinks import check_sink, kind_of
 from tilewise.execution.validation import checked_scale
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
@@ -170,13 +171,21 @@ class KVCache:
         self._storage.write(chunk, k, v)
         self.lengths = chunk.ends
 
-    def attention(self, q: Tensor, *, mask: Mask | None = None, counts: Any = None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        *,
+        mask: Mask | None = None,
+        counts: Any = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
         """Attention of each sequence's latest tokens, which are cached already, to all of it.
 
         Args:
             q: [batch, tokens, num_heads, head_dim], the same on every rank.
             mask: of positions within a sequence, up to num_tokens; default Causal().
             counts: how many of q's tokens each sequence has, the rest being padding; default all.
+            sink: [num_heads], as tw.attention takes it.
         Returns:
             out as q, the same bits on every rank; 0 for padding and rows that no key reaches.
         """
@@ -184,18 +193,25 @@ class KVCache:
         def check() -> tuple[CheckedQueries, Fields]:
             tokens = self.shape.check_tokens("q", q)
             chosen = self._counts(counts, tokens)
-            return self._asking(q, self.shape.latest(self.lengths, chosen), mask)
+            return self._asking(q, self.shape.latest(self.lengths, chosen), mask, sink)
 
-        return self._attend(q, self._agreed("attention", check))
+        return self._attend(q, self._agreed("attention", check), sink)
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | None = None, counts: Any = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        counts: Any = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """append and attention in one, with one agreement."""
 
         def check() -> tuple[CheckedQueries, Fields]:
             chunk, fields = self._appending(k, v, counts)
-            asked, more = self._asking(q, chunk, mask)
+            asked, more = self._asking(q, chunk, mask, sink)
             if q.shape[1] != k.shape[1]:
                 raise ValueError(
                     f"q has {q.shape[1]} tokens and k {k.shape[1]}; pass those of the same tokens"
@@ -204,11 +220,11 @@ class KVCache:
 
         asked = self._agreed("decode", check)
         self._storage.write(asked.chunk, k, v)
-        out = self._attend(q, asked)
+        out = self._attend(q, asked, sink)
         self.lengths = asked.chunk.ends
         return out
 
-    def prefill(
+    def prefill(  # noqa: PLR0913 - one call says all there is to say of a chunk
         self,
         q: Tensor,
         k: Tensor,
@@ -217,6 +233,7 @@ class KVCache:
         *,
         plan: Plan,
         mask: Mask | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Add a chunk, and attend with its queries to all tokens so far, the chunk's among them.
 
@@ -225,7 +242,7 @@ class KVCache:
                 rank) of the sequences' new tokens one after the other.
             chunk: from the cache's chunk(), at its present lengths; one serves all layers.
             plan: any whose queries are sharded and that is made for no layout of its own.
-            mask: as in attention.
+            mask, sink: as in attention.
         Returns:
             out as q.
         """
@@ -249,6 +266,7 @@ class KVCache:
             wire_dtype=self.wire_dtype,
             validate=self.validate,
             kernel=self.kernel,
+            sink=sink,
         )
         self.lengths = chunk.ends
         return out
@@ -279,17 +297,22 @@ class KVCache:
         chunk = self.shape.chunk(self.lengths, self._counts(counts, tokens))
         return chunk, {"lengths": chunk.starts, "counts": chunk.counts, "k": k.shape}
 
-    def _asking(self, q: Tensor, chunk: Chunk, mask: Mask | None) -> tuple[CheckedQueries, Fields]:
+    def _asking(
+        self, q: Tensor, chunk: Chunk, mask: Mask | None, sink: Tensor | None
+    ) -> tuple[CheckedQueries, Fields]:
         """Check queries that stand at a chunk's tokens."""
         mask = self._known(mask)
         tokens = self.shape.check_tokens("q", q)
         self.shape.check_mask(mask)
+        kind = kind_of(sink)
+        check_sink(kind, q.shape[2], dtype_name(q.dtype), q.device.type)
         asked = CheckedQueries(chunk, mask, self._pass(tokens, q.shape[2]))
         return asked, {
             "lengths": chunk.starts,
             "counts": chunk.counts,
             "q": q.shape,
             "mask": mask,
+            "sink": kind,
         }
 
     def _pass(self, num_queries: int, num_heads: int) -> DecodingPass:
@@ -314,10 +337,10 @@ class KVCache:
 
         return self._plan.memo("decoding", (num_queries, num_heads), build)
 
-    def _attend(self, q: Tensor, asked: CheckedQueries) -> Tensor:
+    def _attend(self, q: Tensor, asked: CheckedQueries, sink: Tensor | None) -> Tensor:
         chunk, mask, run = asked
         places = [QuerySpan(*place) for place in zip(chunk.starts, chunk.ends, strict=True)]
-        return run.attend(q, self._storage.rows_first, places, mask)
+        return run.attend(q, self._storage.rows_first, places, mask, sink)
 
     def _known(self, mask: Mask | None) -> Mask:
         """The mask of this value that was seen first: it has what was derived from it."""

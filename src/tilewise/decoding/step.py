@@ -19,6 +19,7 @@ from tilewise.execution.forward_backward import with_unit_stride
 from tilewise.execution.gather import Tensors
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
+from tilewise.execution.sinks import with_sink
 from tilewise.execution.work import Forward, Frame
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel
@@ -142,7 +143,12 @@ class DecodingPass:
         self._program, self._frame, self._payload = run.program, run.frame(keep=False), run.payload
 
     def attend(
-        self, q: Tensor, cached: tuple[Tensor, Tensor], places: Sequence[QuerySpan], mask: Mask
+        self,
+        q: Tensor,
+        cached: tuple[Tensor, Tensor],
+        places: Sequence[QuerySpan],
+        mask: Mask,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
         heads = self._payload.num_heads, self._payload.num_kv_heads
@@ -152,7 +158,9 @@ class DecodingPass:
         rows = with_unit_stride(q).transpose(0, 1)
         work = Decode(self._frame, self._payload, (rows, *cached), calls)
         execute(self._program, work, self._transport)
-        out, _ = work.final(partial(Side.Q, 0))
+        out, lse = work.final(partial(Side.Q, 0))
+        if sink is not None:
+            out, _ = with_sink(out, lse, sink)
         return out.to(q.dtype).transpose(0, 1).contiguous()
 
 

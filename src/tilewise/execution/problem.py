@@ -13,6 +13,7 @@ from tilewise.arguments import Save, Validate, dtype_name
 from tilewise.compiler.checker import check_shards
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.execution.allocator import Allocator
+from tilewise.execution.sinks import SinkKind, check_sink
 from tilewise.execution.validation import (
     check_kinds,
     check_mask_heads,
@@ -55,6 +56,7 @@ class AttentionCall(OpaqueValue):
     validate: Validate = "always"
     kernel: Kernel | str | None = None
     needs_grad: bool = False
+    sink: SinkKind | None = None
     problem: Problem | None = None
 
 
@@ -110,6 +112,7 @@ def make_problem(
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
     check_dtype("wire_dtype", shape.wire_dtype)
+    check_sink(call.sink, num_heads, dtype, q.device.type)
     for plan in (passes[0].plan, passes[1].plan):
         if not plan.scripted:
             where = call.mask, layouts
@@ -126,7 +129,7 @@ def _kernel(call: AttentionCall, q: Tensor, head_dim: int) -> Kernel:
     return kernel_for(*asked, use_of(q.device, call.mask, int(q.shape[-3])))
 
 
-def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -> dict[str, str]:
+def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:
     """What all ranks must have in common, most telling first: "auto" plans for the shapes.
 
     The kernel is not among it: what ranks exchange does not depend on who computed it.
@@ -149,7 +152,8 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, needs_grad: bool) -
         "wire_dtype": payload.wire_dtype,
         "save": "gathered" if problem.gathered else "replay",
         "prune": problem.prune,
-        "requires_grad": needs_grad,
+        "requires_grad": call.needs_grad,
+        "sink": "none" if call.sink is None else call.sink.dtype,
         "device": q.device.type,
     }
     return {name: str(value) for name, value in fields.items()}

@@ -48,7 +48,7 @@ def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[
             raise
         error = raised
     if call.validate != "never":
-        fields = agreement_fields(problem, q, k, call.needs_grad) if problem else None
+        fields = agreement_fields(problem, q, k, call) if problem else None
         agree(transport, fields, None if error is None else str(error))
     assert problem is not None
     return problem, transport

@@ -6,6 +6,7 @@ documents.
 """
 
 from tilewise.masks.patterns import (
+    ALL_NAMES,
     BLOCK,
     BLOCK_NAMES,
     DENSITIES,
@@ -17,6 +18,8 @@ from tilewise.masks.patterns import (
     causal,
     causal_blockwise,
     causal_document,
+    causal_with_blocks,
+    chunked_causal,
     full,
     full_document,
     global_sliding_window,
@@ -29,6 +32,7 @@ from tilewise.masks.patterns import (
 )
 
 __all__ = [
+    "ALL_NAMES",
     "BLOCK",
     "BLOCK_NAMES",
     "DENSITIES",
@@ -40,6 +44,8 @@ __all__ = [
     "causal",
     "causal_blockwise",
     "causal_document",
+    "causal_with_blocks",
+    "chunked_causal",
     "full",
     "full_document",
     "global_sliding_window",

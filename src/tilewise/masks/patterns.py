@@ -1,4 +1,4 @@
-"""The mask patterns of the Long-Context Attention Benchmark and their like, as functions."""
+"""The mask patterns of the Long-Context Attention Benchmark, and of models, as functions."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -54,7 +54,9 @@ NAMES = (
     "block_sparse_variable",
 )  # the benchmark's table
 BLOCK_NAMES = NAMES[-2:]
+ALL_NAMES = (*NAMES, "chunked_causal", "causal_with_blocks")  # and of models
 WINDOW = BLOCK = 1024  # tokens, the benchmark's sizes
+CHUNK, IMAGE = 8192, 256  # tokens of a chunk of Llama 4, of an image of Gemma 3
 DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark keeps
 
 
@@ -157,6 +159,45 @@ def block_causal_document(cu_seqlens: Any, block: int) -> Mask:
     return documents & Slices(shared)
 
 
+def chunked_causal(num_tokens: int, chunk: int, cu_seqlens: Any = None) -> Mask:
+    """Causal within chunks of `chunk` tokens, as in Llama 4.
+
+    Args:
+        chunk: tokens in a chunk; the last one may be cut.
+        cu_seqlens: chunks count from each document's start; None: from token 0.
+    Raises:
+        ValueError: if chunk or num_tokens is under 1, or the documents do not end at num_tokens.
+    """
+    _at_least("num_tokens", num_tokens, 1)
+    _at_least("chunk", chunk, 1)
+    documents = Document([0, num_tokens] if cu_seqlens is None else cu_seqlens)
+    documents.check_tokens(num_tokens)
+    starts = [at for span in pairwise(documents.cu_seqlens) for at in range(*span, chunk)]
+    return Document([*starts, num_tokens]) & Causal()
+
+
+def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) -> Mask:
+    """Causal, but the tokens of a block (an image's) see each other, as in Gemma 3.
+
+    Args:
+        blocks: [(start, end), ...], half-open ranges of tokens that do not overlap.
+        window: tokens; outside its block a query sees keys with 0 <= q - k <= window.
+            None: all before it.
+    Raises:
+        ValueError: if blocks overlap or end past num_tokens, or window is below 0.
+    """
+    _at_least("num_tokens", num_tokens, 1)
+    ranges = [as_ints(block) for block in blocks]
+    for start, stop in ranges:
+        if not 0 <= start <= stop <= num_tokens:
+            raise ValueError(
+                f"block ({start}, {stop}) must be (start, end), 0 <= start <= end <= num_tokens "
+                f"({num_tokens})"
+            )
+    text = Causal() if window is None else Window(window, 0)
+    return text | Slices([(block, block, "full") for block in ranges]) if ranges else text
+
+
 def block_sparse(block_mask: Any, block: int) -> Mask:
     """A bool table over blocks of `block` queries x `block` keys.
 
@@ -192,15 +233,15 @@ def random(
     """A pattern by name, its parameters drawn as the benchmark draws them.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `ALL_NAMES`.
         num_tokens: length of the sequence.
         seed: the same seed gives the same mask.
         cu_seqlens: documents; None: drawn from the pile.
         num_kv_heads: block-sparse patterns differ by so many heads; None: one table for all.
         density: share of the key blocks that each query block sees; None: drawn.
     """
-    if name not in NAMES:
-        raise ValueError(f"mask {name!r} is not known; take one of {', '.join(NAMES)}")
+    if name not in ALL_NAMES:
+        raise ValueError(f"mask {name!r} is not known; take one of {', '.join(ALL_NAMES)}")
     _at_least("num_tokens", num_tokens, 1)
     rng = np.random.default_rng(seed)
     if name in BLOCK_NAMES:
@@ -242,6 +283,12 @@ def _draw(name: str, num_tokens: int, cu: tuple[int, ...], rng: np.random.Genera
             return prefix_lm_document(cu, prefixes_for(cu, rng))
         case "block_causal_document":
             return block_causal_document(cu, BLOCK)
+        case "chunked_causal":
+            return chunked_causal(num_tokens, CHUNK, cu)
+        case "causal_with_blocks":
+            starts = np.flatnonzero(rng.random(num_tokens // (2 * IMAGE)) < 0.5) * 2 * IMAGE
+            blocks = [(at, at + IMAGE) for at in starts.tolist()]
+            return causal_with_blocks(num_tokens, blocks, WINDOW) & Document(cu)
     raise AssertionError(name)
 
 

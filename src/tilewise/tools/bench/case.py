@@ -53,7 +53,7 @@ class BenchCase:
 
     Args:
         kind: one of KINDS.
-        mask, seed: one of tw.masks.NAMES, drawn as `mask_figures.drawn` does.
+        mask, seed: one of tw.masks.ALL_NAMES, drawn as `mask_figures.drawn` does.
         num_tokens: of the whole sequence.
         which: the pass that is timed, one of PASSES.
         layout: "own" (each contender its best) or one of LAYOUTS for all.
@@ -76,7 +76,7 @@ class BenchCase:
 
     def __post_init__(self) -> None:
         for what, value, known in (
-            ("mask", self.mask, masks.NAMES),
+            ("mask", self.mask, masks.ALL_NAMES),
             ("pass", self.which, PASSES),
             ("layout", self.layout, LAYOUTS),
             ("device", self.device, ("cpu", "cuda")),

@@ -92,7 +92,7 @@ class MaskOptions(NamedTuple):
     name: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join(masks.NAMES)}; or an expression, as in 'causal & "
+            help=f"One of {', '.join(masks.ALL_NAMES)}; or an expression, as in 'causal & "
             "window(1023, 0)'."
         ),
     ]
@@ -153,10 +153,10 @@ def _drawn(options: MaskOptions) -> Drawn:
         raise ValueError(f"world_size ({n}) must be from 1 to 1024")
     if options.corpus not in corpora():
         raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
-    if options.name in masks.NAMES:
+    if options.name in masks.ALL_NAMES:
         found = drawn(options.name, num_tokens, options.seed, options.corpus)
     else:
-        found = read_mask(options.name, also=masks.NAMES)
+        found = read_mask(options.name, also=masks.ALL_NAMES)
         found.check_tokens(num_tokens)
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":

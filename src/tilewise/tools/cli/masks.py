@@ -94,7 +94,7 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
 
 
 def _patterns(options: MasksOptions, case: MaskCase) -> None:
-    wanted = [(name, seed) for name in patterns.NAMES for seed in seeds_of(name, options.seeds)]
+    wanted = [(name, seed) for name in patterns.ALL_NAMES for seed in seeds_of(name, options.seeds)]
     rows = [
         pattern_row(name, case, seed)
         for name, seed in _progress(wanted, lambda one: f"{one[0]}, seed {one[1]}")
@@ -102,7 +102,7 @@ def _patterns(options: MasksOptions, case: MaskCase) -> None:
     if options.as_json:
         print_json([_plain(row) for row in rows])
         return
-    lines = [joined([row for row in rows if row.mask == name]) for name in patterns.NAMES]
+    lines = [joined([row for row in rows if row.mask == name]) for name in patterns.ALL_NAMES]
     console = table_console(PIPED_WIDTH)
     console.print(
         f"{case.num_tokens:,} tokens on {case.world_size} ranks, {case.num_heads}:"

@@ -1,0 +1,66 @@
+"""Sinks: a learnable logit a head that takes part in the softmax and has no value.
+
+Attention runs without them; its lse says what they change. So no kernel and no plan knows them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.arguments import dtype_name
+
+
+class SinkKind(NamedTuple):
+    """What a call's ranks must have in common of a sink, as a constant to compilers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+def kind_of(sink: Tensor | None) -> SinkKind | None:
+    """The kind of what was passed as sink, whatever it is."""
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor):
+        return SinkKind((), type(sink).__name__, "no device")
+    return SinkKind(tuple(sink.shape), dtype_name(sink.dtype), sink.device.type)
+
+
+def check_sink(sink: SinkKind | None, num_heads: int, dtype: str, device: str) -> None:
+    """Raise ValueError unless the sink is one logit for each of q's heads."""
+    if sink is None:
+        return
+    if sink.shape != (num_heads,):
+        raise ValueError(
+            f"sink is {sink.dtype} {list(sink.shape)}, but q has {num_heads} heads; pass a tensor "
+            f"of one logit a head, [{num_heads}]"
+        )
+    if sink.dtype not in (dtype, "float32"):
+        raise ValueError(
+            f"sink is {sink.dtype}, but must be float32 or q's dtype ({dtype}); convert it"
+        )
+    if sink.device != device:
+        raise ValueError(f"sink is on {sink.device}, but q on {device}; move it there")
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention whose softmax has one more term, exp(sink), in its denominator.
+
+    out' = out sigmoid(lse - sink);  lse' = log(exp(lse) + exp(sink)).
+
+    Differentiable; the gradient of sink is that of these rows alone, 0 where there are none.
+
+    Args:
+        out, lse: [..., num_heads, head_dim] and [..., num_heads], complete: of all keys. Where lse
+            is -inf no key reaches a row: its out stays 0 and its lse becomes sink.
+        sink: [num_heads].
+    """
+    sink = sink.to(lse.dtype)
+    reached = lse != -torch.inf
+    # nan would come of -inf - -inf, also in gradients that count for nothing
+    safe = lse.masked_fill(~reached, 0.0)
+    share = torch.sigmoid(safe - sink)
+    total = torch.where(reached, torch.logaddexp(safe, sink), sink)
+    return (out * share[..., None]).to(out.dtype), total
