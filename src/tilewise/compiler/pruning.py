@@ -45,12 +45,13 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
 def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
     """As prune, of checked shards; mask-aware plans stay as they are."""
 
-    def build() -> Plan:
+    def build() -> Plan | None:
+        """None: nothing is needless. A plan that kept itself would outlive its last user."""
         if plan.made_for is not None or everything_needed(mask, *layouts):
-            return plan
+            return None
         return _pruned(plan, mask, layouts)
 
-    return plan.memo("pruned", (mask, *layouts), build)
+    return plan.memo("pruned", (mask, *layouts), build) or plan
 
 
 def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:

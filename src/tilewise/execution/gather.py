@@ -150,17 +150,11 @@ class PartialGroups:
     place. A partial has its place once: from when it is first added to until it leaves.
 
     Args:
-        blank: side, rows of each partial -> partials, one after the other, nothing added yet.
         sizes: rows of the shards, by side.
     """
 
-    def __init__(
-        self,
-        blank: Callable[[Side, Sequence[int]], Tensors],
-        sizes: Sequence[Sequence[int]],
-        arenas: Sequence[Arena],
-    ):
-        self._blank, self._sizes = blank, sizes
+    def __init__(self, sizes: Sequence[Sequence[int]], arenas: Sequence[Arena]):
+        self._sizes = sizes
         self._starts: dict[Item, int] = {}  # first row among those of its group
         self._group: dict[Item, Group] = {}
         self._unused: set[Item] = set()
@@ -176,12 +170,17 @@ class PartialGroups:
         """Whether a partial that is not there yet is to lie in its place among others."""
         return bool(self._unused) and item in self._unused
 
-    def take(self, item: Item) -> Tensors:
-        """A partial that nothing was added to."""
+    def take(self, item: Item, blank: Callable[[Side, Sequence[int]], Tensors]) -> Tensors:
+        """A partial that nothing was added to.
+
+        Args:
+            blank: side, rows of each partial -> partials, one after the other, nothing added yet.
+                Kept here, it would hold the pass's tensors until the garbage collector came.
+        """
         self._unused.remove(item)
         group = self._group[item]
         if group not in self._whole:
-            self._whole[group] = self._blank(item.side, [self._size(one) for one in group])
+            self._whole[group] = blank(item.side, [self._size(one) for one in group])
         start = self._starts[item]
         return self._rows(group, start, start + self._size(item))
 

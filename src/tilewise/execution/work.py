@@ -87,7 +87,7 @@ class PassWork(ABC):
         self._arena_of = {item: arena for arena in arenas for item in arena.starts}
         self._sends = dict(lifetimes.sends)  # of own operands, still to come
         self._with_free = lifetimes.with_free
-        self._totals = PartialGroups(self._blank, self._sizes, arenas)
+        self._totals = PartialGroups(self._sizes, arenas)
         for item in own.keys() & self._arena_of.keys():
             self.operands[item] = self._moved_in(item, own[item])
 
@@ -239,7 +239,7 @@ class PassWork(ABC):
             return None
         for part in parts:
             if part.item not in self.partials:
-                self.partials[part.item] = self._totals.take(part.item)
+                self.partials[part.item] = self._totals.take(part.item, self._blank)
         return self._totals.between(place)
 
     def _add(self, item: Item, index: Index, values: Tensors) -> None:
@@ -270,7 +270,7 @@ class PassWork(ABC):
     def _empty(self, item: Item) -> Tensors:
         """A partial that nothing was added to."""
         if item in self._totals:
-            return self._totals.take(item)
+            return self._totals.take(item, self._blank)
         return self._blank(item.side, (self._size(item),))
 
     def _blank(self, side: Side, rows: Sequence[int]) -> Tensors:

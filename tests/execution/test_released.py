@@ -1,0 +1,59 @@
+"""What a call made is gone with its last user, without the help of the garbage collector."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tilewise as tw
+
+NUM_TOKENS, RANKS = 24, 4
+LAYOUT = tw.zigzag(NUM_TOKENS, RANKS)
+PLANS: dict[str, Callable[[tw.Mask], tw.Plan]] = {
+    "ring": lambda mask: tw.ring(RANKS),
+    "mesh": lambda mask: tw.mesh(RANKS, q_tile=2),
+    "ulysses": lambda mask: tw.ulysses(2, inner=tw.ring(2)),
+    "needed": lambda mask: tw.needed(mask, LAYOUT),
+    "tiled": lambda mask: tw.tiled(mask, LAYOUT),
+    "read": lambda mask: tw.parse(tw.show(tw.all_gather(RANKS))),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("save", ["replay", "gathered"])
+def test_steps_with_masks_and_plans_of_their_own_leave_nothing(kind: str, save):
+    def step(number: int) -> None:
+        mask = tw.Document([0, number, 20, NUM_TOKENS]) & tw.Causal()
+        plan = PLANS[kind](mask)
+
+        def rank_step(rank: int, group) -> None:
+            q, k, v = (torch.randn(6, 2, 4, requires_grad=True) for _ in range(3))
+            together = {"plan": plan, "layout": LAYOUT, "mask": mask, "group": group}
+            out, lse = tw.attention(q, k, v, **together, save=save, return_lse=True)
+            (out.sum() + lse.sum()).backward()
+
+        tw.loopback(RANKS, rank_step)
+
+    step(1)
+    gc.collect()
+    before = _live()
+    gc.disable()
+    try:
+        for number in range(2, 12):
+            step(number)
+        assert _live() - before == Counter()
+    finally:
+        gc.enable()
+
+
+def _live() -> Counter[str]:
+    """Tensors and objects of the package's own types, but for what a search for a plan leaves."""
+    kinds = [type(x) for x in gc.get_objects()]
+    modules = [str(kind.__module__).split(".") for kind in kinds]
+    return Counter(
+        kind.__name__
+        for kind, (root, *rest) in zip(kinds, modules, strict=True)
+        if issubclass(kind, torch.Tensor) or (root == "tilewise" and rest[0] != "strategies")
+    )
