@@ -62,6 +62,18 @@ def read_mask(text: str, also: Iterable[str] = ()) -> Mask:
     return _mask(node, text)
 
 
+def read_heads(text: str) -> tuple[int, int]:
+    """Query and KV heads: 32:8, or 32 for as many of both.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"heads ({text!r}) must be query:KV heads such as 32:8, or 32")
+    return int(parts[0]), int(parts[-1])
+
+
 def _ranks_for(name: str, world_size: int | None) -> int:
     """The one argument of a strategy written by its name alone."""
     parameters = inspect.signature(_known(name, STRATEGIES, "strategy")).parameters.values()

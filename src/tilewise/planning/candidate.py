@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +95,12 @@ class Candidate:
     @property
     def world_size(self) -> int:
         return self.plan.world_size
+
+    @property
+    def own_work(self) -> Workload:
+        """The workload with this candidate's layout, save and wire_dtype."""
+        own = {"layout": self.layout, "save": self.save, "wire_dtype": self.wire_dtype}
+        return replace(self.work, **own)
 
     @property
     def row(self) -> PlanRow:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tilewise import masks
+from tilewise.expressions import read_heads
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, known_fields
 from tilewise.tools.bench.contender import Contender
@@ -168,7 +169,7 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
         fields["num_tokens"] = per_rank * fields.get("world_size", 1)
     heads = words.pop("heads", None)
     if heads is not None:
-        fields["num_heads"], fields["num_kv_heads"] = read_head_pair(heads)
+        fields["num_heads"], fields["num_kv_heads"] = read_heads(heads)
     if "pass" in words:
         fields["which"] = words.pop("pass")
     unused = [name for name in words if name not in known_fields(BenchCase)]
@@ -177,14 +178,6 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
     if "num_tokens" not in fields and "num_tokens" not in words:
         raise ValueError("a grid needs num_tokens or tokens_per_rank")
     return BenchCase(**{**words, **fields})
-
-
-def read_head_pair(text: str) -> tuple[int, int]:
-    """Query and KV heads, both given."""
-    parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise ValueError(f"heads ({text!r}) must be query heads : KV heads, as in 32:8")
-    return int(parts[0]), int(parts[1])
 
 
 Plan = list[tuple[BenchCase, tuple[Contender, ...]]]

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
 from tilewise.tools.bench.grid import (
@@ -23,7 +20,7 @@ from tilewise.tools.bench.grid import (
     read_cases,
 )
 from tilewise.tools.bench.results import Results, Row
-from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.options import command_of, read_machine_option
 from tilewise.tools.cli.output import (
     AsJson,
     counting_bar,
@@ -31,6 +28,7 @@ from tilewise.tools.cli.output import (
     print_json,
     refusing_bad_input,
     table_console,
+    table_of,
 )
 from tilewise.tools.lab.site import LabError
 from tilewise.tools.report.bench_cases import ReportCase, cases
@@ -72,11 +70,10 @@ def _title(case: BenchCase) -> str:
 def summary(rows: list[Row], path: Path) -> None:
     """The fastest contenders of every case, and how many rows have which outcome."""
     console = table_console()
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in ("mask", "tokens", "ranks", "pass"):
-        table.add_column(name, no_wrap=name in ("mask", "pass"))
-    for name in ("fastest, ms", "second", "slowest", "not exact"):
-        table.add_column(name)
+    table = table_of(
+        *("mask", "tokens", "ranks", "pass", "fastest, ms", "second", "slowest", "not exact"),
+        no_wrap=False,
+    )
     for case in cases(rows):
         table.add_row(*_line(case))
     console.print(table)
@@ -175,7 +172,8 @@ def _bench(kind: str, options: BenchOptions) -> None:
         run = _run(kind, options)
         others = [one for module in options.also or () for one in contenders_of(module)]
         plan = entered(run, others)
-        settings = EngineSettings(run.timing, _machine(options.machine), options.retry)
+        machine = options.machine and read_machine_option(options.machine)
+        settings = EngineSettings(run.timing, machine, options.retry)
         with Results(options.output) as results:
             keys = follow(plan, results, settings)
             rows = [results.rows[key] for key in keys]
@@ -201,23 +199,13 @@ def _run(kind: str, options: BenchOptions) -> BenchRun:
     return replace(run.narrowed(lists), timing=replace(run.timing, **times))
 
 
-def _machine(text: str | None) -> Machine | None:
-    if text is None:
-        return None
-    if text in Machine.presets():
-        return Machine.preset(text)
-    if not Path(text).is_file():
-        known = ", ".join(Machine.presets())
-        raise ValueError(f"machine {text!r} is neither a file nor one of {known}")
-    return Machine.load(text)
-
-
 bench_app = typer.Typer(
     help="Measure kernels and strategies, ours and others', into a results file.",
     no_args_is_help=True,
 )
-bench_app.command()(
-    command_of(BenchOptions, kernels, ("world_size", "tokens_per_rank", "layout", *LAB))
-)
-bench_app.command()(command_of(BenchOptions, strategies, ("device", *LAB)))
-bench_app.command()(command_of(BenchOptions, network, ("device", "world_size")))
+for run, without in (
+    (kernels, ("world_size", "tokens_per_rank", "layout", *LAB)),
+    (strategies, ("device", *LAB)),
+    (network, ("device", "world_size")),
+):
+    bench_app.command()(command_of(run, BenchOptions, without=without))

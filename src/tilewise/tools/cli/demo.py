@@ -17,7 +17,7 @@ from tilewise.tools.cli.output import (
     FAILED,
     AsJson,
     as_bytes,
-    counting_bar,
+    counted,
     ending_on,
     print_json,
     refusing_bad_input,
@@ -38,7 +38,8 @@ def demo(
         settings = Demo(world_size, num_tokens).checked()
         cu_seqlens = settings.input()[1]
     with ending_on(RankError, before=""):
-        rows = _collect(settings)
+        names = [case.plan.name for case in cases(settings)]
+        rows = list(counted(run_demo(settings), names))
     faults = [row.fault for row in rows if row.fault]
     if as_json:
         heads = {"num_heads": settings.num_heads, "num_kv_heads": settings.num_kv_heads}
@@ -51,18 +52,6 @@ def demo(
             Console().print(f"FAULT: {fault}", style="bold red", markup=False)
     if faults:
         raise typer.Exit(FAILED)
-
-
-def _collect(settings: Demo) -> list[DemoRow]:
-    wanted = cases(settings)
-    rows: list[DemoRow] = []
-    with counting_bar() as progress:
-        task = progress.add_task("starting the ranks", total=len(wanted))
-        for row in run_demo(settings):
-            rows.append(row)
-            following = wanted[len(rows)].plan.name if len(rows) < len(wanted) else "done"
-            progress.update(task, completed=len(rows), description=following)
-    return rows
 
 
 def _report(settings: Demo, num_documents: int, rows: list[DemoRow]) -> None:

@@ -8,8 +8,6 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from tilewise.arguments import LayoutName, dtype_name
 from tilewise.expressions import read_mask, read_plan
@@ -19,13 +17,14 @@ from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
-    counting_bar,
+    counted,
     ending_on,
     print_error,
     print_json,
     print_plain,
     refusing_bad_input,
     table_console,
+    table_of,
 )
 from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
 from tilewise.tools.lab.lab import Lab, clean
@@ -82,7 +81,7 @@ def run(options: LabOptions) -> None:
         lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
         contest = _contest(options)
     with ending_on(LabError, RankError), _network(lab, options.limited) as network:
-        rows = rows_of(contest, _collect(network, contest), network)
+        rows = rows_of(contest, _laps(network, contest), network)
     if options.as_json:
         values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
         print_json(values | {"rows": [_as_json(row) for row in rows]})
@@ -121,7 +120,7 @@ def calibrate(
         output.write_text(machine.to_toml())
 
 
-lab_app.command("run")(command_of(LabOptions, run))
+lab_app.command("run")(command_of(run, LabOptions))
 lab_app.command("clean")(clean_command)
 lab_app.command("calibrate")(calibrate)
 
@@ -169,15 +168,9 @@ def _usual(n: int, heads: int) -> list[str]:
     return texts
 
 
-def _collect(network: Lab | Limited, contest: Contest) -> list[Lap]:
-    total = contest.repeats * len(contest.strategies)
-    with counting_bar() as progress:
-        task = progress.add_task("laps", total=total)
-        laps = []
-        for lap in compete(network, contest):
-            laps.append(lap)
-            progress.advance(task)
-    return laps
+def _laps(network: Lab | Limited, contest: Contest) -> list[Lap]:
+    names = contest.repeats * list(contest.strategies)
+    return list(counted(compete(network, contest), names))
 
 
 def _as_json(row: ContestRow) -> dict[str, Any]:
@@ -194,10 +187,9 @@ def _report(options: LabOptions, rows: list[ContestRow]) -> None:
         "wire: counted at the switch over tw.volume.\n",
         highlight=False,
     )
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column("strategy", overflow="fold")
-    for name in ("seconds", "ratio", "range", "bytes", "ratio/bytes", "line", "sent", "wire"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(
+        *("strategy", "seconds", "ratio", "range", "bytes", "ratio/bytes", "line", "sent", "wire")
+    )
     for row in rows:
         counted = row.counted_bytes
         table.add_row(

@@ -18,7 +18,7 @@ from tilewise.masks.components import row_areas
 from tilewise.masks.lengths import corpora
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
-from tilewise.tools.cli.options import NumTokens, command_of, read_count
+from tilewise.tools.cli.options import TOKENS, command_of, read_count
 from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
 from tilewise.tools.doctor import require
 from tilewise.tools.mask_report.figures import (
@@ -96,7 +96,7 @@ class MaskOptions(NamedTuple):
             "window(1023, 0)'."
         ),
     ]
-    num_tokens: NumTokens = "64K"
+    num_tokens: Annotated[str, typer.Option(help=TOKENS)] = "64K"
     world_size: Annotated[int, typer.Option(help="Ranks, up to 1024.")] = 8
     layout: Annotated[
         Literal["balanced", "zigzag", "contiguous", "striped", "tiled"],
@@ -210,4 +210,4 @@ def _print(title: tuple[str, ...], seen: MaskView, n: int) -> None:
         print_plain(as_signs(seen))
 
 
-mask_command = command_of(MaskOptions, mask)
+mask_command = command_of(mask, MaskOptions)

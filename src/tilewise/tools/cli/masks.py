@@ -1,22 +1,21 @@
 """tilewise masks: what every pattern, or documents of every corpus, cost under each plan."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tilewise import masks as patterns
+from tilewise.expressions import read_heads
 from tilewise.plan.payload import head_groups
-from tilewise.tools.bench.grid import read_head_pair
 from tilewise.tools.cli.options import command_of
 from tilewise.tools.cli.output import (
     AsJson,
-    counting_bar,
+    counted,
     print_json,
     refusing_bad_input,
     table_console,
+    table_of,
 )
 from tilewise.tools.mask_report.figures import LAYOUTS, PLANS, MaskCase
 from tilewise.tools.mask_report.table import (
@@ -36,7 +35,6 @@ PATTERNS = (16,), 4096, ("32:32",)
 DOCUMENTS = (8, 64), 8192, ("64:64", "64:8")
 """Numbers of ranks, tokens of each, heads."""
 MOST_RANKS = 512
-T = TypeVar("T")
 
 
 class MasksOptions(NamedTuple):
@@ -87,7 +85,7 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
     ):
         if not 1 <= value <= most:
             raise ValueError(f"{what} ({value}) must be from 1 to {most}")
-    pairs = [read_head_pair(text) for text in heads]
+    pairs = [read_heads(text) for text in heads]
     for pair in pairs:
         head_groups(*pair, 1)
     return [MaskCase(n, n * tokens, *pair, options.head_dim) for n in ranks for pair in pairs]
@@ -95,10 +93,8 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
 
 def _patterns(options: MasksOptions, case: MaskCase) -> None:
     wanted = [(name, seed) for name in patterns.ALL_NAMES for seed in seeds_of(name, options.seeds)]
-    rows = [
-        pattern_row(name, case, seed)
-        for name, seed in _progress(wanted, lambda one: f"{one[0]}, seed {one[1]}")
-    ]
+    found = (pattern_row(name, case, seed) for name, seed in wanted)
+    rows = list(counted(found, [f"{name}, seed {seed}" for name, seed in wanted]))
     if options.as_json:
         print_json([_plain(row) for row in rows])
         return
@@ -129,10 +125,8 @@ def _documents(options: MasksOptions, cases: list[MaskCase]) -> None:
         for corpus in CORPORA
         for seed in range(options.seeds)
     ]
-    rows = [
-        document_row(*one)
-        for one in _progress(wanted, lambda x: f"{x[0][0]}, {x[1].world_size} ranks, seed {x[2]}")
-    ]
+    names = [f"{corpus[0]}, {case.world_size} ranks, seed {seed}" for corpus, case, seed in wanted]
+    rows = list(counted((document_row(*one) for one in wanted), names))
     if options.as_json:
         print_json([_plain(row) for row in rows])
         return
@@ -151,7 +145,9 @@ def _documents(options: MasksOptions, cases: list[MaskCase]) -> None:
 
 
 def _evenness(rows: list[PatternRow]) -> Table:
-    table = _table("mask", "area %", *LAYOUTS, *(f"{who}\ncalls, waste" for who in PLANS))
+    table = table_of(
+        "mask", "area %", *LAYOUTS, *(f"{who}\ncalls, waste" for who in PLANS), no_wrap=False
+    )
     for row in rows:
         table.add_row(
             row.mask,
@@ -163,7 +159,7 @@ def _evenness(rows: list[PatternRow]) -> Table:
 
 
 def _bytes(rows: list[PatternRow]) -> Table:
-    table = _table("mask", *PLANS)
+    table = table_of("mask", *PLANS)
     for row in rows:
         table.add_row(
             row.mask,
@@ -176,7 +172,7 @@ def _bytes(rows: list[PatternRow]) -> Table:
 
 
 def _document_table(rows: list[DocumentRow]) -> Table:
-    table = _table(
+    table = table_of(
         "documents", "ranks", "heads", *PLANS, "tiled:\nimbalance", "\nwaste", "\nseconds"
     )
     for mine in by_draw(rows):
@@ -198,27 +194,8 @@ def _document_table(rows: list[DocumentRow]) -> Table:
     return table
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
-def _progress(wanted: Iterable[T], name: Callable[[T], str]) -> Iterator[T]:
-    """The wanted, one after the other, with a bar on the error stream."""
-    todo = list(wanted)
-    with counting_bar() as progress:
-        task = progress.add_task("", total=len(todo))
-        for one in todo:
-            progress.update(task, description=name(one))
-            yield one
-            progress.advance(task)
-
-
 def _plain(row: PatternRow | DocumentRow) -> dict:
     return row._asdict() | {"bytes": {who: x._asdict() for who, x in row.bytes.items()}}
 
 
-masks_command = command_of(MasksOptions, masks)
+masks_command = command_of(masks, MasksOptions)

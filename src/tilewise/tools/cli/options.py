@@ -3,15 +3,17 @@
 import inspect
 import re
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from tilewise.expressions import MASKS, STRATEGIES, read_mask, read_plan
+from tilewise.expressions import MASKS, STRATEGIES, read_heads, read_mask, read_plan
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.ir import Plan
-from tilewise.planning.candidate import load_candidate
+from tilewise.planning.candidate import Candidate, load_candidate
 from tilewise.simulation.machine import Machine
 from tilewise.workload import LAYOUTS, Workload
 
@@ -31,18 +33,6 @@ def read_count(what: str, text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
-def read_heads(text: str) -> tuple[int, int]:
-    """Query and KV heads: 32:8, or 32 for as many of both.
-
-    Raises:
-        ValueError: if it is neither.
-    """
-    parts = text.split(":")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"heads ({text!r}) must be query:KV heads such as 32:8, or 32")
-    return int(parts[0]), int(parts[-1])
-
-
 def read_bytes(what: str, text: str) -> int:
     """A number of bytes: 20GiB, 80GB or 1000000.
 
@@ -57,25 +47,28 @@ def read_bytes(what: str, text: str) -> int:
 
 
 def command_of(
-    options: Callable[..., Any], run: Callable[[Any], None], without: Collection[str] = ()
+    run: Callable[..., None], *options: Callable[..., Any], without: Collection[str] = ()
 ) -> Callable[..., None]:
-    """A command that makes a value of its options and runs with it.
+    """A command that makes values of its options and runs with them.
 
     Args:
-        options: a NamedTuple, annotated as a command's arguments are, in a file without postponed
-            annotations.
         run: its name and docstring are the command's.
+        options: NamedTuples, annotated as a command's arguments are, in a file without postponed
+            annotations.
         without: options that the command does not have.
     """
+    signatures = [inspect.signature(one) for one in options]
 
     def command(**words: Any) -> None:
-        run(options(**words))
+        parts = (words.keys() & signature.parameters for signature in signatures)
+        run(*(one(**{n: words[n] for n in part}) for one, part in zip(options, parts, strict=True)))
 
-    signature = inspect.signature(options)
-    kept = [p for name, p in signature.parameters.items() if name not in without]
+    every = {name: p for signature in signatures for name, p in signature.parameters.items()}
+    kept = [p for name, p in every.items() if name not in without]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = signature.replace(parameters=kept)  # pyright: ignore[reportFunctionMemberAccess]
-    command.__annotations__ = get_type_hints(options, include_extras=True)
+    command.__signature__ = inspect.Signature(kept)  # pyright: ignore[reportFunctionMemberAccess]
+    hints = (get_type_hints(one, include_extras=True) for one in options)
+    command.__annotations__ = {name: hint for part in hints for name, hint in part.items()}
     return command
 
 
@@ -88,59 +81,85 @@ PlanText = Annotated[
     ),
 ]
 WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where only a name is given.")]
-NumTokens = Annotated[
-    str, typer.Option(help="Of the whole sequence: 4096, 128K or 1M (in powers of 1024).")
-]
-Heads = Annotated[str, typer.Option(help="Query:KV heads, as in 32:8.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Numbers per head.")]
-MaskText = Annotated[
-    str, typer.Option(help=f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |.")
-]
-MachineName = Annotated[str, typer.Option(help="A preset, or the path of a TOML file.")]
-LayoutName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{', '.join(dict(LAYOUTS))}; unless given, the one that gives every rank the same "
-        "work under the mask."
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="Of q, k and v.")]
-WireDtype = Annotated[
-    str | None, typer.Option(help="Of out, dq, dk and dv under way; that of q unless given.")
-]
-Save = Annotated[
-    str | None,
-    typer.Option(help="replay or gathered: what backward does; the best unless given."),
-]
+TOKENS = "Of the whole sequence: 4096, 128K or 1M (in powers of 1024)."
 
 
-def workload_of(options: Any, world_size: int) -> Workload:
-    """What the options of plan and of simulate say about the workload, on a number of ranks.
+class WorkOptions(NamedTuple):
+    """A workload and a machine; what is None is a plan file's, or the usual."""
 
+    num_tokens: Annotated[str | None, typer.Option(help=TOKENS)] = None
+    heads: Annotated[
+        str | None, typer.Option(help="Query:KV heads, as in 32:8, which is the default.")
+    ] = None
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Numbers per head; 128 unless given.")
+    ] = None
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help=f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; causal "
+            "unless given."
+        ),
+    ] = None
+    machine: Annotated[
+        str | None,
+        typer.Option(help="A preset, or the path of a TOML file; h100x8 unless given."),
+    ] = None
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{', '.join(dict(LAYOUTS))}; unless given, the one that gives every rank the "
+            "same work under the mask."
+        ),
+    ] = None
+    dtype: Annotated[str | None, typer.Option(help="Of q, k and v; bfloat16 unless given.")] = None
+    wire_dtype: Annotated[
+        str | None, typer.Option(help="Of out, dq, dk and dv under way; that of q unless given.")
+    ] = None
+    save: Annotated[
+        str | None,
+        typer.Option(help="replay or gathered: what backward does; the best unless given."),
+    ] = None
+
+
+MACHINE = "h100x8"
+USUAL = MappingProxyType({"heads": "32:8", "head_dim": 128, "mask": "causal"})
+
+
+def workload_of(options: WorkOptions, world_size: int, planned: Workload | None = None) -> Workload:
+    """The workload that the options describe.
+
+    Args:
+        planned: of a plan file: what the options leave open is as there.
     Raises:
-        ValueError: if one cannot be read.
+        ValueError: if one cannot be read, or without a file there is no number of tokens.
     """
-    num_tokens = read_count("--num-tokens", options.num_tokens)
-    num_heads, num_kv_heads = read_heads(options.heads)
-    mask = read_mask(options.mask)
-    mask.check_tokens(num_tokens)
-    if options.save not in (None, "replay", "gathered"):
-        raise ValueError(f"--save ({options.save!r}) must be replay or gathered")
-    return Workload(
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
-        wire_dtype=options.wire_dtype,
-        mask=mask,
-        layout=options.layout or default_layout(mask, num_tokens, world_size),
-        save=options.save,
-    )
+    usual = {} if planned else dict(USUAL)
+    words: dict[str, Any] = usual | {k: v for k, v in options._asdict().items() if v is not None}
+    words.pop("machine", None)
+    if "num_tokens" in words:
+        words["num_tokens"] = read_count("--num-tokens", words["num_tokens"])
+    elif planned is None:
+        raise ValueError("--num-tokens is missing; give the length of the sequence, as in 128K")
+    if "heads" in words:
+        words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
+    if "mask" in words:
+        words["mask"] = read_mask(words["mask"])
+    if words.get("save", "replay") not in ("replay", "gathered"):
+        raise ValueError(f"--save ({words['save']!r}) must be replay or gathered")
+    if planned is None or words.keys() & {"num_tokens", "mask"}:
+        mask, num_tokens = (
+            words[name] if name in words else getattr(planned, name)
+            for name in ("mask", "num_tokens")
+        )
+        mask.check_tokens(num_tokens)
+        if (planned and (planned.mask, planned.num_tokens)) != (mask, num_tokens):
+            words.setdefault("layout", default_layout(mask, num_tokens, world_size))
+    return replace(planned, **words) if planned else Workload(**words)
 
 
-def read_plans(text: str, world_size: int | None) -> tuple[Plan, Plan | None]:
-    """A strategy's plan; or both passes' plans of a file that tilewise plan wrote.
+def read_plans(text: str, world_size: int | None) -> tuple[Plan, Candidate | None]:
+    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate.
 
     Raises:
         ValueError: if it is neither, or for other ranks.
@@ -155,17 +174,17 @@ def read_plans(text: str, world_size: int | None) -> tuple[Plan, Plan | None]:
         raise ValueError(
             f"{text} is for {found.plan.world_size} ranks, but --world-size is {world_size}"
         )
-    return found.plan, found.backward_plan
+    return found.plan, found
 
 
-def read_machine_option(name: str) -> Machine:
-    """A preset, or the machine of a file.
+def read_machine_option(name: str | None) -> Machine:
+    """A preset, or the machine of a file; None: the usual preset.
 
     Raises:
         ValueError: if it is neither.
     """
-    if name in Machine.presets():
-        return Machine.preset(name)
+    if name is None or name in Machine.presets():
+        return Machine.preset(name or MACHINE)
     if Path(name).is_file():
         return Machine.load(name)
     raise ValueError(

@@ -1,18 +1,21 @@
 """What all commands print with, and how they end on bad input."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from tilewise.tools.doctor import MissingExtraError
 from tilewise.tools.report.chart import quantity
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+T = TypeVar("T")
 FAILED, BAD_INPUT = 1, 2
 PIPED_WIDTH = 120
 
@@ -60,6 +63,26 @@ def counting_bar() -> Progress:
     """What is done of how much, on the error stream."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+def counted(results: Iterable[T], names: Sequence[str]) -> Iterator[T]:
+    """Results one after the other, under a bar that names the one at work."""
+    with counting_bar() as progress:
+        task, arriving = progress.add_task("", total=len(names)), iter(results)
+        for done, name in enumerate(names):
+            progress.update(task, completed=done, description=name)
+            yield next(arriving)
+        progress.update(task, completed=len(names), description="done")
+        yield from arriving
+
+
+def table_of(first: str, *columns: str, no_wrap: bool = True) -> Table:
+    """A table without frames: a name, then figures to the right."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=no_wrap)
+    return table
 
 
 def print_json(value: Any) -> None:

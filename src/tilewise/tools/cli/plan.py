@@ -12,15 +12,7 @@ from tilewise.planning.candidate import Candidate
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
-    Dtype,
-    HeadDim,
-    Heads,
-    LayoutName,
-    MachineName,
-    MaskText,
-    NumTokens,
-    Save,
-    WireDtype,
+    WorkOptions,
     command_of,
     read_bytes,
     read_machine_option,
@@ -41,18 +33,9 @@ class PlanOptions(NamedTuple):
     """What the command is told."""
 
     world_size: Annotated[int, typer.Option(min=1, help="Ranks.")]
-    num_tokens: NumTokens
-    heads: Heads = "32:8"
-    head_dim: HeadDim = 128
-    mask: MaskText = "causal"
-    machine: MachineName = "h100x8"
     memory: Annotated[
         str | None, typer.Option(help="Per rank, as in 20GiB; the machine's unless given.")
     ] = None
-    layout: LayoutName = None
-    dtype: Dtype = "bfloat16"
-    wire_dtype: WireDtype = None
-    save: Save = None
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")
@@ -60,12 +43,12 @@ class PlanOptions(NamedTuple):
     as_json: AsJson = False
 
 
-def plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions, about: WorkOptions) -> None:
     """Rank the ways to run attention on a cluster by simulated time, and say why the best wins."""
     with refusing_bad_input():
-        machine = read_machine_option(options.machine)
+        machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
-        work = workload_of(options, options.world_size)
+        work = workload_of(about, options.world_size)
         found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
     best, shown = found[0], found[: options.top]
     if options.output is not None:
@@ -77,7 +60,7 @@ def plan(options: PlanOptions) -> None:
         _print(Console(), best, shown, options.output)
 
 
-plan_command = command_of(PlanOptions, plan)
+plan_command = command_of(plan, PlanOptions, WorkOptions)
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:

@@ -4,22 +4,13 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.tools.cli.options import (
-    Dtype,
-    HeadDim,
-    Heads,
-    LayoutName,
-    MachineName,
-    MaskText,
-    NumTokens,
     PlanText,
-    Save,
-    WireDtype,
+    WorkOptions,
     WorldSize,
     command_of,
     read_machine_option,
@@ -32,41 +23,38 @@ from tilewise.tools.cli.output import (
     print_json,
     refusing_bad_input,
     refusing_unwritable,
+    table_of,
 )
 
 
 class SimulateOptions(NamedTuple):
-    """What the command is told."""
+    """What is simulated, and where its timeline goes."""
 
     plan: PlanText
-    num_tokens: NumTokens
     backward_plan: Annotated[
         str | None, typer.Option(help="Of the backward pass, if it is another.")
     ] = None
     world_size: WorldSize = None
-    heads: Heads = "32:8"
-    head_dim: HeadDim = 128
-    mask: MaskText = "causal"
-    machine: MachineName = "h100x8"
-    layout: LayoutName = None
-    dtype: Dtype = "bfloat16"
-    wire_dtype: WireDtype = None
-    save: Save = None
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")
     ] = None
     as_json: AsJson = False
 
 
-def _simulate(options: SimulateOptions) -> None:
-    """Replay a plan on a machine: time, waiting, bytes by link and memory."""
+def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
+    """Replay a plan on a machine: time, waiting, bytes by link and memory.
+
+    A plan file also says the backward plan, the workload and the machine; options replace them.
+    """
     with refusing_bad_input():
-        machine = read_machine_option(options.machine)
-        plan, other = read_plans(options.plan, options.world_size)
+        plan, planned = read_plans(options.plan, options.world_size)
+        given = planned and about.machine is None
+        machine = planned.machine if given else read_machine_option(about.machine)
+        back = planned.backward_plan if planned else None
         if options.backward_plan:
-            other, _ = read_plans(options.backward_plan, plan.world_size)
-        work = workload_of(options, plan.world_size)
-        found = simulate(plan, work, machine, backward_plan=other)
+            back, _ = read_plans(options.backward_plan, plan.world_size)
+        work = workload_of(about, plan.world_size, planned and planned.own_work)
+        found = simulate(plan, work, machine, backward_plan=back)
         if options.trace is not None:
             with refusing_unwritable():
                 found.trace(options.trace)
@@ -79,7 +67,7 @@ def _simulate(options: SimulateOptions) -> None:
 
 
 _simulate.__name__ = "simulate"
-simulate_command = command_of(SimulateOptions, _simulate)
+simulate_command = command_of(_simulate, SimulateOptions, WorkOptions)
 
 
 def _as_json(found: Simulation) -> dict[str, Any]:
@@ -89,10 +77,7 @@ def _as_json(found: Simulation) -> dict[str, Any]:
 
 
 def _table(found: Simulation) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-    table.add_column("")
-    for pass_name in ("forward", "backward"):
-        table.add_column(pass_name, justify="right")
+    table = table_of("", "forward", "backward")
     passes = found.forward, found.backward
 
     def row(what: str, values: list[float]) -> None:
