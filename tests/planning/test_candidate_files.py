@@ -13,8 +13,9 @@ from support.described import machine, workload
 from typer.testing import CliRunner
 
 import tilewise as tw
+from tilewise.expressions import read_heads
 from tilewise.tools.cli import app
-from tilewise.tools.cli.options import read_bytes, read_count, read_heads
+from tilewise.tools.cli.options import read_bytes, read_count
 
 
 def test_a_narrow_terminal_gets_whole_numbers():

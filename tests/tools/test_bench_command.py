@@ -31,7 +31,7 @@ SMALL = ["--quick", "--num-tokens", "64", "--heads", "2:2", "--head-dim", "8", "
         (["kernels", "--dtype", "int8"], "dtype"),
         (["kernels", "--num-tokens", "0"], "num_tokens (0) must be at least 1"),
         (["kernels", "--repeats", "0"], "repeats (0) must be at least 1"),
-        (["kernels", "--heads", "8"], "query heads : KV heads"),
+        (["kernels", "--heads", "8,8"], "query:KV heads"),
         (["kernels", "--quick", "--cases", "a.toml"], "give one"),
         (["kernels", "--cases", "none.toml"], "cannot be read"),
         (["strategies", "--machine", "abacus"], "abacus"),

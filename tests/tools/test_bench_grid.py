@@ -106,7 +106,7 @@ GOOD = 'kind = "kernels"\n[[grid]]\nnum_tokens = [64]\n'
         (GOOD + "masks = ['causal']\n", "'masks' is not known; take one of mask, contender"),
         (GOOD + "heads = [8]\n", r"heads \(\[8\]\) must be a list of str"),
         (GOOD + "head_dim = []\n", "head_dim .* must be a list of int"),
-        (GOOD + "heads = ['8']\n", "query heads : KV heads"),
+        (GOOD + "heads = ['8:']\n", "query:KV heads"),
         (GOOD + "heads = ['8:3']\n", r"num_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
         (GOOD + "mask = ['round']\n", "mask 'round' is not known; take one of full, causal"),
         (GOOD + "pass = ['twice']\n", "pass 'twice' is not known; take one of forward, backward"),

@@ -114,9 +114,9 @@ def test_a_terminal_gets_colours(cells: int):
         (["mask", "causal", "--num-tokens", "9", "--png", "no/where/x.png"], "is no folder"),
         (["masks", "--world-size", "0"], "world_size (0) must be from 1 to 512"),
         (["masks", "--tokens-per-rank", "0"], "tokens_per_rank (0) must be from 1"),
-        (["masks", "--heads", "32"], "must be query heads : KV heads, as in 32:8"),
+        (["masks", "--heads", "32:"], "must be query:KV heads such as 32:8, or 32"),
         (["masks", "--heads", "32:5"], "num_heads (32) must be a multiple"),
-        (["masks", "--heads", "0:0"], "num_heads (0) must be a multiple"),
+        (["masks", "--heads", "0:0"], "heads ('0:0') must be query:KV heads"),
         (["masks", "--seeds", "0"], "seeds (0) must be at least 1"),
     ],
 )

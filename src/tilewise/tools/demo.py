@@ -38,9 +38,6 @@ def documents() -> tuple[bytes, ...]:
     """Top-level definitions of the standard library's modules, in the modules' order.
 
     Their lengths differ as real documents' do: from a few bytes to over 100,000, median about 600.
-
-    Raises:
-        ValueError: if this Python keeps no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     pieces = (
@@ -59,8 +56,6 @@ def pack(texts: Iterable[bytes], num_tokens: int) -> tuple[Array, tuple[int, ...
 
     Returns:
         tokens, uint8 [num_tokens], and cu_seqlens; the last document is cut at num_tokens.
-    Raises:
-        ValueError: if the documents are too short together.
     """
     parts, ends = [], [0]
     for text in texts:
@@ -101,11 +96,7 @@ class Demo(NamedTuple):
         return torch.from_numpy(tokens.astype("int64")), cu_seqlens
 
     def checked(self) -> Demo:
-        """Itself.
-
-        Raises:
-            ValueError: if a number is out of range.
-        """
+        """Itself."""
         for what, value, least, most in (
             ("world_size", self.world_size, 1, 16),
             ("num_tokens", self.num_tokens, 1, 16384),

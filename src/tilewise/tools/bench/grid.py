@@ -69,11 +69,7 @@ class BenchRun:
         return replace(self, grids=tuple({**grid, **chosen} for grid in grids))
 
     def cases(self) -> Iterator[tuple[BenchCase, tuple[str, ...]]]:
-        """Every case once, with the names of its contenders; none named: all there are.
-
-        Raises:
-            ValueError: if a value is not known or out of range.
-        """
+        """Every case once, with the names of its contenders; none named: all there are."""
         wanted: dict[BenchCase, dict[str, None]] = {}
         for grid in self.grids:
             lists = dict(grid)
@@ -92,11 +88,7 @@ def preset(kind: str, name: str) -> BenchRun:
 
 
 def read_cases(path: Path, kind: str) -> BenchRun:
-    """The run that a TOML file describes.
-
-    Raises:
-        ValueError: if it cannot be read, says another kind, or has a word that is not known.
-    """
+    """The run that a TOML file describes."""
     try:
         return _run(tomllib.loads(path.read_text()), str(path), kind)
     except OSError as error:
@@ -184,11 +176,7 @@ Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
 
 
 def contenders_of(module: str) -> tuple[Contender, ...]:
-    """What a module's contenders() returns; modules of the working directory are found too.
-
-    Raises:
-        ValueError: if there is no such module or function, or something else comes back.
-    """
+    """What a module's contenders() returns; modules of the working directory are found too."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -207,8 +195,6 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
 
     Args:
         others: take part too; where some of them are named, only those.
-    Raises:
-        ValueError: if a name is not known; it lists those that are.
     """
     by_name = {one.name: one for one in others}
     everyone = [*PROVIDERS, *DENSE] if run.kind == "kernels" else [*STRATEGIES]

@@ -235,11 +235,7 @@ DENSE: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = Mappin
 
 
 def kernel(name: str) -> ProviderKernel | DenseKernel:
-    """A kernel by name.
-
-    Raises:
-        ValueError: with the names that are known.
-    """
+    """A kernel by name."""
     if name in PROVIDERS:
         return ProviderKernel(name)
     if name in DENSE:

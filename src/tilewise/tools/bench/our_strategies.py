@@ -44,11 +44,7 @@ class Planned(NamedTuple):
 
 
 def from_file(path: str, case: BenchCase) -> Planned:
-    """The candidate that tilewise plan wrote.
-
-    Raises:
-        ValueError: if it is for another case.
-    """
+    """The candidate that tilewise plan wrote."""
     found = load_candidate(path)
     for what, told, wanted in (
         ("ranks", found.world_size, case.world_size),
@@ -200,11 +196,7 @@ class Strategy(OurContender):
     file of a candidate: "plan.json"."""
 
     def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
-        """Its plan and layout.
-
-        Raises:
-            ValueError: if the case is not for this strategy.
-        """
+        """Its plan and layout."""
         setting = _Setting(case, mask or case.make_mask())
         if self.name in STRATEGIES:
             planned = STRATEGIES[self.name](setting)
@@ -279,11 +271,7 @@ class _Prepared:
 
 
 def strategy(text: str) -> Strategy:
-    """A strategy by what a user writes.
-
-    Raises:
-        ValueError: in one line, with the names that are known.
-    """
+    """A strategy by what a user writes."""
     if text not in STRATEGIES and not text.endswith(".json"):
         if "(" not in text:
             raise ValueError(

@@ -20,11 +20,7 @@ class ResultsFile(NamedTuple):
 
 
 def read_results(path: str | Path) -> ResultsFile:
-    """All whole rows of a file, in order; a later row replaces an earlier one of the same key.
-
-    Raises:
-        ValueError: if there is no such file, or no line of it is a row.
-    """
+    """All whole rows of a file, in order; a later row replaces an earlier one of the same key."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

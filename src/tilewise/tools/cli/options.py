@@ -22,11 +22,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?$")
 
 
 def read_count(what: str, text: str) -> int:
-    """A number of tokens: 4096, 128K or 1M, in powers of 1024.
-
-    Raises:
-        ValueError: naming what.
-    """
+    """A number of tokens: 4096, 128K or 1M, in powers of 1024."""
     match = _COUNT.match(text.strip())
     if not match or not int(match[1]):
         raise ValueError(f"{what} ({text!r}) must be a number such as 4096, 128K or 1M (1048576)")
@@ -34,11 +30,7 @@ def read_count(what: str, text: str) -> int:
 
 
 def read_bytes(what: str, text: str) -> int:
-    """A number of bytes: 20GiB, 80GB or 1000000.
-
-    Raises:
-        ValueError: naming what.
-    """
+    """A number of bytes: 20GiB, 80GB or 1000000."""
     match = _BYTES.match(text.strip())
     if not match:
         raise ValueError(f"{what} ({text!r}) must be a number of bytes such as 20GiB or 80GB")
@@ -131,8 +123,6 @@ def workload_of(options: WorkOptions, world_size: int, planned: Workload | None 
 
     Args:
         planned: of a plan file: what the options leave open is as there.
-    Raises:
-        ValueError: if one cannot be read, or without a file there is no number of tokens.
     """
     usual = {} if planned else dict(USUAL)
     words: dict[str, Any] = usual | {k: v for k, v in options._asdict().items() if v is not None}
@@ -159,11 +149,7 @@ def workload_of(options: WorkOptions, world_size: int, planned: Workload | None 
 
 
 def read_plans(text: str, world_size: int | None) -> tuple[Plan, Candidate | None]:
-    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate.
-
-    Raises:
-        ValueError: if it is neither, or for other ranks.
-    """
+    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate."""
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
     try:
@@ -178,11 +164,7 @@ def read_plans(text: str, world_size: int | None) -> tuple[Plan, Candidate | Non
 
 
 def read_machine_option(name: str | None) -> Machine:
-    """A preset, or the machine of a file; None: the usual preset.
-
-    Raises:
-        ValueError: if it is neither.
-    """
+    """A preset, or the machine of a file; None: the usual preset."""
     if name is None or name in Machine.presets():
         return Machine.preset(name or MACHINE)
     if Path(name).is_file():

@@ -109,8 +109,6 @@ def compete(
     Args:
         network: a lab that is there, or the speeds that a transport keeps to instead.
         timeout_seconds: for one lap.
-    Raises:
-        ValueError: if a strategy cannot be read, or is for another number of ranks.
     """
     for text in contest.strategies:
         read_plan(text, network.world_size)

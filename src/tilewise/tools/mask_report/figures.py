@@ -65,8 +65,6 @@ def report(
 
     Args:
         ranks: which ranks; None: all.
-    Raises:
-        ValueError: if a mask-aware plan was made for another mask or layout.
     """
     pruned, layouts = prune(plan, mask, layout), shard_layouts(plan, layout)
     chosen = range(plan.world_size) if ranks is None else ranks

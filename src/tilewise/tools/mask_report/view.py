@@ -139,8 +139,6 @@ def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     Args:
         n: number of ranks.
         title: lines; the first is the name.
-    Raises:
-        MissingExtraError: without matplotlib.
     """
     require("matplotlib", "a picture of a mask")
     from matplotlib.figure import Figure

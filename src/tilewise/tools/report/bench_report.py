@@ -40,11 +40,7 @@ class Rows(NamedTuple):
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
-    """Rows of results files (.jsonl), and of LongCA-bench's (.csv).
-
-    Raises:
-        ValueError: if a file cannot be read or is of neither kind, or no rows are left.
-    """
+    """Rows of results files (.jsonl), and of LongCA-bench's (.csv)."""
     rows: list[Row] = []
     num_lost = 0
     for path in paths:

@@ -33,11 +33,7 @@ FOLDER = re.compile(r"attn-(fwd|bwd)\b(?:.* with (\w+) mask)?")
 
 
 def read_csv(path: Path) -> tuple[list[Row], int]:
-    """The rows of a file, and how many of its lines were not whole.
-
-    Raises:
-        ValueError: if its columns are of neither kind.
-    """
+    """The rows of a file, and how many of its lines were not whole."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

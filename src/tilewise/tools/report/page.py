@@ -42,11 +42,7 @@ class Page(NamedTuple):
 
 
 def written(page: Page) -> str:
-    """The page as HTML, plotly's script embedded once.
-
-    Raises:
-        MissingExtraError: without plotly.
-    """
+    """The page as HTML, plotly's script embedded once."""
     require("plotly", "a report's page")
     from plotly.offline import get_plotlyjs
 

@@ -43,53 +43,60 @@ def named(entry: StudyEntry) -> str:
     return NAMES.get(entry.family, entry.family)
 
 
+def _cells(entry: StudyEntry) -> tuple[str, ...]:
+    """An entry's columns in tables: strategy, plan, both passes, waiting."""
+    found = entry.simulation
+    times = quantity(found.seconds, "s"), quantity(found.exposed_seconds, "s")
+    return named(entry), short(entry.plan.name), *times
+
+
+CELLS = ("strategy", "plan", "both passes", "waiting")
+
+
+def _stacked(
+    entries: list[StudyEntry], x: Axis, parts: Iterable[tuple[str, int, Iterable[float]]]
+) -> Chart:
+    """Lying bars, a name each; parts are a name, a colour and a value for each entry."""
+    names = tuple(map(named, entries))
+    series = []
+    for what, shade, values in parts:
+        values = tuple(map(float, values))
+        notes = tuple(
+            f"{short(entry.plan.name)}<br>{quantity(value, x.unit)} {what}"
+            for entry, value in zip(entries, values, strict=True)
+        )
+        series.append(Series(what, names, values, notes, shade))
+    return Chart(x, Axis(""), tuple(series), bars=True)
+
+
 def seconds(entries: Iterable[StudyEntry]) -> Figure:
     """What each strategy's time is made of."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
-    names = tuple(named(entry) for entry in entries)
-    parts = []
-    for what, field in (("compute", "compute_seconds"), ("wait", "exposed_seconds")):
-        values = tuple(getattr(entry.simulation, field) for entry in entries)
-        notes = tuple(
-            f"{short(entry.plan.name)}<br>{what} {quantity(value, 's')}, in all "
-            f"{quantity(entry.simulation.seconds, 's')}"
-            for entry, value in zip(entries, values, strict=True)
-        )
-        parts.append(Series(what, names, values, notes, LANES[what]))
-    rows = tuple(
-        (
-            named(entry),
-            short(entry.plan.name),
-            quantity(entry.simulation.seconds, "s"),
-            quantity(entry.simulation.exposed_seconds, "s"),
-            quantity(entry.simulation.peak_bytes, "B"),
-        )
-        for entry in entries
+    found = [entry.simulation for entry in entries]
+    parts = (
+        ("compute", LANES["compute"], (one.compute_seconds for one in found)),
+        ("wait", LANES["wait"], (one.exposed_seconds for one in found)),
     )
-    header = ("strategy", "plan", "both passes", "waiting", "peak memory")
+    rows = tuple((*_cells(e), quantity(e.simulation.peak_bytes, "B")) for e in entries)
     caption = (
         "Forward and backward. Compute is that of the busiest rank, waiting that of the rank that "
         "waits longest, so the two may add up to a little more than the time."
     )
-    chart = Chart(Axis("time", "s"), Axis(""), tuple(parts), bars=True)
-    return Figure("seconds", "Time by strategy, fastest first", caption, chart, Table(header, rows))
+    chart, table = _stacked(entries, Axis("time", "s"), parts), Table((*CELLS, "peak memory"), rows)
+    return Figure("seconds", "Time by strategy, fastest first", caption, chart, table)
 
 
 def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
     """What the busiest rank sends, by strategy and class of link."""
     entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
-    names = tuple(named(entry) for entry in entries)
     sent = [entry.simulation.bytes_by_link for entry in entries]
-    parts = []
-    for link in (link for link in LINKS if any(link in one for one in sent)):
-        values = tuple(float(one.get(link, 0)) for one in sent)
-        notes = tuple(
-            f"{short(entry.plan.name)}<br>{quantity(value, 'B')} {LINK_NAMES[link]}"
-            for entry, value in zip(entries, values, strict=True)
-        )
-        parts.append(Series(LINK_NAMES[link], names, values, notes, LANES[link]))
+    parts = (
+        (LINK_NAMES[link], LANES[link], (one.get(link, 0) for one in sent))
+        for link in LINKS
+        if any(link in one for one in sent)
+    )
     rows = tuple(
-        (named(entry), short(entry.plan.name), *(quantity(one.get(link, 0), "B") for link in LINKS))
+        (*_cells(entry)[:2], *(quantity(one.get(link, 0), "B") for link in LINKS))
         for entry, one in zip(entries, sent, strict=True)
     )
     header = ("strategy", "plan", *(LINK_NAMES[link] for link in LINKS))
@@ -97,7 +104,7 @@ def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
         "Bytes that the busiest rank sends in forward and backward. Bytes between nodes cost most: "
         "the ranks of a node share its network cards."
     )
-    chart = Chart(Axis("sent by one rank", "B"), Axis(""), tuple(parts), bars=True)
+    chart = _stacked(entries, Axis("sent by one rank", "B"), parts)
     title = "Bytes by kind of link, fewest first"
     return Figure("bytes", title, caption, chart, Table(header, rows))
 
@@ -109,43 +116,27 @@ def lines(found: list[tuple[float, StudyEntry]], x: Axis, more: tuple[Series, ..
         mine = [(place, entry) for place, entry in found if entry.family == name]
         took = tuple(entry.simulation.seconds for _, entry in mine)
         notes = tuple(
-            f"{short(entry.plan.name)}<br>{quantity(value, 's')}"
-            for (_, entry), value in zip(mine, took, strict=True)
+            f"{short(e.plan.name)}<br>{quantity(e.simulation.seconds, 's')}" for _, e in mine
         )
         places = tuple(place for place, _ in mine)
         parts.append(Series(named(mine[0][1]), places, took, notes, COLOURS[name]))
     parts += more
-    values = (value for series in parts for value in series.y)
-    y = log_axis("forward + backward", "s", values)
+    y = log_axis("forward + backward", "s", (value for series in parts for value in series.y))
     return Chart(x, y, tuple(parts))
 
 
 def scaling(studies: Studies, this: StudyEntry) -> Figure:
     """Time of the same sequence on 8 to 4096 devices."""
     every, found = studies.sizes(), studies.scaled()
-    ticks = tuple((n, count(n)) for n in every)
-    world_size = this.simulation.world_size
-    perfect = this.simulation.compute_seconds * world_size
-    ideal = tuple(perfect / n for n in every)
-    mine = this.simulation.seconds
+    world_size, mine = this.simulation.world_size, this.simulation.seconds
+    ideal = tuple(this.simulation.compute_seconds * world_size / n for n in every)
+    said = tuple(f"compute alone, perfectly shared<br>{quantity(t, 's')}" for t in ideal)
+    note = f"{short(this.plan.name)}<br>{quantity(mine, 's')}"
     extra = (
-        Series(
-            "compute alone",
-            tuple(every),
-            ideal,
-            tuple(f"compute alone, perfectly shared<br>{quantity(t, 's')}" for t in ideal),
-            7,
-            "dash",
-        ),
-        Series(
-            THIS,
-            (world_size,),
-            (mine,),
-            (f"{short(this.plan.name)}<br>{quantity(mine, 's')}",),
-            COLOURS[THIS],
-            "points",
-        ),
+        Series("compute alone", tuple(every), ideal, said, 7, "dash"),
+        Series(THIS, (world_size,), (mine,), (note,), COLOURS[THIS], "points"),
     )
+    ticks = tuple((n, count(n)) for n in every)
     chart = lines(found, Axis("devices", log=True, ticks=ticks), extra)
     longest = f" Rings are simulated up to {LONGEST_RING} devices." if every[-1] > 512 else ""
     caption = (
@@ -157,17 +148,8 @@ def scaling(studies: Studies, this: StudyEntry) -> Figure:
 
 
 def _by_place(found: list[tuple[float, StudyEntry]], what: str) -> Table:
-    rows = tuple(
-        (
-            f"{place:g}",
-            named(entry),
-            short(entry.plan.name),
-            quantity(entry.simulation.seconds, "s"),
-            quantity(entry.simulation.exposed_seconds, "s"),
-        )
-        for place, entry in found
-    )
-    return Table((what, "strategy", "plan", "both passes", "waiting"), rows)
+    rows = tuple((f"{place:g}", *_cells(entry)) for place, entry in found)
+    return Table((what, *CELLS), rows)
 
 
 def sensitivity(found: list[tuple[float, StudyEntry]]) -> Figure:
@@ -175,14 +157,15 @@ def sensitivity(found: list[tuple[float, StudyEntry]]) -> Figure:
     places = sorted({place for place, _ in found})
     ticks = tuple((p, f"{CROSS}{p:g}" if p >= 1 else f"{CROSS}1/{1 / p:g}") for p in places)
     chart = lines(found, Axis("bandwidth of every link", log=True, ticks=ticks))
-    slowest = {p: max(e.simulation.seconds for q, e in found if q == p) for p in places}
-    fastest = {p: min(e.simulation.seconds for q, e in found if q == p) for p in places}
-    low, high = places[0], places[-1]
+
+    def spread(place: float) -> str:
+        took = [entry.simulation.seconds for other, entry in found if other == place]
+        return times(max(took) / min(took))
+
     caption = (
         "If the links were slower or faster than assumed. The strategies differ by "
-        f"{times(slowest[low] / fastest[low])} at {ticks[0][1]} and by "
-        f"{times(slowest[high] / fastest[high])} at {ticks[-1][1]}: where lines meet, the choice "
-        "no longer matters."
+        f"{spread(places[0])} at {ticks[0][1]} and by {spread(places[-1])} at {ticks[-1][1]}: "
+        "where lines meet, the choice no longer matters."
     )
     title = "Time against bandwidth"
     return Figure("sensitivity", title, caption, chart, _by_place(found, "bandwidth"))
@@ -318,23 +301,18 @@ def _tables(plan: Plan, groups: int) -> list[np.ndarray]:
 
 
 def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-    """At most so many cells a side, each the first that anybody computes among those it is for."""
+    """At most so many cells a side, each the last of the ranks that compute those it is for."""
     steps = [-(-size // MOST_CELLS) for size in table.shape]
-    if max(steps) > 1:
-        padded = [-(-size // step) * step for size, step in zip(table.shape, steps, strict=True)]
-        pads = [(0, to - size) for to, size in zip(padded, table.shape, strict=True)]
-        blocks = np.pad(table, pads, constant_values=-1)
-        parts = blocks.reshape(padded[0] // steps[0], steps[0], padded[1] // steps[1], steps[1])
-        table = parts.max(axis=(1, 3))
     rows, columns = (
-        tuple(range(0, size * step, step)) for size, step in zip(table.shape, steps, strict=True)
+        tuple(range(0, size, step)) for size, step in zip(table.shape, steps, strict=True)
     )
+    for axis, starts in enumerate((rows, columns)):
+        table = np.maximum.reduceat(table, starts, axis=axis)
     return table, rows, columns
 
 
 def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
-    n, groups = plan.world_size, plan.num_head_groups
-    whole = table.shape
+    n, groups, whole = plan.world_size, plan.num_head_groups, table.shape
     table, rows, columns = _thinned(table)
     heads = f", head group {group} of {groups}" if groups > 1 else ""
     sides = f" {CROSS} ".join(str(size) for size in whole)
@@ -345,10 +323,8 @@ def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
         + ("Blank cells are not needed under the mask. " if (table < 0).any() and n <= 256 else "")
         + ("Each cell stands for several. " if table.shape != whole else "")
     )
-    title = f"Who computes what{heads}"
-    tiles = Tiles(table, rows, columns)
-    name = f"assignment-{group}"
-    return Figure(name, title, caption.strip(), tiles, _owners(table))
+    drawn = Tiles(table, rows, columns), _owners(table)
+    return Figure(f"assignment-{group}", f"Who computes what{heads}", caption.strip(), *drawn)
 
 
 def _owners(table: np.ndarray) -> Table | None:

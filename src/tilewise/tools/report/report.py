@@ -41,8 +41,6 @@ def read(paths: Sequence[Path], with_rows: bool = False) -> Report:
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
-    Raises:
-        ValueError: if a file cannot be read, or is of no kind that is known.
     """
     if all(_holds_results(path) for path in paths):
         found = bench_report.read_rows(paths)
