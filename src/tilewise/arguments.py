@@ -1,5 +1,6 @@
 """Arguments of public calls: words that they take, and values of a wrong kind, refused alike."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar, cast
@@ -43,3 +44,14 @@ def require_type(kind: type[T], name: str, value: object, example: str | None = 
         example = example or EXAMPLES[kind.__name__]
         raise ValueError(f"{name} ({what!r}) must be a {kind.__name__}, such as {example}")
     return value
+
+
+def require_range(what: str, value: float, least: float = 1, most: float | None = None) -> None:
+    """Refuse a number that is out of range.
+
+    Raises:
+        ValueError: "hosts (0) must be at least 1", or "must be from 1 to 250".
+    """
+    if not least <= value <= (math.inf if most is None else most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{what} ({value}) must be {bounds}")

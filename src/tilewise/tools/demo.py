@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.arguments import require_range
 from tilewise.functional import attention
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Mask
@@ -97,12 +98,8 @@ class Demo(NamedTuple):
 
     def checked(self) -> Demo:
         """Itself."""
-        for what, value, least, most in (
-            ("world_size", self.world_size, 1, 16),
-            ("num_tokens", self.num_tokens, 1, 16384),
-        ):
-            if not least <= value <= most:
-                raise ValueError(f"{what} ({value}) must be from {least} to {most}")
+        require_range("world_size", self.world_size, 1, 16)
+        require_range("num_tokens", self.num_tokens, 1, 16384)
         return self
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewise import masks
-from tilewise.arguments import DtypeName
+from tilewise.arguments import DtypeName, require_range
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import check_dtype, head_groups
 from tilewise.tools.mask_report.figures import drawn
@@ -84,8 +84,7 @@ class BenchCase:
             if value not in known:
                 raise ValueError(f"{what} {value!r} is not known; take one of {', '.join(known)}")
         for what in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "world_size"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{what} ({getattr(self, what)}) must be at least 1")
+            require_range(what, getattr(self, what))
         check_dtype("dtype", self.dtype)
         head_groups(self.num_heads, self.num_kv_heads, 1)
 
@@ -123,8 +122,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         for what, least in (("repeats", 1), ("warmups", 0), ("truth_pairs", 1)):
-            if getattr(self, what) < least:
-                raise ValueError(f"{what} ({getattr(self, what)}) must be at least {least}")
+            require_range(what, getattr(self, what), least)
         if not self.timeout_seconds > 0:
             raise ValueError(f"timeout_seconds ({self.timeout_seconds}) must be above 0")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import dtype_name, require_range
 from tilewise.functional import attention
 from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import KernelSpeed, Link, Machine, read_machine
@@ -213,8 +213,7 @@ def calibrate_here(
     """
     settings = settings or Settings()
     ranks = min(8, 2 * max(2, available())) if world_size is None else world_size
-    if not 2 <= ranks <= MOST_RANKS:
-        raise ValueError(f"world_size ({ranks}) must be from 2 to {MOST_RANKS}")
+    require_range("world_size", ranks, 2, MOST_RANKS)
     node_size = settings.node_size
     if node_size is not None and (node_size < 1 or (node_size < ranks and ranks % node_size)):
         raise ValueError(f"node_size ({node_size}) must divide world_size ({ranks}), or be larger")

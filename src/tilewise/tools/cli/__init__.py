@@ -29,8 +29,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def tilewise(
     _: Annotated[
-        bool,
-        typer.Option("--version", help="Print it.", callback=_print_version, is_eager=True),
+        bool, typer.Option("--version", help="Print it.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Exact attention over sequences split across many devices."""

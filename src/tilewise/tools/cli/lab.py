@@ -69,8 +69,7 @@ class LabOptions(NamedTuple):
     prune: Annotated[bool, typer.Option(help="Leave out what the mask makes needless.")] = True
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5
     limited: Annotated[
-        bool,
-        typer.Option("--limited", help="No namespaces: a transport that keeps to the speed."),
+        bool, typer.Option("--limited", help="No namespaces: a transport that keeps to the speed.")
     ] = False
     as_json: AsJson = False
 

@@ -11,6 +11,7 @@ from rich.style import Style
 from rich.text import Text
 
 from tilewise import masks
+from tilewise.arguments import require_range
 from tilewise.expressions import read_mask
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -149,8 +150,7 @@ def mask(options: MaskOptions) -> None:
 
 def _drawn(options: MaskOptions) -> Drawn:
     n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
-    if not 1 <= n <= 1024:
-        raise ValueError(f"world_size ({n}) must be from 1 to 1024")
+    require_range("world_size", n, 1, 1024)
     if options.corpus not in corpora():
         raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
     if options.name in masks.ALL_NAMES:

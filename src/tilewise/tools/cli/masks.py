@@ -6,6 +6,7 @@ import typer
 from rich.table import Table
 
 from tilewise import masks as patterns
+from tilewise.arguments import require_range
 from tilewise.expressions import read_heads
 from tilewise.plan.payload import head_groups
 from tilewise.tools.cli.options import command_of
@@ -62,8 +63,7 @@ def masks(options: MasksOptions) -> None:
     """Balance, bytes and kernel calls of all 14 patterns, or of document corpora."""
     with refusing_bad_input():
         cases = _cases(options)
-        if options.seeds < 1:
-            raise ValueError(f"seeds ({options.seeds}) must be at least 1")
+        require_range("seeds", options.seeds)
     if options.documents:
         _documents(options, cases)
     else:
@@ -78,13 +78,9 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
         tokens = options.tokens_per_rank
     if options.heads is not None:
         heads = (options.heads,)
-    for what, value, most in (
-        ("world_size", max(ranks), MOST_RANKS),
-        ("tokens_per_rank", tokens, 1 << 20),
-        ("head_dim", options.head_dim, 1 << 12),
-    ):
-        if not 1 <= value <= most:
-            raise ValueError(f"{what} ({value}) must be from 1 to {most}")
+    require_range("world_size", max(ranks), 1, MOST_RANKS)
+    require_range("tokens_per_rank", tokens, 1, 1 << 20)
+    require_range("head_dim", options.head_dim, 1, 1 << 12)
     pairs = [read_heads(text) for text in heads]
     for pair in pairs:
         head_groups(*pair, 1)

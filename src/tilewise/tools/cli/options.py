@@ -94,8 +94,7 @@ class WorkOptions(NamedTuple):
         ),
     ] = None
     machine: Annotated[
-        str | None,
-        typer.Option(help="A preset, or the path of a TOML file; h100x8 unless given."),
+        str | None, typer.Option(help="A preset, or the path of a TOML file; h100x8 unless given.")
     ] = None
     layout: Annotated[
         str | None,

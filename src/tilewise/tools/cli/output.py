@@ -79,7 +79,7 @@ def counted(results: Iterable[T], names: Sequence[str]) -> Iterator[T]:
 def table_of(first: str, *columns: str, no_wrap: bool = True) -> Table:
     """A table without frames: a name, then figures to the right."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.add_column(first, overflow="fold")
+    table.add_column(first, overflow="fold", no_wrap=not no_wrap)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=no_wrap)
     return table

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tilewise.arguments import require_range
 from tilewise.tools.lab.site import (
     FOLDER,
     MOST_HOSTS,
@@ -41,12 +42,9 @@ class Lab:
     """
 
     def __init__(self, hosts: int, ranks_per_host: int = 1, *, mbit: float = 50.0) -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise ValueError(f"hosts ({hosts}) must be from 1 to {MOST_HOSTS}")
-        if ranks_per_host < 1:
-            raise ValueError(f"ranks_per_host ({ranks_per_host}) must be at least 1")
-        if not 1 <= mbit <= 100_000:
-            raise ValueError(f"mbit ({mbit}) must be from 1 to 100000")
+        require_range("hosts", hosts, 1, MOST_HOSTS)
+        require_range("ranks_per_host", ranks_per_host)
+        require_range("mbit", mbit, 1, 100_000)
         self.hosts, self.ranks_per_host, self.mbit = hosts, ranks_per_host, mbit
         self._site: Site | None = None
 

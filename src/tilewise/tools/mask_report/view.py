@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tilewise.arguments import require_range
 from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import Plan, Side
 from tilewise.tools.doctor import require
 
 if TYPE_CHECKING:
@@ -47,8 +49,7 @@ def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> Ma
     Args:
         plan: who computes what; None: each rank its own queries.
     """
-    if not 1 <= cells <= MOST_CELLS:
-        raise ValueError(f"cells ({cells}) must be from 1 to {MOST_CELLS}")
+    require_range("cells", cells, 1, MOST_CELLS)
     num_tokens = layout.num_tokens
     edges = np.linspace(0, num_tokens, min(cells, num_tokens) + 1).astype(np.int64)
     sizes = np.diff(edges)
@@ -84,7 +85,7 @@ def _dealt(owner: Array, edges: Array, n: int) -> Array:
 def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
     """Who computes each cell: asked at a few of its tokens, else the owner of its queries."""
     sides = shard_layouts(plan, layout)
-    table = _by_shard(plan)
+    (table,) = assigned(plan, 1, range(plan.world_size))
     q_shard, k_shard = (owner_of_tokens(side) for side in sides)
     at = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
     ranks = np.full((len(owners), len(owners)), -1)
@@ -94,14 +95,15 @@ def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
     return np.where(ranks < 0, owners[:, None], ranks)
 
 
-def _by_shard(plan: Plan) -> Array:
-    """The rank that computes each query shard x KV shard, -1: none."""
-    table = np.full([len(side) for side in plan.owners], -1)
-    for rank in range(plan.world_size):
-        for step in plan.rank_steps(rank):
-            for tile in step.tiles:
-                table[np.ix_(tile.q, tile.kv)] = rank
-    return table
+def assigned(plan: Plan, groups: int, ranks: Iterable[int]) -> list[Array]:
+    """int32 [query shards, KV shards] per head group: which of the ranks computes it, -1: none."""
+    shape = [plan.num_shards(side) for side in Side]
+    tables = [np.full(shape, -1, np.int32) for _ in range(groups)]
+    for rank in ranks:
+        for tile in (tile for step in plan.rank_steps(rank) for tile in step.tiles):
+            if tile.heads < groups:
+                tables[tile.heads][np.ix_(tile.q, tile.kv)] = rank
+    return tables
 
 
 INCHES, TABLE, DPI = 3.6, 3.0, 120  # width; that of the table, 360 pixels at a whole one

@@ -55,12 +55,7 @@ SHOWN = (
     *("median_seconds", "tflops", "bytes_max_rank", "predicted_seconds", "message"),
 )
 UNITS = MappingProxyType(
-    {
-        "median_seconds": "s",
-        "predicted_seconds": "s",
-        "bytes_max_rank": "B",
-        "peak_bytes": "B",
-    }
+    {"median_seconds": "s", "predicted_seconds": "s", "bytes_max_rank": "B", "peak_bytes": "B"}
 )
 
 

@@ -7,10 +7,11 @@ import numpy as np
 
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.shards import everything_needed, table_cells
-from tilewise.plan.ir import Plan, Side
+from tilewise.plan.ir import Plan
 from tilewise.simulation.engine import Span
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
+from tilewise.tools.mask_report.view import assigned
 from tilewise.tools.report.chart import (
     CROSS,
     LANES,
@@ -277,27 +278,15 @@ def assignments(resolved: ResolvedPass) -> tuple[Figure, ...]:
     """One figure per group of heads, for a few of them."""
     plan, mask, layouts, *_ = resolved
     shown = min(plan.num_head_groups, MOST_GROUPS)
-    tables = _tables(plan, shown)
+    n = plan.world_size
+    ranks = range(n) if n <= MOST_RANKS else range(0, n, n // SHOWN_RANKS)
+    tables = assigned(plan, shown, ranks)
     if plan.world_size <= MOST_CELLS and not everything_needed(mask, *layouts):
         needed = np.zeros(tables[0].shape, bool)
         pairs = np.array(list(table_cells(plan, mask, *layouts)), np.int64).reshape(-1, 2)
         needed[pairs[:, 0], pairs[:, 1]] = True
         tables = [np.where(needed, table, -1) for table in tables]
     return tuple(_assignment(plan, table, group) for group, table in enumerate(tables))
-
-
-def _tables(plan: Plan, groups: int) -> list[np.ndarray]:
-    """int [query shards, KV shards] per head group: the rank that computes the cell, or -1."""
-    n, shape = plan.world_size, [plan.num_shards(side) for side in Side]
-    kind = np.int16 if n < 1 << 15 else np.int32
-    tables = [np.full(shape, -1, kind) for _ in range(groups)]
-    ranks = range(n) if n <= MOST_RANKS else range(0, n, n // SHOWN_RANKS)
-    for rank in ranks:
-        for step in plan.rank_steps(rank):
-            for tile in step.tiles:
-                if tile.heads < groups:
-                    tables[tile.heads][np.ix_(tile.q, tile.kv)] = rank
-    return tables
 
 
 def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
