@@ -119,8 +119,6 @@ class DemoRow(NamedTuple):
             as max |x - y| / max(1, max |y|).
         counted, formula: bytes sent by each rank in forward and backward together, as counted on
             the transport and as tw.volume says.
-        messages: sent by each rank.
-        seconds: of forward and backward, on the slowest rank, once warm.
     """
 
     strategy: str
@@ -129,8 +127,8 @@ class DemoRow(NamedTuple):
     errors: dict[str, float]
     counted: tuple[int, ...]
     formula: tuple[int, ...]
-    messages: tuple[int, ...]
-    seconds: float
+    messages: tuple[int, ...]  # sent by each rank
+    seconds: float  # of forward and backward, on the slowest rank, once warm
 
     @property
     def fault(self) -> str | None:

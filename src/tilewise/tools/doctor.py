@@ -15,16 +15,11 @@ from tilewise.kernels.registry import PROVIDERS, abilities
 
 
 class Extra(NamedTuple):
-    """A package that an extra brings.
+    """A package that an extra brings."""
 
-    Attributes:
-        name: the extra's, in pyproject.toml.
-        use: what the package is for.
-    """
-
-    name: str
+    name: str  # the extra's, in pyproject.toml
     module: str
-    use: str
+    use: str  # what the package is for
 
     @property
     def is_here(self) -> bool:
@@ -76,16 +71,12 @@ ON_CPU = ("cpu", "reference")  # kernels that are asked about the cpu, all other
 
 
 class Finding(NamedTuple):
-    """One thing that is here or not.
-
-    Attributes:
-        detail: its version or use; if it is not here, the reason and the fix.
-    """
+    """One thing that is here or not."""
 
     part: str
     name: str
     is_here: bool
-    detail: str
+    detail: str  # its version or use; if it is not here, the reason and the fix
 
 
 def examine() -> list[Finding]:

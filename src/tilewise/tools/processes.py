@@ -24,16 +24,11 @@ START_SECONDS = 300.0
 
 
 class RankFailure(NamedTuple):
-    """How one rank failed.
-
-    Attributes:
-        kind: "error" (it raised), "died" (its process ended), or "late" (no answer in time).
-        text: of an error, its traceback.
-    """
+    """How one rank failed."""
 
     rank: int
-    kind: str
-    text: str
+    kind: str  # "error" (it raised), "died" (its process ended), or "late" (no answer in time)
+    text: str  # of an error, its traceback
 
 
 class RankError(RuntimeError):

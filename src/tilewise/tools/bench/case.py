@@ -28,13 +28,12 @@ class LabNetwork:
         name: "none" (one rank), "loopback" (sockets inside one machine), "lab" (namespaces whose
             NICs have a rate), or "limited" (a transport that waits as a slow link would).
         hosts, ranks_per_host: of the lab and the limited transport; loopback is one host.
-        mbit: megabits per second of a host's NIC, each way; 0: no limit was set.
     """
 
     name: str = "none"
     hosts: int = 1
     ranks_per_host: int = 1
-    mbit: float = 0.0
+    mbit: float = 0.0  # megabits per second of a host's NIC, each way; 0: no limit was set
 
     def __post_init__(self) -> None:
         if self.name not in NETWORKS:
@@ -52,26 +51,21 @@ class BenchCase:
     """One attention problem; contenders of the same case are measured side by side.
 
     Args:
-        kind: one of KINDS.
         mask, seed: one of tw.masks.ALL_NAMES, drawn as `mask_figures.drawn` does.
-        num_tokens: of the whole sequence.
-        which: the pass that is timed, one of PASSES.
-        layout: "own" (each contender its best) or one of LAYOUTS for all.
-        device: "cpu" or "cuda".
     """
 
-    kind: str
+    kind: str  # one of KINDS
     mask: str
-    num_tokens: int
+    num_tokens: int  # of the whole sequence
     num_heads: int = 8
     num_kv_heads: int = 8
     head_dim: int = 64
     dtype: DtypeName = "float32"
-    which: str = "both"
+    which: str = "both"  # the pass that is timed, one of PASSES
     world_size: int = 1
-    layout: str = "own"
+    layout: str = "own"  # "own" (each contender its best) or one of LAYOUTS for all
     seed: int = 0
-    device: str = "cpu"
+    device: str = "cpu"  # "cpu" or "cuda"
     network: LabNetwork = LabNetwork()
 
     def __post_init__(self) -> None:
@@ -110,14 +104,12 @@ class Timing:
     """How a case is timed.
 
     Args:
-        repeats: timed runs, after `warmups` runs that are not.
-        timeout_seconds: of one contender's step: its preparation, its check, or one run.
         truth_pairs: pairs of (sampled query, key) that the fp64 truth is computed for, at most.
     """
 
-    repeats: int = 5
+    repeats: int = 5  # timed runs, after `warmups` runs that are not
     warmups: int = 1
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = 60.0  # of one contender's step: its preparation, its check, or one run
     truth_pairs: int = 1 << 22
 
     def __post_init__(self) -> None:

@@ -17,17 +17,11 @@ from tilewise.tools.bench.case import BenchCase
 
 
 class Traffic(NamedTuple):
-    """Totals of one rank since it was prepared, agreement records left out.
+    """Totals of one rank since it was prepared, agreement records left out."""
 
-    Attributes:
-        bytes_to: bytes sent, by the peer's rank.
-        messages: sent.
-        waited_seconds: the rank stood still for messages; None: not known.
-    """
-
-    bytes_to: Mapping[int, int]
-    messages: int
-    waited_seconds: float | None
+    bytes_to: Mapping[int, int]  # bytes sent, by the peer's rank
+    messages: int  # sent
+    waited_seconds: float | None  # the rank stood still for messages; None: not known
 
     def since(self, before: Traffic) -> Traffic:
         """What was added to an earlier total."""
@@ -41,19 +35,12 @@ class Traffic(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a prepared contender knows of its own work; None where it does not.
+    """What a prepared contender knows of its own work; None where it does not."""
 
-    Attributes:
-        pairs: allowed (query, key, query head) triples that this rank computes.
-        computed: triples that its kernels work on; above pairs is waste.
-        calls: kernel calls in forward.
-        padded_tokens: rows of this rank that hold no token.
-    """
-
-    pairs: int | None = None
-    computed: int | None = None
-    calls: int | None = None
-    padded_tokens: int = 0
+    pairs: int | None = None  # allowed (query, key, query head) triples that this rank computes
+    computed: int | None = None  # triples that its kernels work on; above pairs is waste
+    calls: int | None = None  # kernel calls in forward
+    padded_tokens: int = 0  # rows of this rank that hold no token
 
 
 class Prediction(NamedTuple):
@@ -63,15 +50,13 @@ class Prediction(NamedTuple):
         peak_bytes: memory above the inputs of the rank that needs most; a case over what there is
             is not run.
         seconds, exposed_seconds: of the timed pass on the machine asked about.
-        volume_bytes: sent by the busiest rank in it, by formula.
-        plan: its name.
     """
 
     peak_bytes: int | None = None
     seconds: float | None = None
     exposed_seconds: float | None = None
-    volume_bytes: int | None = None
-    plan: str | None = None
+    volume_bytes: int | None = None  # sent by the busiest rank in it, by formula
+    plan: str | None = None  # its name
 
 
 @runtime_checkable

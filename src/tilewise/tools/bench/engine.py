@@ -29,12 +29,11 @@ class EngineSettings:
 
     Args:
         machine: what predictions are for; None: assumed processors, and links as the network's.
-        retry: rows that are not ok count as not finished.
     """
 
     timing: Timing
     machine: Machine | None = None
-    retry: bool = False
+    retry: bool = False  # rows that are not ok count as not finished
 
 
 @dataclass(frozen=True)

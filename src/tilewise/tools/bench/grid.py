@@ -51,15 +51,11 @@ SIZES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What one command measures.
-
-    Args:
-        grids: each the lists of one [[grid]].
-    """
+    """What one command measures."""
 
     kind: str
     timing: Timing
-    grids: tuple[Mapping[str, Values], ...]
+    grids: tuple[Mapping[str, Values], ...]  # each the lists of one [[grid]]
 
     def narrowed(self, given: Mapping[str, Sequence[Any]]) -> BenchRun:
         """With lists in place of all grids' own."""

@@ -29,7 +29,6 @@ class Inputs(NamedTuple):
         q, k, v, dout: [num_tokens, heads, head_dim] of the case's dtype.
         rows: the sampled queries, ascending; where they are not all, the truth is of a loss that
             only they enter.
-        truth: fp64; out and dq of these rows, dk and dv of all keys.
     """
 
     q: Tensor
@@ -37,7 +36,7 @@ class Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     rows: Tensor
-    truth: dict[str, Tensor]
+    truth: dict[str, Tensor]  # fp64; out and dq of these rows, dk and dv of all keys
 
     def checked_dout(self) -> Tensor:
         """dout where it is sampled, else 0."""

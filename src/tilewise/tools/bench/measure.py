@@ -39,17 +39,11 @@ class Job:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where the ranks are.
+    """Where the ranks are."""
 
-    Args:
-        group: what contenders are prepared with; None: the default process group.
-        nics: where no lab can be made: what a transport then keeps to.
-        site: of the network lab, whose switch counts bytes.
-    """
-
-    group: Any = None
-    nics: Nics | None = None
-    site: Site | None = None
+    group: Any = None  # what contenders are prepared with; None: the default process group
+    nics: Nics | None = None  # where no lab can be made: what a transport then keeps to
+    site: Site | None = None  # of the network lab, whose switch counts bytes
 
     def joined(self) -> RankPlacement:
         """As it is on a rank: with the transport that keeps to the NICs' speed."""
@@ -75,25 +69,19 @@ class Figures(NamedTuple):
     """What one rank found about one contender.
 
     Attributes:
-        layout: the name of its layout.
-        errors: of out, dq, dk, dv.
-        seconds: of each timed run: forward, backward, both.
         waited: seconds of each timed run that were spent waiting; None if not known.
-        traffic: of one run; None if it could not be counted.
-        nic_bytes: sent in one run by each host of a lab, on rank 0.
-        build_seconds: by what was built.
     """
 
-    layout: str
+    layout: str  # the name of its layout
     num_tokens: int
-    errors: dict[str, float]
-    seconds: list[tuple[float, float, float]]
+    errors: dict[str, float]  # of out, dq, dk, dv
+    seconds: list[tuple[float, float, float]]  # of each timed run: forward, backward, both
     waited: list[float] | None
-    traffic: Traffic | None
-    nic_bytes: tuple[int, ...]
+    traffic: Traffic | None  # of one run; None if it could not be counted
+    nic_bytes: tuple[int, ...]  # sent in one run by each host of a lab, on rank 0
     facts: Facts
     peak_bytes: int
-    build_seconds: dict[str, float]
+    build_seconds: dict[str, float]  # by what was built
 
 
 def measure(

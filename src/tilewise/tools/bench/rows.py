@@ -17,18 +17,13 @@ HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One contender of one case, before it is run.
+    """One contender of one case, before it is run."""
 
-    Args:
-        key: of its row.
-        machine: what the prediction is for.
-    """
-
-    key: str
+    key: str  # of its row
     case: BenchCase
     timing: Timing
     contender: Contender
-    machine: Machine
+    machine: Machine  # what the prediction is for
     prediction: Prediction
 
 

@@ -67,15 +67,10 @@ TURNS = 40
 
 
 class Usage(NamedTuple):
-    """Processor seconds of one rank per message, one sent and one received.
+    """Processor seconds of one rank per message, one sent and one received."""
 
-    Attributes:
-        own: of the thread that posts and waits.
-        whole: of the process, its transport's threads included.
-    """
-
-    own: float
-    whole: float
+    own: float  # of the thread that posts and waits
+    whole: float  # of the process, its transport's threads included
 
 
 class Prober:

@@ -40,18 +40,14 @@ class Settings(NamedTuple):
     """What is measured.
 
     Attributes:
-        node_size: neighbouring ranks of a host; None: all ranks are on one.
-        device: whose kernels and memory are measured.
         dtypes: of the kernel tables; the first one's overheads count for all.
-        name: of the machine.
-        sizes: of the tiles that are timed; None: those that suit the device.
     """
 
-    node_size: int | None = None
-    device: str = "cpu"
+    node_size: int | None = None  # neighbouring ranks of a host; None: all ranks are on one
+    device: str = "cpu"  # whose kernels and memory are measured
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float64")
-    name: str = "calibrated"
-    sizes: Sizes | None = None
+    name: str = "calibrated"  # of the machine
+    sizes: Sizes | None = None  # of the tiles that are timed; None: those that suit the device
 
 
 def calibrate(

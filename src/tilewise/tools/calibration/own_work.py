@@ -67,19 +67,12 @@ REPEATS = 3
 
 
 class Sizes(NamedTuple):
-    """What is tabled.
+    """What is tabled."""
 
-    Attributes:
-        rows: numbers of queries and of keys.
-        head_dims: whose tables the time of others is interpolated between.
-        num_heads: that run together.
-        most: pairs of rows; larger tiles count as fast as the nearest within.
-    """
-
-    rows: tuple[int, ...]
-    head_dims: tuple[int, ...]
-    num_heads: int
-    most: int
+    rows: tuple[int, ...]  # numbers of queries and of keys
+    head_dims: tuple[int, ...]  # whose tables the time of others is interpolated between
+    num_heads: int  # that run together
+    most: int  # pairs of rows; larger tiles count as fast as the nearest within
 
 
 CPU = Sizes((16, 64, 256, 1024, 4096), (32, 128), 4, 1 << 20)

@@ -172,7 +172,7 @@ def _bench(kind: str, options: BenchOptions) -> None:
         run = _run(kind, options)
         others = [one for module in options.also or () for one in contenders_of(module)]
         plan = entered(run, others)
-        machine = options.machine and read_machine_option(options.machine)
+        machine = read_machine_option(options.machine) if options.machine else None
         settings = EngineSettings(run.timing, machine, options.retry)
         with Results(options.output) as results:
             keys = follow(plan, results, settings)

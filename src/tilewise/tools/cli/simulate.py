@@ -48,8 +48,8 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     """
     with refusing_bad_input():
         plan, planned = read_plans(options.plan, options.world_size)
-        given = planned and about.machine is None
-        machine = planned.machine if given else read_machine_option(about.machine)
+        known = planned.machine if planned and about.machine is None else None
+        machine = known or read_machine_option(about.machine)
         back = planned.backward_plan if planned else None
         if options.backward_plan:
             back, _ = read_plans(options.backward_plan, plan.world_size)

@@ -33,15 +33,13 @@ class Contest(NamedTuple):
 
     Attributes:
         strategies: as people write them, the first is what the others are compared with.
-        backward: forward and backward pass, timed together; else forward alone.
-        repeats: timed rounds, after one that is not.
     """
 
     strategies: tuple[str, ...]
     work: Workload
-    backward: bool = False
+    backward: bool = False  # forward and backward pass, timed together; else forward alone
     prune: bool = True
-    repeats: int = 5
+    repeats: int = 5  # timed rounds, after one that is not
 
 
 class Limited(NamedTuple):
@@ -64,13 +62,12 @@ class Lap(NamedTuple):
     """One strategy once.
 
     Attributes:
-        seconds: from the first rank's start to the last rank's end.
         sent: payload that each host's NIC sent, as the switch counted it; empty without a switch.
     """
 
     repeat: int
     strategy: int
-    seconds: float
+    seconds: float  # from the first rank's start to the last rank's end
     sent: tuple[int, ...]
 
 
@@ -78,23 +75,19 @@ class ContestRow(NamedTuple):
     """What all laps of one strategy come to.
 
     Attributes:
-        seconds: of each repeat.
-        ratios: the first strategy's seconds over this one's, by repeat.
-        byte_ratio: the first strategy's bytes on the busiest NIC over this one's, by tw.volume.
         formula_bytes, counted_bytes: sent by all NICs together, by tw.volume and by the switch:
             TCP's payload, which also holds gloo's headers, the agreement of the ranks and two
             barriers. Median of the repeats; None without a switch.
-        line_share: of the time that the busiest NIC needs at line rate, in the median time.
     """
 
     strategy: str
     network: str
-    seconds: tuple[float, ...]
-    ratios: tuple[float, ...]
-    byte_ratio: float
+    seconds: tuple[float, ...]  # of each repeat
+    ratios: tuple[float, ...]  # the first strategy's seconds over this one's, by repeat
+    byte_ratio: float  # the first strategy's bytes on the busiest NIC over this one's, by tw.volume
     formula_bytes: int
     counted_bytes: float | None
-    line_share: float
+    line_share: float  # of the time that the busiest NIC needs at line rate, in the median time
 
     @property
     def ratio(self) -> float:

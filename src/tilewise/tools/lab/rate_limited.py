@@ -34,16 +34,11 @@ Pair = tuple[int, int]  # peer, lane
 
 
 class Nics(NamedTuple):
-    """The NICs of all hosts, as the moments at which each is next free to send and to receive.
+    """The NICs of all hosts, as the moments at which each is next free to send and to receive."""
 
-    Attributes:
-        path: of a file that all ranks share; two moments a host, on the monotonic clock.
-        mbit: of payload, for each NIC and direction.
-    """
-
-    path: str
+    path: str  # of a file that all ranks share; two moments a host, on the monotonic clock
     ranks_per_host: int
-    mbit: float
+    mbit: float  # of payload, for each NIC and direction
 
     def reserve(self, rank: int, pairs: Sequence[Pair], num_bytes: int) -> tuple[Pair, float]:
         """The pair that can send first, and the moment at which its bytes have left."""

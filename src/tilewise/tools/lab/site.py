@@ -57,17 +57,12 @@ class NicTraffic(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The names and numbers of one lab; a rank's process gets it too.
+    """The names and numbers of one lab; a rank's process gets it too."""
 
-    Attributes:
-        name: what the names of all its namespaces begin with.
-        mbit: of every NIC and in each direction, 10^6 bits of Ethernet frames a second.
-    """
-
-    name: str
+    name: str  # what the names of all its namespaces begin with
     hosts: int
     ranks_per_host: int
-    mbit: float
+    mbit: float  # of every NIC and in each direction, 10^6 bits of Ethernet frames a second
 
     @property
     def world_size(self) -> int:

@@ -33,15 +33,13 @@ class PatternRow(NamedTuple):
     """One pattern with one seed.
 
     Attributes:
-        area: share of all pairs that is allowed.
-        imbalance: by layout, each rank computing its own queries.
         bytes, areas: by plan, shares of the ring's bytes, and largest over mean area.
         calls, waste: by plan, kernel calls of a rank on average, computed over allowed cells.
     """
 
     mask: str
-    area: float
-    imbalance: dict[str, float]
+    area: float  # share of all pairs that is allowed
+    imbalance: dict[str, float]  # by layout, each rank computing its own queries
     bytes: dict[str, RankLoad]
     areas: dict[str, float]
     calls: dict[str, float]
@@ -91,24 +89,17 @@ def joined(rows: Sequence[PatternRow]) -> PatternRow:
 
 
 class DocumentRow(NamedTuple):
-    """Causal documents of one draw.
-
-    Attributes:
-        bytes: by plan, as in PatternRow.
-        imbalance: of tiled, largest over mean area.
-        waste: of tiled, computed over allowed cells.
-        seconds: to plan tiled: layout, plan and one rank's program.
-    """
+    """Causal documents of one draw."""
 
     corpus: str
     mix: float
     world_size: int
     heads: str
     seed: int
-    bytes: dict[str, RankLoad]
-    imbalance: float
-    waste: float
-    seconds: float
+    bytes: dict[str, RankLoad]  # by plan, as in PatternRow
+    imbalance: float  # of tiled, largest over mean area
+    waste: float  # of tiled, computed over allowed cells
+    seconds: float  # to plan tiled: layout, plan and one rank's program
 
 
 def document_row(corpus: tuple[str, int, float], case: MaskCase, seed: int) -> DocumentRow:

@@ -30,16 +30,13 @@ class MaskView(NamedTuple):
     """Cells between edges, queries by keys.
 
     Attributes:
-        edges: of the cells on both sides, from 0 to num_tokens.
-        shares: float [cells, cells], allowed part of a cell's pairs.
-        ranks: int [cells, cells], who computes the cell, -1 where nothing is allowed.
         owners: int [cells], whose the cell's tokens are; of several ranks each gets its share of
             neighbouring cells.
     """
 
-    edges: Array
-    shares: Array
-    ranks: Array
+    edges: Array  # of the cells on both sides, from 0 to num_tokens
+    shares: Array  # float [cells, cells], allowed part of a cell's pairs
+    ranks: Array  # int [cells, cells], who computes the cell, -1 where nothing is allowed
     owners: Array
 
 

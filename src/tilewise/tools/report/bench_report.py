@@ -27,16 +27,11 @@ FINDINGS = ("error_out", "error_dq", "error_dk", "error_dv", "tolerance")
 
 
 class Rows(NamedTuple):
-    """Everything that was read.
-
-    Attributes:
-        num_lost: lines that were no whole row.
-        sources: names of the files.
-    """
+    """Everything that was read."""
 
     rows: list[Row]
-    num_lost: int
-    sources: tuple[str, ...]
+    num_lost: int  # lines that were no whole row
+    sources: tuple[str, ...]  # names of the files
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:

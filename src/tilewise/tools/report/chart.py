@@ -52,36 +52,24 @@ DARK = MappingProxyType({one.light: one.dark for one in (*SERIES, INK, GRID, SOF
 
 
 class Axis(NamedTuple):
-    """A title, and a unit that SI prefixes go with ("s", "B"), "%" or none.
-
-    Attributes:
-        ticks: the places and texts of ticks; empty: chosen.
-        bounds: the first and the last place; empty: chosen.
-    """
+    """A title, and a unit that SI prefixes go with ("s", "B"), "%" or none."""
 
     title: str
     unit: str = ""
     log: bool = False
-    ticks: tuple[tuple[float, str], ...] = ()
-    bounds: tuple[float, ...] = ()
+    ticks: tuple[tuple[float, str], ...] = ()  # the places and texts of ticks; empty: chosen
+    bounds: tuple[float, ...] = ()  # the first and the last place; empty: chosen
 
 
 class Series(NamedTuple):
-    """One line, one kind of bar, or one kind of point.
-
-    Attributes:
-        x: numbers, or the names of bars.
-        notes: what is said of each point when pointed at.
-        colour: a number of the palette.
-        style: "line", "dash" or "points"; bars ignore it.
-    """
+    """One line, one kind of bar, or one kind of point."""
 
     name: str
-    x: tuple[float | str, ...]
+    x: tuple[float | str, ...]  # numbers, or the names of bars
     y: tuple[float, ...]
-    notes: tuple[str, ...]
-    colour: int
-    style: str = "line"
+    notes: tuple[str, ...]  # what is said of each point when pointed at
+    colour: int  # a number of the palette
+    style: str = "line"  # "line", "dash" or "points"; bars ignore it
 
 
 class Chart(NamedTuple):
@@ -94,32 +82,24 @@ class Chart(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """A table of coloured cells.
-
-    Attributes:
-        levels: the name and the palette's number of each kind of cell.
-        cells: per row and column the place of its level, -1 for nothing.
-        texts: per row and column what is written in it.
-        notes: per row and column what is said when pointed at.
-    """
+    """A table of coloured cells."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    levels: tuple[tuple[str, int], ...]
-    cells: tuple[tuple[int, ...], ...]
-    texts: tuple[tuple[str, ...], ...]
-    notes: tuple[tuple[str, ...], ...]
+    levels: tuple[tuple[str, int], ...]  # the name and the palette's number of each kind of cell
+    cells: tuple[tuple[int, ...], ...]  # per row and column the place of its level, -1 for nothing
+    texts: tuple[tuple[str, ...], ...]  # per row and column what is written in it
+    notes: tuple[tuple[str, ...], ...]  # per row and column what is said when pointed at
 
 
 class Tiles(NamedTuple):
     """A table of cells coloured by rank.
 
     Attributes:
-        cells: int [rows, columns], the rank, -1 for nothing.
         rows, columns: the shard that each begins with.
     """
 
-    cells: np.ndarray
+    cells: np.ndarray  # int [rows, columns], the rank, -1 for nothing
     rows: tuple[int, ...]
     columns: tuple[int, ...]
 
@@ -138,13 +118,11 @@ class TimelineChart(NamedTuple):
     """Both passes of a few ranks.
 
     Attributes:
-        ranks: of the rows: which, and how many do the same.
-        lanes: what is drawn: a rank's own ones, then links.
         turn, end: when backward begins and ends.
     """
 
-    ranks: tuple[tuple[int, int], ...]
-    lanes: tuple[str, ...]
+    ranks: tuple[tuple[int, int], ...]  # of the rows: which, and how many do the same
+    lanes: tuple[str, ...]  # what is drawn: a rank's own ones, then links
     bars: tuple[Bar, ...]
     turn: float
     end: float
@@ -164,34 +142,25 @@ class Figure(NamedTuple):
     """A chart with its words.
 
     Attributes:
-        name: of its place on the page, and of the PNG that the page saves.
-        caption: what to see in it; read out where it cannot be seen.
-        rows: what it was drawn from.
         jumps: parts of the horizontal axis to zoom in on, by name.
     """
 
-    name: str
+    name: str  # of its place on the page, and of the PNG that the page saves
     title: str
-    caption: str
+    caption: str  # what to see in it; read out where it cannot be seen
     drawing: Drawing
-    rows: Table | None = None
+    rows: Table | None = None  # what it was drawn from
     jumps: tuple[tuple[str, float, float], ...] = ()
 
 
 class Section(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        intro: sentences before the figures.
-        figures: side by side where there is room and narrow is set.
-        table: shown as it is.
-    """
+    """A part of the page."""
 
     name: str
     title: str
-    intro: str = ""
-    figures: tuple[Figure, ...] = ()
-    table: Table | None = None
+    intro: str = ""  # sentences before the figures
+    figures: tuple[Figure, ...] = ()  # side by side where there is room and narrow is set
+    table: Table | None = None  # shown as it is
     narrow: bool = False
 
 

@@ -26,19 +26,14 @@ class Fact(NamedTuple):
 
 
 class Page(NamedTuple):
-    """All that a page says.
+    """All that a page says."""
 
-    Attributes:
-        kind: what sort of report it is, above the title.
-        notice: something to know first, such as lost rows.
-    """
-
-    kind: str
+    kind: str  # what sort of report it is, above the title
     title: str
     lead: str
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
-    notice: str = ""
+    notice: str = ""  # something to know first, such as lost rows
 
 
 def written(page: Page) -> str:

@@ -27,18 +27,15 @@ class Subject:
     """What the page is about.
 
     Args:
-        work: with the candidate's own layout, save and wire_dtype.
-        backward_plan: None: plan serves both passes.
-        reason: in words, why it was chosen.
         ranked: the candidates that were compared, best first; None: there were none.
         least_seconds, least_bytes: what no plan can fall below; 0: not known.
     """
 
     plan: Plan
-    work: Workload
+    work: Workload  # with the candidate's own layout, save and wire_dtype
     machine: Machine
-    backward_plan: Plan | None = None
-    reason: str = ""
+    backward_plan: Plan | None = None  # None: plan serves both passes
+    reason: str = ""  # in words, why it was chosen
     ranked: Table | None = None
     least_seconds: float = 0.0
     least_bytes: float = 0.0

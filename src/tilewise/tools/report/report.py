@@ -14,16 +14,11 @@ RESULTS = (".jsonl", ".csv")
 
 
 class Report(NamedTuple):
-    """A page that is ready to be written.
-
-    Attributes:
-        rows: of a benchmark.
-        num_lost: lines that were no whole row.
-    """
+    """A page that is ready to be written."""
 
     page: Page
-    rows: Sequence[Row] = ()
-    num_lost: int = 0
+    rows: Sequence[Row] = ()  # of a benchmark
+    num_lost: int = 0  # lines that were no whole row
 
     def write(self, page: Path, csv: Path | None = None) -> list[Path]:
         """Write the page, and its rows where csv says; give what was written."""
