@@ -50,29 +50,21 @@ def attention2d(rows: int, columns: int) -> Plan:
         held = holders(column)
         mine = next(shard for shard, member in held.items() if member == rank)
         away = holders(rank % columns)[rank]
+        partners = [(Side.Q, rank, other, other) for other in q_team if other != rank]
+        partners += [(Side.KV, mine, x, member) for x, member in held.items() if member != rank]
         if mine != rank:
             s.send(operand(Side.KV, rank), away)
             s.recv(operand(Side.KV, mine), mine)
         s.next()
-        for other in q_team:
-            if other != rank:
-                s.send(operand(Side.Q, rank), other)
-                s.recv(operand(Side.Q, other), other)
-        for shard, member in held.items():
-            if member != rank:
-                s.send(operand(Side.KV, mine), member)
-                s.recv(operand(Side.KV, shard), member)
+        for side, own, shard, member in partners:
+            s.send(operand(side, own), member)
+            s.recv(operand(side, shard), member)
         s.next()
         s.tile(q_team, sorted(held))
         s.next()
-        for other in q_team:
-            if other != rank:
-                s.send(partial(Side.Q, other), other)
-                s.recv(partial(Side.Q, rank), other)
-        for shard, member in held.items():
-            if member != rank:
-                s.send(partial(Side.KV, shard), member)
-                s.recv(partial(Side.KV, mine), member)
+        for side, own, shard, member in partners:
+            s.send(partial(side, shard), member)
+            s.recv(partial(side, own), member)
         s.next()
         if mine != rank:
             s.send(partial(Side.KV, mine), mine)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
-from tilewise.strategies.mesh_schedules.model import Block, Move, ShardWeights, TileStep, rectangles
+from tilewise.strategies.mesh_schedules.model import Block, Move, ShardWeights, TileStep, written
 
 Queue = tuple[tuple[int, float], ...]
 """(kind, seconds left) of the messages to one neighbour, in order."""
@@ -206,8 +206,7 @@ def _advanced(at: Prefix, end: float, computed: int = 0) -> Prefix:
 
 Path = tuple["Path", Act] | None
 Level = list[tuple[Prefix, Path]]
-
-
+Bounded = tuple[tuple[float, float], Prefix, Path]
 MOST = 4
 """Times its width that a beam may be wide for the sake of variety."""
 
@@ -243,11 +242,9 @@ def search(
     return _fastest(level) if level else None
 
 
-def longer(
-    grid: TileState, level: Level, below: float
-) -> Iterable[tuple[tuple[float, float], Prefix, Path]]:
+def longer(grid: TileState, level: Level, below: float) -> Iterable[Bounded]:
     """Programs of one act more that can end before `below`, each once, after their bounds."""
-    found: dict[Prefix, tuple[tuple[float, float], Prefix, Path]] = {}
+    found: dict[Prefix, Bounded] = {}
     for before, path in level:
         for act, at in grid.next(before):
             if at not in found:
@@ -257,7 +254,7 @@ def longer(
     return found.values()
 
 
-def _best(longer: Iterable[tuple[tuple[float, float], Prefix, Path]], width: int) -> Level:
+def _best(longer: Iterable[Bounded], width: int) -> Level:
     level: Level = []
     seen: set[Counts] = set()
     for _, at, path in sorted(longer, key=lambda one: one[0]):
@@ -278,28 +275,23 @@ def _fastest(level: Level) -> BeamResult:
     return BeamResult(at.now + at.left(), tuple(_steps(reversed(acts))))
 
 
-def _steps(acts: Iterable[Act]) -> Iterator[TileStep]:
+def _steps(acts: Iterable[Act]) -> list[TileStep]:
     """Acts as steps: in each first messages that need not wait for one another, then blocks.
 
     Blocks become rectangles where all of them are there when the first begins.
     """
-    moves, runs, here = [0, 0, 0, 0], list[list[Block]](), (0, 0)
+    steps, here = [(list[list[Block]](), [0, 0, 0, 0])], (0, 0)
     for post, block, waited, arrived in acts:
+        runs, moves = steps[-1]
         if post is not None:
             if runs or any(moves[post[0] :]) or (waited and any(moves)):
-                yield _tile_step(moves, runs)
-                moves, runs = [0, 0, 0, 0], []
+                steps.append(([], moves := [0, 0, 0, 0]))
             moves[post[0]] = post[1]
         elif block is not None:
             if moves[0] == block[0] > 0 or moves[1] == block[1] > 0:  # counts from the next step
-                yield _tile_step(moves, runs)
-                moves, runs = [0, 0, 0, 0], []
+                steps.append((runs := [], [0, 0, 0, 0]))
             if not runs or block[0] > here[0] or block[1] > here[1]:
                 runs.append([])
                 here = arrived[:2]
             runs[-1].append(block)
-    yield _tile_step(moves, runs)
-
-
-def _tile_step(moves: list[int], runs: list[list[Block]]) -> TileStep:
-    return TileStep(tuple(tile for run in runs for tile in rectangles(run)), *moves)
+    return written(steps)

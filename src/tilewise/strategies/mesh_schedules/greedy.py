@@ -14,6 +14,8 @@ from itertools import islice, product
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from tilewise.strategies.mesh_schedules.beam import search
 from tilewise.strategies.mesh_schedules.model import (
     Block,
@@ -27,6 +29,7 @@ from tilewise.strategies.mesh_schedules.model import (
     moved,
     rectangles,
     seconds_of,
+    written,
 )
 
 
@@ -54,17 +57,10 @@ def stepwise_tile_steps(rows: int, columns: int, order: str, costs: ShardWeights
             kv_partial = columns_sent + 1
         tile_steps.append(TileStep(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
         done.update(waiting)
-        waiting = [*_unlocked(x, y, q, kv)]
+        waiting = [(q, c) for c in range(y if q else 0)] + [(k, kv) for k in range(x if kv else 0)]
         x, y = x + (q > 0), y + (kv > 0)
         rows_sent, columns_sent = rows_sent + (q_partial > 0), columns_sent + (kv_partial > 0)
     return tile_steps
-
-
-def _unlocked(x: int, y: int, q: int, kv: int) -> Iterator[Block]:
-    if q:
-        yield from ((q, c) for c in range(y))
-    if kv:
-        yield from ((k, kv) for k in range(x))
 
 
 NEVER = 1 << 60
@@ -116,19 +112,14 @@ class Pacer:
             else:
                 self.port.advance(self.port.next_end())
             self._take_in()
-        return [
-            TileStep(tuple(t for run in runs for t in rectangles(run)), *moves)
-            for runs, moves in self.steps
-        ]
+        return written(self.steps)
 
     def _begin_step(self) -> None:
         self.steps.append(([], [0, 0, 0, 0]))
 
     def _possible(self, moves: list[Need]) -> bool:
-        if not moves:
-            return False
-        line = moves[-1][1]
-        return line is None or not self.left[line[0]][line[1]]
+        line = moves[-1][1] if moves else None
+        return bool(moves) and (line is None or not self.left[line[0]][line[1]])
 
     def _post(self, moves: list[Need]) -> bool:
         if not self._possible(moves):
@@ -196,8 +187,8 @@ def orders(
 ) -> Iterator[Order]:
     """Orders to try, the likeliest first; none holds more than so many shards."""
     if held is None or held >= rows + columns:
+        sends = _sends((rows, columns), costs)
         for receives in _receives(rows, columns, costs):
-            sends = _sends((rows, columns), costs)
             yield Order(tuple((move, None) for move in receives), sends)
         return
     room = {1: held - rows - 1, 0: held - columns - 1}
@@ -259,12 +250,7 @@ def _sends(shape: tuple[int, int], costs: ShardWeights) -> tuple[Need, ...]:
         sides = [side for side, _ in _grown(*shape, costs.q_partial, costs.kv_partial)][::-1]
     else:
         sides = [s for s in (0, 1) if costs[2 + s] for _ in range(shape[s] - 1)]
-    sent = [0, 0]
-    needs = []
-    for side in sides:
-        sent[side] += 1
-        needs.append(_send(side, sent[side]))
-    return tuple(needs)
+    return tuple(_send(side, sides[: at + 1].count(side)) for at, side in enumerate(sides))
 
 
 Beats = tuple[TileStep, ...]
@@ -301,14 +287,8 @@ def greedy_tile_steps(
     ratios = RATIOS if pace is None else (pace,)
     found = [*dict.fromkeys(_candidates(shape, costs, held, pace))]
     unit = moved(shape, costs) / (shape[0] * shape[1])
-    times = [
-        [seconds_of(tile_steps, costs, ratio * unit) for ratio in ratios] for tile_steps in found
-    ]
-    least = [min(column) for column in zip(*times, strict=True)]
-    over = [
-        sorted((time / best for time, best in zip(row, least, strict=True)), reverse=True)
-        for row in times
-    ]
+    times = np.array([[seconds_of(x, costs, ratio * unit) for ratio in ratios] for x in found])
+    over = (-np.sort(-times / times.min(0))).tolist()
     best = found[over.index(min(over))]
     return best if costs.kv_partial else tuple(_with_kv_partials(best, *shape))
 
@@ -322,9 +302,8 @@ def _candidates(
         yield greedy_tile_steps(shape, costs, held)
     searched = blocks <= SEARCHED and held is None
     if searched:
-        yield from (
-            tuple(stepwise_tile_steps(*shape, name, costs)) for name in ("eager", "kv_first")
-        )
+        for name in ("eager", "kv_first"):
+            yield tuple(stepwise_tile_steps(*shape, name, costs))
         ratios = RATIOS if blocks <= SMALL else RATIOS[1::2] if blocks <= MIDDLE else MADE_FOR
         for ratio in ratios if pace is None else (pace,):
             wide = pace is not None or blocks <= MIDDLE

@@ -131,3 +131,10 @@ def rectangles(blocks: Sequence[Block]) -> list[Rectangle]:
         columns.setdefault(k, []).append(c)
     grouped = groupby(columns, key=columns.__getitem__)
     return [(tuple(rows), tuple(same)) for same, rows in grouped]
+
+
+def written(steps: Iterable[tuple[list[list[Block]], list[int]]]) -> list[TileStep]:
+    """Runs of blocks and the four moves of every step, as steps."""
+    return [
+        TileStep(tuple(t for x in runs for t in rectangles(x)), *moves) for runs, moves in steps
+    ]

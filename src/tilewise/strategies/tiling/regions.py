@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 from math import inf, isqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,32 +48,6 @@ class Reads(NamedTuple):
     both: int
 
 
-class RegionTable(Protocol):
-    """One component of a mask, to be cut into regions."""
-
-    length: int
-
-    def whole(self) -> Box: ...
-
-    def size(self, box: Box) -> float:
-        """Allowed pairs."""
-        ...
-
-    def reads(self, box: Box) -> Reads: ...
-
-    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
-        """Cut the target area off: above a row or left of a key; may miss it by about line / 2."""
-        ...
-
-    def region(self, box: Box) -> Region:
-        """The rows of a box, counted from the start of the component."""
-        ...
-
-    def strip(self, start: int, stop: int) -> tuple[Region, float]:
-        """Rows [start, stop) with all keys they read, and their area."""
-        ...
-
-
 class Triangle:
     """A causal document: boxes are rows themselves, areas in closed form, lines anywhere."""
 
@@ -84,15 +58,13 @@ class Triangle:
         return 0, self.length, 0, self.length
 
     def size(self, box: Box) -> float:
+        """Allowed pairs."""
         q0, q1, k0, k1 = box
         a, b, c, d = q1 - k0, q0 - k0, q1 - k1, q0 - k1
         total = a * (a + 1) if a > 0 else 0
-        if b > 0:
-            total -= b * (b + 1)
-        if c > 0:
-            total -= c * (c + 1)
-        if d > 0:
-            total += d * (d + 1)
+        total -= b * (b + 1) if b > 0 else 0
+        total -= c * (c + 1) if c > 0 else 0
+        total += d * (d + 1) if d > 0 else 0
         return total // 2
 
     def reads(self, box: Box) -> Reads:
@@ -100,6 +72,7 @@ class Triangle:
         return Reads(q1 - q0, k1 - k0, k1 - q0 if k1 > q0 else 0)
 
     def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
+        """Cut the target area off: above a row or left of a key; may miss it by about line / 2."""
         q0, q1, k0, k1 = box
         line /= k1 - k0 if by_rows else q1 - q0
         grain = 128 if line >= 128 else 1 << max(0, int(line).bit_length() - 1)
@@ -111,9 +84,11 @@ class Triangle:
         return ((q0, q1, k0, k), (max(q0, k), q1, k, k1)) if k0 < k < k1 else None
 
     def region(self, box: Box) -> Region:
+        """The rows of a box, counted from the start of the component."""
         return Region(*box)
 
     def strip(self, start: int, stop: int) -> tuple[Region, float]:
+        """Rows [start, stop) with all keys they read, and their area."""
         return Region(start, stop, 0, stop), self.size((start, stop, 0, stop))
 
 
@@ -188,9 +163,9 @@ class AreaGrid:
         return q0 + int(q[0]), q0 + int(q[-1]) + 1, k0 + int(k[0]), k0 + int(k[-1]) + 1
 
 
+RegionTable = Triangle | AreaGrid
+"""One component of a mask, to be cut into regions."""
 CELLS = 1024  # of the grid's lines on either side, over all components
-
-
 LEAST = 8  # lines of a component, if it has so many rows
 
 

@@ -63,42 +63,30 @@ def hops(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[RoutedTra
     made: list[RoutedTransfer] = []
     for unit, item, f, readers, load in sorted(jobs, key=lambda j: -j[0] * j[2].size * len(j[3])):
         tree = _tree(_children(f.size * unit, f.owner, readers, load), f.owner, readers)
+        levels: dict[int, int] = defaultdict(int)
         if item.role is Role.PARTIAL:
-            heights: dict[int, int] = {}
-            for parent, child in reversed(tree):
-                level = heights.get(child, 0)
-                made.append(RoutedTransfer(item, f.rows, child, parent, level))
-                heights[parent] = max(heights.get(parent, 0), level + 1)
-        else:
-            depths = {f.owner: 0}
-            for parent, child in tree:
-                made.append(RoutedTransfer(item, f.rows, parent, child, depths[parent]))
-                depths[child] = depths[parent] + 1
+            tree = [(child, parent) for parent, child in reversed(tree)]
+        for src, dst in tree:
+            made.append(RoutedTransfer(item, f.rows, src, dst, levels[src]))
+            levels[dst] = max(levels[dst], levels[src] + 1)
     return made
 
 
-def _fixed(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> tuple[list[float], ...]:
+def _fixed(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[list[float]]:
     """What every rank receives and sends whatever the trees, and what it receives in backward.
 
     A reader gets q, k, v and returns out, dk, dv; an owner sends one copy and gets one partial.
     """
-    into, out, back = [0.0] * n, [0.0] * n, [0.0] * n
+    rows: list[tuple[float, ...]] = []
     for size, owner, q, kv, _, _ in flows:
-        for r in q:
-            into[r] += size
-            out[r] += size * (1 + LSE)
-            back[r] += size * (2 + 2 * LSE)
-        for r in kv:
-            into[r] += size * kv_bytes
-            back[r] += size * kv_bytes
+        rows += [(r, size, size * (1 + LSE), size * (2 + 2 * LSE)) for r in q]
+        rows += [(r, size * kv_bytes, 0, size * kv_bytes) for r in kv]
         if q:
-            into[owner] += size * (1 + LSE)
-            out[owner] += size
-            back[owner] += size
+            rows.append((owner, size * (1 + LSE), size, size))
         if kv:
-            out[owner] += size * kv_bytes
-            back[owner] += size * kv_bytes
-    return into, out, back
+            rows.append((owner, 0, size * kv_bytes, size * kv_bytes))
+    ranks, *loads = np.array(rows, float).reshape(-1, 4).T
+    return [np.bincount(ranks.astype(np.int64), load, n).tolist() for load in loads]
 
 
 def _children(
@@ -148,40 +136,31 @@ class ShardOwners(NamedTuple):
 
 def flows_of(work: ShardOwners) -> list[RowReaders]:
     """What has to travel; readers of the same rows of a shard share a flow."""
-    readers: dict[tuple[int, Rows | None], tuple[list[int], list[int]]] = defaultdict(
-        lambda: ([], [])
-    )
+    readers: dict[tuple[int, Rows | None], tuple[list[int], ...]]
+    readers, sizes, homes = defaultdict(lambda: ([], [])), work.sizes, work.homes
     for rank, cells in enumerate(work.cells):
-        reads = _reads(work, cells)
-        for side, shards in zip(Side, reads, strict=True):
+        for side, shards in zip(Side, _reads(work, cells), strict=True):
             for shard, rows in shards.items():
-                if work.homes[shard] != rank:
+                if homes[shard] != rank:
                     readers[shard, rows][side].append(rank)
     return [
-        RowReaders(
-            count(rows, work.sizes[shard]), work.homes[shard], tuple(q), tuple(kv), shard, rows
-        )
+        RowReaders(count(rows, sizes[shard]), homes[shard], tuple(q), tuple(kv), shard, rows)
         for (shard, rows), (q, kv) in readers.items()
     ]
 
 
-def _reads(
-    work: ShardOwners, cells: Cells
-) -> tuple[dict[int, Rows | None], dict[int, Rows | None]]:
+def _reads(work: ShardOwners, cells: Cells) -> tuple[dict[int, Rows | None], ...]:
     """The shards that a rank's cells read, of each side, and which rows of them."""
     if work.table is None:
-        keys = set().union(*cells.values()) if cells else set()
-        return dict.fromkeys(cells), dict.fromkeys(keys)
+        return dict.fromkeys(cells), dict.fromkeys(set().union(*cells.values()))
     parts: tuple[dict[int, list[Rows]], ...] = defaultdict(list), defaultdict(list)
     for q, kvs in cells.items():
         for kv in kvs:
             cell = work.table[q, kv]
             parts[0][q].append(cell.q_rows)
             parts[1][kv].append(cell.k_rows)
-    q_rows, k_rows = (
-        {s: whole_or(union(*rows), work.sizes[s]) for s, rows in side.items()} for side in parts
-    )
-    return q_rows, k_rows
+    sizes = work.sizes
+    return tuple({s: whole_or(union(*x), sizes[s]) for s, x in side.items()} for side in parts)
 
 
 def assemble(
@@ -208,21 +187,11 @@ def assemble(
     def script(rank: int) -> tuple[RankStep, ...]:
         return _steps(rank, touching[rank], work.cells[rank], last)
 
-    owners = tuple((home,) for home in work.homes)
-    return Plan(
-        name,
-        n,
-        1,
-        (owners, owners),
-        script=script,
-        cuts=work.cuts,
-        traits=Traits(made_for=made_for),
-    )
+    owners, traits = tuple((home,) for home in work.homes), Traits(made_for=made_for)
+    return Plan(name, n, 1, (owners, owners), script=script, cuts=work.cuts, traits=traits)
 
 
-def _steps(
-    rank: int, touching: list[RoutedTransfer], cells: Cells, last: int
-) -> tuple[RankStep, ...]:
+def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last: int):
     """One rank's part: its hops and its tiles; last: the step at which every operand is there."""
     s, arrived = RankBuilder(rank), ({}, {})
     for hop in touching:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, product
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.plan.builder import REACH
 from tilewise.plan.ir import Side
-from tilewise.strategies.tiling.causal.blocks import Blocks, Rect, cells
+from tilewise.strategies.tiling.causal.blocks import Blocks, cells
 from tilewise.strategies.tiling.causal.local_search import TimedTransfer, level
+
+
+Pair = tuple[int, int]
 
 
 class ChunkBytes(NamedTuple):
@@ -52,8 +55,8 @@ def schedule(
     pieces = pieces_of(blocks, owner, max_chunks)
     weights = np.array(
         [
-            [[(p.stop - p.start) * cost[2 * p.side + late] for late in (0, 1)] for p in pieces]
-            for cost in costs
+            [[(p.stop - p.start) * x[2 * p.side + late] for late in (0, 1)] for p in pieces]
+            for x in costs
         ]
     )
     run = _Scheduler(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
@@ -78,15 +81,11 @@ class _Room:
         self.full = step_bytes
         self.out, self.into = [step_bytes] * world_size, [step_bytes] * world_size
 
-    def sources(self, ranks: Iterable[int], dst: int, cost: float) -> list[int]:
-        """Those that can send so much to a rank."""
+    def pairs(self, srcs: Iterable[int], dsts: Iterable[int], cost: float) -> Iterator[Pair]:
+        """Those of whom one can send so much and the other receive it."""
         least = min(cost, self.full) - 1e-9
-        return [r for r in ranks if self.out[r] >= least] if self.into[dst] >= least else []
-
-    def takers(self, src: int, ranks: Iterable[int], cost: float) -> list[int]:
-        """Those that can receive so much from a rank."""
-        least = min(cost, self.full) - 1e-9
-        return [r for r in ranks if self.into[r] >= least] if self.out[src] >= least else []
+        able = [r for r in dsts if self.into[r] >= least]
+        return product((r for r in srcs if self.out[r] >= least) if able else (), able)
 
     def take(self, src: int, dst: int, cost: float) -> None:
         self.out[src] -= cost
@@ -126,9 +125,9 @@ class _Scheduler:
     def _serve(self, r: int, room: _Room, step: int) -> TimedTransfer | None:
         for piece in self.ranks[r].wishes() if room.into[r] > 0 else ():
             cost = self.costs[piece][0]
-            able = room.sources(self.holders[piece], r, cost)
-            if able:
-                src = min(able, key=lambda h: (self.sent[h], h))
+            able = room.pairs(self.holders[piece], (r,), cost)
+            src = min((src for src, _ in able), key=lambda h: (self.sent[h], h), default=None)
+            if src is not None:
                 self.sent[src] += cost
                 room.take(src, r, cost)
                 self.ranks[r].expect(piece)
@@ -156,12 +155,11 @@ class _Scheduler:
         waiting, cost = self.unsent[piece], self.costs[piece][1]
         limit = REACH - waiting[r]
         others = [d for d, rounded in waiting.items() if d != r and rounded <= limit]
-        able = room.takers(r, (self.pieces[piece].owner, *others), cost)
-        if not able:
-            return None
-        dst = min(able, key=lambda d: (self.received[d], d))
-        self.received[dst] += cost
-        room.take(r, dst, cost)
+        able = room.pairs((r,), (self.pieces[piece].owner, *others), cost)
+        dst = min((dst for _, dst in able), key=lambda d: (self.received[d], d), default=None)
+        if dst is not None:
+            self.received[dst] += cost
+            room.take(r, dst, cost)
         return dst
 
     def arrive(self, hops: Iterable[TimedTransfer]) -> None:
@@ -277,26 +275,14 @@ def readers_of(blocks: Blocks, pieces: Sequence[ChunkRun], costs: np.ndarray) ->
         at[p.side, p.start : p.stop] = i
     edges = np.array([p[1:3] for p in pieces], np.int64)
     owners = np.array([p.owner for p in pieces])
-    return [_reader(rank, share, at, edges, owners, costs) for rank, share in enumerate(blocks)]
-
-
-def _reader(
-    rank: int,
-    share: Sequence[Rect],
-    at: np.ndarray,
-    edges: np.ndarray,
-    owners: np.ndarray,
-    costs: np.ndarray,
-) -> Reader:
-    spans = [tuple(_distinct(at[s, r[2 * s] : r[2 * s + 1]]) for s in Side) for r in share]
-    rows, cols = (np.unique(np.concatenate([span[side] for span in spans])) for side in Side)
-    here = np.zeros((len(rows), len(cols)), bool)
-    for qs, ks in spans:
-        here[np.ix_(np.searchsorted(rows, qs), np.searchsorted(cols, ks))] = True
-    (q0, q1), (k0, k1) = edges[rows].T[:, :, None], edges[cols].T[:, None]
-    ids = np.concatenate([rows, cols])
-    return Reader(ids, here * cells(q0, q1, k0, k1), owners[ids] == rank, costs[ids])
-
-
-def _distinct(ascending: np.ndarray) -> np.ndarray:
-    return ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+    readers = []
+    for rank, share in enumerate(blocks):
+        spans = [[np.unique(at[s, r[2 * s] : r[2 * s + 1]]) for s in Side] for r in share]
+        rows, cols = (np.unique(np.concatenate([span[side] for span in spans])) for side in Side)
+        here = np.zeros((len(rows), len(cols)), bool)
+        for qs, ks in spans:
+            here[np.ix_(np.searchsorted(rows, qs), np.searchsorted(cols, ks))] = True
+        (q0, q1), (k0, k1) = edges[rows].T[:, :, None], edges[cols].T[:, None]
+        ids, area = np.concatenate([rows, cols]), here * cells(q0, q1, k0, k1)
+        readers.append(Reader(ids, area, owners[ids] == rank, costs[ids]))
+    return readers
