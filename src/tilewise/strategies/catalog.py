@@ -58,40 +58,24 @@ def tile_sizes(world_size: int) -> list[int]:
 
 
 class Shape(NamedTuple):
-    """What every rank computes, in shards of the plan inside a head group.
+    """What every rank computes, in shards of the plan inside a head group."""
 
-    Attributes:
-        q, kv: shards that a rank's tiles read; 0: not known.
-        call: query and KV shards of its largest call.
-        nodes: the tile of the plan between nodes, all of whose hops cross from node to node.
-        places: sizes of groups of neighbouring ranks within which ranks are alike; none: ranks
-            are not alike.
-    """
-
-    q: int = 0
+    q: int = 0  # shards that a rank's tiles read; 0: not known
     kv: int = 0
-    call: tuple[int, int] = (0, 0)
-    nodes: tuple[int, int] = (1, 1)
-    places: tuple[int, ...] = ()
+    call: tuple[int, int] = (0, 0)  # query and KV shards of its largest call
+    nodes: tuple[int, int] = (1, 1)  # tile of the plan between nodes, whose hops all cross nodes
+    places: tuple[int, ...] = ()  # sizes of groups of neighbours that are alike; (): none are
 
 
 class Variant(NamedTuple):
-    """A plan that could be made, for the ranks of one head group.
+    """A plan that could be made, for the ranks of one head group."""
 
-    Attributes:
-        kind: what the planner's tables call it.
-        make: makes the plan.
-        schedule: of a mesh; "held" if it holds as few shards at once as it can.
-        backward: the one pass that it is for; None: both.
-        degenerate: another strategy's plan, as mesh(n, q_tile=1) is ring(n): exact, and not tried.
-    """
-
-    kind: str
+    kind: str  # what the planner's tables call it
     make: Callable[[], Plan]
     shape: Shape
-    schedule: str = ""
-    backward: bool | None = None
-    degenerate: bool = False
+    schedule: str = ""  # of a mesh; "held" if it holds as few shards at once as it can
+    backward: bool | None = None  # the one pass that it is for; None: both
+    degenerate: bool = False  # another's plan, as mesh(n, q_tile=1) is ring(n): exact, not tried
 
 
 def _rings(n: int) -> Iterator[Variant]:
@@ -170,19 +154,12 @@ class StrategyEntry(NamedTuple):
 
 
 class MaskAwareEntry(NamedTuple):
-    """A strategy whose plans are for one mask and one layout.
+    """A strategy whose plans are for one mask and one layout."""
 
-    Attributes:
-        make: the public function.
-        plan: (mask, layout, kv_bytes) -> the plan, weighed for these bytes.
-        layout: (mask, num_tokens, world_size, kv_bytes) -> the layout that it is at home on.
-        levels: whether it levels by itself what any other layout leaves uneven.
-    """
-
-    make: Callable[..., Plan]
-    plan: Callable[[Mask, Layout, float], Plan]
-    layout: Callable[[Mask, int, int, float], Layout]
-    levels: bool = False
+    make: Callable[..., Plan]  # the public function
+    plan: Callable[[Mask, Layout, float], Plan]  # the plan, weighed for these bytes (kv_bytes)
+    layout: Callable[[Mask, int, int, float], Layout]  # where it is at home: (.., kv_bytes)
+    levels: bool = False  # whether it levels by itself what any other layout leaves uneven
 
     @property
     def name(self) -> str:

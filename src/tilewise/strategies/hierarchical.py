@@ -32,35 +32,25 @@ def check_nests(outer: Plan, inner: Plan) -> None:
 
 
 class Round(NamedTuple):
-    """One outer step of a node: its tiles, in outer's shards.
-
-    Attributes:
-        read: the shards that no tile read before.
-        filled: the shards that no tile adds to later.
-    """
+    """One outer step of a node, in outer's shards."""
 
     tiles: tuple[Tile, ...]
-    read: Shards
-    filled: Shards
+    read: Shards  # that no tile read before
+    filled: Shards  # that no tile adds to later
 
 
 class Timetable(NamedTuple):
     """When what happens: the same on all ranks, so that both ends of a hop know it.
 
-    Attributes:
-        kinds: of every outer step up to the last tiles, "rest": no tiles; "move": inner's steps;
-            "call": nothing moves in the node, and a rank's tiles are one call.
-        starts: the steps at which they begin and the last one ends.
-        tile_steps: inner's steps.
-        first: the inner step of the first tiles.
-        lags: per side, so many steps later do partials leave a node, in which they are summed.
+    Kinds of outer steps, up to the last tiles: "rest" has no tiles; "move" are inner's steps; in
+    "call" nothing moves in the node, and a rank's tiles are one call.
     """
 
     kinds: tuple[str, ...]
-    starts: tuple[int, ...]
-    tile_steps: tuple[InnerStep, ...]
-    first: int
-    lags: tuple[int, ...]
+    starts: tuple[int, ...]  # the steps at which they begin and the last one ends
+    tile_steps: tuple[InnerStep, ...]  # inner's
+    first: int  # the inner step of the first tiles
+    lags: tuple[int, ...]  # per side, so many steps later do partials leave the node that sums them
 
     def begin(self, number: int) -> int:
         """The step at which an outer step begins."""
@@ -76,9 +66,7 @@ def make_clock(outer: Plan, inner: Plan) -> Timetable:
     starts = accumulate((span if kind == "move" else 1 for kind in kinds), initial=0)
 
     def lag(side: Side) -> int:
-        hops = [
-            number for number, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts
-        ]
+        hops = [i for i, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts]
         return max([first, *(number + 1 - span for number in hops)])
 
     return Timetable(kinds, tuple(starts), tile_steps, first, tuple(map(lag, Side)))
@@ -99,18 +87,13 @@ def kinds_of(rounds: list[Round], tile_steps: tuple[InnerStep, ...]) -> tuple[st
             return "rest"
         return "move" if any(work.read[x] or work.filled[x] for x in moving) else "call"
 
-    kinds = [kind(work) for work in rounds]
-    while kinds[-1] == "rest":
-        kinds.pop()
-    return tuple(kinds)
+    last = max(number for number, work in enumerate(rounds) if work.tiles)
+    return tuple(kind(work) for work in rounds[: last + 1])
 
 
 def rounds_of(steps: tuple[RankStep, ...]) -> list[Round]:
     used = [
-        (
-            tuple(dict.fromkeys(shard for tile in tiles for shard in tile.q)),
-            tuple(dict.fromkeys(shard for tile in tiles for shard in tile.kv)),
-        )
+        tuple(tuple(dict.fromkeys(s for tile in tiles for s in tile[:2][x])) for x in Side)
         for tiles, _, _ in steps
     ]
     read, filled = _first_uses(used), _first_uses(used[::-1])[::-1]
@@ -141,10 +124,7 @@ def post(s: RankBuilder, hop: Transfer, shard: int, place: tuple[int, int]) -> N
 def compute(s: RankBuilder, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
     """Every outer tile: of each of its shards what an inner tile has."""
     for tile, part in product(outer, inner):
-        s.tile(
-            [x * size + y for x in tile.q for y in part.q],
-            [x * size + y for x in tile.kv for y in part.kv],
-        )
+        s.tile(*([x * size + y for x in tile[:2][i] for y in part[:2][i]] for i in Side))
 
 
 def joined(steps: tuple[RankStep, ...]) -> list[Tile]:
@@ -158,13 +138,6 @@ def joined(steps: tuple[RankStep, ...]) -> list[Tile]:
     for q, kv in columns.items():
         rows.setdefault(tuple(sorted(kv)), []).append(q)
     return [Tile(tuple(sorted(q)), kv) for kv, q in rows.items()]
-
-
-def check_alike(plan: Plan, alike: bool) -> None:
-    if not alike:
-        raise ValueError(
-            f"hierarchical needs plans whose ranks all compute in the same steps, not {plan.name}"
-        )
 
 
 def check_reads_its_own(inner: Plan, local: int, steps: tuple[RankStep, ...]) -> None:
@@ -218,8 +191,13 @@ def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[Ran
     across, inside = outer.rank_steps(node), inner.rank_steps(local)
     rounds = rounds_of(across)
     check_reads_its_own(inner, local, inside)
-    check_alike(inner, tile_steps_of(inside) == clock.tile_steps)
-    check_alike(outer, kinds_of(rounds, clock.tile_steps) == clock.kinds)
+    uneven = [inner] * (tile_steps_of(inside) != clock.tile_steps)
+    uneven += [outer] * (kinds_of(rounds, clock.tile_steps) != clock.kinds)
+    if uneven:
+        raise ValueError(
+            f"hierarchical needs plans whose ranks all compute in the same steps, not "
+            f"{uneven[0].name}"
+        )
     for number, step in enumerate(across):
         for hop in (*step.sends, *step.recvs):
             lag = clock.lags[hop.item.side] if hop.item.role is Role.PARTIAL else 0

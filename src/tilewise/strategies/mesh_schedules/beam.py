@@ -14,35 +14,22 @@ NEARLY = 1e-9
 
 
 class Act(NamedTuple):
-    """One thing that a program does: a message is posted, or else a block computed.
-
-    Args:
-        post, block: one of them.
-        waited: whether the rank stood still before.
-        arrived: highest local index by kind of message when it is done or begins.
-    """
+    """One thing that a program does: a message is posted, or else a block computed."""
 
     post: Move | None
     block: Block | None
-    waited: bool
-    arrived: Counts
+    waited: bool  # whether the rank stood still before
+    arrived: Counts  # highest local index by kind of message when it is done or begins
 
 
 class Prefix(NamedTuple):
-    """What is so after some acts.
+    """What is so after some acts."""
 
-    Args:
-        now: seconds.
-        queues: messages under way, by side.
-        arrived, posted: highest local index by kind of message.
-        done: computed blocks, as bits.
-    """
-
-    now: float
-    queues: tuple[Queue, ...]
-    arrived: Counts
+    now: float  # seconds
+    queues: tuple[Queue, ...]  # messages under way, by side
+    arrived: Counts  # highest local index by kind of message
     posted: Counts
-    done: int
+    done: int  # computed blocks, as bits
 
     def left(self) -> float:
         return sum(seconds for queue in self.queues for _, seconds in queue)

@@ -67,17 +67,11 @@ NEVER = 1 << 60
 
 
 class Pace(NamedTuple):
-    """How a rank spends its time.
+    """How a rank spends its time."""
 
-    Args:
-        block: seconds of a block, where one of Costs is one second of the port.
-        early: post the next message when the last one ends within so many blocks.
-        patience: rather wait up to so many blocks than compute while the port idles.
-    """
-
-    block: float
-    early: float = 0.0
-    patience: float = 0.0
+    block: float  # seconds of a block, where one of Costs is one second of the port
+    early: float = 0.0  # post the next message when the last one ends within so many blocks
+    patience: float = 0.0  # rather wait up to so many blocks than compute while the port idles
 
 
 class Pacer:

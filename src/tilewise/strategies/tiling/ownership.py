@@ -21,8 +21,6 @@ class Segment(NamedTuple):
 
 Owned = tuple[int, int, int]  # start, stop, rank
 STRIDE = 1024  # rows given away at a time, to level who gets them
-
-
 Span = tuple[int, int]  # first and last + 1 row of a component
 
 

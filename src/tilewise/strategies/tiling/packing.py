@@ -69,13 +69,6 @@ class Share(NamedTuple):
     rooms: tuple[int, ...]
 
 
-class Bins(NamedTuple):
-    """What ranks still can take: tokens, and area."""
-
-    room: np.ndarray
-    gap: np.ndarray
-
-
 class DocumentPart(NamedTuple):
     """Rows [start, stop) of a short document on the rank that owns and computes them."""
 
@@ -101,34 +94,31 @@ def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: floa
         lengths, areas: rows and allowed pairs of every component.
         units: of every component, if long, the rows kept for each of its ranks.
     """
-    mean = float(areas.sum()) / len(rooms)
+    n, room, kept = len(rooms), np.array(rooms), np.zeros(len(rooms), np.int64)
+    mean = float(areas.sum()) / n
     order = np.argsort(-areas, kind="stable")
     lighter = areas.sum() - areas[order].cumsum()
     lighter /= np.maximum(1, lengths.sum() - lengths[order].cumsum())
     full = areas[order] + np.maximum(0, rooms[-1] - lengths[order]) * lighter > (1 + slack) * mean
     # a component without any pair has no area to share out, however long it is
     long = order[(full | (lengths[order] > rooms[-1])) & (areas[order] > 0)].tolist()
-    bins = Bins(np.array(rooms), np.full(len(rooms), mean))
-    kept = np.zeros(len(rooms), np.int64)
-    bases: dict[int, dict[int, int]] = {d: {} for d in long}
+    bases: dict[int, dict[int, int]] = {}
     free = 0
     for d in long:
         unit = max(1, min(rooms[-1], int(units[d])))
-        for _ in range(min(int(lengths[d]) // unit, len(rooms) - free)):
-            bases[d][free] = unit
-            kept[free] += unit
-            bins.room[free] -= unit
-            bins.gap[free] = 0.0
-            free += 1
-    parts = _short(lengths, areas, bins, kept, bases)
-    gap = np.full(len(rooms), (1 + slack) * mean)
+        first, free = free, min(free + int(lengths[d]) // unit, n)
+        bases[d] = dict.fromkeys(range(first, free), unit)
+        kept[first:free] = unit
+    room -= kept
+    parts = _short(lengths, areas, room, np.where(np.arange(n) < free, 0.0, mean), kept, bases)
+    gap = np.full(n, (1 + slack) * mean)
     for p in parts:
         gap[p.rank] -= _triangular(areas[p.document], lengths[p.document], p.start, p.stop)
     shares = _long({d: float(areas[d]) for d in long}, bases, gap, SLIVER * mean)
     return Packed(parts, shares, kept.tolist(), bases)
 
 
-def _short(lengths, areas, bins: Bins, kept, bases) -> list[DocumentPart]:
+def _short(lengths, areas, room, gap, kept, bases) -> list[DocumentPart]:
     """Best fit, longest first, of short documents and of the last rows of long ones.
 
     A rank stays open to a document if the area left serves the rest of its tokens, too, at what
@@ -142,17 +132,17 @@ def _short(lengths, areas, bins: Bins, kept, bases) -> list[DocumentPart]:
     for d, size, rest in zip(order.tolist(), sizes.tolist(), density.tolist(), strict=True):
         at, stop = 0, int(tokens[d])
         while at < stop:
-            spare = bins.gap - size - (bins.room - stop + at) * rest
-            fits = bins.room >= stop - at
+            spare = gap - size - (room - stop + at) * rest
+            fits = room >= stop - at
             if (fits & (spare >= 0)).any():
-                r = int(np.argmin(np.where(fits & (spare >= 0), bins.room, np.iinfo(np.int64).max)))
+                r = int(np.argmin(np.where(fits & (spare >= 0), room, np.iinfo(np.int64).max)))
             elif fits.any():
                 r = int(np.argmax(np.where(fits, spare, -np.inf)))
             else:
-                r = int(bins.room.argmax())
-            end = min(stop, at + int(bins.room[r]))
-            bins.room[r] -= end - at
-            bins.gap[r] -= _triangular(size, stop, at, end)
+                r = int(room.argmax())
+            end = min(stop, at + int(room[r]))
+            room[r] -= end - at
+            gap[r] -= _triangular(size, stop, at, end)
             if d in bases:
                 bases[d][r] = bases[d].get(r, 0) + end - at
                 kept[r] += end - at
@@ -194,9 +184,10 @@ def _long(areas: dict[int, float], bases, gap: np.ndarray, slack: float) -> list
     shares = []
     for d in sorted(areas):
         whole = areas[d] / sum(taken[d].values())
-        own = sorted((a * whole, r) for r, a in taken[d].items() if a > 0)
-        rooms = tuple(bases[d].get(r, 0) for _, r in own)
-        shares.append(Share(d, tuple(r for _, r in own), tuple(a for a, _ in own), rooms))
+        parts, ranks = zip(
+            *sorted((a * whole, r) for r, a in taken[d].items() if a > 0), strict=True
+        )
+        shares.append(Share(d, ranks, parts, tuple(bases[d].get(r, 0) for r in ranks)))
     return shares
 
 

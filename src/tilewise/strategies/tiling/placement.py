@@ -1,12 +1,12 @@
 """Which rank computes which region: an assignment of regions to ranks, chosen among several."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from math import inf
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -91,8 +91,7 @@ class Placement:
     @property
     def imbalance(self) -> float:
         """Largest over mean area; 1 of an empty mask."""
-        areas = self.areas
-        return float(areas.max() / areas.mean()) if areas.any() else 1.0
+        return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
 
     @cached_property
     def readings(self) -> list[Reading]:
@@ -106,23 +105,16 @@ class Placement:
         ]
 
 
-class PlacementOptions(NamedTuple):
-    """slack: of a rank's area over the mean; scale: rows kept for one rank of a long component, of
-    the most that it may want."""
-
-    slack: float
-    scale: float
-
-
 def attempt(
-    tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: PlacementOptions
+    tables: Sequence[RegionTable], n: int, kv_bytes: float, slack: float, scale: float
 ) -> Placement:
     """Place the components of any mask, given in the order of their rows.
 
     Args:
         kv_bytes: bytes of a row's k and v beside those of its q.
+        slack: of a rank's area over the mean.
+        scale: rows kept for one rank of a long component, of the most that it may want.
     """
-    slack, scale = variant
     lengths = np.array([t.length for t in tables])
     areas = np.array([float(t.size(t.whole())) for t in tables])
     starts = (np.cumsum(lengths) - lengths).tolist()
@@ -154,12 +146,9 @@ def _piece(component: int, rank: int, at: int, region: Region, size: float) -> P
 
 def _cut(share: Share, table: RegionTable, prices: Prices) -> tuple[Share, Cut | None]:
     """The cheapest cut of a document over some orders of its shares."""
-    found = []
-    for i, order in enumerate(_orders(share)):
-        ordered = _permuted(share, order)
-        cost, tree = search(table, ordered.areas, ordered.rooms, prices)
-        found.append((cost, i, ordered, tree))
-    cost, _, ordered, tree = min(found, key=lambda f: f[:2])
+    shares = (_permuted(share, order) for order in _orders(share))
+    found = [(*search(table, x.areas, x.rooms, prices), x) for x in shares]
+    cost, tree, ordered = min(found, key=lambda f: f[0])
     if cost == inf:
         raise TooSmallError(f"{table.length} rows cannot be cut for {len(share.ranks)} ranks")
     return _seat(ordered, tree, table, prices.area), tree
@@ -180,10 +169,7 @@ def _orders(share: Share) -> list[tuple[int, ...]]:
 
 def _permuted(share: Share, order) -> Share:
     """The same share with its ranks in another order."""
-    ranks, areas, rooms = (
-        tuple(values[i] for i in order) for values in (share.ranks, share.areas, share.rooms)
-    )
-    return Share(share.document, ranks, areas, rooms)
+    return Share(share.document, *(tuple(values[i] for i in order) for values in share[1:]))
 
 
 def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Share:
@@ -224,14 +210,11 @@ def place(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Placement | N
 def place_documents(cu: np.ndarray, n: int, kv_bytes: float) -> Placement:
     """Place causal documents with these boundaries."""
     dealt = deal(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)), cu, n)
-    rows = [own_rows(cu, dealt, n)]
-    for scale in APART if n <= FEW else ():
-        rows.append(own_rows(cu, own_rows_apart(cu, n, VARIANTS[0][0], scale), n))
-    scored = [(_score(p, kv_bytes * keys_read(p)), i, p) for i, p in enumerate(rows)]
-    best, _, simple = min(scored, key=lambda s: s[:2])
-    tiled = place_tables(
-        [Triangle(m) for m in np.diff(cu).tolist()], n, kv_bytes, max(2, TRIES // n)
-    )
+    rows = [dealt, *(own_rows_apart(cu, n, VARIANTS[0][0], x) for x in APART if n <= FEW)]
+    own = [own_rows(cu, owned, n) for owned in rows]
+    best, simple = min(((_score(p, kv_bytes * keys_read(p)), p) for p in own), key=itemgetter(0))
+    triangles = [Triangle(m) for m in np.diff(cu).tolist()]
+    tiled = place_tables(triangles, n, kv_bytes, max(2, TRIES // n))
     if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes)):
         return simple
     return tiled
@@ -245,19 +228,10 @@ def place_tables(
     None if they have too few rows, or cells, to be cut for so many ranks.
     """
     candidates = []
-    for variant in VARIANTS[:tries]:
+    for slack, scale in VARIANTS[:tries]:
         with suppress(TooSmallError):
-            candidates.append(attempt(tables, n, kv_bytes, PlacementOptions(*variant)))
-    return best(candidates, kv_bytes)
-
-
-def best(candidates: Iterable[Placement], kv_bytes: float) -> Placement | None:
-    """The one that exceeds the limit of area least, then moves least."""
-    return min(
-        candidates,
-        key=lambda p: _score(p, received(p.flows(), p.world_size, kv_bytes)),
-        default=None,
-    )
+            candidates.append(attempt(tables, n, kv_bytes, slack, scale))
+    return min(candidates, key=lambda p: _score(p, received(p.flows(), n, kv_bytes)), default=None)
 
 
 def _score(placement: Placement, load: np.ndarray) -> tuple[float, float]:

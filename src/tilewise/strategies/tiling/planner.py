@@ -59,32 +59,28 @@ class PlacedLayout(Layout):
 
 
 class Choice(NamedTuple):
-    """Who computes what, what that moves (units: a row of q; in all, and what counts), and by how
-    many grains its largest area exceeds the limit."""
+    """Who computes what, and what that moves."""
 
     work: ShardOwners
     flows: list[RowReaders]
-    total: float
-    moved: float
-    excess: int
+    total: float  # units moved: a row of q
+    rank: tuple[int, float]  # grains by which the largest area exceeds the limit, units that count
 
     @classmethod
-    def of(
-        cls, work: ShardOwners, n: int, kv_bytes: float, areas: np.ndarray | None = None
-    ) -> Choice:
+    def of(cls, work: ShardOwners, kv_bytes: float, areas: np.ndarray | None = None) -> Choice:
         """areas: by rank; None: looked up."""
         flows = flows_of(work)
-        load = received(flows, n, kv_bytes)
+        load = received(flows, len(work.cells), kv_bytes)
         areas = areas_of(work) if areas is None else areas
         over = float(areas.max() / areas.mean()) - LIMIT if areas.any() else 0.0
         moved = float(load.mean() + BUSIEST * load.max())
-        return cls(work, flows, float(load.sum()), moved, max(0, ceil(over / GRAIN)))
+        return cls(work, flows, float(load.sum()), (max(0, ceil(over / GRAIN)), moved))
 
 
 def _better(found: list[Choice], least: Choice) -> Choice:
     """The most level, then what moves least; never more than what keys alone cost if as level."""
-    allowed = [c for c in found if c.total <= least.total or c.excess < least.excess]
-    return min((least, *allowed), key=lambda c: (c.excess, c.moved))
+    allowed = [c for c in found if c.total <= least.total or c.rank[0] < least.rank[0]]
+    return min((least, *allowed), key=lambda c: c.rank)
 
 
 def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layout:
@@ -100,8 +96,7 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layou
     if placement is None:
         return dealt
     tiled = PlacedLayout(num_tokens, placement, mask, kv_bytes)
-    choices = {x: _choice(mask, x, kv_bytes) for x in (tiled, dealt)}
-    return min(choices, key=lambda x: (choices[x].excess, choices[x].moved))
+    return min((tiled, dealt), key=lambda x: _choice(mask, x, kv_bytes).rank)
 
 
 def placed_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
@@ -121,23 +116,22 @@ def _call(mask: Mask, layout: Layout) -> str:
 
 
 def _choice(mask: Mask, layout: Layout, kv_bytes: float) -> Choice:
-    n = layout.world_size
     if isinstance(layout, PlacedLayout) and layout.mask == mask:
         cu = documents(mask, layout.num_tokens)
         if cu is not None:
             return _of_documents(cu, layout, kv_bytes)
-    least = Choice.of(_own_queries(mask, layout), n, kv_bytes)
-    return _better([Choice.of(w, n, kv_bytes) for w in _works(mask, layout, kv_bytes)], least)
+    least = Choice.of(_own_queries(mask, layout), kv_bytes)
+    return _better([Choice.of(w, kv_bytes) for w in _works(mask, layout, kv_bytes)], least)
 
 
 def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
     """Of causal documents all is known without looking anything up."""
-    placement, n = layout.placement, layout.world_size
-    own = own_rows(cu, placement.owned, n)
-    tiled = Choice.of(work_of(placement, None, layout), n, kv_bytes, placement.areas)
+    placement = layout.placement
+    own = own_rows(cu, placement.owned, layout.world_size)
+    tiled = Choice.of(work_of(placement, None, layout), kv_bytes, placement.areas)
     if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > LIMIT:
         return tiled
-    return _better([tiled], Choice.of(work_of(own, None, layout), n, kv_bytes, own.areas))
+    return _better([tiled], Choice.of(work_of(own, None, layout), kv_bytes, own.areas))
 
 
 def _own_queries(mask: Mask, layout: Layout) -> ShardOwners:
@@ -159,7 +153,7 @@ def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners]
     if placement is not None:
         work = work_of(placement, mask, layout)
         yield work
-        yield refined(work, layout.world_size, kv_bytes)
+        yield refined(work, kv_bytes)
     yield from _meshes(mask, layout, kv_bytes)
 
 
@@ -201,6 +195,6 @@ def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners
     table = cells(mask, cut, cut)
     if not table:
         return
-    work = ShardOwners(tuple(homes), cut.sizes, tuple(cuts), [], table)
+    work = ShardOwners(tuple(homes), cut.sizes, tuple(cuts), [{}] * n, table)
     for a in (a for a in range(1, n + 1) if n % a == 0):
-        yield refined(work, n, kv_bytes, a)
+        yield refined(work, kv_bytes, a)

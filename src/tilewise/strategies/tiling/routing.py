@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,17 +20,14 @@ CHAIN = 4  # so few readers form a chain: the most level, and not deeper than a 
 
 
 class RowReaders(NamedTuple):
-    """Rows of a shard, their owner, and the other ranks that compute with q, and with k and v.
+    """Rows of a shard, their owner, and the other ranks that compute with q, and with k and v."""
 
-    rows None: all of the shard; size: how many they are.
-    """
-
-    size: int
+    size: int  # how many rows
     owner: int
     q: tuple[int, ...]
     kv: tuple[int, ...]
     shard: int = 0
-    rows: Rows | None = None
+    rows: Rows | None = None  # None: all of the shard
 
 
 class RoutedTransfer(NamedTuple):
@@ -118,20 +115,13 @@ Cells = dict[int, set[int]]
 
 
 class ShardOwners(NamedTuple):
-    """Who computes what, on shards.
+    """Who computes what, on shards."""
 
-    Attributes:
-        homes, sizes: of every shard its owner and its number of rows.
-        cuts: of every shard the local rows it is; None: shard r is all of rank r's.
-        cells: by rank, each pair of shards with an allowed pair of tokens once.
-        table: which rows of a pair are read; None: all.
-    """
-
-    homes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    cuts: Rows | None
-    cells: list[Cells]
-    table: Mapping[tuple[int, int], Cell] | None = None
+    homes: tuple[int, ...]  # the owner of every shard
+    sizes: tuple[int, ...]  # and its number of rows
+    cuts: Rows | None  # of every shard the local rows it is; None: shard r is all of rank r's
+    cells: list[Cells]  # by rank, each pair of shards with an allowed pair of tokens once
+    table: Mapping[tuple[int, int], Cell] | None = None  # rows read of a pair; None: all
 
 
 def flows_of(work: ShardOwners) -> list[RowReaders]:
@@ -178,17 +168,23 @@ def assemble(
     """
     n = made_for[1].world_size
     moves = hops(flows, n, kv_bytes)
-    touching: list[list[RoutedTransfer]] = [[] for _ in range(n)]
-    for hop in moves:
-        touching[hop.src].append(hop)
-        touching[hop.dst].append(hop)
+    mine = touching(moves, n)
     last = max((hop.level + 1 for hop in moves if hop.item.role is Role.OPERAND), default=0)
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        return _steps(rank, touching[rank], work.cells[rank], last)
+        return _steps(rank, mine[rank], work.cells[rank], last)
 
     owners, traits = tuple((home,) for home in work.homes), Traits(made_for=made_for)
     return Plan(name, n, 1, (owners, owners), script=script, cuts=work.cuts, traits=traits)
+
+
+def touching(hops: Sequence[Any], n: int) -> list[list[Any]]:
+    """By rank the hops that it sends or receives."""
+    mine: list[list[Any]] = [[] for _ in range(n)]
+    for hop in hops:
+        mine[hop.src].append(hop)
+        mine[hop.dst].append(hop)
+    return mine
 
 
 def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last: int):

@@ -2,13 +2,14 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
+from tilewise.strategies.tiling.ownership import Reading
 from tilewise.strategies.tiling.placement import Placement
 from tilewise.strategies.tiling.routing import LSE, Cells, ShardOwners
 
@@ -22,8 +23,7 @@ def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> ShardOwn
     """
     parts = placement.readings
     starts = [part.start for part in parts]
-    local = _local_starts(placement.world_size, parts)
-    shard_of, homes, cuts = _shards(parts, local)
+    shard_of, homes, cuts = _shards(parts, placement.world_size)
     sizes = tuple(stop - start for start, stop in cuts)
     own: list[Cells] = [defaultdict(set) for _ in range(placement.world_size)]
     for _, rank, (q0, q1, k0, k1), area in placement.pieces:
@@ -39,24 +39,16 @@ def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> ShardOwn
     return ShardOwners(tuple(homes), sizes, tuple(cuts), own, table)
 
 
-def _local_starts(n: int, parts) -> list[int]:
-    """The local row at which every part starts, in its owner's ascending rows."""
-    done, local = [0] * n, []
-    for part in parts:
-        local.append(done[part.owner])
-        done[part.owner] += part.stop - part.start
-    return local
-
-
-def _shards(parts, local) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """The shard of every part, and the shards' homes and local rows.
+def _shards(parts: Iterable[Reading], n: int):
+    """The shard of every part, and the shards' homes and (local, ascending) rows.
 
     A part that travels is a shard; neighbouring rows of a rank that nobody else reads are one.
     """
-    shard_of, homes, cuts = [], [], []
+    shard_of, homes, cuts, done = [], [], [], [0] * n
     resting: dict[int, int] = {}  # rank -> its last shard, if that stays at home
-    for part, start in zip(parts, local, strict=True):
-        stop = start + part.stop - part.start
+    for part in parts:
+        start = done[part.owner]
+        stop = done[part.owner] = start + part.stop - part.start
         travels = bool(part.q or part.kv)
         if not travels and part.owner in resting:
             shard = resting[part.owner]
@@ -86,19 +78,18 @@ def areas_of(work: ShardOwners) -> np.ndarray:
     )
 
 
-Array = np.ndarray
 LIMIT = 1.02  # of the largest load over the mean, while moving
 MOVES = 24  # per rank that level, and as many that save
 
 
-def refined(work: ShardOwners, n: int, kv_bytes: float, a: int | None = None) -> ShardOwners:
+def refined(work: ShardOwners, kv_bytes: float, a: int | None = None) -> ShardOwners:
     """The work with blocks moved until it is level, and then where that saves rows.
 
     Args:
         a: start from a mesh with query groups of a ranks instead.
     """
     assert work.table is not None
-    blocks = BlockMoves(work, kv_bytes)
+    blocks, n = BlockMoves(work, kv_bytes), len(work.cells)
     if a is None:
         rank_of = {
             (q, kv): rank for rank, mine in enumerate(work.cells) for q in mine for kv in mine[q]
@@ -131,7 +122,7 @@ class BlockMoves:
         sizes = np.array(work.sizes, float)
         self.price = (2 + LSE) * sizes, kv_bytes * sizes
 
-    def start(self, rank: Array, n: int) -> None:
+    def start(self, rank: np.ndarray, n: int) -> None:
         """Let these ranks compute the blocks."""
         self.n, self.rank = n, rank.copy()
         self.load = np.bincount(rank, self.area, n)
@@ -140,7 +131,7 @@ class BlockMoves:
         for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
             np.add.at(reads, (rank, shard), 1)
 
-    def mesh(self, a: int) -> Array:
+    def mesh(self, a: int) -> np.ndarray:
         """The ranks of a mesh with query groups of a ranks."""
         return self.homes[self.q] // a * a + self.homes[self.kv] % a
 
@@ -171,7 +162,7 @@ class BlockMoves:
                     break
                 self._move(mine, cost)
 
-    def _costs(self, source: int, mine: Array) -> Array:
+    def _costs(self, source: int, mine: np.ndarray) -> np.ndarray:
         """What more travels if a block of a rank moves to each rank, [len(mine), n]."""
         cost = np.zeros((len(mine), self.n))
         ranks = np.arange(self.n)
@@ -183,7 +174,7 @@ class BlockMoves:
         cost[:, source] = np.inf
         return cost
 
-    def _move(self, mine: Array, cost: Array) -> None:
+    def _move(self, mine: np.ndarray, cost: np.ndarray) -> None:
         at, target = np.unravel_index(int(cost.argmin()), cost.shape)
         block, target = mine[at], int(target)
         source = self.rank[block]

@@ -25,6 +25,10 @@ class Rect(NamedTuple):
     def width(self) -> int:
         return self.k1 - self.k0
 
+    @property
+    def size(self) -> int:
+        return self.height * self.width
+
     def mirror(self, num_chunks: int) -> Rect:
         """Reflect in the antidiagonal: rows become columns, the triangle stays itself."""
         q0, q1, k0, k1 = (num_chunks - x for x in self)
@@ -132,8 +136,7 @@ def _halves(
     chunks: int, rows: list[int], cols: list[int], snap: float
 ) -> tuple[list[list[Rect]], list[list[Rect]]]:
     """The square below the diagonal, cut by its antidiagonal: what row and column strips get."""
-    row_pieces: list[list[Rect]] = [[] for _ in rows[1:]]
-    col_pieces: list[list[Rect]] = [[] for _ in cols[1:]]
+    row_pieces, col_pieces = [[] for _ in rows[1:]], [[] for _ in cols[1:]]
     shares = _above_antidiagonal(chunks, rows, cols)
     for g, (q0, q1) in enumerate(pairwise(rows)):
         for h, (k0, k1) in enumerate(pairwise(cols)):
@@ -154,9 +157,7 @@ def _above_antidiagonal(chunks: int, rows: list[int], cols: list[int]) -> np.nda
     return np.add.reduceat(down, np.array(cols[:-1]), axis=1)
 
 
-SNAP_DEALT = (
-    0.012  # of a rank's area: a cut this near a chunk's edge moves there and saves a transfer
-)
+SNAP_DEALT = 0.012  # the same where a strip is dealt to its ranks
 
 
 def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
@@ -165,7 +166,7 @@ def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
     Each rank first takes its own column of the strip's triangle (it has that KV), then two runs of
     the short columns, a tall and a low one, and last a run of the full ones up to its share.
     """
-    size, pieces = (q1 - q0) // c, [p for p in pieces if _nonempty(p)]
+    size, pieces = (q1 - q0) // c, [p for p in pieces if p.size]
     shares = [[Rect(k, q1, k, k + c)] for k in range(q0, q1, c)]
     short = sorted((p for p in pieces if p.height < q1 - q0), key=lambda p: -p.height)
     full = [p for p in pieces if p.height == q1 - q0]
@@ -174,12 +175,9 @@ def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
     for i, run in enumerate(_take(short, (0, *np.cumsum(both).tolist()))):
         shares[min(i, 2 * size - 1 - i)] += run
     taken = areas(shares)
-    each = (taken.sum() + sum(p.height * p.width for p in full)) / size
-    for share, run in zip(
-        shares, _fill(full, np.cumsum(each - taken), SNAP_DEALT * each), strict=True
-    ):
-        share += run
-    return shares
+    each = (taken.sum() + sum(p.size for p in full)) / size
+    runs = _fill(full, np.cumsum(each - taken), SNAP_DEALT * each)
+    return [share + run for share, run in zip(shares, runs, strict=True)]
 
 
 def cut_columns(rect: Rect, cells: int, snap: float) -> tuple[list[Rect], list[Rect]]:
@@ -197,11 +195,7 @@ def cut_columns(rect: Rect, cells: int, snap: float) -> tuple[list[Rect], list[R
     split = rect.q0 + rest
     left = [rect._replace(k1=mid), Rect(rect.q0, split, mid, end)]
     right = [Rect(split, rect.q1, mid, end), rect._replace(k0=end)]
-    return [p for p in left if _nonempty(p)], [p for p in right if _nonempty(p)]
-
-
-def _nonempty(rect: Rect) -> bool:
-    return rect.q0 < rect.q1 and rect.k0 < rect.k1
+    return [p for p in left if p.size], [p for p in right if p.size]
 
 
 def _short_counts(own: np.ndarray, short: list[Rect], full: list[Rect], height: int) -> np.ndarray:
@@ -214,7 +208,7 @@ def _short_counts(own: np.ndarray, short: list[Rect], full: list[Rect], height: 
     if not num_short:
         return np.zeros(len(own), np.int64)
     num = num_short + sum(p.width for p in full)
-    low = sum(p.height * p.width for p in short) / num_short
+    low = sum(p.size for p in short) / num_short
     each = (own.sum() + low * num_short + height * (num - num_short)) / len(own)
     want = np.clip((own + height * num / len(own) - each) / (height - low), 0, (each - own) / low)
     if not want.any():
@@ -243,15 +237,12 @@ def _fill(full: list[Rect], bounds: np.ndarray, snap: float) -> list[list[Rect]]
     rank, done = 0, 0.0
     queue = list(reversed(full))
     while queue:
-        piece = queue.pop()
-        area = piece.height * piece.width
-        if rank == len(bounds) - 1 or done + area <= bounds[rank] + 1e-9:
-            runs[rank].append(piece)
-            done += area
-            continue
-        left, right = cut_columns(piece, max(0, round(bounds[rank] - done)), snap)
+        left, right = [queue.pop()], []
+        cut = rank < len(bounds) - 1 and done + left[0].size > bounds[rank] + 1e-9
+        if cut:
+            left, right = cut_columns(left[0], max(0, round(bounds[rank] - done)), snap)
         runs[rank] += left
-        done += sum(p.height * p.width for p in left)
+        done += sum(p.size for p in left)
         queue += reversed(right)
-        rank += 1
+        rank += cut
     return runs

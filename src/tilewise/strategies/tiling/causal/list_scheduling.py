@@ -13,7 +13,6 @@ from tilewise.plan.ir import Side
 from tilewise.strategies.tiling.causal.blocks import Blocks, cells
 from tilewise.strategies.tiling.causal.local_search import TimedTransfer, level
 
-
 Pair = tuple[int, int]
 
 

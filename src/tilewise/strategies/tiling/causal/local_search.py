@@ -111,20 +111,12 @@ class _Trees:
 class _Search:
     """Local search over one end of the hops of one role."""
 
-    def __init__(
-        self,
-        hops: list[TimedTransfer],
-        partial: bool,
-        owners: Sequence[int],
-        load: _Load,
-        room: float,
-    ):
+    def __init__(self, hops: list, partial: bool, owners: Sequence[int], load: _Load, room: float):
         self.hops, self.load, self.room, self.partial = hops, load, room, partial
         self.trees = _Trees(hops, len(owners)) if partial else None
         self.mine: list[set[int]] = [set() for _ in load.busy]
-        self.since: list[dict[int, int]] = [
-            {home: len(load.by_step) if partial else -1} for home in owners
-        ]
+        at_home = len(load.by_step) if partial else -1
+        self.since: list[dict[int, int]] = [{home: at_home} for home in owners]
         for index, hop in enumerate(hops):
             if hop.partial == partial:
                 self.mine[hop.dst if partial else hop.src].add(index)

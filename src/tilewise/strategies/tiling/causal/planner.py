@@ -1,6 +1,6 @@
 """The tiled plan and layout of the plain causal mask."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 
 from tilewise.layouts.layout import Layout, contiguous, zigzag
@@ -8,13 +8,8 @@ from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits
 from tilewise.strategies.tiling.causal.blocks import causal_blocks, score
-from tilewise.strategies.tiling.causal.list_scheduling import (
-    ChunkBytes,
-    ChunkRun,
-    Schedule,
-    schedule,
-)
-from tilewise.strategies.tiling.causal.local_search import TimedTransfer
+from tilewise.strategies.tiling.causal.list_scheduling import ChunkBytes, Schedule, schedule
+from tilewise.strategies.tiling.routing import touching
 
 
 def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple[RankStep, ...]]:
@@ -25,18 +20,14 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
     """
 
     @cache
-    def by_rank() -> tuple[Schedule, list[list[TimedTransfer]]]:
+    def by_rank():
         made = schedule()
-        touching: list[list[TimedTransfer]] = [[] for _ in range(n)]
-        for hop in made.hops:
-            touching[hop.src].append(hop)
-            touching[hop.dst].append(hop)
-        return made, touching
+        return made, touching(made.hops, n)
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        (pieces, _, tiles), touching = by_rank()
+        (pieces, _, tiles), hops = by_rank()
         s = RankBuilder(rank)
-        for hop in touching[rank]:
+        for hop in hops[rank]:
             piece, s = pieces[hop.piece], s.at(hop.step)
             for chunk in range(piece.start, piece.stop):
                 item = (partial if hop.partial else operand)(piece.side, chunk)
@@ -46,15 +37,11 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
                     s.recv(item, hop.src)
         for step, row in enumerate(tiles):
             for cell in row[rank]:
-                q, kv = (_chunks(pieces[i] for i in cell[side]) for side in Side)
+                q, kv = ([c for i in cell[x] for c in range(*pieces[i][1:3])] for x in Side)
                 s.at(step).tile(q, kv)
         return s.done()
 
     return script
-
-
-def _chunks(pieces: Iterable[ChunkRun]) -> list[int]:
-    return [chunk for piece in pieces for chunk in range(piece.start, piece.stop)]
 
 
 CHUNKS = 4  # a shard, if it has so many tokens: areas within 3 % need so many, more cost messages
@@ -79,16 +66,10 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
     homes = tuple(chunk // c for chunk in range(n * c))
     sizes = [layout.size(rank) for rank in homes]
     cuts = tuple((size * (i % c) // c, size * (i % c + 1) // c) for i, size in enumerate(sizes))
-    owners = tuple((home,) for home in homes)
-    return Plan(
-        f"tiled({mask!r}, contiguous({layout.num_tokens}, {n}), kv_bytes={float(kv_bytes)})",
-        n,
-        1,
-        (owners, owners),
-        script=script_of(lambda: _schedule(n, c, homes, kv_bytes), n),
-        cuts=cuts,
-        traits=Traits(made_for=(mask, layout)),
-    )
+    owners, traits = tuple((home,) for home in homes), Traits(made_for=(mask, layout))
+    name = f"tiled({mask!r}, contiguous({layout.num_tokens}, {n}), kv_bytes={float(kv_bytes)})"
+    script = script_of(lambda: _schedule(n, c, homes, kv_bytes), n)
+    return Plan(name, n, 1, (owners, owners), script=script, cuts=cuts, traits=traits)
 
 
 def triangle_layout(num_tokens: int, n: int, kv_bytes: float) -> Layout:
