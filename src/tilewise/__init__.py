@@ -37,6 +37,7 @@ from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
+from tilewise.verification.effective_mask import effective_mask
 from tilewise.workload import Volume, Workload, volume
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "contiguous",
     "double_ring",
     "droppable",
+    "effective_mask",
     "from_json",
     "hierarchical",
     "kernel",
