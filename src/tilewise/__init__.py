@@ -1,6 +1,7 @@
 """Exact softmax attention over sequences split across many devices."""
 
 from tilewise import masks
+from tilewise.batches.tree import Tree
 from tilewise.compiler.checker import check
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Program
@@ -67,6 +68,7 @@ __all__ = [
     "Tile",
     "Transfer",
     "Transport",
+    "Tree",
     "Volume",
     "Window",
     "Workload",

@@ -1,0 +1,4 @@
+"""Batches as training has them.
+
+tree: sequences that share prefixes, every shared token computed once.
+"""

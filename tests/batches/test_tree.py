@@ -1,0 +1,204 @@
+"""Trees of sequences: the trie itself, and models over it against the separate sequences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 4
+
+
+def drawn_sequences(rng: np.random.Generator, count: int, longest: int = 9) -> list[list[int]]:
+    """Sequences that often share a beginning: each grows from a piece of an earlier one."""
+    sequences: list[list[int]] = []
+    for _ in range(count):
+        known = sequences[rng.integers(len(sequences))] if sequences else []
+        kept = known[: rng.integers(len(known) + 1)]
+        rest = rng.integers(VOCABULARY, size=rng.integers(0 if kept else 1, longest))
+        sequences.append([*kept, *rest.tolist()])
+    return sequences
+
+
+class Model(torch.nn.Module):
+    """One layer of attention between an embedding with positions and a head, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = HEADS * HEAD_DIM
+        kv_width = KV_HEADS * HEAD_DIM
+        self.embedding = torch.nn.Embedding(VOCABULARY, width)
+        self.positions = torch.nn.Embedding(200, width)
+        self.q = torch.nn.Linear(width, width)
+        self.k, self.v = torch.nn.Linear(width, kv_width), torch.nn.Linear(width, kv_width)
+        self.head = torch.nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, attend) -> Tensor:
+        x = self.embedding(tokens) + self.positions(position_ids)
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD_DIM)) for f in (self.q, self.k, self.v))
+        return self.head(x + attend(q, k, v).flatten(-2))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )[0].transpose(0, 1)
+
+
+def separate(model: Model, sequences: list[list[int]]) -> list[Tensor]:
+    """Log-probabilities of every sequence by itself."""
+    values = []
+    for sequence in sequences:
+        tokens = torch.tensor(sequence)
+        logits = model(tokens, torch.arange(len(tokens)), causal)
+        values.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0])
+    return values
+
+
+def loss(values: list[Tensor]) -> Tensor:
+    """One that weighs every token of every sequence differently."""
+    weighed = [(i + 1) * x * torch.arange(1, len(x) + 1) for i, x in enumerate(values)]
+    return torch.cat([x.new_zeros(1) for x in values] + weighed).sum()
+
+
+def gradients(model: Model) -> list[Tensor]:
+    return [x.grad if x.grad is not None else torch.zeros_like(x) for x in model.parameters()]
+
+
+def test_shared_tokens_stand_once_in_depth_first_order():
+    tree = tw.Tree.from_sequences([[1, 2, 3], [1, 2, 4, 5], [7], [1, 2], [1, 2, 3]])
+    assert tree.tokens.tolist() == [1, 2, 3, 4, 5, 7]
+    assert tree.position_ids.tolist() == [0, 1, 2, 2, 3, 0]
+    assert tree.parents.tolist() == [-1, 0, 1, 1, 3, -1]
+    assert tree.counts.tolist() == [4, 4, 2, 1, 1, 1]
+    assert [tree.rows(i).tolist() for i in range(5)] == [
+        [0, 1, 2],
+        [0, 1, 3, 4],
+        [5],
+        [0, 1],
+        [0, 1, 2],
+    ]
+    assert (tree.num_tokens, tree.num_tokens_apart, tree.num_sequences) == (6, 13, 5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_token_sees_what_it_sees_in_its_sequences(seed):
+    rng = np.random.default_rng(seed)
+    sequences = drawn_sequences(rng, int(rng.integers(1, 12)))
+    tree = tw.Tree.from_sequences([np.array(s) if rng.random() < 0.5 else s for s in sequences])
+    wanted = np.zeros((tree.num_tokens, tree.num_tokens), bool)
+    for i, sequence in enumerate(sequences):
+        rows = tree.rows(i)
+        assert tree.tokens[rows].tolist() == sequence
+        assert tree.position_ids[rows].tolist() == list(range(len(sequence)))
+        wanted[np.ix_(rows, rows)] |= np.tri(len(rows), dtype=bool)
+    every = np.arange(tree.num_tokens)
+    np.testing.assert_array_equal(tree.mask.dense(every, every), wanted)
+    # Nothing is there twice: as many rows as different beginnings.
+    beginnings = {tuple(s[: j + 1]) for s in sequences for j in range(len(s))}
+    assert tree.num_tokens == len(beginnings)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("strategy", ["auto", "needed", "tiled", "mesh", "ulysses"])
+def test_log_probs_and_gradients_are_those_of_the_separate_sequences(world_size, strategy):
+    if strategy == "ulysses" and KV_HEADS % world_size:
+        pytest.skip(f"{KV_HEADS} key/value heads do not divide over {world_size} ranks")
+    rng = np.random.default_rng(world_size)
+    sequences = drawn_sequences(rng, 10)
+    tree = tw.Tree.from_sequences(sequences)
+    whole = Model()
+    wanted = separate(whole, sequences)
+    loss(wanted).backward()
+
+    def run(rank: int, group: tw.Group) -> tuple[list[Tensor], list[Tensor]]:
+        layout = tw.balanced(tree.mask, tree.num_tokens, world_size, chunk=1)
+        plans = {
+            "needed": lambda: tw.needed(tree.mask, layout),
+            "tiled": lambda: tw.tiled(tree.mask, layout),
+            "mesh": lambda: tw.mesh(world_size, q_tile=world_size),
+            "ulysses": lambda: tw.ulysses(world_size),
+        }
+        plan = plans[strategy]() if strategy in plans else "auto"
+        cp = tw.ContextParallel(
+            group, num_tokens=tree.num_tokens, mask=tree.mask, layout=layout, strategy=plan
+        )
+        model = Model()
+        values = tree.log_probs(model(*tree.shard(cp), cp.attention), cp)
+        loss(values).backward()
+        return [x.detach() for x in values], gradients(model)
+
+    results = tw.loopback(world_size, run)
+    for values, _ in results:
+        for value, want in zip(values, wanted, strict=True):
+            torch.testing.assert_close(value, want.detach(), rtol=1e-12, atol=1e-12)
+    summed = [sum(parts) for parts in zip(*(grads for _, grads in results), strict=True)]
+    for grad, want in zip(summed, gradients(whole), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-11)
+
+
+def test_a_tree_is_level_and_sends_little_over_64_ranks():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(50, size=rng.integers(50, 800)) for _ in range(6)]
+    sequences = [
+        np.concatenate([prompt, rng.integers(50, size=rng.integers(10, 600))])
+        for prompt in prompts
+        for _ in range(16)
+    ]
+    tree = tw.Tree.from_sequences(sequences)
+    layout = tw.balanced(tree.mask, tree.num_tokens, 64)
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    work, full = (
+        tw.Workload(num_tokens=tree.num_tokens, mask=mask, layout=layout, **sizes)
+        for mask in (tree.mask, tw.Full())
+    )
+    plan = tw.needed(tree.mask, layout)
+    total = np.sum(tw.volume(plan, work), axis=0)
+    everything = np.sum(tw.volume(tw.all_gather(64), full), axis=0)
+    assert (2 * total < everything).all()
+    areas = [
+        sum(tree.mask.area(r, (0, tree.num_tokens)) for r in layout.ranges(i)) for i in range(64)
+    ]
+    assert max(areas) <= 1.03 * np.mean(areas)
+
+
+@pytest.mark.parametrize(
+    ("token_lists", "message"),
+    [
+        ([], "0 sequences"),
+        ([[1], []], "sequence 1"),
+        ([[1.5, 2]], "sequence 0"),
+        ([[[1, 2]]], "sequence 0"),
+        ([[3, -1]], "sequence 0"),
+        (["abc"], "sequence 0"),
+        ([7], "sequence 0"),
+    ],
+)
+def test_what_is_no_sequence_is_refused(token_lists, message):
+    with pytest.raises(ValueError, match=message):
+        tw.Tree.from_sequences(token_lists)
+
+
+def test_wrong_logits_and_layouts_are_refused_on_every_rank():
+    tree = tw.Tree.from_sequences([[1, 2, 3], [1, 4]])
+    with pytest.raises(ValueError, match="4 rows"):
+        tree.log_probs(torch.zeros(3, 9))
+    with pytest.raises(ValueError, match="vocabulary of 4, but the tree has token 4"):
+        tree.log_probs(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="sequence"):
+        tree.rows(2)
+
+    def run(rank: int, group: tw.Group) -> str:
+        cp = tw.ContextParallel(group, num_tokens=4, mask=tree.mask)
+        with pytest.raises(ValueError, match="rank 1: logits is") as info:
+            tree.log_probs(torch.zeros(2 + rank, 9), cp)
+        other = tw.ContextParallel(group, num_tokens=5)
+        with pytest.raises(ValueError, match="5 tokens, but the tree has 4"):
+            tree.shard(other)
+        return str(info.value)
+
+    first, second = tw.loopback(2, run)
+    assert first == second
