@@ -1,6 +1,7 @@
 """Exact softmax attention over sequences split across many devices."""
 
 from tilewise import masks
+from tilewise.batches.schedule import schedule
 from tilewise.batches.tree import Tree
 from tilewise.compiler.checker import check
 from tilewise.compiler.lowering import lower
@@ -97,6 +98,7 @@ __all__ = [
     "partial",
     "prune",
     "ring",
+    "schedule",
     "search",
     "show",
     "simulate",

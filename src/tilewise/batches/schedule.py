@@ -1,0 +1,251 @@
+"""A stream of documents as training steps over all ranks: equal tokens, level work, few bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from operator import index
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tilewise.arguments import require_type
+from tilewise.layouts.balanced import balanced
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Causal, Document, Mask
+from tilewise.plan.ir import Plan
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import Simulation, simulate
+from tilewise.strategies.needed import needed
+from tilewise.workload import Workload
+
+LOOKAHEAD = 4  # steps' worth of documents that one step is chosen from, by default
+LEVEL = 1.02  # times the window's mean area that a step's documents may have, if others fit
+
+
+@dataclass(frozen=True)
+class Step:
+    """The documents of one training step, over all ranks as one sequence.
+
+    Attributes:
+        index: number of the step, from 0 on.
+        documents: indices into the stream of lengths, in the order in which they are packed.
+        cu_seqlens: where they start and end, and, where tokens are left over, the padding: one
+            more document at the end.
+        workload: of a layer's attention, with mask and layout.
+    """
+
+    index: int
+    documents: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+    world_size: int
+    heads: dict[str, int] = field(repr=False)
+    machine: Machine = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the step, padding among them."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def padding(self) -> int:
+        """Tokens at the end that belong to no document."""
+        return self.num_tokens - self.cu_seqlens[len(self.documents)]
+
+    @cached_property
+    def mask(self) -> Mask:
+        return Causal() & Document(self.cu_seqlens)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """As many tokens on every rank, and level areas of attention."""
+        return balanced(self.mask, self.num_tokens, self.world_size)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of both passes. Ranks that share no document neither send to nor wait for each other."""
+        return needed(self.mask, self.layout)
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            num_tokens=self.num_tokens, mask=self.mask, layout=self.layout, **self.heads
+        )
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        return simulate(self.plan, self.workload, self.machine)
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of a layer's attention, forward and backward."""
+        return self.simulation.seconds
+
+
+class Schedule(IterableDataset[Step]):
+    """Training steps from a stream of documents; made by `schedule`.
+
+    An IterableDataset: a DataLoader with workers plans ahead, each worker every num_workers-th
+    step, in order.
+
+        steps = tw.schedule(lengths, world_size=64, tokens_per_rank=8192, ...)
+        def collate(step):      # in the worker; the plan is made here
+            return step, step.plan, ShardingCollator(step.layout, rank)([...])
+        DataLoader(steps, batch_size=None, num_workers=2, collate_fn=collate)
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        sizes: tuple[int, int],
+        heads: dict[str, int],
+        machine: Machine,
+        order: tuple[int | None, int],
+    ):
+        self._lengths, self._heads, self._machine = lengths, heads, machine
+        self._world_size, self._num_tokens = sizes
+        self._lookahead, self._seed = order
+        self._first = self._done = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        worker = get_worker_info()
+        number, of = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._done = self._first
+        for step in islice(self._steps(), self._first + number, None, of):
+            self._done = step.index + 1
+            yield step
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the schedule stands: after the last step it gave.
+
+        Worker processes iterate over copies: there, {"steps": step.index + 1} of the last step
+        that came is the state.
+        """
+        return {"steps": self._done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after so many steps, over the same lengths with the same arguments and seed.
+
+        The documents of the steps before are counted again, none of them is planned.
+        """
+        self._first = self._done = _at_least("steps", state["steps"], 0)
+
+    def _steps(self) -> Iterator[Step]:
+        rng = np.random.default_rng(self._seed)
+        stream = enumerate(self._lengths)
+        waiting: list[tuple[int, int]] = []  # (index, length), in the stream's order
+        tokens = number = 0
+        while True:
+            while tokens < self._num_tokens or not self._sees_enough(len(waiting), tokens):
+                entry = next(stream, None)
+                if entry is None:
+                    break
+                waiting.append((entry[0], self._checked(*entry)))
+                tokens += waiting[-1][1]
+            if not waiting:
+                if number == 0:
+                    raise ValueError("lengths has 0 documents; give at least one")
+                return
+            taken = _fill(waiting, self._num_tokens, rng)
+            waiting = [entry for entry in waiting if entry[0] not in taken]
+            ends = np.cumsum([0, *taken.values()]).tolist()
+            tokens -= ends[-1]
+            if ends[-1] < self._num_tokens:
+                ends.append(self._num_tokens)
+            yield Step(
+                number, tuple(taken), tuple(ends), self._world_size, self._heads, self._machine
+            )
+            number += 1
+
+    def _sees_enough(self, documents: int, tokens: int) -> bool:
+        if self._lookahead is None:
+            return tokens >= LOOKAHEAD * self._num_tokens
+        return documents >= self._lookahead
+
+    def _checked(self, i: int, length: Any) -> int:
+        length = _at_least(f"length of document {i}", length, 1)
+        if length > self._num_tokens:
+            raise ValueError(
+                f"document {i} has {length} tokens, but a step holds {self._num_tokens} "
+                f"({self._world_size} ranks of {self._num_tokens // self._world_size}); cut it, "
+                "or raise tokens_per_rank"
+            )
+        return length
+
+
+def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
+    lengths: Iterable[int],
+    *,
+    world_size: int,
+    tokens_per_rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    machine: Machine | None = None,
+    lookahead: int | None = None,
+    seed: int = 0,
+) -> Schedule:
+    """Training steps from a stream of documents, over all ranks (dp x cp) as one world.
+
+    Every step has tokens_per_rank tokens on every rank, so pipelines, captured graphs and FSDP see
+    equal shapes, and level work, because the layout deals the tokens of heavy and light documents.
+    A long document spreads over the ranks that it needs, a short one stays whole. Documents are
+    chosen from those next in the stream so that steps are full and alike in work; none waits
+    for long, the oldest always goes first.
+
+    Args:
+        lengths: tokens of each document. An iterator is read once: give a list to iterate again.
+        world_size: dp x cp.
+        num_heads, num_kv_heads, head_dim: of a layer's attention.
+        machine: what `Step.seconds` is simulated on; None: the preset "h100x8".
+        lookahead: from how many waiting documents a step is chosen (more, where so many do not
+            fill it); default: as many as fill four steps.
+        seed: of ties in the choice.
+    Raises:
+        ValueError: if there is no document, and, when it is met, for one that is empty or longer
+            than a step.
+    """
+    world_size, tokens_per_rank = (
+        _at_least(what, value, 1)
+        for what, value in (("world_size", world_size), ("tokens_per_rank", tokens_per_rank))
+    )
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    machine = Machine.preset("h100x8") if machine is None else machine
+    require_type(Machine, "machine", machine)
+    ahead = None if lookahead is None else _at_least("lookahead", lookahead, 1)
+    sizes = world_size, world_size * tokens_per_rank
+    Workload(num_tokens=sizes[1], **heads)  # raises for heads that do not fit
+    return Schedule(lengths, sizes, heads, machine, (ahead, seed))
+
+
+def _fill(waiting: list[tuple[int, int]], room: int, rng: np.random.Generator) -> dict[int, int]:
+    """Index and length of the documents of a step; the first that waits is among them."""
+    allowed = LEVEL * sum(n * n for _, n in waiting) * min(1.0, room / sum(n for _, n in waiting))
+    taken = {waiting[0][0]: waiting[0][1]}
+    room -= waiting[0][1]
+    area = waiting[0][1] ** 2
+    for i, n in waiting[1:]:
+        if n <= room and area + n * n <= allowed:
+            taken[i] = n
+            room, area = room - n, area + n * n
+    # What is left is filled by the longest that fit, in an order of chance where they are alike.
+    rest = [(n, i) for i, n in waiting if i not in taken]
+    for at in sorted(rng.permutation(len(rest)), key=lambda at: -rest[at][0]):
+        n, i = rest[at]
+        if n <= room:
+            taken[i] = n
+            room -= n
+    return taken
+
+
+def _at_least(what: str, value: Any, least: int) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        raise ValueError(f"{what} ({value!r}) must be a whole number, at least {least}")
+    return number
