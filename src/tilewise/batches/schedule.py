@@ -192,7 +192,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
 
     Every step has tokens_per_rank tokens on every rank, so pipelines, captured graphs and FSDP see
     equal shapes, and level work, because the layout deals the tokens of heavy and light documents.
-    A long document spreads over the ranks that it needs, a short one stays whole. Documents are
+    A long document spreads over the ranks that it needs, a short one over few. Documents are
     chosen from those next in the stream so that steps are full and alike in work; none waits
     for long, the oldest always goes first.
 
