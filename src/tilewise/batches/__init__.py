@@ -1,4 +1,5 @@
 """Batches as training has them.
 
-schedule: a stream of documents as steps of all ranks; tree: sequences that share prefixes, every shared token computed once.
+schedule: a stream of documents as steps of all ranks; tree: sequences that share prefixes, each
+shared token computed once.
 """
