@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_shard_attend_unshard_is_dense_attention(mask: tw.Mask, strategy):
 
     ranks = tw.loopback(N, on_rank)
     assert all(error(out, want.out) <= 1e-12 for out, *_ in ranks)
-    for parts, expected in zip(zip(*(r[1:] for r in ranks), strict=True), want[2:], strict=True):
+    for parts, expected in zip(zip(*(r[1:] for r in ranks), strict=True), want[2:5], strict=True):
         assert error(torch.stack(parts).sum(0), expected) <= 1e-12
 
 
@@ -273,3 +274,82 @@ def test_a_process_group_or_the_default_one():
         cp = tw.ContextParallel(group, num_tokens=3)
         q = torch.randn(3, 1, 2)
         assert cp.attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("shifts", [-1, -3, 2, 0, 40])
+@pytest.mark.parametrize("make", [tw.contiguous, tw.zigzag, tw.striped])
+def test_roll_is_that_of_the_whole_sequence_within_documents(make, shifts):
+    whole = torch.randn(2, NUM_TOKENS, 3, dtype=torch.float64)
+    for edges in (None, [0, 5, 5, 6, NUM_TOKENS]):
+        want = torch.full_like(whole, -100)
+        bounds = edges or [0, NUM_TOKENS]
+        for t in range(NUM_TOKENS):
+            lows = [a <= t < b and a <= t - shifts < b for a, b in pairwise(bounds)]
+            if any(lows):
+                want[:, t] = whole[:, t - shifts]
+
+        def on_rank(rank: int, group, edges=edges, want=want) -> torch.Tensor:
+            cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, layout=make(NUM_TOKENS, N))
+            x = cp.shard(whole, 1).requires_grad_()
+            rolled = cp.roll(x, shifts, cu_seqlens=edges)
+            assert torch.equal(rolled, cp.shard(want, 1))
+            (rolled * (1 + cp.position_ids[None, :, None])).sum().backward()
+            assert x.grad is not None
+            return x.grad
+
+        grads = tw.loopback(N, on_rank)
+        leaf = whole.clone().requires_grad_()
+        index = [t for t in range(NUM_TOKENS) if (want[0, t] != -100).all()]
+        for t in index:
+            (leaf[:, t - shifts].sum() * (1 + t)).backward()
+        total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert torch.equal(make(NUM_TOKENS, N).unshard(grads, 1), total)
+
+
+def test_roll_refuses_on_all_ranks():
+    def on_rank(rank: int, group, **wrong):
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS)
+        options = {name: values[rank] for name, values in wrong.items()}
+        cp.roll(cp.shard(torch.arange(NUM_TOKENS)[None], 1), **{"shifts": -1, **options})
+
+    for wrong, message in (
+        ({"shifts": [-1, -1, -2, -1]}, "ranks disagree on shifts"),
+        ({"shifts": [-1, "1", -1, -1]}, r"rank 1: shifts \('1'\) must be a int"),
+        ({"cu_seqlens": [[0, 9]] * 4}, "cu_seqlens ends at 9, but the sequence has 22"),
+        ({"dim": [5] * 4}, "dim"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tw.loopback(N, lambda rank, group, w=wrong: on_rank(rank, group, **w))
+
+
+def test_mean_is_the_wholes_and_gradients_add_up():
+    """Rank 1 has no label; counts differ."""
+    losses = torch.randn(NUM_TOKENS, dtype=torch.float64)
+    labelled = torch.arange(NUM_TOKENS) % 3 != 0
+    layout = tw.contiguous(NUM_TOKENS, N)
+    labelled[layout.positions(1)] = False
+
+    def on_rank(rank: int, group) -> tuple[torch.Tensor, torch.Tensor]:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, layout=layout)
+        x, kept = cp.shard(losses, 0).requires_grad_(), cp.shard(labelled, 0)
+        mean = cp.mean(x[kept].sum(), kept.sum())
+        mean.backward()
+        assert x.grad is not None
+        return mean.detach(), x.grad
+
+    means, grads = zip(*tw.loopback(N, on_rank), strict=True)
+    whole = losses.clone().requires_grad_()
+    whole[labelled].mean().backward()
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert torch.allclose(means[0], losses[labelled].mean(), rtol=1e-14, atol=0)
+    assert whole.grad is not None
+    assert torch.allclose(layout.unshard(grads), whole.grad, rtol=1e-14, atol=0)
+
+
+def test_mean_refuses_what_is_no_number_on_all_ranks():
+    def on_rank(rank: int, group):
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS)
+        cp.mean(torch.ones(2 if rank == 2 else 1), 1)
+
+    with pytest.raises(ValueError, match=r"rank 2: loss_sum \(\(2,\).*one floating-point number"):
+        tw.loopback(N, on_rank)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, Unpack, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -17,12 +18,13 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Full, Mask
+from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
-from tilewise.transport.gather_shards import gather_shards
+from tilewise.transport.agreement import agree
+from tilewise.transport.gather_shards import gather_shards, mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.workload import Workload
 
@@ -111,6 +113,55 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int = -3) -> Tensor:
         """The whole tensor on every rank; its backward sums over ranks, then shards."""
         return gather_shards(x, self.layout, transport_for(self.group), dim)
+
+    def roll(
+        self, x: Tensor, shifts: int, dim: int = 1, cu_seqlens: Any = None, fill: float = -100
+    ) -> Tensor:
+        """This rank's rows of the whole tensor rolled along its tokens, within each document.
+
+        Row t gets row t - shifts of the whole sequence, wherever that lies: shifts=-1 makes labels
+        of next tokens, -2 those of the second token ahead. Rows whose source lies in another
+        document, or outside the sequence, get fill. Every rank calls it; it gathers x, and is
+        differentiable.
+
+        Args:
+            x: this rank's rows.
+            cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
+        Raises:
+            ValueError: the same on every rank, if one rank's arguments do not fit, or they differ.
+        """
+        n, error = self.layout.num_tokens, None
+        edges: tuple[int, ...] = (0, n)
+        try:
+            edges = edges if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
+            if edges[-1] != n:
+                error = f"cu_seqlens ends at {edges[-1]}, but the sequence has {n} tokens"
+            require_type(int, "shifts", shifts, "-1, for the labels of next tokens")
+        except ValueError as refused:
+            error = str(refused)
+        fields = {"shifts": str(shifts), "cu_seqlens": str(edges), "fill": str(fill)}
+        agree(transport_for(self.group), fields, error)
+        whole = self.unshard(x, dim)
+        rows = self.layout.rows(self.rank)
+        documents = [np.searchsorted(edges, at, "right") for at in (rows, rows - shifts)]
+        kept = torch.from_numpy(documents[0] == documents[1]).to(x.device)
+        source = torch.from_numpy((rows - shifts).clip(0, n - 1)).to(x.device)
+        kept = kept.reshape([-1 if axis == dim % x.ndim else 1 for axis in range(x.ndim)])
+        return whole.index_select(dim, source).masked_fill(~kept, fill)
+
+    def mean(self, loss_sum: Tensor, count: Tensor | float) -> Tensor:
+        """The whole sequence's mean loss, the same number on every rank.
+
+        Its backward gives this rank's share: gradients summed over ranks are the whole's. Ranks
+        without a label pass 0 and 0; where no rank has one, the mean is not a number.
+
+        Args:
+            loss_sum: sum of this rank's losses, as of cross_entropy(..., reduction="sum").
+            count: how many losses that is: of labels that are not ignored.
+        Raises:
+            ValueError: the same on every rank, if one rank's arguments are no such numbers.
+        """
+        return mean_over_ranks(loss_sum, count, transport_for(self.group))
 
     @overload
     def attention(

@@ -1,4 +1,4 @@
-"""A tensor's shards from all ranks put together on each, differentiably."""
+"""Shards from all ranks put together on each, and means over ranks; both differentiable."""
 
 from typing import Any
 
@@ -27,6 +27,28 @@ def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> 
         fields, error = None, str(raised)
     agree(transport, fields, error)
     return _Gather.apply(x, layout, transport, dim)  # pyright: ignore[reportReturnType]
+
+
+def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) -> Tensor:
+    """The ranks' totals by the ranks' counts, the same on every rank.
+
+    Backward divides by all counts and sums nothing: each rank's total gets its share.
+
+    Raises:
+        ValueError: the same on every rank, unless total is one number and count at least 0.
+    """
+    try:
+        require_type(Tensor, "loss_sum", total, "F.cross_entropy(..., reduction='sum')")
+        if total.numel() != 1 or not total.is_floating_point() or not float(count) >= 0:
+            raise ValueError(
+                f"loss_sum ({tuple(total.shape)}, {total.dtype}) and count ({float(count):g}) must "
+                "be the sum of this rank's losses, one floating-point number, and how many they are"
+            )
+        fields, error = {"dtype": str(total.dtype), "device": total.device.type}, None
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
+        fields, error = None, str(raised)
+    agree(transport, fields, error)
+    return _Mean.apply(total, count, transport)  # pyright: ignore[reportReturnType]
 
 
 def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
@@ -63,6 +85,24 @@ class _Gather(torch.autograd.Function):
         parts = [layout.shard(rows, rank).contiguous() for rank in range(transport.world_size)]
         mine = _exchange(transport, parts, [len(parts[transport.rank])] * len(parts))
         return torch.stack(mine).sum(0).movedim(0, ctx.dim), None, None, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor | float, transport: Transport) -> Tensor:
+        pair = torch.stack([total.detach().double().reshape(()), total.new_tensor(0.0).double()])
+        pair[1] = count
+        everyone = [pair] * transport.world_size
+        sums = torch.stack(_exchange(transport, everyone, [2] * len(everyone))).sum(0)
+        ctx.count = sums[1]
+        return (sums[0] / sums[1]).to(total.dtype).reshape(total.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return (grad / ctx.count).to(grad.dtype), None, None
 
 
 def _exchange(transport: Transport, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
