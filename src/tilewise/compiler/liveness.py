@@ -84,11 +84,10 @@ class Lifetimes(NamedTuple):
     """Ends of operands that a rank does not receive.
 
     Attributes:
-        sends: how often each is sent.
         with_free: received operand -> own ones in arenas that nobody needs once it is freed.
     """
 
-    sends: Mapping[Item, int]
+    sends: Mapping[Item, int]  # how often each is sent
     with_free: Mapping[Item, tuple[Item, ...]]
 
 

@@ -16,22 +16,18 @@ class CallShape(NamedTuple):
     """A call without its plans and tensors.
 
     Args:
-        layout: of all tensors; of k and v alone for plans whose queries are replicated.
-        dtype: of q, k, v; a name, as wire_dtype is: of travelling out, dq, dk, dv.
-        save: "replay", "gathered" or None: as the forward plan prefers.
-        kv_layout: of k and v if it differs from the queries'.
         q_positions: the replicated queries' global positions; default the last token.
     """
 
     mask: Mask
-    layout: Layout
+    layout: Layout  # of all tensors; of k and v alone for plans whose queries are replicated
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: str  # of q, k, v; a name, as wire_dtype is: of travelling out, dq, dk, dv
     wire_dtype: str
-    save: str | None = None
-    kv_layout: Layout | None = None
+    save: str | None = None  # "replay", "gathered" or None: as the forward plan prefers
+    kv_layout: Layout | None = None  # of k and v if it differs from the queries'
     q_positions: Sequence[int] | None = None
 
 
@@ -39,15 +35,11 @@ class ResolvedPass(NamedTuple):
     """One pass of a call: its plan for the heads, its shards' tokens, and what travels.
 
     `resolve_passes` makes it, so that no plan runs without having been tuned and checked.
-
-    Attributes:
-        plan: made for the heads, not pruned.
-        layouts: the query and the KV shards' tokens.
     """
 
-    plan: Plan
+    plan: Plan  # made for the heads, not pruned
     mask: Mask
-    layouts: tuple[Layout, Layout]
+    layouts: tuple[Layout, Layout]  # the query and the KV shards' tokens
     groups: HeadGroups
     payload: Payload
 

@@ -27,17 +27,11 @@ def num_held(length: int, rank: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next counts[b] tokens of each sequence b, packed one sequence after the other.
+    """The next counts[b] tokens of each sequence b, packed one sequence after the other."""
 
-    Attributes:
-        starts: tokens that each sequence has already.
-        counts: how many it gets now; 0 for some, but not for all.
-        world_size: ranks that they are spread over.
-    """
-
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    world_size: int
+    starts: tuple[int, ...]  # tokens that each sequence has already
+    counts: tuple[int, ...]  # how many it gets now; 0 for some, but not for all
+    world_size: int  # ranks that they are spread over
 
     @property
     def ends(self) -> tuple[int, ...]:

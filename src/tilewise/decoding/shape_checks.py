@@ -22,11 +22,10 @@ class CacheShape:
     """What a cache was made for.
 
     Attributes:
-        num_tokens: of each sequence at most.
         rank, world_size: this rank among all.
     """
 
-    num_tokens: int
+    num_tokens: int  # of each sequence at most
     batch: int
     num_kv_heads: int
     head_dim: int

@@ -111,17 +111,11 @@ def _why_not(kernel: Kernel, device_type: str, dtype: torch.dtype, backward: boo
 
 
 class Use(NamedTuple):
-    """What is measured apart, beside dtype and head_dim.
+    """What is measured apart, beside dtype and head_dim."""
 
-    Attributes:
-        device: its name, as "NVIDIA H200".
-        mask: "full", "causal" or "slices".
-        num_tokens: of one rank.
-    """
-
-    device: str
-    mask: str
-    num_tokens: int
+    device: str  # its name, as "NVIDIA H200"
+    mask: str  # "full", "causal" or "slices"
+    num_tokens: int  # of one rank
 
 
 def use_of(device: torch.device, mask: Mask, num_tokens: int) -> Use | None:

@@ -32,19 +32,16 @@ class RankUse(NamedTuple):
     """How a rank spent a pass; compute + exposed + idle seconds make up the pass.
 
     Attributes:
-        members: ranks that did the same.
         exposed_seconds: waiting for messages, its own sends at the end included, or packing,
             posting and merging them, and what a call takes around its program.
-        idle_seconds: nothing left to do while others went on.
-        bytes_by_link: sent, by the class of the link.
     """
 
     rank: int
-    members: int
+    members: int  # ranks that did the same
     compute_seconds: float
     exposed_seconds: float
-    idle_seconds: float
-    bytes_by_link: dict[str, int]
+    idle_seconds: float  # nothing left to do while others went on
+    bytes_by_link: dict[str, int]  # sent, by the class of the link
 
 
 class Timeline(NamedTuple):

@@ -27,21 +27,16 @@ class Flow(NamedTuple):
     """Equal messages that leave a rank at once by one route, to one peer each.
 
     What one launch sends to one peer of one side and role is one message.
-
-    Attributes:
-        seconds: that each takes alone.
-        num_bytes: of each.
-        after: the flow before it to the same peers, which is through first; LOST: none.
     """
 
     rank: int
     route: int
     link: str
-    seconds: float
-    num_bytes: int
+    seconds: float  # that each takes alone
+    num_bytes: int  # of each
     messages: int
     latency: float
-    after: int
+    after: int  # the flow before it to the same peers, which is through first; LOST: none
     name: str
 
 
@@ -128,18 +123,15 @@ class _Message(NamedTuple):
     """What one launch sends to, or awaits from, one peer, of one side and role.
 
     Attributes:
-        part: side and role.
-        heads: of the first item.
         peer, shard, num_bytes: by rank of the class; the first shard.
-        items: with their bytes, by rank of the class.
     """
 
-    part: tuple[Side, Role]
-    heads: int
+    part: tuple[Side, Role]  # side and role
+    heads: int  # of the first item
     peer: list[int]
     shard: list[int]
     num_bytes: list[int]
-    items: list[tuple[Item, list[int]]]
+    items: list[tuple[Item, list[int]]]  # with their bytes, by rank of the class
 
     def first(self, index: int) -> Item:
         """As one rank of the class calls it."""

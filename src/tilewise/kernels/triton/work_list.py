@@ -23,7 +23,6 @@ class WorkList(NamedTuple):
     Attributes:
         items: [num_blocks, 5] block, its full runs [begin, end), its masked runs [begin, end);
             most work first, so that the last to start are the shortest.
-        num_busy: items that have work; they come first.
         full: [num_full, 2] first and end of others, a multiple of `others` long, without any mask.
         masked: [num_masked, 2] first and end of others. Of blocks of keys, runs of both kinds begin
             at multiples of UNIT.
@@ -32,7 +31,7 @@ class WorkList(NamedTuple):
     """
 
     items: np.ndarray
-    num_busy: int
+    num_busy: int  # items that have work; they come first
     full: np.ndarray
     masked: np.ndarray
     intervals: np.ndarray
