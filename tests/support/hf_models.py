@@ -27,7 +27,7 @@ import tilewise as tw
 from tilewise.integrations import hf
 
 VOCABULARY = 50
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -23,13 +23,15 @@ IGNORED = -100  # the label that no loss counts
 Inputs = dict[str, Tensor]
 
 
-def shard_inputs(
+def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     layout: Layout,
     rank: int,
     input_ids: Tensor,
     *,
     labels: Tensor | None = None,
     cu_seqlens: Any = None,
+    attention_mask: Tensor | None = None,
+    shift_labels: bool = True,
 ) -> Inputs:
     """What a model of transformers is called with on one rank, from the whole batch.
 
@@ -42,7 +44,14 @@ def shard_inputs(
         input_ids: [batch, num_tokens], the same on all ranks.
         labels: as input_ids, not shifted; -100 is ignored.
         cu_seqlens: boundaries of packed documents; default: one document.
+        attention_mask: as input_ids, 0 where a row is padded on its right: the rows become the
+            documents of one row of layout.num_tokens, without their padding and its labels.
+        shift_labels: False for a masked language model, which predicts labels where they are.
     """
+    if attention_mask is not None:
+        documents, wanted = _unpadded(input_ids, labels, attention_mask, cu_seqlens)
+        input_ids, targets, cu_seqlens = _one_row(layout, documents, wanted, 0)
+        labels = None if labels is None else targets
     if input_ids.ndim != 2 or (labels is not None and labels.shape != input_ids.shape):
         shapes = tuple(input_ids.shape), None if labels is None else tuple(labels.shape)
         raise ValueError(
@@ -52,9 +61,13 @@ def shard_inputs(
     mine = layout.shard(input_ids, rank, 1)
     if labels is None:
         return _inputs(layout, rank, boundaries, mine)
-    shifted = lengths.shift_labels(labels, boundaries, IGNORED)
-    count = (shifted != IGNORED).sum()
-    return _inputs(layout, rank, boundaries, mine, (layout.shard(shifted, rank, 1), count))
+    if shift_labels:
+        labels = lengths.shift_labels(labels, boundaries, IGNORED)
+    count = (labels != IGNORED).sum()
+    inputs = _inputs(layout, rank, boundaries, mine, (layout.shard(labels, rank, 1), count))
+    if not shift_labels:
+        del inputs["shift_labels"]
+    return inputs
 
 
 def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
@@ -90,33 +103,79 @@ class ShardingCollator:
     Args:
         layout, rank: as of the ContextParallel.
         pad_token_id: fills the row; its labels are ignored.
+        shift_labels: False for a masked language model.
     """
 
-    def __init__(self, layout: Layout, rank: int, *, pad_token_id: int = 0):
+    def __init__(
+        self, layout: Layout, rank: int, *, pad_token_id: int = 0, shift_labels: bool = True
+    ):
         self.layout, self.rank, self.pad_token_id = layout, rank, pad_token_id
+        self.shift_labels = shift_labels
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> Inputs:
         """Inputs as of shard_inputs, batch 1.
 
         Args:
-            examples: input_ids, and labels if they are not the same, each of any length.
+            examples: input_ids, and labels if they are not the same, each of any length; with
+                attention_mask: without what it says is padding on the right.
         """
-        num_tokens = self.layout.num_tokens
-        documents = [torch.as_tensor(x["input_ids"]) for x in examples]
-        labels = [torch.as_tensor(x.get("labels", x["input_ids"])) for x in examples]
-        cu_seqlens = np.cumsum([0, *map(len, documents)]).tolist()
-        missing = num_tokens - cu_seqlens[-1]
-        if missing < 0:
-            raise ValueError(
-                f"the {len(documents)} examples have {cu_seqlens[-1]} tokens, but the layout is "
-                f"for {num_tokens}; group them with pack(lengths, {num_tokens})"
-            )
-        if missing:
-            documents.append(torch.full((missing,), self.pad_token_id))
-            labels.append(torch.full((missing,), IGNORED))
-            cu_seqlens.append(num_tokens)
-        whole, wanted = torch.cat(documents)[None], torch.cat(labels)[None]
-        return shard_inputs(self.layout, self.rank, whole, labels=wanted, cu_seqlens=cu_seqlens)
+        documents: list[Tensor] = []
+        labels: list[Tensor] = []
+        for example in examples:
+            ids = torch.as_tensor(example["input_ids"])
+            wanted = torch.as_tensor(example.get("labels", example["input_ids"]))
+            mask = example.get("attention_mask")
+            kept = len(ids) if mask is None else _length(torch.as_tensor(mask), len(documents))
+            documents.append(ids[:kept])
+            labels.append(wanted[:kept])
+        whole, targets, cu_seqlens = _one_row(self.layout, documents, labels, self.pad_token_id)
+        options = {"cu_seqlens": cu_seqlens, "shift_labels": self.shift_labels}
+        return shard_inputs(self.layout, self.rank, whole, labels=targets, **options)
+
+
+def _unpadded(
+    input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor, cu_seqlens: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows of a batch without their padding, and their labels."""
+    labels = input_ids if labels is None else labels
+    if not input_ids.shape == labels.shape == attention_mask.shape or cu_seqlens is not None:
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids "
+            f"{tuple(input_ids.shape)} and labels {tuple(labels.shape)}, and stand alone: it says "
+            "where documents end, as cu_seqlens would"
+        )
+    kept = [_length(row, index) for index, row in enumerate(attention_mask)]
+    return tuple([x[:n] for x, n in zip(rows, kept, strict=True)] for rows in (input_ids, labels))  # pyright: ignore[reportReturnType]
+
+
+def _length(attention_mask: Tensor, row: int) -> int:
+    """How many tokens stand before the padding."""
+    length = int((attention_mask != 0).sum())
+    if bool((attention_mask[:length] == 0).any()):
+        raise ValueError(
+            f"attention_mask of row {row} hides a token before its last one; only padding on the "
+            "right can be left out: set the tokenizer's padding_side to 'right'"
+        )
+    return length
+
+
+def _one_row(
+    layout: Layout, documents: list[Tensor], labels: list[Tensor], pad_token_id: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Documents one after the other, then padding: ids and labels [1, num_tokens], cu_seqlens."""
+    num_tokens = layout.num_tokens
+    cu_seqlens = np.cumsum([0, *map(len, documents)]).tolist()
+    missing = num_tokens - cu_seqlens[-1]
+    if missing < 0:
+        raise ValueError(
+            f"the {len(documents)} examples have {cu_seqlens[-1]} tokens, but the layout is "
+            f"for {num_tokens}; group them with pack(lengths, {num_tokens})"
+        )
+    if missing:
+        documents = [*documents, documents[0].new_full((missing,), pad_token_id)]
+        labels = [*labels, labels[0].new_full((missing,), IGNORED)]
+        cu_seqlens.append(num_tokens)
+    return torch.cat(documents)[None], torch.cat(labels)[None], cu_seqlens
 
 
 class TokenDataset(Dataset[Inputs]):

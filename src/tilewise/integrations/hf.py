@@ -1,8 +1,7 @@
 """Attention of Hugging Face models, split over the ranks of a ContextParallel.
 
     cp = tw.ContextParallel(num_tokens=len(tokens), mask=tw.Causal())
-    hf.register(cp)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="tilewise")
+    model = hf.parallelize(AutoModelForCausalLM.from_config(config), cp)
     loss = model(**hf.shard(cp, tokens[None], labels=tokens[None])).loss
 
 Every layer runs with the mask that it asks transformers for, on the whole sequence; what cannot be
@@ -10,7 +9,8 @@ honoured is refused by name, on all ranks alike. transformers is imported when a
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import (
-    check_model,
     documents_of,
     packs,
     parts,
@@ -26,13 +25,69 @@ from tilewise.integrations.hf_masks import (
     refused_keyword,
     refused_model,
 )
+from tilewise.integrations.hf_proof import Subject, refuted
+from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for
 
-__all__ = ["LayerMask", "check_model", "register", "shard", "unshard"]
+__all__ = ["LayerMask", "check_model", "parallelize", "register", "shard", "unshard"]
 
+UNREADABLE = "it makes a mask of its own from it, which tilewise cannot run"
 TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Model:
+    """Make a model's attention run over cp, after check_model, and return the model.
+
+    It registers cp under the name and, where RoPE depends on the largest position ("dynamic",
+    "longrope"), makes the ranks agree on it.
+
+    Raises:
+        ValueError: as of check_model and register.
+    """
+    check_model(model)
+    _attach(model, cp, name)
+    return model
+
+
+def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
+    """Raise ValueError if a model of transformers cannot run with its sequence split.
+
+    A model that reaches tilewise's attention is asked again when it runs; one that never does (a
+    state space model, a hand-written attention) can only be seen here.
+
+    Args:
+        numerical: whether a tiny model of the same class and configuration is run, split over three
+            ranks in this process and not split, and has to have one loss and the same gradients.
+            It takes about a second, once for a class and configuration.
+        loss: whether the model's own loss has to be right; False: its output alone.
+    """
+    # FSDP2 gives a model a class made at run time.
+    bases = (c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed"))
+    error = refusal(next(bases), model.config, numerical=numerical, loss=loss)
+    if error:
+        raise ValueError(error)
+
+
+def refusal(
+    model_class: type, config: Any, *, numerical: bool = True, loss: bool = True
+) -> str | None:
+    """Why a model of this class and configuration is refused by check_model; None if it is not."""
+    error = refused_model(config.get_text_config(decoder=True))
+    if error is None and not getattr(model_class, "_supports_attention_backend", False):
+        error = f"{model_class.__name__} does not use transformers' AttentionInterface"
+    if error is None and numerical:
+        text = config.to_json_string(use_diff=False)
+        error = refuted(Subject(model_class, text, loss, config, _attach))
+    return error
+
+
+def _attach(model: Any, cp: ContextParallel, name: str) -> None:
+    lengths = _register(cp, name)
+    model.set_attn_implementation(name)
+    lengths.agree_in(model)
 
 
 def register(cp: ContextParallel, name: str = "tilewise") -> str:
@@ -45,6 +100,11 @@ def register(cp: ContextParallel, name: str = "tilewise") -> str:
         ImportError: without transformers.
         ValueError: for a name that transformers treats in a way of its own.
     """
+    _register(cp, name)
+    return name
+
+
+def _register(cp: ContextParallel, name: str) -> RopeLengths:
     taken = [word for word in TAKEN if word in name]
     if taken or not name:
         raise ValueError(f"name ({name!r}) must not be empty or hold any of {', '.join(TAKEN)}")
@@ -54,9 +114,10 @@ def register(cp: ContextParallel, name: str = "tilewise") -> str:
         raise ImportError(
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
+    lengths = RopeLengths(cp)
     AttentionInterface.register(name, _attention_of(cp))
-    AttentionMaskInterface.register(name, _masks_of(cp))
-    return name
+    AttentionMaskInterface.register(name, _masks_of(cp, lengths))
+    return lengths
 
 
 def shard(
@@ -65,9 +126,19 @@ def shard(
     *,
     labels: Tensor | None = None,
     cu_seqlens: Any = None,
+    attention_mask: Tensor | None = None,
+    shift_labels: bool = True,
 ) -> dict[str, Tensor]:
     """What a model is called with on this rank, from the whole batch; see data.shard_inputs."""
-    return shard_inputs(cp.layout, cp.rank, input_ids, labels=labels, cu_seqlens=cu_seqlens)
+    return shard_inputs(
+        cp.layout,
+        cp.rank,
+        input_ids,
+        labels=labels,
+        cu_seqlens=cu_seqlens,
+        attention_mask=attention_mask,
+        shift_labels=shift_labels,
+    )
 
 
 def unshard(cp: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
@@ -84,11 +155,26 @@ class LayerMask:
     Args:
         mask: as read from the model's mask function.
         packs: whether that function keeps documents apart, as far as this rank's rows show.
+        refused_length: from this rank's position_ids to what is wrong with the model's RoPE here.
     """
 
-    def __init__(self, cp: ContextParallel, mask: Mask, packs: bool):
-        self.cp, self.mask, self.packs = cp, mask, packs
+    def __init__(
+        self,
+        cp: ContextParallel,
+        mask: Mask,
+        packs: bool,
+        refused_length: Callable[[Tensor | None], str | None] = lambda _: None,
+    ):
+        self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
         self.settled: Mask | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"LayerMask has no attribute {name!r}")
+        _refuse(self.cp, f"the model reads {name} of its mask; {UNREADABLE}")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        _refuse(self.cp, f"the model cuts its mask; {UNREADABLE}")
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
@@ -109,8 +195,10 @@ class LayerMask:
 
     def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
-        error = None
-        if position_ids is not None and position_ids.ndim != 2:
+        error = self.refused_length(position_ids)
+        if error is not None:
+            pass
+        elif position_ids is not None and position_ids.ndim != 2:
             error = f"position_ids have {position_ids.ndim} dimensions; pass [batch, num_rows]"
         elif cu_seqlens is not None and position_ids is not None:
             error = checked_documents(self.cp, cu_seqlens, position_ids)
@@ -158,7 +246,7 @@ def _documents(
     return found
 
 
-def _masks_of(cp: ContextParallel) -> Callable[..., LayerMask]:
+def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerMask]:
     """The mask interface: what a layer's mask function asks for, or a refusal."""
 
     def make_mask(
@@ -170,6 +258,7 @@ def _masks_of(cp: ContextParallel) -> Callable[..., LayerMask]:
         **given: Any,
     ) -> LayerMask:
         attention_mask = given.get("attention_mask")
+        lengths.agreed = False
         try:
             error = refused_model(given["config"])
             mask = Full() if error else read_mask(mask_function)
@@ -178,12 +267,14 @@ def _masks_of(cp: ContextParallel) -> Callable[..., LayerMask]:
         error = error or _refused_rows(cp, q_length, kv_length, int(q_offset))
         if error is None and attention_mask is not None and not bool(attention_mask.all()):
             error = (
-                "attention_mask hides padding, which would be another mask for each row; put the "
-                "rows into one as documents, as ShardingCollator does, and leave it out"
+                "attention_mask hides padding, which would be another mask for each row; pass it "
+                "to hf.shard or ShardingCollator, not to the model: they put the rows into one, as "
+                "documents"
             )
         if error:
             _refuse(cp, error)
-        return LayerMask(cp, mask, packs(mask_function))
+        refused_length = partial(lengths.refused, given["config"])
+        return LayerMask(cp, mask, packs(mask_function), refused_length)
 
     return make_mask
 

@@ -1,6 +1,7 @@
 """What a transformers model asks of attention: its mask as ours, its documents, what is refused."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from operator import and_, or_
@@ -9,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
+from tilewise.masks.tables import Slices
 
+COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What models pass on to their attention that says nothing about its result, or is read elsewhere.
 READ = frozenset(
@@ -17,9 +20,18 @@ READ = frozenset(
         *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
         *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
         *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
-        *("output_router_logits", "is_training"),
+        "is_training",
     )
 )
+# What else models ask for; the rest is not known here.
+ADVICE = {
+    "softcap": "it bounds the scores, which tilewise's kernels do not do",
+    "s_aux": "attention sinks are a part of the model that tilewise does not compute",
+    "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
+    "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
+    "output_attentions": "the scores are never in one place; leave it out",
+    "sliding_window": "the layer's mask does not have this window",
+}
 
 
 def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> str | None:
@@ -28,24 +40,35 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
     Args:
         given: the keywords that the layer passes to its attention.
     """
-    found = tuple(parts(mask))
+    found = set(parts(mask))
     for name, value in given.items():
         match name, value:
             case _, None | False if name != "is_causal":
                 continue
             case "dropout", rate if rate == 0:
                 continue
-            case "sliding_window", w if Window(w - 1, None) in found or Window(w, w) in found:
+            case "sliding_window", width if _is_window(found, width):
                 continue
             case "is_causal", causal if causal in (None, Causal() in found):
                 continue
             case "cu_seq_lens_k", k if _same(k, given.get("cu_seq_lens_q")):
                 continue
         if name not in READ:
-            return f"{name}={_shown(value)} cannot be honoured by tilewise; turn it off"
+            return _not_honoured(name, value)
     if getattr(getattr(module, "config", None), "output_attentions", False):
-        return "output_attentions=True cannot be honoured by tilewise; turn it off"
+        return _not_honoured("output_attentions", True)
     return None
+
+
+def _is_window(found: set[Mask], width: int) -> bool:
+    """Whether the mask has a window that models call by this width."""
+    wanted = ((width - 1, None), (width, width), (width - 1, width - 1))
+    return width > 0 and not found.isdisjoint(Window(*sides) for sides in wanted)
+
+
+def _not_honoured(name: str, value: Any) -> str:
+    why = ADVICE.get(name, "it is not known, and leaving it unread may change the result")
+    return f"{name}={_shown(value)} cannot be honoured by tilewise: {why}"
 
 
 def refused_model(config: Any) -> str | None:
@@ -54,14 +77,30 @@ def refused_model(config: Any) -> str | None:
 
     model = MODEL_MAPPING.get(type(config), None)
     name = type(config).__name__
-    if model is not None and not isinstance(model, tuple):
+    if isinstance(model, type):
         if getattr(model, "_is_stateful", False):
-            return f"{name}: the model carries a state along the sequence; tilewise splits it"
+            return (
+                f"{name}: the model carries a state along the sequence (a state space, linear "
+                "attention, or a recurrence): each token needs the results of all before it, and "
+                "tilewise splits attention only, so that every rank would begin anew"
+            )
         if not getattr(model, "_supports_attention_backend", False):
             return (
                 f"{name}: the model's attention does not go through transformers' "
                 "AttentionInterface, so tilewise cannot reach it"
             )
+        if any(
+            hasattr(x, COUNTS_FROM_PADDING) for x in vars(sys.modules[model.__module__]).values()
+        ):
+            return (
+                f"{name}: the model counts positions from its padding_idx + 1 on, over the whole "
+                "sequence, where tilewise hands it this rank's positions, counted from 0"
+            )
+    if getattr(config, "output_router_logits", False):
+        return (
+            f"{name}: output_router_logits=True adds to the loss one over the router's choices for "
+            "all tokens, and a rank has its own only; set it to False in the configuration"
+        )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
         return f"{name}: the model has cross attention, which tilewise does not run"
     others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
@@ -70,20 +109,6 @@ def refused_model(config: Any) -> str | None:
     if getattr(config, "attn_temperature_tuning", False):
         return f"{name}: attn_temperature_tuning counts this rank's rows as positions"
     return None
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise ValueError if a model of transformers cannot run with its sequence split.
-
-    A model that reaches tilewise's attention is checked when it runs; one that never asks for it
-    (a state space model, a hand-written attention) can only be seen here.
-    """
-    config: Any = model.config
-    error = refused_model(config.get_text_config())
-    if error is None and not getattr(model, "_supports_attention_backend", False):
-        error = f"{type(model).__name__} does not use transformers' AttentionInterface"
-    if error:
-        raise ValueError(error)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -95,6 +120,7 @@ def _shown(value: Any) -> str:
 
 
 MODULE = "transformers.masking_utils"
+NOTHING = Slices(())  # Qwen2-MoE makes a mask of a window of 0 tokens, for no layer
 
 
 def read_mask(function: Callable[..., Any]) -> Mask:
@@ -113,7 +139,8 @@ def read_mask(function: Callable[..., Any]) -> Mask:
         case "bidirectional_mask_function" | "packed_sequence_mask_function":
             return Full()
         case "sliding_window_overlay":
-            return Window(inner["sliding_window"] - 1, None)
+            window = inner["sliding_window"]
+            return Window(window - 1, None) if window > 0 else NOTHING
         case "sliding_window_bidirectional_overlay":
             return Window(inner["sliding_window"], inner["sliding_window"])
         case "remap_positions_for_packed_sequence":

@@ -51,6 +51,18 @@ def agree(transport: Transport, fields: Mapping[str, str] | None, error: str | N
         raise ValueError(_verdict([_decode(content) for content in contents]))
 
 
+def agree_on_largest(transport: Transport, name: str, value: int) -> int:
+    """The largest value that any rank passes; raises as agree where a rank is in another call."""
+    if transport.world_size == 1:
+        return value
+    gathered = transport.gather_records(_encode({name: str(value)}, None))
+    records = [_decode(record.numpy().tobytes()) for record in gathered]
+    found = [record.fields.get(name) for record in records]
+    if not all(found):
+        raise ValueError(_verdict(records))
+    return max(int(one.text) for one in found if one)
+
+
 def _verdict(records: Sequence[_Record]) -> str:
     for rank, record in enumerate(records):
         if record.error is not None:

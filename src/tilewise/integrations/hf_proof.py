@@ -1,0 +1,236 @@
+"""Is a split model of transformers the unsplit one? Asked of a tiny model of its class.
+
+A model may compute anything from its own rows that needs the whole sequence: positions, RoPE
+frequencies, losses. No list of such models is ever complete, so its class is run.
+"""
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.context_parallel import ContextParallel
+from tilewise.integrations.data import IGNORED, shard_inputs
+from tilewise.integrations.hf_shrink import NUM_TOKENS, VOCABULARY, shrunk
+from tilewise.layouts.layout import contiguous
+from tilewise.masks.base import Causal
+from tilewise.strategies.all_gather import all_gather
+from tilewise.transport.loopback import loopback
+
+WORLD_SIZE = 3
+TOLERANCE = 1e-3  # of the largest value; the same model in another order errs by some 1e-6
+
+Attach = Callable[[Any, ContextParallel, str], None]
+ADVICE = "check_model(model, numerical=False) leaves this check out"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is proven: a class with a configuration.
+
+    Args:
+        text: the configuration as text, by which results are kept.
+        loss: whether its loss has to be right, or its other output alone.
+        attach: makes a model run over a ContextParallel, under a name of its own.
+    """
+
+    model_class: type
+    text: str
+    loss: bool
+    config: Any = field(compare=False)
+    attach: Attach = field(compare=False)
+
+
+class _Run(NamedTuple):
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+@lru_cache(maxsize=64)
+def refuted(subject: Subject) -> str | None:
+    """Why models of this class and configuration cannot run split; None if a tiny one can."""
+    with _untouched():
+        return _refuted(subject)
+
+
+def _refuted(subject: Subject) -> str | None:
+    name = subject.model_class.__name__
+    try:
+        model = _tiny_model(subject)
+        want = _run(subject, model, None)
+    except Exception as error:  # whatever a model's code raises
+        return (
+            f"{name}: no tiny model of its configuration could be made and run, to see whether it "
+            f"can be split ({type(error).__name__}: {_first_line(error)}); {ADVICE}"
+        )
+    found = None
+    for dtype in (torch.float32, torch.float64):  # some models err by more than others
+        try:
+            if dtype == torch.float64:
+                want = _run(subject, model.double(), None)
+            got = _split(subject, model)
+        except Exception as error:  # whatever a model's code raises
+            return found or _could_not_run(name, error)
+        found = _difference(got, want)
+        if found is None:
+            return None
+    return f"{name} split over ranks is not the unsplit model: {found}. {_hint(subject)}"
+
+
+def _hint(subject: Subject) -> str:
+    if subject.loss and refuted(_without_loss(subject)) is None:
+        return (
+            "Its loss is not its share of the whole one, all else is right: call it without "
+            "labels, compute the loss from its logits, and check_model(model, loss=False)"
+        )
+    return (
+        "It computes from this rank's tokens what needs the whole sequence (this was a tiny model "
+        f"of its class and configuration, {NUM_TOKENS} tokens on {WORLD_SIZE} ranks; {ADVICE})"
+    )
+
+
+def _without_loss(subject: Subject) -> Subject:
+    return Subject(subject.model_class, subject.text, False, subject.config, subject.attach)
+
+
+def _could_not_run(name: str, error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error).removeprefix("rank 0: ")
+    return f"{name} split over ranks raises {type(error).__name__}: {_first_line(error)}; {ADVICE}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:200]
+
+
+def _tiny_model(subject: Subject) -> Any:
+    """A model of random weights, so large that what a token sees matters."""
+    config = shrunk(subject.config)
+    config._attn_implementation = "eager"
+    torch.default_generator.manual_seed(0)
+    model = subject.model_class(config).float().train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5)
+            else:
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def _split(subject: Subject, whole: Any) -> _Run:
+    layout, causal = contiguous(NUM_TOKENS, WORLD_SIZE), Causal()
+
+    def on_rank(rank: int, group: Any) -> _Run:
+        plan = all_gather(WORLD_SIZE)
+        cp = ContextParallel(
+            group, num_tokens=NUM_TOKENS, mask=causal, layout=layout, strategy=plan
+        )
+        model = copy.deepcopy(whole)
+        subject.attach(model, cp, f"tilewise_proof_{rank}")
+        return _run(subject, model, cp)
+
+    with _no_new_names():
+        ranks = loopback(WORLD_SIZE, on_rank)
+    grads = {
+        name: torch.stack([run.grads[name] for run in ranks]).sum(0) for name in ranks[0].grads
+    }
+    return _Run(torch.stack([run.loss for run in ranks]).sum(), grads)
+
+
+def _run(subject: Subject, model: Any, cp: ContextParallel | None) -> _Run:
+    """Loss and gradients; with cp this rank's share."""
+    make = torch.Generator().manual_seed(1)
+    vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCABULARY)
+    ids = torch.randint(5, vocabulary - 1, (1, NUM_TOKENS), generator=make)
+    labels = None
+    if subject.loss and _takes_labels(model):
+        labels = ids.where(torch.arange(NUM_TOKENS) != 3, IGNORED)
+    if cp is not None:
+        shift = not is_masked(subject.model_class)
+        inputs = shard_inputs(cp.layout, cp.rank, ids, labels=labels, shift_labels=shift)
+    else:
+        inputs = {"input_ids": ids} | ({} if labels is None else {"labels": labels})
+    model.zero_grad()
+    loss = model(**inputs)[0]
+    if loss.ndim:  # logits or hidden states
+        weights = torch.randn(1, NUM_TOKENS, loss.shape[-1], generator=make).to(loss.dtype)
+        loss = (loss * (weights if cp is None else cp.shard(weights, 1))).sum()
+    loss.backward()
+    grads = {
+        name: torch.zeros_like(x) if x.grad is None else x.grad
+        for name, x in model.named_parameters()
+    }
+    return _Run(loss.detach(), {name: grad.clone() for name, grad in grads.items()})
+
+
+def _takes_labels(model: Any) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(x.name == "labels" or x.kind == x.VAR_KEYWORD for x in parameters)
+
+
+def is_masked(model_class: type) -> bool:
+    """Whether a model predicts its labels where they are, and not one token before."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    names = {x for n in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for x in _names(n)}
+    return any(base.__name__ in names for base in model_class.__mro__)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _difference(got: _Run, want: _Run) -> str | None:
+    if not float((got.loss - want.loss).abs()) <= TOLERANCE * max(1.0, float(want.loss.abs())):
+        return f"the ranks' losses add up to {float(got.loss):.4g}, not {float(want.loss):.4g}"
+    floor = TOLERANCE * max(float(x.abs().max()) for x in want.grads.values())
+    for name, wanted in want.grads.items():
+        error, size = float((got.grads[name] - wanted).abs().max()), float(wanted.abs().max())
+        if not error <= TOLERANCE * max(size, floor):
+            return f"the gradient of {name} is off by {error:.2g}, its largest value is {size:.2g}"
+    return None
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Run on the CPU in fp32 with gradients, and leave random states and modes as they were."""
+    dtype, states = torch.get_default_dtype(), (random.getstate(), np.random.get_state())
+    generator = torch.default_generator.get_state()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.default_generator.set_state(generator)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def _no_new_names() -> Iterator[None]:
+    """Forget what is registered meanwhile; transformers has no public way to do so."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    registries = [x._global_mapping for x in (AttentionInterface, AttentionMaskInterface)]
+    before = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, content in zip(registries, before, strict=True):
+            for name in registry.keys() - content.keys():
+                del registry[name]

@@ -1,0 +1,288 @@
+"""check_model proves a class by running a tiny model of it; what it cannot prove it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+
+from support.hf_models import SIZES, Result, build, case, config, errors, result, run_whole, summed
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    DeepseekV3Config,
+    DogeConfig,
+    DogeForCausalLM,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralForCausalLM,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    Phi3Config,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+
+import tilewise as tw
+from tilewise.integrations import hf
+from tilewise.integrations.hf_shrink import NUM_TOKENS, SWITCH, shrunk
+
+N = 4
+BERT: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 11,
+}
+
+
+def with_rope(kind: str) -> Any:
+    """A fresh model: one that has run remembers lengths."""
+    if kind == "dynamic":
+        made: Any = LlamaConfig(**SIZES, max_position_embeddings=8, rope_parameters=dict(DYNAMIC))
+    else:
+        fields = {"original_max_position_embeddings": 11, "max_position_embeddings": 64}
+        made = Phi3Config(**SIZES, **fields, rope_parameters=dict(LONGROPE))
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape))
+    return model.train()
+
+
+@pytest.mark.parametrize("cu_seqlens", [(0, 22), (0, 5, 22), (0, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_ranks_agree_on_the_length_that_rope_depends_on(kind: str, cu_seqlens: tuple[int, ...]):
+    given = case(cu_seqlens)
+    want = run_whole(with_rope(kind), given)
+
+    def on_rank(rank: int, group) -> Result:
+        cp = tw.ContextParallel(group, num_tokens=cu_seqlens[-1], mask=tw.Causal())
+        model = hf.parallelize(with_rope(kind), cp, f"tilewise_{rank}")
+        inputs = hf.shard(cp, given.input_ids, labels=given.input_ids, cu_seqlens=cu_seqlens)
+        out = model(**inputs)
+        out.loss.backward()
+        return result(model, hf.unshard(cp, out.logits), out.loss)
+
+    got = errors(summed(tw.loopback(N, on_rank)), want)
+    assert not {what: error for what, error in got.items() if not error < 1e-5}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_without_agreement_other_lengths_on_other_ranks_are_refused(kind: str):
+    def on_rank(rank: int, group) -> str:
+        layout = tw.contiguous(22, N)
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal(), layout=layout)
+        model = with_rope(kind)
+        model.set_attn_implementation(hf.register(cp, f"tilewise_{rank}"))
+        with pytest.raises(
+            ValueError, match=r"depends on the largest position.*hf\.parallelize"
+        ) as e:
+            model(**hf.shard(cp, case((0, 22)).input_ids))
+        return str(e.value)
+
+    assert len(set(tw.loopback(N, on_rank))) == 1
+
+
+def test_parallelizing_again_takes_the_new_context():
+    model = with_rope("longrope")
+    for num_tokens in (5, 22):
+        cp = tw.ContextParallel(num_tokens=num_tokens, mask=tw.Causal())
+        given = case((0, num_tokens))
+        got = hf.parallelize(model, cp)(**hf.shard(cp, given.input_ids)).logits
+        want = with_rope("longrope")(given.input_ids).logits
+        assert (got - want).abs().max() < 1e-5
+
+
+class MeanOfRows(LlamaForCausalLM):
+    """Takes a mean over the tokens at hand away."""
+
+    def forward(self, input_ids=None, **given):
+        out = super().forward(input_ids, **given)
+        loss = None if out.loss is None else out.loss + out.logits.mean(1).square().mean()
+        return out if loss is None else type(out)(loss=loss, logits=out.logits)
+
+
+class MixesRows(LlamaModel):
+    """Looks at the token before, on this rank."""
+
+    def forward(self, input_ids=None, **given):
+        out = super().forward(input_ids, **given)
+        out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.roll(1, 1)
+        return out
+
+
+class Counted(LlamaForCausalLM):
+    """Counts how many models are made."""
+
+    made = 0
+
+    def __init__(self, given: Any):
+        super().__init__(given)
+        type(self).made += 1
+
+
+class OnlyLarge(LlamaForCausalLM):
+    """Cannot be made tiny."""
+
+    def __init__(self, given: Any):
+        if given.hidden_size < 128:
+            raise RuntimeError("this model needs 128 features")
+        super().__init__(given)
+
+
+def plain(**changes: Any) -> Any:
+    return config("llama", **changes)
+
+
+@pytest.mark.parametrize("model_class", [MeanOfRows, MixesRows], ids=lambda c: c.__name__)
+def test_a_class_that_computes_from_its_own_rows_is_refused(model_class: type):
+    with pytest.raises(ValueError, match=r"is not the unsplit model"):
+        hf.check_model(model_class(plain()))
+    hf.check_model(model_class(plain()), numerical=False)
+
+
+def test_models_with_and_without_a_loss_are_proven():
+    for model in (LlamaForCausalLM(plain()), LlamaModel(plain())):
+        hf.check_model(model)
+        hf.check_model(model, loss=False)
+
+
+def test_a_class_that_cannot_be_made_tiny_is_an_error_that_says_how_to_go_on():
+    with pytest.raises(ValueError, match=r"this model needs 128 features\).*numerical=False"):
+        hf.check_model(OnlyLarge(plain(hidden_size=128, head_dim=32)))
+
+
+def test_results_are_kept_by_class_and_configuration():
+    model = Counted(plain())
+    hf.check_model(model)
+    made = Counted.made
+    hf.check_model(model)
+    hf.check_model(Counted(plain()))
+    assert Counted.made == made + 1
+    hf.check_model(Counted(plain(rms_norm_eps=1e-3)))
+    assert Counted.made > made + 2
+
+
+def test_random_states_modes_and_registries_are_left_as_they_were():
+    def state() -> tuple:
+        seen = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # pyright: ignore
+        modes = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+        )
+        names = [set(x._global_mapping) for x in (AttentionInterface, AttentionMaskInterface)]
+        return *seen, *modes, *names
+
+    models = [LlamaForCausalLM(plain(rms_norm_eps=eps)) for eps in (2e-5, 3e-5, 4e-5)]
+    for mode, model in zip((nullcontext, torch.no_grad, torch.inference_mode), models, strict=True):
+        torch.set_default_dtype(torch.float64)
+        try:
+            with mode():
+                before = state()
+                hf.check_model(model)
+                assert state() == before
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_ranks_of_one_process_check_their_models():
+    def on_rank(rank: int, group) -> None:
+        hf.check_model(LlamaForCausalLM(plain(rms_norm_eps=5e-5 + rank * 1e-6)))
+
+    tw.loopback(2, on_rank)
+
+
+def test_a_routers_loss_over_all_tokens_is_refused():
+    routed = config("mixtral", output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits=True adds to the loss"):
+        hf.check_model(MixtralForCausalLM(routed))
+    cp = tw.ContextParallel(num_tokens=22, mask=tw.Causal())
+    model = build("mixtral", hf.register(cp))
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        model(**hf.shard(cp, case((0, 22)).input_ids), output_router_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: RobertaForCausalLM(RobertaConfig(**BERT)),
+            "counts positions from its padding_idx",
+        ),
+        (lambda: DogeForCausalLM(DogeConfig(**SIZES)), "makes a mask of its own"),
+        (lambda: MobileBertForMaskedLM(MobileBertConfig()), "is not the unsplit model"),
+    ],
+    ids=["roberta", "doge", "mobilebert"],
+)
+def test_models_that_are_not_the_unsplit_ones_are_refused(make: Callable[[], Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        hf.check_model(make())
+
+
+def test_a_loss_that_is_no_share_of_the_whole_one_is_told_from_wrong_logits():
+    model = BertForMaskedLM(BertConfig(**BERT))
+    with pytest.raises(
+        ValueError, match=r"Its loss is not its share.*check_model\(model, loss=False"
+    ):
+        hf.check_model(model)
+    hf.check_model(model, loss=False)
+
+
+def test_a_masked_language_model_predicts_labels_where_they_are():
+    made = EuroBertConfig(**SIZES, mask_token_id=3)
+    torch.manual_seed(0)
+    whole = EuroBertForMaskedLM._from_config(made, attn_implementation="eager")
+    ids = case((0, 22)).input_ids
+    labels = ids.where(ids % 3 == 0, -100)
+    want = whole(ids, labels=labels).loss
+    weights = whole.state_dict()
+
+    def on_rank(rank: int, group) -> torch.Tensor:
+        cp = tw.ContextParallel(group, num_tokens=22)
+        model = EuroBertForMaskedLM(EuroBertConfig(**SIZES, mask_token_id=3))
+        model.load_state_dict(weights)
+        hf.parallelize(model, cp, f"tilewise_{rank}")
+        return model(**hf.shard(cp, ids, labels=labels, shift_labels=False)).loss.detach()
+
+    assert abs(sum(tw.loopback(N, on_rank)) - want) < 1e-5
+
+
+def test_a_tiny_configuration_keeps_what_decides_how_a_model_is_split():
+    gemma = shrunk(Gemma4TextConfig())
+    assert list(dict.fromkeys(gemma.layer_types)) == ["sliding_attention", "full_attention"]
+    assert len({gemma.per_layer_config[i].head_dim for i in range(gemma.num_hidden_layers)}) == 2
+    assert gemma.sliding_window < NUM_TOKENS and gemma.tie_word_embeddings
+    deepseek = shrunk(DeepseekV3Config())
+    assert deepseek.qk_head_dim > deepseek.v_head_dim
+    assert 0 < deepseek.first_k_dense_replace < deepseek.num_hidden_layers
+    assert 1 < deepseek.num_experts_per_tok < deepseek.n_routed_experts
+    llama = shrunk(LlamaConfig(num_attention_heads=32, num_key_value_heads=8))
+    assert llama.num_attention_heads > llama.num_key_value_heads > 1
+    dynamic = shrunk(with_rope("dynamic").config)
+    assert dynamic.max_position_embeddings == SWITCH < NUM_TOKENS // 2
