@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from operator import and_, or_
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -24,14 +25,16 @@ READ = frozenset(
     )
 )
 # What else models ask for; the rest is not known here.
-ADVICE = {
-    "softcap": "it bounds the scores, which tilewise's kernels do not do",
-    "s_aux": "attention sinks are a part of the model that tilewise does not compute",
-    "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
-    "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
-    "output_attentions": "the scores are never in one place; leave it out",
-    "sliding_window": "the layer's mask does not have this window",
-}
+ADVICE = MappingProxyType(
+    {
+        "softcap": "it bounds the scores, which tilewise's kernels do not do",
+        "s_aux": "attention sinks are a part of the model that tilewise does not compute",
+        "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
+        "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
+        "output_attentions": "the scores are never in one place; leave it out",
+        "sliding_window": "the layer's mask does not have this window",
+    }
+)
 
 
 def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> str | None:
