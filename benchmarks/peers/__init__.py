@@ -6,9 +6,10 @@
 They stand outside the library, which never imports them; each comes from the package index.
 """
 
+from benchmarks.peers.ringmaster import ALL_GATHER, ULYSSES, Ringmaster
 from benchmarks.peers.rings import Llama3, RingFlashAttn
 from benchmarks.peers.torch_cp import TorchContextParallel
-from benchmarks.peers.usp import Yunchang
+from benchmarks.peers.usp import Yunchang, YunchangUlysses
 from tilewise.tools.bench.contender import Contender
 
 
@@ -18,6 +19,9 @@ def contenders() -> tuple[Contender, ...]:
         RingFlashAttn(),
         Llama3(),
         Yunchang(),
+        YunchangUlysses(),
+        Ringmaster(ULYSSES),
+        Ringmaster(ALL_GATHER),
         TorchContextParallel("allgather"),
         TorchContextParallel("alltoall"),
     )

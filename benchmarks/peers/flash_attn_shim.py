@@ -64,7 +64,7 @@ def provide() -> None:
         _flash_attn_varlen_backward=varlen_backward,
     )
     vars(package).update(
-        __version__=VERSION, flash_attn_interface=interface, flash_attn_func=_not_offered
+        __version__=VERSION, flash_attn_interface=interface, flash_attn_func=flash_attn_func
     )
     for module in (package, interface):
         # whoever asks whether flash_attn is there looks at its spec
@@ -115,6 +115,51 @@ def varlen_backward(**given: Any) -> None:
         dq, dk, dv = _differentiate(operands, lse[rows], given)
         for name, where, grad in (("dq", rows, dq), ("dk", keys, dk), ("dv", keys, dv)):
             given[name][where].copy_(grad.squeeze(1))
+
+
+def flash_attn_func(  # noqa: PLR0913 - flash_attn's own
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **others: Any,
+) -> Any:
+    """flash_attn's function of that name, differentiable; with return_attn_probs also lse, None."""
+    settings = {
+        "dropout_p": dropout_p,
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size_left": window_size[0],
+        "window_size_right": window_size[1],
+        "softcap": others.get("softcap"),
+        "alibi_slopes": others.get("alibi_slopes"),
+    }
+    out, lse = _FlashAttn.apply(q, k, v, settings)  # pyright: ignore[reportGeneralTypeIssues]
+    return (out, lse, None) if others.get("return_attn_probs") else out
+
+
+class _FlashAttn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = forward(q, k, v, **settings)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.settings = settings
+        return out, lse
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        backward(dout, q, k, v, out, lse, *grads, **ctx.settings)
+        return *grads, None
 
 
 def _given(names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +239,3 @@ def _rows(ranges: tuple[tuple[int, int], ...], count: int) -> Rows:
     if ranges == ((0, count),):
         return slice(None)
     return slice(*ranges[0]) if len(ranges) == 1 else torch.from_numpy(row_index(ranges))
-
-
-def _not_offered(*args: Any, **named: Any) -> None:
-    raise NotImplementedError("the shim offers only what a ring calls, not flash_attn_func")

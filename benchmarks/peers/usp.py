@@ -1,4 +1,4 @@
-"""yunchang's unified sequence parallelism: heads among neighbours, a ring over the rest."""
+"""yunchang: Ulysses, and its unified scheme of heads among neighbours, a ring over the rest."""
 
 from __future__ import annotations
 
@@ -77,3 +77,43 @@ class Yunchang(Adapter):
                 raise CannotRunError(
                     f"{what} ({count}) must be a multiple of its Ulysses degree ({self.degree})"
                 )
+
+
+@dataclass(frozen=True)
+class YunchangUlysses(Adapter):
+    """UlyssesAttention: heads among all ranks, each tensor in an all-to-all of its own."""
+
+    name: str = "yunchang ulysses"
+    library: str = "yunchang"
+
+    def layout(self, case: BenchCase) -> Layout:
+        if words(case.make_mask()).cu_seqlens is not None:
+            raise CannotRunError("its attention has no argument for documents")
+        return heads_split(case)
+
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
+        said, layout = words(case.make_mask()), self.layout(case)
+        flash_attn_shim.provide()
+        module = importlib.import_module("yunchang").UlyssesAttention(group)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module(q[None], k[None], v[None], **said.options)[0]
+
+        everyone = range(case.world_size)
+        return Prepared(layout, attention, pairs_of(case, layout, everyone) // case.world_size)
+
+
+def heads_split(case: BenchCase) -> Layout:
+    """The layout of those who split whole heads among all ranks.
+
+    Raises:
+        CannotRunError: if heads or tokens do not divide.
+    """
+    for what in ("num_heads", "num_kv_heads"):
+        if getattr(case, what) % case.world_size:
+            raise CannotRunError(
+                f"{what} ({getattr(case, what)}) must be a multiple of world_size "
+                f"({case.world_size})"
+            )
+    equal_shares(case, case.world_size)
+    return tw.contiguous(case.num_tokens, case.world_size)

@@ -21,7 +21,8 @@ from tilewise.tools.bench.grid import contenders_of
 from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.bench.results import Results
 
-RING, LLAMA3, USP, *TORCH = contenders()
+RING, LLAMA3, USP, *WHOLE, TORCH_GATHERS, TORCH_EXCHANGES = contenders()
+TORCH = TORCH_GATHERS, TORCH_EXCHANGES
 ERRORS = ("error_out", "error_dq", "error_dk", "error_dv")
 installed = pytest.mark.skipif(
     not (find_spec("ring_flash_attn") and find_spec("yunchang")),
@@ -106,6 +107,17 @@ def test_the_shim_computes_documents_of_other_lengths_of_queries_and_keys():
     assert all(torch.allclose(got, right, rtol=0, atol=1e-13) for got, right in pairs)
 
 
+def test_the_shims_differentiable_function_is_its_two_passes():
+    q, k, v, dout = normal((24, 4, 8), (40, 2, 8), (40, 2, 8), (24, 4, 8))
+    leaves = [x[None].requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flash_attn_shim.flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    allowed = torch.ones(24, 40, dtype=torch.bool).tril(16)
+    want_out, want_lse, want = dense(q, k, v, dout, allowed)
+    found = out[0], lse[0], *torch.autograd.grad(out[0], leaves, dout)
+    for got, right in zip(found, (want_out, want_lse, *want), strict=True):
+        assert torch.allclose(got.squeeze(0), right, rtol=0, atol=1e-13)
+
+
 def test_what_the_shim_cannot_compute_is_an_error():
     (q,) = normal((8, 2, 8))
     with pytest.raises(NotImplementedError, match="dropout"):
@@ -144,6 +156,8 @@ def test_peers_are_contenders_that_a_run_can_name():
         (USP, case("causal", world_size=3), r"world_size \(3\) must be a multiple"),
         (TORCH[0], case("sliding_window"), "full or causal only"),
         (TORCH[1], case("causal", world_size=1), r"world_size \(1\) must be at least 2"),
+        (WHOLE[0], case("causal"), r"num_kv_heads \(2\) must be a multiple of world_size"),
+        (WHOLE[0], case("causal_document"), "no argument for documents"),
         (RING, case("causal", device="cuda"), "run on cpu"),
         (RING, case("causal", network=LabNetwork("limited", 4, 1, 50.0)), "limited transport"),
     ],
@@ -190,6 +204,9 @@ def test_errors_of_peers_show_and_ours_has_none(tmp_path: Path):
         assert row["error_out"] is None or row["error_out"] > 0.01
     for mask in masks:
         assert found[mask, "float32", LLAMA3.name]["is_exact"]
+    for one in WHOLE:  # each query meets all its keys in one call: no sums over steps
+        row = found["causal", "float32", one.name]
+        assert row["outcome"] == "unsupported" or row["is_exact"], row
     for peer in TORCH:
         assert found["causal", "float32", peer.name]["is_exact"]
         assert found["full", "float32", peer.name]["is_exact"]
