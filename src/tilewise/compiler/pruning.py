@@ -113,9 +113,13 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
 def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
     """The tiles without the shards that meet no other shard of theirs."""
     for tile in tiles:
-        q = tuple(i for i in tile.q if any(reads(i, j) for j in tile.kv))
-        if q:
-            yield Tile(q, tuple(j for j in tile.kv if any(reads(i, j) for i in q)), tile.heads)
+        met = [(i, j) for i in tile.q for j in tile.kv if reads(i, j)]
+        if len(met) == len(tile.q) * len(tile.kv):
+            yield tile
+        elif met:
+            q, kv = map(set, zip(*met, strict=True))
+            kept = tuple(i for i in tile.q if i in q), tuple(j for j in tile.kv if j in kv)
+            yield Tile(*kept, tile.heads)
 
 
 def _cell_rows(tile: Tile, reads: Reads):

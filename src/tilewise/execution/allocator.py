@@ -131,13 +131,20 @@ class Scratch:
 
 
 class MemoryPlanCache:
-    """The memory plan of one program and its shapes, once a pass has recorded it."""
+    """The memory plan of one program and its shapes, once a pass has recorded it.
+
+    The first pass records nothing: most masks of packed training are seen once.
+    """
 
     def __init__(self) -> None:
         self.memory_plan: MemoryPlan | None = None
+        self._seen = False
 
     def allocator(self, pool: WorkspacePool, device: torch.device) -> Allocator:
-        """For one pass: records the first, plays later ones."""
+        """For one pass: records the second, plays later ones."""
+        if not self._seen:
+            self._seen = True
+            return FreshAllocator(device)
         if self.memory_plan is None:
             return RecordingAllocator(
                 device, lambda requests: self._bind(MemoryPlan(requests), pool, device)

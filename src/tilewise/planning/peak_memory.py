@@ -162,6 +162,16 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
     return apart if apart <= enough else num_bytes + places(asked, enough - num_bytes)[1]
 
 
+def run_on_shapes(passes: Passes, rank: int) -> None:
+    """Run both passes of one rank on shapes: the host's work of a call, and nothing else."""
+    problem = Problem(passes, scale=1.0, prune=True, kernel=_NoKernel(square_causal=True))
+    transport = _NoTransport(rank, passes[0].plan.world_size)
+    q, k, v = _operands(problem, rank)
+    out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
+    dout = torch.empty_like(out)
+    backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))
+
+
 def _slots(asked: Sequence[BufferSpec]) -> int:
     """Bytes in which buffers have room if only those of one size take each other's places."""
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -210,7 +220,9 @@ class _NoKernel:
         return _results(q) if into is None else into
 
     def backward(self, *args: Any, **_: Any) -> Gradients:
-        return args[-1]  # buffers of the pass: see Allocator.adopts
+        into = args[-1]  # buffers of the pass: see Allocator.adopts
+        dtype = accumulator_dtype(args[0].dtype)
+        return into or tuple(torch.empty_like(x, dtype=dtype) for x in args[:3])
 
 
 class _NoTransport:

@@ -1,0 +1,119 @@
+"""What a new mask costs a rank: its host time from a new document mask to the last kernel call.
+
+Both passes of one rank run on shapes (torch's device "meta"), with a kernel that computes nothing
+and a transport that moves nothing: what is left is the host's work, as on a GPU. The first call of
+a mask plans, prunes, lowers and cuts tiles, the second finds all that kept with the plan; shown is
+the difference, in seconds of processor time, the median over masks. `needed` and `tiled` are given
+their plan.
+
+    python benchmarks/first_use.py [--ranks 8,64,256] [--masks 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import tilewise as tw
+from tilewise.planning.peak_memory import run_on_shapes
+
+TOKENS_PER_RANK = 8192
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+def document_mask(world_size: int, seed: int) -> tw.Mask:
+    num_tokens = world_size * TOKENS_PER_RANK
+    return tw.Causal() & tw.Document(tw.lengths.sample("prolong64k", num_tokens, seed=seed))
+
+
+def on_mesh(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+    return tw.mesh(n, q_tile=max(d for d in range(1, 9) if n % d == 0 and d * d <= n)), tw.zigzag(
+        num_tokens, n
+    )
+
+
+def on_needed(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+    layout = tw.balanced(mask, num_tokens, n)
+    return tw.needed(mask, layout), layout
+
+
+def on_tiled(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+    layout = tw.tiled_layout(mask, num_tokens, n)
+    return tw.tiled(mask, layout), layout
+
+
+STRATEGIES: dict[str, Callable[[tw.Mask, int, int], tuple[tw.Plan, tw.Layout]]] = {
+    "mesh": on_mesh,
+    "needed": on_needed,
+    "tiled": on_tiled,
+}
+
+
+def first_use(strategy: str, world_size: int, seed: int) -> tuple[float, float]:
+    """Seconds of the first call of a mask, and of the second, both passes.
+
+    A plan for any mask has served another mask before, as in training.
+    """
+    num_tokens, rank = world_size * TOKENS_PER_RANK, world_size // 2
+    mask, before = document_mask(world_size, seed), document_mask(world_size, seed + 1000)
+    plan, layout = STRATEGIES[strategy](mask, num_tokens, world_size)
+    if plan.made_for is None:
+        run(plan, before, layout, rank)
+    mask = document_mask(world_size, seed)  # equal, with nothing derived from it
+    first, second = (run(plan, mask, layout, rank) for _ in range(2))
+    return first, second
+
+
+def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
+    begin = time.process_time()
+    work = tw.Workload(
+        num_tokens=layout.num_tokens,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        mask=mask,
+        layout=layout,
+    )
+    run_on_shapes(work.resolve(plan), rank)
+    return time.process_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="8,64,256")
+    parser.add_argument("--masks", type=int, default=3, help="masks that the median is taken of")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    first_use("mesh", 8, 0)  # imports, and what torch makes once
+    rows = []
+    for n in map(int, asked.ranks.split(",")):
+        for strategy in asked.strategies.split(","):
+            runs = [first_use(strategy, n, seed) for seed in range(asked.masks)]
+            extra = statistics.median(first - second for first, second in runs)
+            rows.append(
+                {
+                    "ranks": n,
+                    "strategy": strategy,
+                    "first_use_seconds": extra,
+                    "second_call_seconds": statistics.median(second for _, second in runs),
+                }
+            )
+            if not asked.json:
+                print(
+                    f"{n:4} ranks  {strategy:6}  first use {extra:.3f} s, "
+                    f"second call {rows[-1]['second_call_seconds']:.3f} s",
+                    flush=True,
+                )
+    if asked.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
