@@ -26,7 +26,7 @@ import torch.distributed as dist
 import tilewise as tw
 from tilewise.expressions import read_plan
 from tilewise.tools.calibration.measure import calibrate_here, last
-from tilewise.tools.processes import gather_yields
+from tilewise.transport.processes import gather_yields
 
 APART = 1.15
 """Measured times that differ by more count when orders are compared."""

@@ -39,7 +39,8 @@ from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
-from tilewise.verification.effective_mask import effective_mask
+from tilewise.verification.effective_mask import EffectiveMask, effective_mask
+from tilewise.verification.parity import ParityReport, parity
 from tilewise.workload import Volume, Workload, volume
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Causal",
     "ContextParallel",
     "Document",
+    "EffectiveMask",
     "Full",
     "Group",
     "Item",
@@ -55,6 +57,7 @@ __all__ = [
     "Layout",
     "Machine",
     "Mask",
+    "ParityReport",
     "PerHead",
     "Plan",
     "PlanError",
@@ -94,6 +97,7 @@ __all__ = [
     "mesh",
     "needed",
     "operand",
+    "parity",
     "parse",
     "partial",
     "prune",

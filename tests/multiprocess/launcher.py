@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tilewise.tools.processes import RankError, run_ranks
+from tilewise.transport.processes import RankError, run_ranks
 
 TIMEOUT_SECONDS = 240.0
 """For what hangs; on a machine that does much else a test that takes a second may take a minute."""

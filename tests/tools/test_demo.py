@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tilewise.expressions import STRATEGIES
 from tilewise.tools import demo
-from tilewise.tools.processes import START_SECONDS, RankError, gather_yields, run_ranks
+from tilewise.transport.processes import START_SECONDS, RankError, gather_yields, run_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])

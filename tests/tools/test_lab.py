@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tilewise.tools.lab import Lab, LabError, clean, site
 from tilewise.tools.lab.lab import RECORDS
 from tilewise.tools.lab.site import missing
-from tilewise.tools.processes import RankError
+from tilewise.transport.processes import RankError
 
 REASON = missing()
 needs_lab = pytest.mark.skipif(REASON is not None, reason=f"no network lab: {REASON}")

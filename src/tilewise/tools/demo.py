@@ -26,7 +26,7 @@ from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.inputs import NAMES, dense_truth
-from tilewise.tools.processes import gather_yields
+from tilewise.transport.processes import gather_yields
 from tilewise.transport.resolve import transport_for
 from tilewise.workload import Workload, volume
 

@@ -84,7 +84,11 @@ RULES = (
         ("extra", "padding_keys"),
         EXTRA + ", on {padding_keys} keys that no query may see",
     ),
-    Rule("padding_attended", ("padding_weight",), "{padding_weight:.1%} of weight is on padding"),
+    Rule(
+        "padding_attended",
+        ("lost", "not differing", "not empty_heads"),
+        "{lost:.1%} of weight is on rows that are none of the sequence's",
+    ),
     Rule(
         "documents_ignored",
         ("extra", "without_documents"),
@@ -118,7 +122,6 @@ RULES = (
         "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed ones missed",
     ),
     Rule("sink_dropped", ("sink_gone",), "{sink_gone:.1%} of weight should be lost to a sink"),
-    Rule("unknown", ("lost",), "{lost:.1%} of weight is lost"),
     Rule("counted_twice", ("row_sum",), "weights of a query sum to {row_sum:.3g}, not to 1"),
     Rule(
         "counted_twice",
@@ -129,13 +132,18 @@ RULES = (
     Rule(
         "softcap_dropped",
         ("curved",),
-        "scores are in the right order, but large ones are not as compressed: {curved}",
+        "scores are in the right order, but large ones are not held back: {curved}",
     ),
     Rule("positions_wrong", ("moved_blocks",), "{moved_blocks}"),
     Rule("unknown", ("values_differ",), "weights differ by up to {values_differ:.1%}"),
     Rule("missing_all_reduce", ("unreduced",), "{unreduced}"),
     Rule("labels_shifted", ("border_rows",), "{border_rows}"),
-    Rule("loss_scaled", ("loss_ratio",), "{loss_ratio}"),
+    Rule(
+        "loss_scaled",
+        ("loss_ratio", "not border_rows"),
+        "{loss_total}; gradients are {loss_ratio} times on the ranks",
+    ),
+    Rule("loss_scaled", ("loss_times", "not border_rows"), "{loss_total}"),
     Rule("gradient_scaled", ("gradient_ratio",), "{gradient_ratio}"),
     Rule("lse_gradient_lost", ("lse_lost",), "{lse_lost}"),
     Rule("dv_wrong", ("dv",), "dv is {dv}"),

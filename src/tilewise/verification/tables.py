@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray
-LEAST_QUERIES = 3  # with several keys, to tell one curve from another
+LEAST_KEYS = 8  # of a query, to tell one curve from another
 MOST_TIMES = 64  # that a key is counted
 
 
@@ -150,13 +150,13 @@ def facts_of_weights(
     """
     both = (want > 0) & (got > 0)
     facts: dict[str, Any] = {}
-    sums, right = (np.where(both, x, 0).sum(-1)[both.any(-1)] for x in (got, want))
+    sums, right = (x.sum(-1)[both.any(-1)] for x in (got, want))
     more = sums - right
     if ((sums > 1 + tolerance) & (more > tolerance)).any():
         facts["row_sum"] = float(sums[more.argmax()])
-    elif len(more) and float(more.mean()) > tolerance:
+    elif len(more) and float(more.mean()) > tolerance / 8:
         facts["sink_gone"] = float(more.mean())
-    elif len(more) and float(-more.mean()) > tolerance:
+    elif len(more) and float(-more.mean()) > tolerance / 8:
         facts["lost"] = float(-more.mean())
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(both, np.log(np.where(both, want, 1)), np.nan)
@@ -196,11 +196,12 @@ def _values(logs: Array, ratio: Array, tolerance: float, crossing: Array | None)
             "times": int((whole[values] > 1).sum()),
             "values": int(values.sum()),
         }
-    if _in_order(logs, logs + ratio, tolerance):
-        spread = np.nanmax(logs, -1) - np.nanmin(logs, -1)
-        other = np.nanmax(logs + ratio, -1) - np.nanmin(logs + ratio, -1)
-        at = int(np.argmax(other - spread))
-        return {"curved": f"a range of {spread[at]:.3g} has become {other[at]:.3g}"}
+    steepness = _in_order(logs, logs + ratio, tolerance)
+    if steepness:
+        centre, ends = steepness
+        if ends < centre:  # both are capped, after another scale
+            return {"scale_ratio": centre}
+        return {"curved": f"differences grow {centre:.3g} times amid a row, {ends:.3g} at its ends"}
     if crossing is not None:
         home = np.where(crossing, np.nan, ratio)
         with np.errstate(invalid="ignore"):
@@ -212,17 +213,24 @@ def _values(logs: Array, ratio: Array, tolerance: float, crossing: Array | None)
     return {"values_differ": float(np.nanmax(np.abs(np.expm1(change))))}
 
 
-def _in_order(want: Array, got: Array, tolerance: float) -> bool:
-    """Whether each row's keys are ordered alike by both, on rows with several."""
-    num_rows = 0
+def _in_order(want: Array, got: Array, tolerance: float) -> tuple[float, float] | None:
+    """How differences have grown amid a row and at its ends, if all rows order keys alike."""
+    middle, ends = [], []
     for a, b in zip(want, got, strict=True):
         kept = np.isfinite(a)
-        if kept.sum() < 3:
+        if kept.sum() < LEAST_KEYS:
             continue
-        num_rows += 1
-        if (np.diff(b[kept][np.argsort(a[kept])]) < -tolerance).any():
-            return False
-    return num_rows >= LEAST_QUERIES
+        order = np.argsort(a[kept])
+        right, found = a[kept][order], b[kept][order]
+        if (np.diff(found) < -tolerance).any():
+            return None
+        quarter = len(order) // 4
+        inner, whole = right[-1 - quarter] - right[quarter], right[-1] - right[0]
+        grown, all_grown = found[-1 - quarter] - found[quarter], found[-1] - found[0]
+        if inner > 0 and whole > inner:
+            middle.append(grown / inner)
+            ends.append((all_grown - grown) / (whole - inner))
+    return (float(np.median(middle)), float(np.median(ends))) if middle else None
 
 
 def _some(values: Array, most: int = 4) -> str:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
-from tilewise.tools.processes import RankError, RankFailure, gather_yields
+from tilewise.transport.processes import RankError, RankFailure, gather_yields
 
 
 class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an error of this program

@@ -26,8 +26,8 @@ from tilewise.tools.calibration.own_work import (
     kernel_tables,
     overheads,
 )
-from tilewise.tools.processes import gather_yields
 from tilewise.transport.agreement import RECORD_BYTES
+from tilewise.transport.processes import gather_yields
 from tilewise.transport.resolve import transport_for
 from tilewise.workload import Workload
 

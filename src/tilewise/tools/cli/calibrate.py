@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tilewise.simulation.machine import Machine
 from tilewise.tools.calibration.measure import Settings, calibrate_here, last
 from tilewise.tools.cli.output import as_bytes, ending_on, print_plain, refusing_bad_input
-from tilewise.tools.processes import RankError
+from tilewise.transport.processes import RankError
 
 
 def calibrate(

@@ -25,7 +25,7 @@ from tilewise.tools.cli.output import (
 )
 from tilewise.tools.cli.show import draw
 from tilewise.tools.demo import TOLERANCE, Demo, DemoRow, cases, run_demo
-from tilewise.tools.processes import RankError
+from tilewise.transport.processes import RankError
 
 
 def demo(

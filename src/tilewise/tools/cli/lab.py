@@ -29,7 +29,7 @@ from tilewise.tools.cli.output import (
 from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
 from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
-from tilewise.tools.processes import RankError
+from tilewise.transport.processes import RankError
 from tilewise.workload import Workload, volume
 
 HEADS, HEAD_DIM = 16, 32

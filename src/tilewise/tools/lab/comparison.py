@@ -18,8 +18,8 @@ from tilewise.plan.ir import Plan
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import LINE_SHARE, RATE_LIMITED, Nics, RateLimited, nics
 from tilewise.tools.lab.site import Site
-from tilewise.tools.processes import gather_yields
 from tilewise.transport.process_group import DistTransport
+from tilewise.transport.processes import gather_yields
 from tilewise.workload import Workload
 
 NAMESPACES = "network namespaces"

@@ -21,7 +21,7 @@ from tilewise.tools.lab.site import (
     demolish,
     missing,
 )
-from tilewise.tools.processes import gather_yields, run_ranks
+from tilewise.transport.processes import gather_yields, run_ranks
 
 
 class Lab:
@@ -74,7 +74,7 @@ class Lab:
         release(site)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-        """fn(rank, *args) of every rank; see tilewise.tools.processes.run_ranks."""
+        """fn(rank, *args) of every rank; see tilewise.transport.processes.run_ranks."""
         site = self.site
         return run_ranks(
             site.world_size, fn, *args, timeout_seconds=timeout_seconds, settle=site.enter
@@ -83,7 +83,7 @@ class Lab:
     def gather_yields(
         self, fn: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float = 60.0
     ) -> Iterator[tuple[Any, ...]]:
-        """What the generators fn(rank, *args) yield; see tilewise.tools.processes.gather_yields."""
+        """What the generators fn(rank, *args) yield; see transport.processes.gather_yields."""
         site = self.site
         return gather_yields(
             site.world_size, fn, args, timeout_seconds=timeout_seconds, settle=site.enter

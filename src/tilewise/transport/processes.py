@@ -9,7 +9,8 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 START_SECONDS = 300.0
 """For all ranks to start and connect: each imports what fn needs, on a machine that may be busy."""
+OTHERS_SECONDS = 5.0
+"""For the other ranks to answer when one has failed."""
 
 
 class RankFailure(NamedTuple):
@@ -63,28 +66,33 @@ def run_ranks(
 
 def gather_yields(
     world_size: int,
-    fn: Callable[..., Iterator[Any]],
+    fn: Callable[..., Generator[Any, Any, Any]],
     args: tuple[Any, ...] = (),
     *,
     timeout_seconds: float = 60.0,
     settle: Callable[[int], None] | None = None,
-) -> Iterator[tuple[Any, ...]]:
+    preload: Collection[str] = (),
+) -> Generator[tuple[Any, ...], Any, None]:
     """Run the generator fn(rank, *args) on every rank; yield what all ranks yielded, in turn.
+
+    What is sent to this generator is sent to those of all ranks; it pickles.
 
     Args:
         fn: all ranks yield equally often.
         timeout_seconds: from one yield to the next.
         settle: as for run_ranks.
+        preload: modules that fn needs, which the fork server then imports once for all ranks; only
+            when it starts, with the first world of this process.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tilewise"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "tilewise", *preload])
     with tempfile.TemporaryDirectory() as folder:
         world = _Processes(world_size, str(Path(folder) / "store"), timeout_seconds, settle)
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
         try:
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe()
                 receivers.append(receiver)
                 start = (sender, rank, world, fn, args)
                 processes.append(context.Process(target=_rank, args=start, daemon=True))
@@ -92,7 +100,10 @@ def gather_yields(
                 sender.close()
             _await_connected(receivers)
             while rows := _next_row(receivers, timeout_seconds):
-                yield rows
+                reply = pickle.dumps((yield rows))
+                for receiver in receivers:
+                    with suppress(OSError):  # it has ended, which its next answer says
+                        receiver.send_bytes(reply)
             for process in processes:
                 process.join(timeout=5)
         finally:
@@ -113,7 +124,7 @@ class _Processes(NamedTuple):
     settle: Callable[[int], None] | None
 
 
-def _returning(rank: int, fn: Callable[..., Any], *args: Any) -> Iterator[Any]:
+def _returning(rank: int, fn: Callable[..., Any], *args: Any) -> Generator[Any, Any, None]:
     yield fn(rank, *args)
 
 
@@ -137,7 +148,16 @@ def _next_row(receivers: list[Connection], timeout_seconds: float) -> tuple[Any,
     A message is (kind, value): "value", "end", or a kind of RankFailure with its text.
     """
     deadline = time.monotonic() + timeout_seconds
-    messages = [_receive(receiver, deadline) for receiver in receivers]
+    answers: dict[Connection, tuple[str, Any]] = {}
+    while len(answers) < len(receivers):
+        missing = [receiver for receiver in receivers if receiver not in answers]
+        ready = wait(missing, max(0.0, deadline - time.monotonic())) or missing
+        for receiver in missing:
+            if receiver in ready:
+                answers[receiver] = _receive(receiver, deadline)
+                if answers[receiver][0] not in ("value", "end"):
+                    deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+    messages = [answers[receiver] for receiver in receivers]
     failures = tuple(
         RankFailure(rank, kind, value)
         for rank, (kind, value) in enumerate(messages)
@@ -163,7 +183,7 @@ def _rank(
     sender: Connection,
     rank: int,
     world: _Processes,
-    fn: Callable[..., Iterator[Any]],
+    fn: Callable[..., Generator[Any, Any, Any]],
     args: tuple[Any, ...],
 ) -> None:
     def send(kind: str, value: Any = None) -> None:
@@ -176,8 +196,11 @@ def _rank(
             world.settle(rank)
         _connect(rank, world)
         send("connected")
-        for value in fn(rank, *args):
-            send("value", value)
+        running, reply = fn(rank, *args), None
+        with suppress(StopIteration):
+            while True:
+                send("value", running.send(reply))
+                reply = pickle.loads(sender.recv_bytes())
         dist.barrier()
     except BaseException:
         send("error", traceback.format_exc())

@@ -1,0 +1,311 @@
+"""Whether a split model is the unsplit one: the first layer that deviates, and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise.transport.processes import RankError, RankFailure
+from tilewise.verification.causes import Finding, classify, explained
+from tilewise.verification.comparison import Comparison, matched_positions
+from tilewise.verification.diagnosis import Probes, diagnose
+from tilewise.verification.pictures import drawn, text_picture
+from tilewise.verification.ranks import BACKENDS, Share, Split, World, serve_torchrun
+from tilewise.verification.records import Job, Record, run_model
+
+NOISE_RUNS = 2
+LEAST_SECONDS = 2.0  # left of the time, for another reading to begin
+
+
+class Deviation(NamedTuple):
+    """A module's output or gradient, or a parameter's gradient, that differs."""
+
+    kind: str  # "output", "gradient" or "parameter"
+    name: str
+    error: float  # of the worst row, as a multiple of what rounding explains
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What parity found.
+
+    Attributes:
+        equal: whether the runs differ by no more than rounding explains.
+        layer: the first module that deviates; None if none does.
+        cause: a name of the closed list (verification/causes.py); None if equal.
+        findings: causes with their evidence, most telling first.
+        deviations: all that differs, in order.
+        compared: how many outputs, gradients and parameters were compared.
+        failures: of ranks that raised, ended or gave no answer.
+        notes: what was not compared, and why.
+        allowed: (split, unsplit), bool [num_tokens, num_tokens]: what any head of the layer
+            attends to; None if it was not read.
+    """
+
+    equal: bool
+    layer: str | None = None
+    cause: str | None = None
+    findings: tuple[Finding, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
+    compared: int = 0
+    failures: tuple[RankFailure, ...] = ()
+    notes: tuple[str, ...] = ()
+    allowed: tuple[Tensor, Tensor] | None = None
+
+    def __str__(self) -> str:
+        if self.equal:
+            lines = [f"equal: {self.compared} outputs, gradients and parameters agree"]
+        elif self.failures:
+            lines = [_failed(self.failures)]
+        else:
+            where = "no layer deviates" if self.layer is None else f"first deviates: {self.layer}"
+            lines = [f"not equal; {where}", explained(self.findings)]
+            lines += [
+                f"  {d.kind} of {d.name}: {d.error:.3g} x rounding" for d in self.deviations[:8]
+            ]
+            more = len(self.deviations) - 8
+            lines += [f"  and {more} more of {self.compared}"] if more > 0 else []
+        lines += [f"note: {note}" for note in self.notes]
+        if self.allowed is not None and not self.equal:
+            lines += [
+                "",
+                "what the layer attends to, split:",
+                text_picture(self.allowed[0].numpy()),
+            ]
+        return "\n".join(lines)
+
+    def svg(self) -> str | None:
+        """The layer's attended pairs beside the unsplit model's; None if they were not read."""
+        return self.allowed and drawn(*(x.numpy() for x in self.allowed), self.layer or "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the picture."""
+        return {
+            "equal": self.equal,
+            "layer": self.layer,
+            "cause": self.cause,
+            "findings": [finding._asdict() for finding in self.findings],
+            "deviations": [deviation._asdict() for deviation in self.deviations],
+            "compared": self.compared,
+            "failures": [failure._asdict() for failure in self.failures],
+            "notes": list(self.notes),
+        }
+
+
+def parity(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    split: Split | None = None,
+    world_size: int = 4,
+    timeout: float = 60,
+    backend: str | None = None,
+) -> ParityReport:
+    """Compare a training step of a model with the same step split over ranks, by any library.
+
+    Loss, every module's output and gradient, and every parameter's gradient are compared, rows by
+    their positions. What rounding explains is measured: the unsplit model runs with the last digit
+    of every output and gradient disturbed, and in fp64. Gradients of the ranks may be shares that
+    add up, or be reduced already. Of the first layer that deviates the effective mask is read.
+
+    Args:
+        model: its call with inputs returns the loss: a scalar, or something with .loss.
+        inputs: keyword arguments of the unsplit model.
+        split: split(model, inputs, rank, group) runs one rank's share with a copy of the model and
+            returns its share of the loss, or (share, positions of its rows); without positions rows
+            are matched by value. It may run backward itself. None: transformers through tilewise.
+        timeout: seconds for everything.
+        backend: "gloo": local processes; "loopback": threads; None: the world of torchrun if this
+            process is in one of this size, else gloo (split None: loopback).
+    Raises:
+        ValueError: if the unsplit model cannot be compared: no loss, no tokens, random.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size ({world_size!r}) must be a whole number, at least 1")
+    if not timeout > 0:
+        raise ValueError(f"timeout ({timeout!r}) must be a number of seconds above 0")
+    in_world = dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
+    backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    share = Share(model, inputs, split or _through_tilewise(model))
+    if backend == "torchrun" and dist.get_rank():
+        serve_torchrun(share)
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+    world = World(share, world_size, backend, timeout)
+    try:
+        report = _compare(model, inputs, world)
+    finally:
+        world.close()
+    if backend == "torchrun":
+        dist.broadcast_object_list([report], src=0)
+    return report
+
+
+def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> ParityReport:
+    num_tokens = _num_tokens(inputs)
+    whole, noisy, eps = _reference(model, inputs)
+    try:
+        records = world.run([Job()] * world.size)
+    except RankError as error:
+        finding = Finding("unknown", _failed(error.failures))
+        return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
+    positions = [record.positions for record in records]
+    notes: list[str] = []
+    if any(x is None for x in positions):
+        positions = matched_positions(whole, records, num_tokens)
+        if positions is None:
+            notes.append(
+                "rows of the ranks could not be matched with the unsplit model's by value; return "
+                "(loss share, positions) from split"
+            )
+            positions = [torch.zeros(0, dtype=torch.int64)] * world.size
+    counted = torch.ones(num_tokens, dtype=torch.bool)
+    padding = inputs.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
+        counted = padding.bool().all(0).cpu()
+    found = Comparison(whole, records, [x for x in positions if x is not None], noisy, counted, eps)
+    return _reported(found, Probes(model, inputs, world, found), notes)
+
+
+def _reported(found: Comparison, probes: Probes, notes: list[str]) -> ParityReport:
+    diagnosis = diagnose(found, probes)
+    names = list(found.whole.outputs)
+    errors = [("output", "outputs", name) for name in names]
+    errors += [("gradient", "grads", name) for name in reversed(names)]
+    deviations = [Deviation(kind, name, found.error(table, name)) for kind, table, name in errors]
+    deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
+    worse = tuple(d for d in deviations if d.error > 1)
+    if diagnosis.loss_is_right and diagnosis.layer is None and not diagnosis.facts:
+        return ParityReport(True, compared=len(deviations) + 1, notes=tuple(notes))
+    findings = classify(diagnosis.facts) or [
+        Finding("unknown", "no cause of the list explains it, or its attention could not be read")
+    ]
+    layer = None if diagnosis.layer is None else diagnosis.layer or "(the model)"
+    return ParityReport(
+        False,
+        layer,
+        findings[0].cause,
+        tuple(findings),
+        worse,
+        len(deviations) + 1,
+        notes=tuple(notes),
+        allowed=diagnosis.allowed,
+    )
+
+
+class _Precision(TorchDispatchMode):
+    """The coarsest rounding of anything that is computed: models in fp64 may use fp32 inside."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return out
+
+
+def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, list[Record], float]:
+    """The unsplit model's record, disturbed ones, and the rounding of its dtype."""
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    if not dtypes:
+        raise ValueError("model has no parameters; parity compares a model's training step")
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+
+    def run(job: Job, change: Callable[[Any], Any] = lambda x: x) -> Record:
+        own = change(copy.deepcopy(model))
+        given = {
+            k: change(x) if isinstance(x, Tensor) and x.is_floating_point() else copy.deepcopy(x)
+            for k, x in inputs.items()
+        }
+        return run_model(own, lambda: own(**given), job)
+
+    with _Precision() as precision:
+        whole = run(Job())
+    eps = max(eps, precision.eps)
+    if whole.loss is None:
+        raise ValueError(
+            "the unsplit model returned no loss; pass labels in inputs, or a model that returns a "
+            "scalar, a tuple that begins with one, or something with .loss"
+        )
+    if whole.loss != whole.loss:
+        raise ValueError("the unsplit model's loss is not a number; parity needs one that is")
+    noisy = [run(Job(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
+    if eps > torch.finfo(torch.float64).eps:
+        with suppress(RuntimeError, TypeError):  # code that insists on its dtype
+            noisy.append(run(Job(), lambda x: x.double()))
+    return whole, noisy, eps
+
+
+def _num_tokens(inputs: Mapping[str, Any]) -> int:
+    for x in inputs.values():
+        if isinstance(x, Tensor) and x.ndim:
+            batched = x.ndim > 1 + x.is_floating_point()
+            return x.shape[1] if batched else x.shape[0]
+    raise ValueError("inputs holds no tensor; pass the unsplit model's keyword arguments")
+
+
+def _through_tilewise(model: nn.Module) -> Split:
+    """transformers' models with attention by tilewise; for others an error."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is no model of transformers; pass split(model, inputs, rank, "
+            "group), which runs one rank's share"
+        )
+    from tilewise.integrations import hf
+
+    hf.check_model(model)
+    return _tilewise_share
+
+
+def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any) -> Any:
+    from tilewise.context_parallel import ContextParallel
+    from tilewise.integrations import hf
+    from tilewise.masks.base import Causal
+
+    others = set(inputs) - {"input_ids", "labels", "use_cache"}
+    if others:
+        raise ValueError(
+            f"inputs has {', '.join(sorted(others))}, which tilewise makes itself or cannot split; "
+            "pass input_ids and labels, or a split of your own"
+        )
+    ids = inputs["input_ids"]
+    cp = ContextParallel(group, num_tokens=ids.shape[1], mask=Causal())
+    model.set_attn_implementation(hf.register(cp, f"tilewise_parity_{rank}"))
+    out = model(**hf.shard(cp, ids, labels=inputs.get("labels")))
+    return out.loss, cp.position_ids
+
+
+def _failed(failures: tuple[RankFailure, ...]) -> str:
+    """Who failed first: not those that lost their connection to another, or waited for it."""
+    own = [f for f in failures if "gloo" not in f.text] or list(failures)
+    texts = []
+    for failure in own:
+        who = "a rank" if failure.rank < 0 else f"rank {failure.rank}"
+        how = {
+            "error": f"raised {_last_line(failure.text)}",
+            "died": "ended without an answer",
+            "late": "gave no answer in time: it hangs, or the batch is too long for the timeout; "
+            "give fewer tokens or layers, or more time",
+        }
+        texts.append(f"{who} {how[failure.kind]}")
+    if len(own) < len(failures):
+        others = ", ".join(str(f.rank) for f in failures if f not in own)
+        texts.append(f"ranks {others} failed after it")
+    return "; ".join(texts)
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "an error"

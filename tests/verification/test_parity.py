@@ -1,0 +1,109 @@
+"""Parity names what is wrong with a split, and where; and does not cry out at what is right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from verification.zoo import CASES, Settings, T, made, share
+
+import tilewise as tw
+from tilewise.verification.causes import CAUSES
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fault} in {case.layer}")
+def test_a_fault_of_the_zoo_is_found_and_named(case):
+    model, inputs = made(case.settings)
+    report = tw.parity(model, inputs, case.split, backend="loopback")
+    assert (report.equal, report.layer, report.cause) == (False, case.layer, case.fault), str(
+        report
+    )
+    assert case.fault in str(report) and report.to_json()["cause"] == case.fault
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_zoo_has_every_cause():
+    assert {case.fault for case in CASES} == set(CAUSES) - {"unknown"}
+
+
+DTYPES = torch.float64, torch.float32, torch.bfloat16
+RIGHT = (
+    (Settings(), {}),
+    (Settings(window=5), {"layout": tw.contiguous, "given": True}),
+    (Settings(documents=True, sink=True), {"layout": tw.striped}),
+    (Settings(fused=True, softcap=2.0), {"fault": "reduced"}),
+    (Settings(learned=True), {"fault": "right merge"}),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("settings, options", RIGHT)
+def test_a_right_split_raises_no_alarm(settings, options, dtype):
+    model, inputs = made(settings._replace(dtype=dtype))
+    report = tw.parity(model, inputs, partial(share, **options), backend="loopback")
+    assert report.equal and report.cause is None and report.layer is None, str(report)
+    assert report.compared > 50 and str(report).startswith("equal")
+
+
+def nested(fault: str) -> Callable[..., Any]:
+    def split(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+        return share(model, inputs, rank, group, fault=fault)
+
+    return split
+
+
+def test_processes_run_nested_functions_of_a_file():
+    model, inputs = made(Settings(window=5))
+    report = tw.parity(model, inputs, nested("window_ignored"))
+    assert (report.layer, report.cause) == ("layers.0.attention", "window_ignored"), str(report)
+    svg = report.svg()
+    assert svg is not None and "#e15759" in svg
+    assert tw.parity(model, inputs, nested("")).equal
+
+
+def broken(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+    if rank == 1:
+        raise KeyError("no such shard")
+    return share(model, inputs, rank, group)
+
+
+def hanging(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+    if rank == 2:
+        time.sleep(100)
+    return share(model, inputs, rank, group)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "loopback"])
+def test_a_rank_that_raises_is_named(backend):
+    report = tw.parity(*made(), broken, backend=backend)
+    assert not report.equal and report.cause == "unknown"
+    assert "rank 1 raised KeyError: 'no such shard'" in str(report)
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout():
+    report = tw.parity(*made(), hanging, timeout=6)
+    assert not report.equal and "rank 2 gave no answer in time" in str(report)
+
+
+class NoLoss(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return super().forward(x)
+
+
+def test_what_cannot_be_compared_is_an_error():
+    x = torch.randn(1, T, 4)
+    with pytest.raises(ValueError, match="returned no loss; pass labels"):
+        tw.parity(NoLoss(4, 4), {"x": x}, share)
+    with pytest.raises(ValueError, match="is no model of transformers; pass split"):
+        tw.parity(NoLoss(4, 4), {"x": x})
+    with pytest.raises(ValueError, match=r"backend \('mpi'\)"):
+        tw.parity(*made(), share, backend="mpi")
+    with pytest.raises(ValueError, match=r"world_size \(0\)"):
+        tw.parity(*made(), share, world_size=0)
+    with pytest.raises(ValueError, match="holds no tensor"):
+        tw.parity(NoLoss(4, 4), {}, share)

@@ -1,0 +1,345 @@
+"""A small model and its splits: right ones, and wrong ones with one fault each, all our own.
+
+Every fault is as small as it can be: one argument dropped, one factor, one missing call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import tilewise as tw
+
+T, VOCABULARY, HEADS, KV_HEADS, DIM = 32, 40, 4, 2, 8
+WIDTH = HEADS * DIM
+EDGES = 0, 13, T
+WINDOW = 5
+
+
+class Settings(NamedTuple):
+    """What the unsplit model is like."""
+
+    window: int | None = None
+    documents: bool = False
+    sink: bool = False
+    softcap: float | None = None
+    dropout: float = 0.0
+    conv: bool = False
+    learned: bool = False  # positions, instead of rotations
+    fused: bool = False  # one projection to q, k and v
+    dtype: torch.dtype = torch.float32
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        mask = tw.Causal() if self.window is None else tw.Causal() & tw.Window(self.window, 0)
+        if self.documents:
+            mask = mask & tw.Document(EDGES)
+        return torch.as_tensor(mask.dense(queries, keys))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, settings: Settings, sink: Tensor | None
+) -> Tensor:
+    """Dense attention; operands [batch, tokens, heads, DIM]."""
+    ratio = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+    if settings.softcap:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sink is not None:
+        column = sink[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column.to(scores)], -1)
+    p = scores.softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", p[..., : k.shape[1]], v)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    angle = positions[:, None] * 50.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
+    cos, sin = (f(angle)[:, None].to(x) for f in (torch.cos, torch.sin))
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Attention(nn.Module):
+    """attention is what a split replaces."""
+
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self.settings = settings
+        if settings.fused:
+            self.qkv = nn.Linear(WIDTH, WIDTH + 2 * KV_HEADS * DIM)
+        else:
+            self.q, self.k, self.v = (
+                nn.Linear(WIDTH, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
+            )
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.sink = nn.Parameter(torch.zeros(HEADS)) if settings.sink else None
+        self.attention: Any = None
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.settings.fused:
+            q, k, v = self.qkv(x).split([WIDTH, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+        else:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (t.unflatten(-1, (-1, DIM)) for t in (q, k, v))
+        if not self.settings.learned:
+            q, k = rotated(q, positions), rotated(k, positions)
+        if self.attention is not None:
+            out = self.attention(q, k, v, self.sink)
+        else:
+            allowed = self.settings.allowed(positions, positions)
+            out = attend(q, k, v, allowed, self.settings, self.sink)
+        return self.out(out.flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(settings)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm(x), positions))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    """Its loss: a mean over labels that are not -100, or a sum over count."""
+
+    def __init__(self, settings: Settings = Settings()):  # noqa: B008 - a frozen value
+        super().__init__()
+        self.settings = settings
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(T, WIDTH) if settings.learned else None
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3) if settings.conv else None
+        self.layers = nn.ModuleList(Layer(settings) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        count: Tensor | None = None,
+    ) -> Tensor:
+        positions = torch.arange(input_ids.shape[1]) if positions is None else positions
+        x = self.embed(input_ids)
+        if self.places is not None:
+            x = x + self.places(positions)
+        if self.conv is not None:
+            x = x + self.conv(nn.functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.loss(self.head(x), labels, count)
+
+    def loss(self, logits: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / ((labels != -100).sum() if count is None else count)
+
+
+def made(settings: Settings = Settings(), batch: int = 1) -> tuple[Model, dict[str, Tensor]]:  # noqa: B008
+    """A model with weights large enough that attention matters, and a batch."""
+    torch.manual_seed(5)
+    model = Model(settings)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.copy_(1.5 * x + 0.05 * torch.randn(x.shape))
+    make = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (batch, T), generator=make)
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    return model.to(settings.dtype), {"input_ids": ids, "labels": labels}
+
+
+class Wrong(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return grad * ctx.factor, None
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, detach: bool) -> Tensor:
+    """Attention to four parts of the keys, merged by their log-sum-exps."""
+    ratio, outs, lses = q.shape[2] // k.shape[2], [], []
+    for some in torch.arange(k.shape[1]).chunk(4):
+        keys, values = (x[:, some].repeat_interleave(ratio, 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * DIM**-0.5
+        scores = scores.masked_fill(~allowed[:, some], -1e30)
+        outs.append(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values))
+        lse = scores.logsumexp(-1).transpose(1, 2)
+        lses.append(lse.detach() if detach else lse)
+    share = torch.stack(lses).softmax(0)
+    return (torch.stack(outs) * share[..., None]).sum(0)
+
+
+def shared_attention(
+    cp: tw.ContextParallel,
+    settings: Settings,
+    fault: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Any,
+) -> Tensor:
+    """Keys and values of all ranks gathered, then dense attention, with a fault."""
+    here, everywhere = cp.position_ids, torch.arange(T)
+    if fault in ("dq_wrong", "dk_wrong", "dv_wrong"):
+        factor = {"dq_wrong": 0.5, "dk_wrong": 1.5, "dv_wrong": 0.0}[fault]
+        which = ("dq_wrong", "dk_wrong", "dv_wrong").index(fault)
+        q, k, v = (Wrong.apply(x, factor if i == which else 1.0) for i, x in enumerate((q, k, v)))
+    keys, values = cp.unshard(k, 1), cp.unshard(v, 1)
+    allowed = settings.allowed(here, everywhere)
+    size = T // cp.world_size
+    ranks = torch.empty(T, dtype=torch.int64)
+    for rank in range(cp.world_size):
+        ranks[cp.layout.positions(rank)] = rank
+    local = everywhere % size
+    if fault == "mask_ignored":
+        allowed = torch.ones_like(allowed)
+    elif fault == "window_ignored":
+        allowed = settings._replace(window=None).allowed(here, everywhere)
+    elif fault == "window_per_block":
+        near = (here % size)[:, None] - local <= WINDOW
+        allowed = settings._replace(window=None).allowed(here, everywhere) & near
+    elif fault == "documents_ignored":
+        allowed = settings._replace(documents=False).allowed(here, everywhere)
+    elif fault == "shard_only":
+        allowed = allowed & (ranks == cp.rank)
+    elif fault == "sink_dropped":
+        sink = None
+    elif fault == "softcap_dropped":
+        settings = settings._replace(softcap=None)
+    elif fault == "scale_wrong":
+        q = q * 1.4
+    elif fault == "gqa_shifted":
+        keys, values = keys.roll(1, 2), values.roll(1, 2)
+    elif fault == "counted_twice":
+        again = everywhere[ranks == 0]
+        keys, values = (torch.cat([x, x[:, again]], 1) for x in (keys, values))
+        allowed = torch.cat([allowed, allowed[:, again]], 1)
+    elif fault == "lse_gradient_lost":
+        return merged(q, keys, values, allowed, detach=True)
+    elif fault == "padding_attended":
+        zeros = keys.new_zeros(keys.shape[0], 3, *keys.shape[2:])
+        keys, values = torch.cat([keys, zeros], 1), torch.cat([values, zeros], 1)
+        allowed = torch.cat([allowed, torch.ones(len(here), 3, dtype=torch.bool)], 1)
+    elif fault == "right merge":
+        return merged(q, keys, values, allowed, detach=False)
+    out = attend(q, keys, values, allowed, settings, sink)
+    if fault == "heads_missing":
+        out = out * (torch.arange(HEADS) < HEADS - 1)[:, None]
+    return out
+
+
+def share(
+    model: Model,
+    inputs: Mapping[str, Tensor],
+    rank: int,
+    group: Any,
+    fault: str = "",
+    layout: Any = tw.zigzag,
+    given: bool = False,
+    first: int = 0,
+) -> Any:
+    """One rank's share of the loss, with one fault in the layers from `first` on."""
+    settings = model.settings
+    cp = tw.ContextParallel(group, num_tokens=T, layout=layout(T, 4))
+    ids, labels = (cp.shard(inputs[name], 1) for name in ("input_ids", "labels"))
+    positions = cp.position_ids
+    count = (inputs["labels"] != -100).sum()
+    for i, layer in enumerate(model.layers):
+        wrong = fault if i >= first else ""
+        layer.attention.attention = partial(shared_attention, cp, settings, wrong)
+    if fault == "positions_wrong":
+        positions = torch.arange(len(positions))
+    elif fault == "labels_shifted":
+        labels = torch.full_like(ids, -100)
+        labels[:, :-1] = ids[:, 1:]
+    elif fault == "loss_scaled":
+        count = (labels != -100).sum()
+    elif fault == "dropout_differs":
+        torch.manual_seed(rank)
+    if fault == "no_label_nan":
+        labels = torch.full_like(labels, -100) if rank == 0 else labels
+        count = (labels != -100).sum()
+    loss = model(ids, labels, positions, count)
+    if fault == "gradient_scaled":
+        loss = Wrong.apply(loss, 4.0)
+    if fault in ("missing_all_reduce", "reduced"):
+        loss.backward()
+        reduce(model, cp, leave_out="mlp_norm" if fault == "missing_all_reduce" else None)
+        loss = loss.detach()
+    return (loss, cp.position_ids) if given else loss
+
+
+def reduce(model: nn.Module, cp: tw.ContextParallel, leave_out: str | None) -> None:
+    """Sum gradients over ranks: a mean of one count each, times the ranks."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or (leave_out and leave_out in name):
+            continue
+        flat = parameter.grad.reshape(-1)
+        everyone = tw.contiguous(cp.world_size * len(flat), cp.world_size)
+        whole = tw.ContextParallel(cp.group, num_tokens=everyone.num_tokens, layout=everyone)
+        total = whole.unshard(flat, 0).reshape(cp.world_size, -1).sum(0)
+        parameter.grad.copy_(total.reshape(parameter.grad.shape))
+
+
+class Case(NamedTuple):
+    """A fault, the model that shows it, and the layer in which it is."""
+
+    fault: str
+    layer: str | None
+    settings: Settings = Settings()
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    @property
+    def split(self) -> Any:
+        return partial(share, fault=self.fault, **self.options)
+
+
+FIRST, SECOND = "layers.0.attention", "layers.1.attention"
+LATER = {"first": 1, "layout": tw.contiguous}
+CASES = (
+    Case("mask_ignored", FIRST),
+    Case("window_ignored", SECOND, Settings(window=WINDOW), LATER),
+    Case("window_per_block", FIRST, Settings(window=WINDOW), {"layout": tw.contiguous}),
+    Case("documents_ignored", FIRST, Settings(documents=True)),
+    Case("sink_dropped", FIRST, Settings(sink=True)),
+    Case("softcap_dropped", SECOND, Settings(softcap=2.0), LATER),
+    Case("scale_wrong", SECOND, Settings(), LATER),
+    Case("shard_only", FIRST),
+    Case("counted_twice", FIRST),
+    Case("gqa_shifted", FIRST, Settings(fused=True)),
+    Case("heads_missing", SECOND, Settings(), LATER),
+    Case("dq_wrong", SECOND, Settings(), LATER),
+    Case("dk_wrong", SECOND, Settings(fused=True), LATER),
+    Case("dv_wrong", SECOND, Settings(), LATER),
+    Case("lse_gradient_lost", SECOND, Settings(), LATER),
+    Case("positions_wrong", FIRST),
+    Case("positions_wrong", "places", Settings(learned=True)),
+    Case("labels_shifted", None, Settings(), {"layout": tw.contiguous}),
+    Case("loss_scaled", None),
+    Case("gradient_scaled", None),
+    Case("no_label_nan", None, Settings(), {"layout": tw.contiguous}),
+    Case("dropout_differs", "layers.0.dropout", Settings(dropout=0.2)),
+    Case("padding_attended", FIRST),
+    Case("order_sensitive_layer", "conv", Settings(conv=True)),
+    Case("missing_all_reduce", "layers.0.mlp_norm"),
+)
+
+
+def copied(model: Model) -> Model:
+    return copy.deepcopy(model)
