@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 4 examples/hf_trainer.py
 
 The text is Python's own standard library: documents of any length, packed into sequences. Then rank
-0 trains the same model with nothing split and prints both losses of every step. Three things are
-not what any other Trainer script has: register, the collator, and a dataloader that hands the same
-documents to every rank.
+0 trains the same model with nothing split and prints both losses of every step. Two lines are not
+what any other Trainer script has: ContextParallel and hf.trainer_args.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tilewise as tw
@@ -34,20 +32,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     use_cache=False,
 )
-
-
-class SplitTrainer(Trainer):
-    """A Trainer whose ranks see the same documents; the collator gives each its own tokens."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        return batches(self.train_dataset, self.data_collator)
-
-
-def batches(documents: Examples, collate: ShardingCollator) -> DataLoader:
-    """Documents packed into sequences, one after the other."""
-    lengths = [len(document["input_ids"]) for document in documents]
-    groups = pack(lengths, collate.layout.num_tokens)
-    return DataLoader(documents, batch_sampler=groups, collate_fn=collate)
 
 
 def documents(num_tokens: int, count: int) -> Examples:
@@ -68,20 +52,13 @@ def train_split(model: LlamaForCausalLM, args: argparse.Namespace) -> list[float
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        train_sampling_strategy="sequential",  # train_whole reads in order
         use_cpu=True,
-        remove_unused_columns=False,
         ddp_find_unused_parameters=False,
-        average_tokens_across_devices=True,  # ranks' shares of the loss and gradients add up
     )
+    texts = documents(args.num_tokens, args.documents)
     cp = tw.ContextParallel(num_tokens=args.num_tokens, mask=tw.Causal())
-    model.set_attn_implementation(hf.register(cp))
-    hf.check_model(model)
-    trainer = SplitTrainer(
-        model=model,
-        args=options,
-        train_dataset=documents(args.num_tokens, args.documents),
-        data_collator=ShardingCollator(cp.layout, cp.rank),
-    )
+    trainer = Trainer(**hf.trainer_args(cp, model, options, train_dataset=texts))
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
@@ -90,9 +67,10 @@ def train_whole(model: LlamaForCausalLM, args: argparse.Namespace) -> Iterator[f
     """The same losses with nothing split: attention of transformers, a loop, AdamW."""
     collate = ShardingCollator(tw.contiguous(args.num_tokens, 1), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    steps = iter(batches(documents(args.num_tokens, args.documents), collate))
-    for _ in range(args.steps):
-        loss = model(**next(steps)).loss
+    texts = documents(args.num_tokens, args.documents)
+    sequences = pack(map(len, (text["input_ids"] for text in texts)), args.num_tokens)
+    for sequence in sequences[: args.steps]:
+        loss = model(**collate([texts[index] for index in sequence])).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

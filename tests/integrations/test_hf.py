@@ -12,9 +12,11 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 from multiprocess.launcher import run_processes
 from support.hf_models import (
     Case,
+    Result,
     build,
     case,
     errors,
+    result,
     run_split,
     run_whole,
     split_in_threads,
@@ -122,6 +124,43 @@ def test_a_bidirectional_model_sees_everything():
         return cp.unshard(out.last_hidden_state, 1)
 
     assert all((got - want).abs().max() < 1e-5 for got in tw.loopback(N, on_rank))
+
+
+def test_rows_padded_on_their_right_become_documents():
+    """The unsplit model gets them as they are; labels of padding count for neither."""
+    rows, lengths = (
+        torch.randint(1, 50, (3, 9), generator=torch.Generator().manual_seed(2)),
+        (9, 4, 6),
+    )
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    labels = rows.masked_fill(mask == 0, -100)
+    whole = build("llama")
+    want = whole(rows, attention_mask=mask, labels=labels)
+    want.loss.backward()
+
+    def on_rank(rank: int, group) -> Result:
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        model = hf.parallelize(build("llama"), cp, f"tilewise_{rank}")
+        out = model(**hf.shard(cp, rows, labels=labels, attention_mask=mask))
+        out.loss.backward()
+        return result(model, hf.unshard(cp, out.logits), out.loss)
+
+    got = summed(tw.loopback(N, on_rank))
+    logits = torch.cat([want.logits[row, :n] for row, n in enumerate(lengths)])
+    assert (got.logits[0, :19] - logits).abs().max() < 1e-5
+    wanted = result(whole, got.logits, want.loss)
+    assert max(errors(got, wanted).values()) < 1e-5
+
+
+def test_padding_that_is_not_on_the_right_is_refused():
+    cp = tw.ContextParallel(num_tokens=6)
+    rows, left = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="row 0 hides a token before its last one"):
+        hf.shard(cp, rows, attention_mask=left)
+    with pytest.raises(ValueError, match=r"\(1, 3\) must have the shape of input_ids \(1, 4\)"):
+        hf.shard(cp, rows, attention_mask=left[:, 1:])
+    with pytest.raises(ValueError, match="have 8 tokens, but the layout is for 6"):
+        hf.shard(cp, rows.expand(2, -1), attention_mask=torch.ones(2, 4))
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():

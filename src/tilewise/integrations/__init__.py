@@ -1,4 +1,4 @@
 """Tilewise inside other libraries, each module imported only by the one who asks for it.
 
-hf and hf_masks: models of transformers; data: data loaders and packed batches.
+hf and the files named after it: models of transformers; data and documents: packed batches.
 """

@@ -25,13 +25,22 @@ from tilewise.integrations.hf_masks import (
     refused_keyword,
     refused_model,
 )
-from tilewise.integrations.hf_proof import Subject, refuted
+from tilewise.integrations.hf_proof import Subject, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for
 
-__all__ = ["LayerMask", "check_model", "parallelize", "register", "shard", "unshard"]
+__all__ = [
+    "LayerMask",
+    "check_model",
+    "parallelize",
+    "register",
+    "shard",
+    "trainer_args",
+    "unshard",
+]
 
 UNREADABLE = "it makes a mask of its own from it, which tilewise cannot run"
 TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
@@ -50,6 +59,33 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     check_model(model)
     _attach(model, cp, name)
     return model
+
+
+def trainer_args(
+    cp: ContextParallel,
+    model: nn.Module,
+    args: Any,
+    *,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+) -> dict[str, Any]:
+    """Keyword arguments for transformers' Trainer, which then runs the model over cp.
+
+        trainer = Trainer(**hf.trainer_args(cp, model, args, train_dataset=documents))
+
+    The model is parallelized. Documents are packed into sequences of cp's length, one a step and
+    data-parallel rank, in an order of their own each epoch, the same on all ranks of cp.
+
+    Args:
+        args: TrainingArguments; a changed copy is returned: one sequence a device, losses averaged
+            by tokens over all devices, no logits from evaluation.
+        train_dataset, eval_dataset: examples by index, as ShardingCollator takes them.
+    Raises:
+        ValueError: as of parallelize; for args that a split sequence cannot honour.
+    """
+    parallelize(model, cp)
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    return {"model": model, **trainer_arguments(cp, args, datasets, is_masked(type(model)))}
 
 
 def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
