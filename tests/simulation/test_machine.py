@@ -170,3 +170,16 @@ def test_between_two_head_dims_the_time_of_a_pair_is_interpolated():
 def test_overheads_out_of_range_are_refused(fields: dict, message: str):
     with pytest.raises(ValueError, match=message):
         Machine("odd", 1, Link(1e9), Link(1e9), (grid(),), **fields)
+
+
+def test_a_tokens_linear_layers_are_counted_in_pairs():
+    h100 = Machine.preset("h100x8")
+    assert h100.linear_pairs(8e9 / 32, 32, 128) == pytest.approx(2 * 8e9 / 32 / (4 * 32 * 128))
+    attention = h100.kernel("bfloat16", False, 128).speed(8192, 8192)
+    twice_as_fast = h100.linear_pairs(8e9 / 32, 32, 128, flops=2 * attention)
+    assert twice_as_fast == pytest.approx(8e9 / 32 / (4 * 32 * 128))
+    for bad in (0.0, float("nan"), -1.0):
+        with pytest.raises(ValueError, match=r"parameters \(.*\) must be a number above 0"):
+            h100.linear_pairs(bad, 32, 128)
+        with pytest.raises(ValueError, match=r"flops \(.*\) must be a number above 0"):
+            h100.linear_pairs(1e9, 32, 128, flops=bad)

@@ -36,6 +36,9 @@ class Link:
     latency: float = 0.0
 
 
+LARGE_TILE = 8192  # rows and keys on which a kernel is about as fast as it gets
+
+
 @dataclass(frozen=True)
 class KernelSpeed:
     """FLOP per second of one dtype and pass over a grid of tile sizes, interpolated in log scale.
@@ -210,6 +213,32 @@ class Machine:
             f"machine {self.name!r} has no {which} kernel speeds for {dtype}, only for {known}; "
             "add a [[kernel]] table for it"
         )
+
+    def linear_pairs(
+        self,
+        parameters: float,
+        num_heads: int,
+        head_dim: int,
+        *,
+        dtype: str = "bfloat16",
+        flops: float | None = None,
+    ) -> float:
+        """Allowed pairs whose attention takes as long as a token's matrix products in a layer.
+
+        Both forward: 2 FLOP a parameter, and 4 num_heads head_dim a pair. The `linear` of tw.tiled.
+
+        Args:
+            parameters: of one layer's matrices.
+            flops: per second of their products; None: attention's own on large tiles.
+        Raises:
+            ValueError: if a number is not above 0, or the machine has no speeds for dtype.
+        """
+        attention = self.kernel(dtype, False, head_dim).speed(LARGE_TILE, LARGE_TILE)
+        flops = attention if flops is None else flops
+        for name, value in (("parameters", parameters), ("num_heads", num_heads), ("flops", flops)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} ({value}) must be a number above 0")
+        return 2 * parameters / flops / (4 * num_heads * head_dim / attention)
 
 
 def _between(kernels: list[KernelSpeed], head_dim: int | None) -> KernelSpeed:

@@ -124,7 +124,8 @@ def post(s: RankBuilder, hop: Transfer, shard: int, place: tuple[int, int]) -> N
 def compute(s: RankBuilder, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
     """Every outer tile: of each of its shards what an inner tile has."""
     for tile, part in product(outer, inner):
-        s.tile(*([x * size + y for x in tile[:2][i] for y in part[:2][i]] for i in Side))
+        q, kv = ([x * size + y for x in tile[:2][i] for y in part[:2][i]] for i in Side)
+        s.tile(q, kv)
 
 
 def joined(steps: tuple[RankStep, ...]) -> list[Tile]:

@@ -4,18 +4,29 @@ Queries, keys and values, and partial results travel, whichever costs least, pas
 read them so that no owner sends to everybody.
 """
 
+from functools import partial
+from math import inf
+
 from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
+from tilewise.strategies.tiling.placement import LEVEL, Balance
 from tilewise.strategies.tiling.planner import placed_layout, placed_plan
 
 MHA = 2.0  # bytes of a KV shard per byte of a query shard, as many KV heads as query heads
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
 
 
-def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
+def tiled(
+    mask: Mask,
+    layout: Layout,
+    *,
+    kv_bytes: float | None = None,
+    slack: float | None = None,
+    linear: float | None = None,
+) -> Plan:
     """Decide which rank computes which block of the table, and move what costs least.
 
     Args:
@@ -23,27 +34,60 @@ def tiled(mask: Mask, layout: Layout, *, kv_bytes: float | None = None) -> Plan:
             a layout that suits the mask.
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 num_kv_heads / num_heads. None:
             volume and attention make the plan anew for the heads that they find.
+        slack: max / mean work - 1 that a rank may have; what is not needed to stay within it is
+            spent on fewer bytes. The most level plan found if none is so level.
+        linear: the work of a token in the rest of the layer, in allowed pairs of one layer, as
+            Machine.linear_pairs says it. A rank's work is its pairs, and this for each row it owns.
+            None, of both: as in the tiled_layout, elsewhere 0.03 and 0.
+    Raises:
+        ValueError: if kv_bytes, slack or linear is out of range.
     """
     require_type(Layout, "layout", layout)
     require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
-    make = triangle_plan if suits(mask, layout) else placed_plan
+    usual = getattr(layout, "balance", LEVEL)
+    balance = _balance(
+        *(u if x is None else x for x, u in zip((slack, linear), usual, strict=True))
+    )
+    make = partial(placed_plan, balance=balance)
+    if suits(mask, layout) and balance == LEVEL:
+        make = triangle_plan
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
     return plan.changed(traits=plan.traits._replace(tuning=HeadTuning(make, MHA)))
 
 
-def tiled_layout(mask: Mask, num_tokens: int, n: int, *, kv_bytes: float = BETWEEN) -> Layout:
+def tiled_layout(
+    mask: Mask,
+    num_tokens: int,
+    n: int,
+    *,
+    kv_bytes: float = BETWEEN,
+    slack: float = LEVEL.slack,
+    linear: float = LEVEL.linear,
+) -> Layout:
     """The rows that each rank best owns under tiled: equally many, whatever the mask.
 
     Args:
         kv_bytes: as for tiled. The default suits MHA and eight query heads per KV head alike; the
             heads' own ratio saves some more bytes.
+        slack, linear: as for tiled, which takes them from the layout.
     """
     require_type(Mask, "mask", mask).check_tokens(num_tokens)
-    if mask == Causal():
+    balance = _balance(slack, linear)
+    if mask == Causal() and balance == LEVEL:
         return triangle_layout(num_tokens, n, _positive(kv_bytes))
-    return placed_layout(mask, num_tokens, n, _positive(kv_bytes))
+    return placed_layout(mask, num_tokens, n, _positive(kv_bytes), balance)
+
+
+def _balance(slack: float, linear: float) -> Balance:
+    if not 0 <= slack < inf:
+        raise ValueError(f"slack ({slack}) must be at least 0 and finite: max / mean work - 1")
+    if not 0 <= linear < inf:
+        raise ValueError(
+            f"linear ({linear}) must be at least 0 and finite: pairs as costly as a token elsewhere"
+        )
+    return Balance(slack, linear)
 
 
 def _positive(kv_bytes: float) -> float:

@@ -87,12 +87,15 @@ class Packed(NamedTuple):
     kept: dict[int, dict[int, int]]  # of those rooms: long document -> rank -> rows
 
 
-def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: float, units) -> Packed:
+def divide(
+    lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: float, units, fill: float = 1.0
+) -> Packed:
     """Share components out: exactly `rooms` tokens a rank, at most (1 + slack) mean area.
 
     Args:
         lengths, areas: rows and allowed pairs of every component.
         units: of every component, if long, the rows kept for each of its ranks.
+        fill: of the mean, the area up to which short components fill ranks at first.
     """
     n, room, kept = len(rooms), np.array(rooms), np.zeros(len(rooms), np.int64)
     mean = float(areas.sum()) / n
@@ -110,7 +113,9 @@ def divide(lengths: np.ndarray, areas: np.ndarray, rooms: list[int], slack: floa
         bases[d] = dict.fromkeys(range(first, free), unit)
         kept[first:free] = unit
     room -= kept
-    parts = _short(lengths, areas, room, np.where(np.arange(n) < free, 0.0, mean), kept, bases)
+    parts = _short(
+        lengths, areas, room, np.where(np.arange(n) < free, 0.0, fill * mean), kept, bases
+    )
     gap = np.full(n, (1 + slack) * mean)
     for p in parts:
         gap[p.rank] -= _triangular(areas[p.document], lengths[p.document], p.start, p.stop)

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import permutations
+from itertools import pairwise, permutations
 from math import inf
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,24 +106,47 @@ class Placement:
         ]
 
 
-def attempt(
-    tables: Sequence[RegionTable], n: int, kv_bytes: float, slack: float, scale: float
-) -> Placement:
+class Balance(NamedTuple):
+    """How level ranks are to be: largest over mean work - 1, and the work of a token in pairs."""
+
+    slack: float = 0.03
+    linear: float = 0.0
+
+    def __str__(self) -> str:
+        """As arguments that follow others; empty if they are the defaults."""
+        return "" if self == LEVEL else f", slack={self.slack}, linear={self.linear}"
+
+    def limit(self, area: float, tokens: float) -> float:
+        """Largest over mean area of ranks that own equally many tokens; area, tokens: means."""
+        return 1 + self.slack * (1 + self.linear * tokens / max(area, 1.0))
+
+
+LEVEL = Balance()
+
+
+class Variant(NamedTuple):
+    """How to pack components into ranks, areas as shares of the mean."""
+
+    slack: float  # over the mean that a rank's area may be
+    scale: float  # rows kept for one rank of a long component, of the most that it may want
+    fill: float = 1.0  # area up to which ranks are filled at first
+
+
+def attempt(tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: Variant) -> Placement:
     """Place the components of any mask, given in the order of their rows.
 
     Args:
         kv_bytes: bytes of a row's k and v beside those of its q.
-        slack: of a rank's area over the mean.
-        scale: rows kept for one rank of a long component, of the most that it may want.
     """
+    slack, scale, fill = variant
     lengths = np.array([t.length for t in tables])
     areas = np.array([float(t.size(t.whole())) for t in tables])
     starts = (np.cumsum(lengths) - lengths).tolist()
     num_tokens, mean = int(lengths.sum()), float(areas.sum()) / n
     rooms = [num_tokens // n + (r < num_tokens % n) for r in range(n)]
     prices = Prices(2 + LSE, kv_bytes, mean)
-    units = scale * np.minimum(rooms[-1], lengths * np.sqrt(mean / np.maximum(areas, 1)))
-    packed = divide(lengths, areas, rooms, slack, units)
+    units = scale * np.minimum(rooms[-1], lengths * np.sqrt(fill * mean / np.maximum(areas, 1)))
+    packed = divide(lengths, areas, rooms, slack, units, fill)
     short, kept, loads = [], [], np.zeros(n)
     for d, start, stop, r in packed.parts:
         short.append(_piece(d, r, starts[d], *tables[d].strip(start, stop)))
@@ -184,59 +208,81 @@ def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Sh
     return _permuted(share, order)
 
 
-VARIANTS = (
-    *((0.018, 0.9), (0.018, 0.8), (0.018, 1.0), (0.005, 0.9), (0.018, 0.7), (0.005, 0.8)),
-    *((0.018, 0.6), (0.005, 1.0), (0.005, 0.7), (0.018, 0.5), (0.005, 0.6), (0.018, 0.4)),
-    *((0.025, 0.9), (0.025, 0.8), (0.025, 1.0), (0.025, 0.7), (0.025, 0.6), (0.0, 0.9), (0.0, 0.8)),
+VARIANTS = tuple(
+    Variant(*x)
+    for x in (
+        *((0.018, 0.9), (0.018, 0.8), (0.018, 1.0), (0.005, 0.9), (0.018, 0.7), (0.005, 0.8)),
+        *((0.018, 0.6), (0.005, 1.0), (0.005, 0.7), (0.018, 0.5), (0.005, 0.6), (0.018, 0.4)),
+        *((0.025, 0.9), (0.025, 0.8), (0.025, 1.0), (0.025, 0.7), (0.025, 0.6)),
+        *((0.0, 0.9), (0.0, 0.8)),
+    )
 )
+SCALES = (1.0, 0.8, 0.6, 0.4)  # tried with a given slack
 APART = (1.0, 0.95, 0.9, 0.8, 0.7)  # rows that fill a rank, of what its area would allow
 TRIES = 152  # of all ranks together: the more ranks, the less is left to chance
 FEW = 16  # ranks up to which all of these are tried
-LIMIT = 1.03  # of the largest area over the mean: what goes beyond it is chosen last
+MARGIN = 0.012  # of the mean area, by which lines may miss
 BUSIEST = 0.35  # what the busiest rank counts beside the mean
 
 
-def place(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Placement | None:
-    """Place a mask's blocks and rows on n ranks: equal tokens, equal areas, few rows moved.
+def place(
+    mask: Mask, num_tokens: int, n: int, kv_bytes: float, balance: Balance
+) -> Placement | None:
+    """Place a mask's blocks and rows on n ranks: equal tokens, level work, few rows moved.
 
     None if it can't be cut for so many ranks (few tokens, or a coarse mask).
     """
     cu = documents(mask, num_tokens)
     if cu is None:
-        return place_tables(tables(mask, num_tokens), n, kv_bytes)
-    return place_documents(cu, n, kv_bytes)
+        return place_tables(tables(mask, num_tokens), n, kv_bytes, balance)
+    return place_documents(cu, n, kv_bytes, balance)
 
 
-def place_documents(cu: np.ndarray, n: int, kv_bytes: float) -> Placement:
+def place_documents(cu: np.ndarray, n: int, kv_bytes: float, balance: Balance) -> Placement:
     """Place causal documents with these boundaries."""
-    dealt = deal(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)), cu, n)
-    rows = [dealt, *(own_rows_apart(cu, n, VARIANTS[0][0], x) for x in APART if n <= FEW)]
-    own = [own_rows(cu, owned, n) for owned in rows]
-    best, simple = min(((_score(p, kv_bytes * keys_read(p)), p) for p in own), key=itemgetter(0))
+    row_areas = np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu))
+    limit = balance.limit(row_areas.sum() / n, cu[-1] / n)
+    rows = [deal(row_areas, cu, n)]
+    if n <= FEW:
+        rows += [own_rows_apart(cu, n, VARIANTS[0].slack, x) for x in APART]
+    if balance != LEVEL:
+        edges = [int(cu[-1]) * r // n for r in range(n + 1)]
+        rows.append([(a, b, r) for r, (a, b) in enumerate(pairwise(edges))])
+    own = (
+        (_score(p, kv_bytes * keys_read(p), limit), p) for p in (own_rows(cu, x, n) for x in rows)
+    )
+    best, simple = min(own, key=itemgetter(0))
     triangles = [Triangle(m) for m in np.diff(cu).tolist()]
-    tiled = place_tables(triangles, n, kv_bytes, max(2, TRIES // n))
-    if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes)):
+    tiled = place_tables(triangles, n, kv_bytes, balance, max(2, TRIES // n))
+    if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes), limit):
         return simple
     return tiled
 
 
 def place_tables(
-    tables: Sequence[RegionTable], n: int, kv_bytes: float, tries: int = 2
+    tables: Sequence[RegionTable], n: int, kv_bytes: float, balance: Balance, tries: int = 2
 ) -> Placement | None:
     """Place the components of any mask; tables in the order of their rows.
 
     None if they have too few rows, or cells, to be cut for so many ranks.
     """
-    candidates = []
-    for slack, scale in VARIANTS[:tries]:
+    area = sum(float(t.size(t.whole())) for t in tables) / n
+    limit = balance.limit(area, sum(t.length for t in tables) / n)
+    variants, candidates = VARIANTS[:tries], []
+    if balance != LEVEL:
+        spare = limit - 1
+        variants = [Variant(max(0.0, spare - MARGIN), x, 1 + spare / 2) for x in SCALES]
+    for variant in variants:
         with suppress(TooSmallError):
-            candidates.append(attempt(tables, n, kv_bytes, slack, scale))
-    return min(candidates, key=lambda p: _score(p, received(p.flows(), n, kv_bytes)), default=None)
+            candidates.append(attempt(tables, n, kv_bytes, variant))
+    return min(
+        candidates, key=lambda p: _score(p, received(p.flows(), n, kv_bytes), limit), default=None
+    )
 
 
-def _score(placement: Placement, load: np.ndarray) -> tuple[float, float]:
+def _score(placement: Placement, load: np.ndarray, limit: float) -> tuple[float, float]:
     """Excess of area beyond the limit, then rows received: mean, and busiest."""
-    over = max(0.0, placement.imbalance - LIMIT)
+    over = max(0.0, placement.imbalance - limit)
     return over, float(load.mean() + BUSIEST * load.max())
 
 

@@ -17,13 +17,20 @@ import numpy as np
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
-from tilewise.masks.base import Mask
+from tilewise.masks.base import Causal, Mask
 from tilewise.masks.components import documents
 from tilewise.plan.ir import Plan
+from tilewise.strategies.tiling.causal.planner import (
+    suits,
+    triangle_layout,
+    triangle_loads,
+    triangle_plan,
+)
 from tilewise.strategies.tiling.ownership import readings
 from tilewise.strategies.tiling.placement import (
     BUSIEST,
-    LIMIT,
+    LEVEL,
+    Balance,
     Placement,
     assign,
     keys_read,
@@ -49,13 +56,16 @@ PARTS = 64  # about so many shards are blocks' sides cut into, on layouts of few
 class PlacedLayout(Layout):
     """A layout, and the placement that it was made from, which is no part of its value."""
 
-    def __init__(self, num_tokens: int, placement: Placement, mask: Mask, kv_bytes: float):
+    def __init__(
+        self, num_tokens: int, placement: Placement, mask: Mask, kv_bytes: float, balance: Balance
+    ):
         runs: list[list[Run]] = [[] for _ in range(placement.world_size)]
         for start, stop, rank in placement.owned:
             runs[rank].append(Run(start, stop - start))
         super().__init__(num_tokens, runs, "tiled_layout")
-        self.placement, self.mask = placement, mask
-        self.call = f"tiled_layout({mask!r}, {num_tokens}, {self.world_size}, kv_bytes={kv_bytes})"
+        self.placement, self.mask, self.balance = placement, mask, balance
+        shape = f"{num_tokens}, {self.world_size}"
+        self.call = f"tiled_layout({mask!r}, {shape}, kv_bytes={kv_bytes}{balance})"
 
 
 class Choice(NamedTuple):
@@ -64,17 +74,27 @@ class Choice(NamedTuple):
     work: ShardOwners
     flows: list[RowReaders]
     total: float  # units moved: a row of q
-    rank: tuple[int, float]  # grains by which the largest area exceeds the limit, units that count
+    rank: tuple[int, float]  # grains by which the largest work exceeds the limit, units that count
 
     @classmethod
-    def of(cls, work: ShardOwners, kv_bytes: float, areas: np.ndarray | None = None) -> Choice:
+    def of(
+        cls, work: ShardOwners, kv_bytes: float, balance: Balance, areas: np.ndarray | None = None
+    ) -> Choice:
         """areas: by rank; None: looked up."""
-        flows = flows_of(work)
-        load = received(flows, len(work.cells), kv_bytes)
+        flows, n = flows_of(work), len(work.cells)
+        load = received(flows, n, kv_bytes)
         areas = areas_of(work) if areas is None else areas
-        over = float(areas.max() / areas.mean()) - LIMIT if areas.any() else 0.0
-        moved = float(load.mean() + BUSIEST * load.max())
-        return cls(work, flows, float(load.sum()), (max(0, ceil(over / GRAIN)), moved))
+        rank = _rank(load, areas, np.bincount(work.homes, work.sizes, n), balance)
+        return cls(work, flows, float(load.sum()), rank)
+
+
+def _rank(
+    load: np.ndarray, areas: np.ndarray, tokens: np.ndarray, balance: Balance
+) -> tuple[int, float]:
+    """Excess and what is moved, of these by rank; load: units received."""
+    busy = areas + balance.linear * tokens
+    over = float(busy.max() / busy.mean()) - (1 + balance.slack) if busy.any() else 0.0
+    return max(0, ceil(over / GRAIN)), float(load.mean() + BUSIEST * load.max())
 
 
 def _better(found: list[Choice], least: Choice) -> Choice:
@@ -83,27 +103,45 @@ def _better(found: list[Choice], least: Choice) -> Choice:
     return min((least, *allowed), key=lambda c: c.rank)
 
 
-def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float) -> Layout:
+def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float, balance: Balance) -> Layout:
     """Equal tokens, and the owners that let a tiled plan move least.
 
     Args:
         kv_bytes: bytes of a row's k and v beside those of its q.
     """
-    placement = place(mask, num_tokens, n, kv_bytes)
-    if placement is not None and documents(mask, num_tokens) is not None:
-        return PlacedLayout(num_tokens, placement, mask, kv_bytes)
-    dealt = balanced(mask, num_tokens, n)
+    placement = place(mask, num_tokens, n, kv_bytes, balance)
     if placement is None:
-        return dealt
-    tiled = PlacedLayout(num_tokens, placement, mask, kv_bytes)
-    return min((tiled, dealt), key=lambda x: _choice(mask, x, kv_bytes).rank)
+        return balanced(mask, num_tokens, n)
+    tiled, other = PlacedLayout(num_tokens, placement, mask, kv_bytes, balance), None
+    if mask == Causal():
+        other = triangle_layout(num_tokens, n, kv_bytes)
+    elif documents(mask, num_tokens) is None:
+        other = balanced(mask, num_tokens, n)
+    if other is None:
+        return tiled
+    return min((tiled, other), key=lambda x: _least(mask, x, kv_bytes, balance)[0])
 
 
-def placed_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
-    """The plan that moves least on this layout of those whose loads are level."""
-    chosen = _choice(mask, layout, kv_bytes)
-    name = f"tiled({mask!r}, {_call(mask, layout)}, kv_bytes={kv_bytes})"
+def placed_plan(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance = LEVEL) -> Plan:
+    """The plan that moves least on this layout of those whose work is level."""
+    _, chosen = _least(mask, layout, kv_bytes, balance)
+    if chosen is None:
+        return triangle_plan(mask, layout, kv_bytes)
+    name = f"tiled({mask!r}, {_call(mask, layout)}, kv_bytes={kv_bytes}{balance})"
     return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
+
+
+def _least(
+    mask: Mask, layout: Layout, kv_bytes: float, balance: Balance
+) -> tuple[tuple[int, float], Choice | None]:
+    """The best rank on a layout, and whose it is; None: that of the causal triangle's own plan."""
+    chosen = _choice(mask, layout, kv_bytes, balance)
+    if suits(mask, layout):
+        load, areas = triangle_loads(layout, kv_bytes)
+        rank = _rank(load, areas, np.array(layout.sizes), balance)
+        if rank <= chosen.rank:
+            return rank, None
+    return chosen.rank, chosen
 
 
 def _call(mask: Mask, layout: Layout) -> str:
@@ -115,23 +153,25 @@ def _call(mask: Mask, layout: Layout) -> str:
     return repr(layout) if same else layout.fingerprint
 
 
-def _choice(mask: Mask, layout: Layout, kv_bytes: float) -> Choice:
-    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+def _choice(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Choice:
+    if isinstance(layout, PlacedLayout) and (layout.mask, layout.balance) == (mask, balance):
         cu = documents(mask, layout.num_tokens)
         if cu is not None:
             return _of_documents(cu, layout, kv_bytes)
-    least = Choice.of(_own_queries(mask, layout), kv_bytes)
-    return _better([Choice.of(w, kv_bytes) for w in _works(mask, layout, kv_bytes)], least)
+    least = Choice.of(_own_queries(mask, layout), kv_bytes, balance)
+    works = _works(mask, layout, kv_bytes, balance)
+    return _better([Choice.of(work, kv_bytes, balance) for work in works], least)
 
 
 def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
     """Of causal documents all is known without looking anything up."""
-    placement = layout.placement
+    placement, balance = layout.placement, layout.balance
     own = own_rows(cu, placement.owned, layout.world_size)
-    tiled = Choice.of(work_of(placement, None, layout), kv_bytes, placement.areas)
-    if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > LIMIT:
+    tiled = Choice.of(work_of(placement, None, layout), kv_bytes, balance, placement.areas)
+    limit = balance.limit(own.areas.mean(), layout.num_tokens / layout.world_size)
+    if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > limit:
         return tiled
-    return _better([tiled], Choice.of(work_of(own, None, layout), kv_bytes, own.areas))
+    return _better([tiled], Choice.of(work_of(own, None, layout), kv_bytes, balance, own.areas))
 
 
 def _own_queries(mask: Mask, layout: Layout) -> ShardOwners:
@@ -144,20 +184,20 @@ def _own_queries(mask: Mask, layout: Layout) -> ShardOwners:
     return ShardOwners(tuple(range(n)), layout.sizes, None, own, table)
 
 
-def _works(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners]:
+def _works(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Iterator[ShardOwners]:
     """Other ways to compute a mask on a layout."""
-    if isinstance(layout, PlacedLayout) and layout.mask == mask:
+    if isinstance(layout, PlacedLayout) and (layout.mask, layout.balance) == (mask, balance):
         placement = layout.placement
     else:
-        placement = _fitted(mask, layout, kv_bytes)
+        placement = _fitted(mask, layout, kv_bytes, balance)
     if placement is not None:
         work = work_of(placement, mask, layout)
         yield work
-        yield refined(work, kv_bytes)
-    yield from _meshes(mask, layout, kv_bytes)
+        yield refined(work, kv_bytes, balance)
+    yield from _meshes(mask, layout, kv_bytes, balance)
 
 
-def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
+def _fitted(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Placement | None:
     """Blocks as they were best placed on a layout of their own, on the ranks that own most of
     their rows; None if the layout's rows lie too far apart for that."""
     n = layout.world_size
@@ -166,7 +206,7 @@ def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
         steps = any(a.start + a.count > b.start for a, b in pairwise(runs))
         if apart or steps or len(runs) > MAX_RANGES:
             return None
-    placement = place(mask, layout.num_tokens, n, kv_bytes)
+    placement = place(mask, layout.num_tokens, n, kv_bytes, balance)
     if placement is None:
         return None
     owned = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
@@ -182,7 +222,7 @@ def _fitted(mask: Mask, layout: Layout, kv_bytes: float) -> Placement | None:
     return replace(fixed, pieces=tuple(pieces))
 
 
-def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners]:
+def _meshes(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Iterator[ShardOwners]:
     """Mesh patterns on parts of every rank's rows, made level."""
     n = layout.world_size
     homes, cuts = [], []
@@ -197,4 +237,4 @@ def _meshes(mask: Mask, layout: Layout, kv_bytes: float) -> Iterator[ShardOwners
         return
     work = ShardOwners(tuple(homes), cut.sizes, tuple(cuts), [{}] * n, table)
     for a in (a for a in range(1, n + 1) if n % a == 0):
-        yield refined(work, kv_bytes, a)
+        yield refined(work, kv_bytes, balance, a)

@@ -10,7 +10,7 @@ from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.strategies.tiling.ownership import Reading
-from tilewise.strategies.tiling.placement import Placement
+from tilewise.strategies.tiling.placement import Balance, Placement
 from tilewise.strategies.tiling.routing import LSE, Cells, ShardOwners
 
 
@@ -78,11 +78,12 @@ def areas_of(work: ShardOwners) -> np.ndarray:
     )
 
 
-LIMIT = 1.02  # of the largest load over the mean, while moving
 MOVES = 24  # per rank that level, and as many that save
 
 
-def refined(work: ShardOwners, kv_bytes: float, a: int | None = None) -> ShardOwners:
+def refined(
+    work: ShardOwners, kv_bytes: float, balance: Balance, a: int | None = None
+) -> ShardOwners:
     """The work with blocks moved until it is level, and then where that saves rows.
 
     Args:
@@ -97,7 +98,7 @@ def refined(work: ShardOwners, kv_bytes: float, a: int | None = None) -> ShardOw
         ranks = np.array([rank_of[pair] for pair in work.table], np.int64)
     else:
         ranks = blocks.mesh(a)
-    blocks.start(ranks, n)
+    blocks.start(ranks, n, balance)
     blocks.level()
     blocks.save()
     own: list[Cells] = [{} for _ in range(n)]
@@ -119,14 +120,16 @@ class BlockMoves:
         self.q, self.kv = np.array(list(table), np.int64).reshape(-1, 2).T
         self.area = np.array([cell.area for cell in table.values()], float)
         self.homes, self.n = np.array(work.homes), 0
-        sizes = np.array(work.sizes, float)
-        self.price = (2 + LSE) * sizes, kv_bytes * sizes
+        self.sizes = np.array(work.sizes, float)
+        self.price = (2 + LSE) * self.sizes, kv_bytes * self.sizes
 
-    def start(self, rank: np.ndarray, n: int) -> None:
+    def start(self, rank: np.ndarray, n: int, balance: Balance) -> None:
         """Let these ranks compute the blocks."""
         self.n, self.rank = n, rank.copy()
-        self.load = np.bincount(rank, self.area, n)
-        self.limit = LIMIT * float(self.area.sum()) / n
+        tokens = np.bincount(self.homes, self.sizes, n)
+        self.load = np.bincount(rank, self.area, n) + balance.linear * tokens
+        most = 1 + balance.slack - min(0.01, balance.slack / 3)
+        self.limit = most * float(self.load.sum()) / n
         self.reads = tuple(np.zeros((n, len(self.homes)), np.int64) for _ in range(2))
         for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
             np.add.at(reads, (rank, shard), 1)

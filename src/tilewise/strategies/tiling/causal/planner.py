@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits
-from tilewise.strategies.tiling.causal.blocks import causal_blocks, score
+from tilewise.strategies.tiling.causal.blocks import areas, causal_blocks, foreign, score
 from tilewise.strategies.tiling.causal.list_scheduling import ChunkBytes, Schedule, schedule
 from tilewise.strategies.tiling.routing import touching
 
@@ -70,6 +72,14 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
     name = f"tiled({mask!r}, contiguous({layout.num_tokens}, {n}), kv_bytes={float(kv_bytes)})"
     script = script_of(lambda: _schedule(n, c, homes, kv_bytes), n)
     return Plan(name, n, 1, (owners, owners), script=script, cuts=cuts, traits=traits)
+
+
+def triangle_loads(layout: Layout, kv_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+    """By rank of that plan: rows received in forward, a row of q being one, and allowed pairs."""
+    n, c, rows = layout.world_size, _num_chunks(layout), layout.num_tokens / layout.world_size
+    blocks = causal_blocks(n, c, *_costs(kv_bytes))
+    received = (2 + LSE) * foreign(blocks, c, 0) + kv_bytes * foreign(blocks, c, 1)
+    return rows * received, (rows / c) ** 2 * areas(blocks)
 
 
 def triangle_layout(num_tokens: int, n: int, kv_bytes: float) -> Layout:
