@@ -64,7 +64,7 @@ def loss(values: list[Tensor]) -> Tensor:
     return torch.cat([x.new_zeros(1) for x in values] + weighed).sum()
 
 
-def gradients(model: Model) -> list[Tensor]:
+def gradients(model: torch.nn.Module) -> list[Tensor]:
     return [x.grad if x.grad is not None else torch.zeros_like(x) for x in model.parameters()]
 
 
@@ -202,3 +202,53 @@ def test_wrong_logits_and_layouts_are_refused_on_every_rank():
 
     first, second = tw.loopback(2, run)
     assert first == second
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_model_of_transformers_runs_over_a_tree(world_size):
+    transformers = pytest.importorskip("transformers")
+    from tilewise.integrations import hf
+
+    def made(attention: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+        )
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention
+        ).double()
+
+    sequences = drawn_sequences(np.random.default_rng(3), 12)
+    tree = tw.Tree.from_sequences(sequences)
+    whole, wanted = made("eager"), []
+    for sequence in sequences:
+        tokens = torch.tensor([sequence])
+        logits = whole(input_ids=tokens, use_cache=False).logits[0]
+        wanted.append(logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0])
+    loss(wanted).backward()
+
+    def run(rank: int, group: tw.Group) -> tuple[list[Tensor], list[Tensor]]:
+        layout = tw.balanced(tree.mask, tree.num_tokens, world_size, chunk=1)
+        cp = tw.ContextParallel(group, num_tokens=tree.num_tokens, mask=tree.mask, layout=layout)
+        model = made(hf.register(cp, f"tree_of_{world_size}_{rank}"))
+        tokens, position_ids = tree.shard(cp)
+        out = model(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False)
+        values = tree.log_probs(out.logits, cp)
+        loss(values).backward()
+        return [x.detach() for x in values], gradients(model)
+
+    results = tw.loopback(world_size, run)
+    for values, _ in results:
+        for value, want in zip(values, wanted, strict=True):
+            torch.testing.assert_close(
+                value, want.detach(), rtol=1e-7, atol=1e-7
+            )  # its norms are fp32
+    summed = [sum(parts) for parts in zip(*(grads for _, grads in results), strict=True)]
+    for grad, want in zip(summed, gradients(whole), strict=True):
+        assert (grad - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1)

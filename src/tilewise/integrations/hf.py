@@ -29,6 +29,7 @@ from tilewise.integrations.hf_proof import Subject, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
+from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import transport_for
 
@@ -130,7 +131,8 @@ def register(cp: ContextParallel, name: str = "tilewise") -> str:
     """Make attn_implementation=name run the attention of a model over cp; return name.
 
     A name stands for one cp: register again to replace it (another length), or take another name
-    for a second one. The mask is each layer's own; cp.mask serves layout and strategy.
+    for a second one. The mask is each layer's own; cp.mask serves layout and strategy. A cp.mask of
+    Slices (a tree's) says itself what each token sees: it takes the place of causal masks.
 
     Raises:
         ImportError: without transformers.
@@ -234,6 +236,8 @@ class LayerMask:
         error = self.refused_length(position_ids)
         if error is not None:
             pass
+        elif isinstance(self.cp.mask, Slices):
+            error = self._refused_slices(cu_seqlens)
         elif position_ids is not None and position_ids.ndim != 2:
             error = f"position_ids have {position_ids.ndim} dimensions; pass [batch, num_rows]"
         elif cu_seqlens is not None and position_ids is not None:
@@ -249,7 +253,23 @@ class LayerMask:
             "position_ids": "none" if position_ids is None else "given",
         }
         agree(transport_for(self.cp.group), fields, error)
+        if isinstance(self.cp.mask, Slices):
+            return self.cp.mask
         return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
+
+    def _refused_slices(self, cu_seqlens: Tensor | None) -> str | None:
+        """Why cp.mask, which says itself what each token sees, cannot stand for the layer's."""
+        if self.mask != Causal():
+            return (
+                f"a layer asks for {self.mask!r}, but cp.mask is Slices (of a tree, say), which "
+                "takes the place of Causal() alone; use a model without windows, or another mask"
+            )
+        if cu_seqlens is not None:
+            return (
+                "the batch has cu_seq_lens_q and cp.mask is Slices: both say which tokens belong "
+                "together; pass input_ids and position_ids alone"
+            )
+        return None
 
     def _with_documents(self, cu_seqlens: tuple[int, ...]) -> Mask:
         wanted = documents_of(self.cp.mask)
