@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from operator import index
 from types import MappingProxyType
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -13,6 +14,9 @@ DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 Moves: TypeAlias = Literal["kv", "q"]
 Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather"]
+
+MOST_RANKS = 1 << 17
+"""More than any cluster has: a plan of a mistyped number of ranks would take minutes to make."""
 
 # What makes one, by the name of the kind.
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -55,3 +59,15 @@ def require_range(what: str, value: float, least: float = 1, most: float | None 
     if not least <= value <= (math.inf if most is None else most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{what} ({value}) must be {bounds}")
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """The value as an int; True and False are none.
+
+    Raises:
+        ValueError: "rows (1.5) must be a whole number, at least 1", or as require_range.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} ({value!r}) must be a whole number, at least {least}")
+    require_range(name, index(value), least, most)
+    return index(value)

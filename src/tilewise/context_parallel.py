@@ -236,7 +236,7 @@ class ContextParallel:
             v,
             plan=plan,
             layout=self.layout,
-            mask=mask or self.mask,
+            mask=self.mask if mask is None else mask,
             group=self.group,
             softmax_scale=softmax_scale,
             return_lse=return_lse,

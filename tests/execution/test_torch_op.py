@@ -195,3 +195,30 @@ def test_compiled_code_says_what_it_cannot_do():
         torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v)
     undecided.cp.plan(q, k)
     assert torch.compile(undecided, fullgraph=True, backend="eager")(q, k, v).isfinite()
+
+
+LOSSES = {
+    "sum": lambda out, lse: out.sum(),
+    "square": lambda out, lse: out.square().sum(),
+    "lse": lambda out, lse: lse.sum(),
+    "both": lambda out, lse: out.sum() + lse.square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_a_second_derivative_is_an_error_and_never_missing(loss: str, wanted: str):
+    tensors = {name: torch.randn(4, 2, 4, dtype=torch.float64) for name in "qkv"}
+    together = {"plan": tw.ring(1), "layout": tw.contiguous(4, 1), "mask": tw.Causal()}
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        return LOSSES[loss](*tw.attention(**{**tensors, wanted: x}, **together, return_lse=True))
+
+    x = tensors[wanted].clone().requires_grad_()
+    (plain,) = torch.autograd.grad(value(x), x)
+    (gradient,) = torch.autograd.grad(value(x), x, create_graph=True)
+    assert torch.equal(gradient, plain) and gradient.requires_grad
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        (value(x) + gradient.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        torch.autograd.functional.hvp(value, tensors[wanted], tensors[wanted])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, boundaries, layouts, masks
 
 from tilewise.layouts import cells as shard_cells
-from tilewise.layouts.layout import Layout, contiguous, from_positions, striped, zigzag
+from tilewise.layouts.layout import Layout, Run, contiguous, from_positions, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.tables import PerHead
 
@@ -122,3 +122,17 @@ def test_large_layouts_are_counted_exactly():
         layout = make(num_tokens, 64)
         cells = shard_cells.cells(mask, layout, layout)
         assert sum(cell.area for cell in cells.values()) == total
+
+
+@pytest.mark.parametrize(
+    "run", [Run(3, 2, -1), Run(0, 2, 0), Run(-1, 2), Run(3, 2), Run(0, 3, 2), Run(1, -2)]
+)
+def test_a_run_that_descends_or_leaves_the_sequence_is_refused(run: Run):
+    with pytest.raises(ValueError, match=r"shard 1 has Run\(.*ascends within the positions 0..3"):
+        Layout(4, [[Run(0, 1)], [run]])
+
+
+def test_descending_rows_are_runs_of_one_token():
+    layout = from_positions(6, [[5, 4, 3], [2, 0, 1]])
+    assert layout.is_partition
+    assert layout.rows(0).tolist() == [5, 4, 3]

@@ -203,3 +203,19 @@ def test_per_head_area_is_a_whole_number_where_it_can_be():
     whole = PerHead([Full(), Document([0, 1, 2, 3])]).area((0, 3), (0, 3))
     assert whole == 6 and isinstance(whole, int)
     assert PerHead([Full(), Causal()]).areas([0, 3], [0, 1, 3]).tolist() == [[3, 4.5]]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda a, b: a and b,
+        lambda a, b: a or b,
+        lambda a, b: not a,
+        lambda a, b: a if b else None,
+        lambda a, b: any([a, b]),
+    ],
+)
+def test_masks_are_neither_true_nor_false(use):
+    for mask in (Causal(), Document([0, 4]), PerHead([Full()])):
+        with pytest.raises(TypeError, match=r"write a & b and a \| b"):
+            use(mask, Full())

@@ -15,6 +15,7 @@ from tilewise.plan.ir import (
     Side,
     Step,
     Tile,
+    Traits,
     Transfer,
     own_shards,
 )
@@ -100,7 +101,10 @@ def test_memo_keeps_the_most_recent():
 
 
 def test_fingerprints_tell_plans_apart_and_do_not_build_a_script():
-    unbuildable = Plan("ring of anything", 4, 1, own_shards(4), script=lambda rank: 1 // 0)
+    proven = Traits(proven=True)
+    unbuildable = Plan(
+        "ring of anything", 4, 1, own_shards(4), script=lambda rank: 1 // 0, traits=proven
+    )
     assert "ring of anything" in unbuildable.fingerprint
     pruned = [tw.prune(tw.ring(3), m, tw.contiguous(9, 3)) for m in (tw.Causal(), tw.Window(1, 0))]
     assert pruned[0].fingerprint != pruned[1].fingerprint

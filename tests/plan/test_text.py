@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from random import Random
+from typing import Any
 
 import pytest
 from conformance.table import plans
@@ -123,3 +126,80 @@ def test_what_is_read_is_not_yet_right():
     plan = tw.parse(GRID.replace("kv1*>1", "."))
     with pytest.raises(tw.PlanError, match="left on"):
         tw.check(plan)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_json_is_refused_or_a_plan_like_any_other(seed: int):
+    random = Random(seed)
+    plan = tw.prune(tw.ulysses(2, inner=tw.ring(2)), tw.Causal(), tw.zigzag(16, 4))
+    for _ in range(10):
+        data = json.loads(tw.to_json(plan))
+        _damage(data, random)
+        try:
+            read = tw.from_json(json.dumps(data))
+        except ValueError as error:  # PlanError is one
+            assert str(error) and "Error(" not in str(error)
+            continue
+        for use in USES:
+            try:
+                use(read)
+            except ValueError as error:
+                assert str(error)
+
+
+DAMAGE = (None, -1, 10**11, 1.5, "x", {}, [], True, [[]], 0, 3, [0], "0", [[0, 1, 2]])
+USES = (
+    tw.show,
+    hash,
+    tw.to_json,
+    tw.check,
+    lambda plan: tw.check(plan, tw.Causal(), tw.zigzag(16, 4)),
+    lambda plan: tw.prune(plan, tw.Causal(), tw.zigzag(16, 4)),
+    lambda plan: [tw.lower(plan, rank) for rank in range(plan.world_size)],
+    lambda plan: tw.volume(plan, tw.Workload(16, 2, 2, 4, mask=tw.Causal())),
+)
+
+
+def _damage(data: Any, random: Random) -> None:
+    """Replace or delete an entry, at any depth."""
+    while True:
+        keys = [*data] if isinstance(data, dict) else range(len(data))
+        if not keys:
+            return
+        key = random.choice(keys)
+        deeper = isinstance(data[key], dict | list) and random.random() < 0.8
+        if not deeper:
+            break
+        data = data[key]
+    if random.random() < 0.2:
+        del data[key]
+    else:
+        data[key] = copy.deepcopy(random.choice(DAMAGE))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kv0>1", "kv0>2", "step 0: kv0 from rank 0 to rank 2: there are 2 ranks"),
+        ("q1xkv1", "q1xkv9", "step 0, rank 1: tile q1 x kv9 reads kv9: there is no such shard"),
+        ("q1xkv1", "q1xkv1/3", "reads q1/3: there is no such head group; they are 0..0"),
+        ("kv1*>1", "kv1*[5:2]>1", "are not ascending ranges"),
+        ("kv held by: 0 1", "kv held by: 0 5", "kv1 is owned by rank 5 of 2"),
+        ("head groups: 1", "head groups: 0", "num_head_groups (0) must be at least 1"),
+    ],
+)
+def test_text_that_names_what_there_is_not_says_where(old: str, new: str, message: str):
+    text = tw.show(tw.ring(2))
+    assert old in text
+    with pytest.raises(ValueError) as error:
+        tw.parse(text.replace(old, new))
+    assert message in str(error.value)
+
+
+def test_an_entry_of_a_wrong_type_is_named_with_its_value():
+    data = json.loads(tw.to_json(tw.ring(2)))
+    data["steps"][0]["transfers"][1]["src"] = "x"
+    with pytest.raises(
+        ValueError, match=r"steps\[0\]\.transfers\[1\]\.src \('x'\) must be a whole"
+    ):
+        tw.from_json(json.dumps(data))

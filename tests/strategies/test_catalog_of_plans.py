@@ -234,10 +234,10 @@ def test_only_tree_has_results_and_replicated_queries(n: int):
         (lambda: tw.balanced_ring(0), r"world_size \(0\) must be at least 1"),
         (lambda: tw.tree(0), r"world_size \(0\) must be at least 1"),
         (lambda: tw.ring(4, moves="k"), r"moves \('k'\) must be 'kv' or 'q'"),
-        (lambda: tw.double_ring(0, 2), r"num_nodes \(0\) and node_size \(2\)"),
-        (lambda: tw.attention2d(2, 0), r"rows \(2\) and columns \(0\)"),
+        (lambda: tw.double_ring(0, 2), r"num_nodes \(0\) must be at least 1"),
+        (lambda: tw.attention2d(2, 0), r"columns \(0\) must be at least 1"),
         (lambda: tw.mesh(6, q_tile=4), r"q_tile \(4\) must divide world_size \(6\).*1, 2, 3, 6"),
-        (lambda: tw.mesh(6, q_tile=0), r"q_tile \(0\) must divide"),
+        (lambda: tw.mesh(6, q_tile=0), r"q_tile \(0\) must be at least 1"),
         (lambda: tw.mesh(6, q_tile=2, schedule="lazy"), r"schedule \('lazy'\) must be one of gre"),
         (lambda: tw.ulysses(0), r"degree \(0\) must be at least 1"),
         (

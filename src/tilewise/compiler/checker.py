@@ -14,6 +14,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.numbers import check_numbers
 from tilewise.plan.row_ranges import ALL, covers, union
 
 
@@ -46,6 +47,25 @@ def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) ->
     _check(plan, cells, (q_layout.sizes, kv_layout.sizes))
 
 
+def check_before_run(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> None:
+    """As check_shards, once for all that a plan is for; strategies' own plans are proven by tests.
+
+    A plan that computes every pair needs no check of what a mask leaves.
+    """
+    if plan.traits.proven or plan.memo("exact", (), lambda: _computes_all(plan)):
+        return
+    plan.memo("checked", (mask, layouts), lambda: check_shards(plan, mask, *layouts))
+
+
+def _computes_all(plan: Plan) -> bool:
+    """Whether a plan is right for every mask and layout."""
+    try:
+        _check(plan, None)
+    except PlanError:
+        return False
+    return not any(hop.rows for step in plan.steps for hop in step.transfers)
+
+
 Cells = Mapping[tuple[int, int], Cell]
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -53,6 +73,7 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 def _check(plan: Plan, cells: Cells | None, sizes: Sizes | None = None) -> None:
     steps = plan.steps
     try:
+        check_numbers(plan, steps)
         _Execution(plan, cells, sizes).all_steps()
     except PlanError as error:
         raise error.in_grid(plan.name, steps, plan.world_size) from None
@@ -70,10 +91,6 @@ class _Execution:
         for side in Side:
             for shard, holders in enumerate(plan.owners[side]):
                 for rank in holders:
-                    if not 0 <= rank < plan.world_size:
-                        item = operand(side, shard)
-                        message = f"{item} is owned by rank {rank} of {plan.world_size}"
-                        raise PlanError(message, 0, rank, item)
                     for heads in self.groups:
                         self.held[rank][operand(side, shard, heads)] = ALL
 
@@ -88,12 +105,6 @@ class _Execution:
             if hop.item.role is Role.PARTIAL and not self.parts[hop.src].pop(hop.item, 0):
                 message = f"step {number}: {hop.item} leaves rank {hop.src} twice; a partial moves"
                 raise PlanError(message, number, hop.src, hop.item)
-        if len(step.tiles) != self.plan.world_size:
-            message = (
-                f"step {number} has tiles for {len(step.tiles)} ranks of {self.plan.world_size}"
-            )
-            rank = min(len(step.tiles), self.plan.world_size - 1)
-            raise PlanError(message, number, rank, operand(Side.Q, 0))
         for rank, tiles in enumerate(step.tiles):
             for tile in tiles:
                 self._tile(number, rank, tile)
@@ -105,17 +116,12 @@ class _Execution:
 
         def fail(reason: str) -> PlanError:
             message = f"step {number}: {hop.item} from rank {hop.src} to rank {hop.dst}: {reason}"
-            rank = hop.src if 0 <= hop.src < self.plan.world_size else None
-            return PlanError(message, number, rank, hop.item)
+            return PlanError(message, number, hop.src, hop.item)
 
         side, role, shard, heads = hop.item
-        if not (0 <= hop.src < self.plan.world_size and 0 <= hop.dst < self.plan.world_size):
-            raise fail(f"there are {self.plan.world_size} ranks")
         if hop.src == hop.dst:
             raise fail("a rank does not send to itself")
-        if unknown := self._unknown(hop.item):
-            raise fail(unknown)
-        if hop.rows is not None and not self._are_rows(side, shard, hop.rows):
+        if hop.rows is not None and hop.rows[-1][1] > self._size(side, shard):
             raise fail(f"rows {hop.rows} are not ascending ranges of its own")
         if role is Role.OPERAND:
             if hop.item not in self.held[hop.src]:
@@ -138,35 +144,24 @@ class _Execution:
             raise fail(f"rows {hop.rows} leave some of its contributions behind")
         return stored
 
-    def _are_rows(self, side: Side, shard: int, rows: Rows) -> bool:
-        """Whether rows are ascending ranges, disjoint, not empty, within the shard if known."""
-        ends = [0, *(end for pair in rows for end in pair)]
-        last = ends[-1] if self.sizes is None else self.sizes[side][shard]
-        in_order = all(start < stop for start, stop in rows) and ends == sorted(ends)
-        return len(rows) > 0 and in_order and ends[-1] <= last
+    def _size(self, side: Side, shard: int) -> int:
+        return ALL[-1][1] if self.sizes is None else self.sizes[side][shard]
 
     def _tile(self, number: int, rank: int, tile: Tile) -> None:
         for q in tile.q:
             for kv in tile.kv:
                 items = operand(Side.Q, q, tile.heads), operand(Side.KV, kv, tile.heads)
                 for item, cell_rows in zip(items, self._reads(q, kv), strict=True):
-                    if not covers(self.held[rank].get(item, ()), cell_rows):
-                        reason = self._unknown(item) or self._absent(number, rank, item)
+                    # Also where no row is read: unless pruned, the executor looks the item up.
+                    held = self.held[rank].get(item)
+                    if held is None or not covers(held, cell_rows):
+                        reason = self._absent(number, rank, item)
                         tile_name = f"step {number}, rank {rank}: tile q{q} x kv{kv}"
                         message = f"{tile_name} reads {item}: {reason}"
                         raise PlanError(message, number, rank, item)
                 self._once(number, rank, Tile((q,), (kv,), tile.heads))
                 self.parts[rank][partial(Side.Q, q, tile.heads)] |= 1 << kv
                 self.parts[rank][partial(Side.KV, kv, tile.heads)] |= 1 << q
-
-    def _unknown(self, item: Item) -> str | None:
-        """Why a plan has no such item, if it has none."""
-        num_shards, name = self.plan.num_shards(item.side), item.side.name.lower()
-        if not 0 <= item.shard < num_shards:
-            return f"there is no such shard; {name} shards are 0..{num_shards - 1}"
-        if item.heads not in self.groups:
-            return f"there is no such head group; they are 0..{len(self.groups) - 1}"
-        return None
 
     def _absent(self, number: int, rank: int, item: Item) -> str:
         """Why an operand that a tile reads cannot be read."""

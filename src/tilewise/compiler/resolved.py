@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tilewise.compiler.checker import check_before_run
 from tilewise.compiler.pruning import prune_shards
 from tilewise.compiler.shards import check_made_for, shard_layouts
 from tilewise.layouts.layout import Layout
@@ -89,6 +90,7 @@ def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
     if plan.made_for and call.kv_layout not in (None, call.layout):
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
+    check_before_run(plan, call.mask, layouts)
     groups = head_groups(*heads, plan.num_head_groups)
     payload = Payload(False, *groups.size, call.head_dim, call.dtype, call.wire_dtype)
     return ResolvedPass(plan, call.mask, layouts, groups, payload)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import Save, Validate, dtype_name
-from tilewise.compiler.checker import check_shards
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.execution.allocator import Allocator
 from tilewise.execution.sinks import SinkKind, check_sink
@@ -113,10 +112,6 @@ def make_problem(
     check_mask_heads(call.mask, shape.num_kv_heads)
     check_dtype("wire_dtype", shape.wire_dtype)
     check_sink(call.sink, num_heads, dtype, q.device.type)
-    for plan in (passes[0].plan, passes[1].plan):
-        if not plan.scripted:
-            where = call.mask, layouts
-            plan.memo("checked", where, lambda p=plan: check_shards(p, call.mask, *layouts))
     scale = checked_scale(call.softmax_scale, head_dim)
     return Problem(passes, scale, call.prune, _kernel(call, q, head_dim))
 

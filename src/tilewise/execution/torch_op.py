@@ -4,13 +4,12 @@ What it computes is fixed by a Call, a constant to the compiler: another one com
 the ranks have not agreed yet (in a compiled graph), the operator itself lets them, at every run.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
-from torch.autograd.function import once_differentiable
 
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
@@ -75,14 +74,37 @@ class _Attention(torch.autograd.Function):
         return out, lse, *kept
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *kept = ctx.saved_tensors  # read once: checkpointing allows no more
         saved = q, k, v, out, lse, kept
-        grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call)
+        with torch.no_grad():
+            grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call)
+        if torch.is_grad_enabled():  # create_graph
+            grads = _OnceDifferentiable.apply(*grads, q, k, v, dout, dlse)
         return *grads, None
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are, and an error for who differentiates them.
+
+    torch's once_differentiable leaves gradients without a graph where the incoming gradient has
+    none, as that of out.sum(): a second derivative would then lack a term, and nobody would know.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            "attention has no second derivative: its gradients can be computed, but not be "
+            "differentiated (create_graph=True, hvp, hessian); take dense attention for that"
+        )
 
 
 def _autograd(

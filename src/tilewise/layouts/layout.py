@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tilewise.arguments import MOST_RANKS, whole_number
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.row_ranges import to_ranges
 
@@ -31,16 +32,25 @@ class Layout(OpaqueValue):
 
     Args:
         num_tokens: length of the whole sequence, at least 1.
-        runs: per shard its rows as arithmetic progressions; a shard may be empty.
+        runs: per shard its rows as ascending arithmetic progressions; a shard may be empty.
         name: for messages; equality and hash ignore it.
+    Raises:
+        ValueError: if a run descends, repeats a position or leaves the sequence.
     """
 
     def __init__(self, num_tokens: int, runs: Iterable[Iterable[Run]], name: str = "layout"):
-        self.num_tokens = _at_least_one("num_tokens", num_tokens)
+        self.num_tokens = whole_number("num_tokens", num_tokens)
         self.runs = tuple(tuple(Run(*map(index, r)) for r in shard if r[1]) for shard in runs)
         self.name = name
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
-        _at_least_one("world_size", len(self.runs))
+        whole_number("world_size", len(self.runs))
+        for shard, run in ((s, run) for s, runs in enumerate(self.runs) for run in runs):
+            last = run.start + (run.count - 1) * run.stride
+            if run.count < 1 or run.stride < 1 or not 0 <= run.start <= last < self.num_tokens:
+                raise ValueError(
+                    f"{name}: shard {shard} has {run}, but a run ascends within the positions "
+                    f"0..{self.num_tokens - 1}; write descending rows as runs of one token each"
+                )
 
     @property
     def world_size(self) -> int:
@@ -155,13 +165,13 @@ def contiguous(num_tokens: int, n: int) -> Layout:
 
 def zigzag(num_tokens: int, n: int) -> Layout:
     """Rank r owns parts r and 2n-1-r of 2n: equal work for every rank under a causal mask."""
-    parts = _parts(num_tokens, 2 * _at_least_one("n", n))
+    parts = _parts(num_tokens, 2 * _num_ranks(n))
     return Layout(num_tokens, [[parts[r], parts[2 * n - 1 - r]] for r in range(n)], "zigzag")
 
 
 def striped(num_tokens: int, n: int) -> Layout:
     """Rank r owns the tokens t with t mod n = r."""
-    _at_least_one("n", n)
+    _num_ranks(n)
     return Layout(
         num_tokens, [[Run(r, len(range(r, num_tokens, n)), n)] for r in range(n)], "striped"
     )
@@ -175,7 +185,7 @@ def from_positions(
 
 
 def _parts(num_tokens: int, n: int) -> list[Run]:
-    size, longer = divmod(_at_least_one("num_tokens", num_tokens), _at_least_one("n", n))
+    size, longer = divmod(whole_number("num_tokens", num_tokens), _num_ranks(n))
     starts = [i * size + min(i, longer) for i in range(n + 1)]
     return [Run(a, b - a) for a, b in pairwise(starts)]
 
@@ -190,7 +200,5 @@ def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:
     return clipped
 
 
-def _at_least_one(what: str, value: int) -> int:
-    if not hasattr(value, "__index__") or index(value) < 1:
-        raise ValueError(f"{what} ({value!r}) must be a whole number, at least 1")
-    return index(value)
+def _num_ranks(n: int) -> int:
+    return whole_number("n", n, most=MOST_RANKS)

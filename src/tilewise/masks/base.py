@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -65,6 +65,12 @@ class Mask(OpaqueValue, ABC):
     def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
         """int8 table over the cells between the edges: 0 empty, 1 partial, 2 full; exact."""
         return area.coverage(self.strips(), q_edges, k_edges)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a mask is neither true nor false; write a & b and a | b in place of a and b, a or b, "
+            "and mask is None to ask whether there is one"
+        )
 
     def __and__(self, other: Mask) -> Mask:
         return self._with(other, And)

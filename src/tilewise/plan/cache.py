@@ -18,6 +18,7 @@ Kind = Literal[
     # of the plan and heads, a mask and layouts
     "tuned",  # the plan made anew, by bytes of KV
     "cells",  # what the mask leaves of the table
+    "exact",  # whether for any mask and layout
     "checked",
     "pruned",
     "halves",  # rows of every transfer under a causal mask

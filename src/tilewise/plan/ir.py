@@ -10,8 +10,9 @@ from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from tilewise.arguments import MOST_RANKS, Save, whole_number
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.cache import Kind, PlanCache
 from tilewise.plan.grid import marked_grid
@@ -148,7 +149,8 @@ class PlanError(ValueError):
 
 def own_shards(world_size: int) -> Owners:
     """Shard s of both sides is held by rank s alone."""
-    side = tuple((rank,) for rank in range(world_size))
+    n = whole_number("world_size", world_size, most=MOST_RANKS)
+    side = tuple((rank,) for rank in range(n))
     return side, side
 
 
@@ -179,12 +181,14 @@ class Traits(NamedTuple):
             who compose plans.
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
+        proven: tests prove what the strategy makes; any other plan is checked before it first runs.
     """
 
     shifts: tuple[Shift, ...] = ()
     head_split: tuple[int, Plan] | None = None
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
+    proven: bool = False
 
 
 NO_TRAITS = Traits()
@@ -238,8 +242,10 @@ class Plan(OpaqueValue):
         replicated_queries: bool = False,
         traits: Traits = NO_TRAITS,
     ):
-        if world_size < 1:
-            raise ValueError(f"world_size ({world_size}) must be at least 1")
+        world_size = whole_number("world_size", world_size, most=MOST_RANKS)
+        num_head_groups = whole_number("num_head_groups", num_head_groups, most=MOST_RANKS)
+        if default_save not in get_args(Save):
+            raise ValueError(f"default_save ({default_save!r}) must be one of {get_args(Save)}")
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
         if traits.shifts and (cuts is not None or owners != own_shards(world_size)):
@@ -265,8 +271,8 @@ class Plan(OpaqueValue):
 
     @property
     def fingerprint(self) -> str:
-        """A short text, equal for equal plans of one origin; it builds no script's steps."""
-        if self.scripted:
+        """A short text, equal for equal plans of one origin; it builds no strategy's steps."""
+        if self.scripted and self.traits.proven:
             return self.name
         return self.memo("fingerprint", (), self._digested_name)
 

@@ -4,9 +4,26 @@ import json
 from typing import Any
 
 from tilewise.arguments import require_type
+from tilewise.json_shapes import OrNull, require_shape
 from tilewise.plan.ir import Item, Plan, Role, Side, Step, Tile, Transfer
+from tilewise.plan.numbers import checked
 
 FORMAT = "tilewise plan 1"
+
+_ROWS = [(int, int)]
+_HOP = {"side": str, "role": str, "shard": int, "heads": int, "src": int, "dst": int}
+_SHAPE = {
+    "name": str,
+    "world_size": int,
+    "num_head_groups": int,
+    "owners": {side.name: [[int]] for side in Side},
+    "cuts": OrNull(_ROWS),
+    "save": str,
+    "replicated_queries": bool,
+    "steps": [
+        {"tiles": [[([int], [int], int)]], "transfers": [{**_HOP, "rows": OrNull(_ROWS)}]},
+    ],
+}
 
 
 def to_json(plan: Plan) -> str:
@@ -34,16 +51,19 @@ def from_json(text: str) -> Plan:
     """The plan that to_json wrote.
 
     Raises:
-        ValueError: if the text is no such object.
+        ValueError: if the text is no such object, naming the entry and its value; a PlanError if
+            an entry names a rank, a shard or a head group that there is not.
     """
     try:
         data = json.loads(text)
+        require_shape(data, {"format": str}, "plan")
         if data["format"] != FORMAT:
             raise ValueError(f"format is {data['format']!r}, not {FORMAT!r}")
-        return Plan(
-            str(data["name"]),
-            int(data["world_size"]),
-            int(data["num_head_groups"]),
+        require_shape(data, _SHAPE, "plan")
+        plan = Plan(
+            data["name"],
+            data["world_size"],
+            data["num_head_groups"],
             (_tuples(data["owners"]["Q"]), _tuples(data["owners"]["KV"])),
             [
                 Step(
@@ -56,8 +76,9 @@ def from_json(text: str) -> Plan:
             default_save=data["save"],
             replicated_queries=data["replicated_queries"],
         )
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
-        raise ValueError(f"not a plan in JSON: {error!r}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a plan in JSON: {error}") from None
+    return checked(plan)
 
 
 def _write(hop: Transfer) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from tilewise.arguments import require_type
 from tilewise.plan.grid import grid
 from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.numbers import checked
 
 _TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
 _HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[([\d:,]+)\])?>(\d+)$")
@@ -45,7 +46,8 @@ def parse(text: str) -> Plan:
     """The plan that show wrote.
 
     Raises:
-        ValueError: naming the line that cannot be read.
+        ValueError: naming the line that cannot be read; a PlanError if it names a rank, a shard or
+            a head group that there is not.
     """
     lines = [line.rstrip() for line in text.strip().splitlines()]
     head = {}
@@ -65,7 +67,7 @@ def parse(text: str) -> Plan:
         ) from None
     steps = [_step(number, line, world) for number, line in enumerate(lines[1:])]
     save = head.get("save", "replay")
-    return Plan(
+    plan = Plan(
         name,
         world,
         groups,
@@ -75,6 +77,7 @@ def parse(text: str) -> Plan:
         default_save=save,
         replicated_queries="queries" in head,
     )
+    return checked(plan)
 
 
 def _held_by(owners: Sequence[Sequence[int]]) -> str:

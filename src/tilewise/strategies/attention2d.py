@@ -10,6 +10,7 @@ shard whose owner is in its column stays, and only the others are exchanged.
 import math
 from itertools import pairwise
 
+from tilewise.arguments import whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
@@ -21,9 +22,7 @@ def attention2d(rows: int, columns: int) -> Plan:
     Bytes per rank: columns - 1 query shards, rows - 1 KV shards (rows if the rank's own KV is not
     in its column), and as many partials.
     """
-    if min(rows, columns) < 1:
-        raise ValueError(f"rows ({rows}) and columns ({columns}) must be at least 1")
-    n = rows * columns
+    n = whole_number("rows", rows) * whole_number("columns", columns)
 
     def holders(column: int) -> dict[int, int]:
         """KV shard -> the member of the column that holds it during the gather.
@@ -71,7 +70,8 @@ def attention2d(rows: int, columns: int) -> Plan:
             s.recv(partial(Side.KV, rank), away)
         return s.done()
 
-    name, traits = f"attention2d({rows}, {columns})", Traits(_shifts(rows, columns))
+    name = f"attention2d({rows}, {columns})"
+    traits = Traits(_shifts(rows, columns), proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
 
 

@@ -66,4 +66,5 @@ def balanced_ring(world_size: int) -> Plan:
         return s.done()
 
     shifts = (Shift(1, n),) if n == 2 else ()  # two ranks are a ring; of more, those below help
-    return Plan(f"balanced_ring({n})", n, 1, own_shards(n), script=script, traits=Traits(shifts))
+    traits = Traits(shifts, proven=True)
+    return Plan(f"balanced_ring({n})", n, 1, own_shards(n), script=script, traits=traits)

@@ -1,5 +1,6 @@
 """Double ring: rings of KV inside each node, while whole nodes' shards go round between nodes."""
 
+from tilewise.arguments import whole_number
 from tilewise.plan.ir import Plan
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
@@ -16,7 +17,6 @@ def double_ring(num_nodes: int, node_size: int) -> Plan:
     Source: LoongTrain (Gu et al. 2024, arXiv 2406.18485). Departs from it: dk and dv are summed in
     a node before they leave it, and never revisit their owner before the last hop.
     """
-    if min(num_nodes, node_size) < 1:
-        raise ValueError(f"num_nodes ({num_nodes}) and node_size ({node_size}) must be at least 1")
-    rings = hierarchical(ring(num_nodes), ring(node_size))
+    sizes = whole_number("num_nodes", num_nodes), whole_number("node_size", node_size)
+    rings = hierarchical(*map(ring, sizes))
     return rings.changed(name=f"double_ring({num_nodes}, {node_size})")

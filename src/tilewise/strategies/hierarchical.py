@@ -169,7 +169,8 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     n = outer.world_size * inner.world_size
     name = f"hierarchical({outer.name}, {inner.name})"
     between = (shift.times(inner.world_size) for shift in outer.traits.shifts)
-    traits = Traits((*inner.traits.shifts, *between))
+    proven = outer.traits.proven and inner.traits.proven
+    traits = Traits((*inner.traits.shifts, *between), proven=proven)
     return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import get_args
 
-from tilewise.arguments import Schedule
+from tilewise.arguments import Schedule, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
@@ -52,13 +52,13 @@ def mesh(
         held: query and KV shards that a rank may hold at once, its own and those under way to it
             included; None: all of its tile. The same bytes move. Only with "greedy" or a number.
     """
-    n, a = world_size, q_tile
-    pace = None if isinstance(schedule, str) else schedule
+    owners, n, a = own_shards(world_size), world_size, whole_number("q_tile", q_tile)
+    pace = None if isinstance(schedule, str | bool) else schedule
     if schedule not in SCHEDULES if pace is None else not 0 < pace < inf:
         raise ValueError(
             f"schedule ({schedule!r}) must be one of {', '.join(SCHEDULES)}, or a number above 0"
         )
-    if a < 1 or n < 1 or n % a:
+    if n % a:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
     if not 0 < kv_bytes < inf:
@@ -81,9 +81,9 @@ def mesh(
         f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned})",
         n,
         1,
-        own_shards(n),
+        owners,
         script=script,
-        traits=Traits((Shift(1, a, free=free), Shift(a, n // a, free=free))),
+        traits=Traits((Shift(1, a, free=free), Shift(a, n // a, free=free)), proven=True),
     )
 
 

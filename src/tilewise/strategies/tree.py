@@ -6,10 +6,8 @@ Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in
 (numerator, denominator, max), and with gradients.
 """
 
-from operator import index
-
 from tilewise.plan.builder import RankBuilder, partial
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, own_shards
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Traits, own_shards
 
 
 def tree(world_size: int) -> Plan:
@@ -17,7 +15,8 @@ def tree(world_size: int) -> Plan:
 
     Bytes: in all world_size - 1 partials up and world_size - 1 results down, of q's few rows.
     """
-    n = index(world_size)
+    kv_owners = own_shards(world_size)[1]
+    n = len(kv_owners)
     result = Item(Side.Q, Role.RESULT, 0)
     strides = [1 << k for k in range(max(n - 1, 0).bit_length())]
 
@@ -38,5 +37,6 @@ def tree(world_size: int) -> Plan:
                 s.send(result, rank + stride)
         return s.done()
 
-    owners = ((tuple(range(n)),), own_shards(n)[1])
-    return Plan(f"tree({n})", n, 1, owners, script=script, replicated_queries=True)
+    owners = ((tuple(range(n)),), kv_owners)
+    made = {"script": script, "replicated_queries": True, "traits": Traits(proven=True)}
+    return Plan(f"tree({n})", n, 1, owners, **made)

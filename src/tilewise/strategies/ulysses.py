@@ -8,7 +8,7 @@ inner mesh a three-dimensional split of heads x queries x keys.
 
 from collections.abc import Iterable, Iterator
 
-from tilewise.arguments import require_type
+from tilewise.arguments import require_type, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Side, Traits, Transfer, own_shards
 from tilewise.plan.shifts import Shift
@@ -27,8 +27,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
             this plan's. Outer shard s belongs to inner shard s div degree.
     """
     inner = ring(1) if inner is None else require_type(Plan, "inner", inner)
-    if degree < 1:
-        raise ValueError(f"degree ({degree}) must be at least 1")
+    degree = whole_number("degree", degree)
     if inner.traits.head_split is not None:  # two exchanges in a row would send everything twice
         other, innermost = inner.traits.head_split
         return ulysses(degree * other, inner=innermost)
@@ -81,6 +80,7 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     save = "gathered" if alone else inner.default_save
     name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
     within = (shift.times(degree) for shift in inner.traits.shifts)
-    traits = Traits((Shift(1, degree, free=True), *within), head_split=(degree, inner))
+    shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
+    traits = Traits(shifts, head_split=(degree, inner), proven=proven)
     made = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **made)

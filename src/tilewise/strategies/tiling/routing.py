@@ -174,7 +174,8 @@ def assemble(
     def script(rank: int) -> tuple[RankStep, ...]:
         return _steps(rank, mine[rank], work.cells[rank], last)
 
-    owners, traits = tuple((home,) for home in work.homes), Traits(made_for=made_for)
+    owners = tuple((home,) for home in work.homes)
+    traits = Traits(made_for=made_for, proven=True)
     return Plan(name, n, 1, (owners, owners), script=script, cuts=work.cuts, traits=traits)
 
 

@@ -197,7 +197,7 @@ class Strategy(OurContender):
 
     def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
         """Its plan and layout."""
-        setting = _Setting(case, mask or case.make_mask())
+        setting = _Setting(case, case.make_mask() if mask is None else mask)
         if self.name in STRATEGIES:
             planned = STRATEGIES[self.name](setting)
         elif self.name.endswith(".json"):

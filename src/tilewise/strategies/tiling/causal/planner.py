@@ -68,7 +68,8 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
     homes = tuple(chunk // c for chunk in range(n * c))
     sizes = [layout.size(rank) for rank in homes]
     cuts = tuple((size * (i % c) // c, size * (i % c + 1) // c) for i, size in enumerate(sizes))
-    owners, traits = tuple((home,) for home in homes), Traits(made_for=(mask, layout))
+    owners = tuple((home,) for home in homes)
+    traits = Traits(made_for=(mask, layout), proven=True)
     name = f"tiled({mask!r}, contiguous({layout.num_tokens}, {n}), kv_bytes={float(kv_bytes)})"
     script = script_of(lambda: _schedule(n, c, homes, kv_bytes), n)
     return Plan(name, n, 1, (owners, owners), script=script, cuts=cuts, traits=traits)

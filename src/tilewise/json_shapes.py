@@ -1,0 +1,62 @@
+"""What a value read from JSON must look like; errors name the place and the value."""
+
+import math
+from typing import Any, NamedTuple
+
+_WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+
+
+class OrNull(NamedTuple):
+    """null, or a value of this shape."""
+
+    shape: Any
+
+
+def require_shape(value: Any, shape: Any, place: str) -> None:
+    """Return if a value has a shape.
+
+        {"links": {"inside": float}}    an object that has at least these entries
+        [int]                           a list of any length
+        ([int], str)                    a list of these two
+        OrNull(int)                     null, or a whole number
+
+    Args:
+        place: what errors call the value.
+    Raises:
+        ValueError: "plan.steps[0].transfers[2].src ('x') must be a whole number".
+    """
+    match shape:
+        case OrNull(inner):
+            if value is not None:
+                require_shape(value, inner, place)
+        case dict():
+            _require(isinstance(value, dict), value, place, "an object")
+            for name, inner in shape.items():
+                _require(name in value, value, place, f"an object with the entry {name!r}")
+                require_shape(value[name], inner, f"{place}.{name}")
+        case [inner] if isinstance(shape, list):
+            _require(isinstance(value, list), value, place, "a list")
+            for i, one in enumerate(value):
+                require_shape(one, inner, f"{place}[{i}]")
+        case tuple():
+            good = isinstance(value, list) and len(value) == len(shape)
+            _require(good, value, place, f"a list of {len(shape)}")
+            for i, (one, inner) in enumerate(zip(value, shape, strict=True)):
+                require_shape(one, inner, f"{place}[{i}]")
+        case _:
+            _require(_is(value, shape), value, place, _WORDS[shape])
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return kind is bool and isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _require(good: bool, value: Any, place: str, wanted: str) -> None:
+    if not good:
+        text = repr(value)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise ValueError(f"{place} ({shown}) must be {wanted}")
