@@ -69,5 +69,6 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name} ({value!r}) must be a whole number, at least {least}")
+    require_range(name, index(value), least)
     require_range(name, index(value), least, most)
     return index(value)
