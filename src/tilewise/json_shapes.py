@@ -1,9 +1,12 @@
 """What a value read from JSON must look like; errors name the place and the value."""
 
 import math
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-_WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+_WORDS = MappingProxyType(
+    {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+)
 
 
 class OrNull(NamedTuple):

@@ -10,21 +10,6 @@ from tilewise.plan.numbers import checked
 
 FORMAT = "tilewise plan 1"
 
-_ROWS = [(int, int)]
-_HOP = {"side": str, "role": str, "shard": int, "heads": int, "src": int, "dst": int}
-_SHAPE = {
-    "name": str,
-    "world_size": int,
-    "num_head_groups": int,
-    "owners": {side.name: [[int]] for side in Side},
-    "cuts": OrNull(_ROWS),
-    "save": str,
-    "replicated_queries": bool,
-    "steps": [
-        {"tiles": [[([int], [int], int)]], "transfers": [{**_HOP, "rows": OrNull(_ROWS)}]},
-    ],
-}
-
 
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
@@ -59,7 +44,7 @@ def from_json(text: str) -> Plan:
         require_shape(data, {"format": str}, "plan")
         if data["format"] != FORMAT:
             raise ValueError(f"format is {data['format']!r}, not {FORMAT!r}")
-        require_shape(data, _SHAPE, "plan")
+        require_shape(data, _shape(), "plan")
         plan = Plan(
             data["name"],
             data["world_size"],
@@ -101,3 +86,19 @@ def _read(hop: dict[str, Any]) -> Transfer:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+
+
+def _shape() -> dict[str, Any]:
+    rows = OrNull([(int, int)])
+    item = {"side": str, "role": str, "shard": int, "heads": int}
+    hop = {**item, "src": int, "dst": int, "rows": rows}
+    return {
+        "name": str,
+        "world_size": int,
+        "num_head_groups": int,
+        "owners": {side.name: [[int]] for side in Side},
+        "cuts": rows,
+        "save": str,
+        "replicated_queries": bool,
+        "steps": [{"tiles": [[([int], [int], int)]], "transfers": [hop]}],
+    }
