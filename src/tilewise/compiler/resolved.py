@@ -75,6 +75,8 @@ def resolve_passes(
             f"{backward.plan.name} and {forward.plan.name} own shards differently; a backward plan "
             "needs the forward plan's owners"
         )
+    for one in (forward, backward):
+        check_before_run(one.plan, call.mask, one.layouts)
     gathered = saving(forward.plan, call.save) == "gathered"
     if gathered:
         check_gathered(forward.plan, backward.plan)
@@ -90,7 +92,6 @@ def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
     layouts = shard_layouts(plan, call.layout, call.kv_layout, call.q_positions)
     if plan.made_for and call.kv_layout not in (None, call.layout):
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
-    check_before_run(plan, call.mask, layouts)
     groups = head_groups(*heads, plan.num_head_groups)
     payload = Payload(False, *groups.size, call.head_dim, call.dtype, call.wire_dtype)
     return ResolvedPass(plan, call.mask, layouts, groups, payload)
