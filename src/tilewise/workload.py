@@ -70,6 +70,19 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
+    def call_shape(self, world_size: int) -> CallShape:
+        """The call on a number of ranks."""
+        return CallShape(
+            self.mask,
+            self.layout_for(world_size),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.dtype,
+            self.wire_dtype or self.dtype,
+            self.save,
+        )
+
     def resolve(
         self, plan: Plan, backward_plan: Plan | None = None
     ) -> tuple[ResolvedPass, ResolvedPass]:
@@ -84,17 +97,7 @@ class Workload:
                 f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-        call = CallShape(
-            self.mask,
-            self.layout_for(plan.world_size),
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.dtype,
-            self.wire_dtype or self.dtype,
-            self.save,
-        )
-        return resolve_passes(call, plan, backward_plan)
+        return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
 
 
 class Volume(NamedTuple):

@@ -9,13 +9,14 @@ from support.described import machine, workload
 
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
-from tilewise.planning.bounds import least_bytes, shape_bound, steps_bound
+from tilewise.planning.bounds import least_bytes, shape_bound
 from tilewise.planning.candidate import PlanRow
-from tilewise.planning.mask_bounds import MaskBounds
 from tilewise.planning.options import Option, options
+from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
+from tilewise.planning.plan_bounds import PlanBounds
 from tilewise.planning.reasons import reason
-from tilewise.planning.trials import Plans, Trials
+from tilewise.planning.trials import TIE, Plans, Trials
 from tilewise.simulation.machine import Link
 from tilewise.simulation.simulator import simulate_pass
 
@@ -53,11 +54,11 @@ def test_nothing_tried_by_hand_is_faster(name: str, mask: tw.Mask):
     passes = []
     for plan in by_hand(n, work):
         found = tw.simulate(plan, work, cluster)
-        assert best.seconds <= found.seconds * (1 + 1e-9), plan
+        assert best.seconds <= found.seconds * TIE, plan
         replayed = tw.simulate(plan, replace(work, save="replay"), cluster)
         passes.append((replayed.forward_seconds, replayed.backward_seconds))
     apart = sum(min(times) for times in zip(*passes, strict=True))
-    assert best.seconds <= apart * (1 + 1e-9)
+    assert best.seconds <= apart * TIE
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -85,9 +86,7 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
 def _check_bounds(model: PassModel, option: Option) -> None:
     plan = option.make()
     timeline, symmetry = simulate_pass(plan, model.work, model.machine, model.backward)
-    bounds = [shape_bound(model, option), steps_bound(model, option, plan)]
-    if model.alike is None and plan.cuts is None:
-        bounds.append(MaskBounds(model).seconds(plan))
+    bounds = [shape_bound(model, option), PlanBounds(model).seconds(option, plan)]
     assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
     if model.alike and model.world_size > 16 and model.share(option) == 1:
         assert symmetry.members > 1, plan
@@ -182,10 +181,10 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
-    trials = Trials(PassModel(work, preset, n, False), Plans(tried), max_messages=100_000)
+    trials = Trials(PassModel(work, preset, n, False), Plans(tried), max_messages=MAX_MESSAGES)
     best = trials.settle(tried, lambda trial: True)
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
-    assert best is not None and best.seconds <= hand.seconds * (1 + 1e-9)
+    assert best is not None and best.seconds <= hand.seconds * TIE
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_meshes_that_free_shards_early_are_tried_where_others_do_not_fit():
     memory = tw.simulate(least, work, cluster).peak_bytes
     best = tw.search(work, cluster, world_size=n, memory_bytes=memory)[0]
     assert best.peak_bytes <= memory
-    assert best.seconds <= tw.simulate(least, work, cluster).seconds * (1 + 1e-9)
+    assert best.seconds <= tw.simulate(least, work, cluster).seconds * TIE
 
 
 def test_the_smallest_that_fits_is_named():

@@ -31,6 +31,11 @@ class CallShape(NamedTuple):
     kv_layout: Layout | None = None  # of k and v if it differs from the queries'
     q_positions: Sequence[int] | None = None
 
+    def payload(self, num_head_groups: int) -> Payload:
+        """What travels forward where heads are cut into so many groups."""
+        sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
+        return Payload(False, *sizes, self.head_dim, self.dtype, self.wire_dtype)
+
 
 class ResolvedPass(NamedTuple):
     """One pass of a call: its plan for the heads, its shards' tokens, and what travels.
@@ -93,5 +98,4 @@ def _resolved(call: CallShape, plan: Plan) -> ResolvedPass:
     if plan.made_for and call.kv_layout not in (None, call.layout):
         raise ValueError(f"{plan.name} is for one layout of q, k and v; leave out kv_layout")
     groups = head_groups(*heads, plan.num_head_groups)
-    payload = Payload(False, *groups.size, call.head_dim, call.dtype, call.wire_dtype)
-    return ResolvedPass(plan, call.mask, layouts, groups, payload)
+    return ResolvedPass(plan, call.mask, layouts, groups, call.payload(plan.num_head_groups))

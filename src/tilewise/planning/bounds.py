@@ -1,16 +1,12 @@
 """Lower bounds of a pass's time, by which a search orders and leaves out candidates."""
 
-from collections import defaultdict
-from itertools import accumulate
 from typing import NamedTuple
 
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.plan.ir import Item, Role, Side
 from tilewise.plan.payload import ITEM_BYTES, accumulator
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.network import BETWEEN, INSIDE
 from tilewise.workload import Workload
 
 
@@ -71,9 +67,6 @@ def _most_cells(work: Workload, world_size: int, price: Price, num_bytes: float)
     return at_home + one_side + both
 
 
-STEPS_KEPT = 16
-"""Ranks of a plan whose steps are kept."""
-
 SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
@@ -122,100 +115,6 @@ def _compute(model: PassModel, queries: float, keys: float) -> float:
     speed = model.best_speed(max(queries, 1), max(keys, 1))
     launch = model.machine.launch_seconds + model.kernel.launch_seconds
     return model.flop / model.world_size / speed + launch
-
-
-def steps_bound(model: PassModel, option: Option, plan: Plan) -> float:
-    """Seconds by the steps of rank 0 and of those who share its NIC; 0 if cells are not alike.
-
-    A rank computes in order: before step s all that its tiles up to s read must have arrived, and
-    what it sends from step t on leaves after its tiles before t. So for every s < t
-
-        seconds >= arrivals needed up to s + tiles of s .. t - 1 + departures from t on
-    """
-    if model.alike is None or not option.shape.q:
-        return 0.0
-    costs, share = model.costs(plan), model.share(option)
-    steps = _steps(plan, 0)
-    busy = [sum(map(costs.tile_seconds, step.tiles)) for step in steps]
-    needed = _slowest(model, _needed(model, costs, steps), share)
-    leaving = _slowest(model, _leaving(model, costs, steps), share)
-    before = [0.0, *accumulate(busy)]
-    best = lead = 0.0
-    tails = [*leaving, 0.0]
-    for s in range(len(steps) + 1):
-        best = max(best, lead + before[s] + tails[s])
-        if s < len(steps):
-            lead = max(lead, needed[s] - before[s])
-    if model.machine.nic_sharers > 1 and model.world_size > model.machine.node_size:
-        best = max(best, share * _shared(model, plan, costs))
-    return SAFE * best
-
-
-def _steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
-    """A rank's steps, made once for both passes."""
-    return plan.memo("weighed", rank, lambda: plan.rank_steps(rank), keep=STEPS_KEPT)
-
-
-def _lane(model: PassModel, hop: Transfer) -> str:
-    return INSIDE if model.machine.same_node(hop.src, hop.dst) else BETWEEN
-
-
-Lanes = list[dict[str, float]]
-
-
-def _needed(model: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
-    """Per step, bytes of operands that must have arrived when its tiles begin, by link."""
-    arrived: dict[Item, tuple[str, float]] = {}
-    total: dict[str, float] = defaultdict(float)
-    found = []
-    for step in steps:
-        for tile in step.tiles:
-            for side, shards in zip(Side, tile[:2], strict=True):
-                for shard in shards:
-                    item = Item(side, Role.OPERAND, shard, tile.heads)
-                    lane, size = arrived.pop(item, (INSIDE, 0.0))
-                    total[lane] += size
-        found.append(dict(total))
-        for hop in step.recvs:
-            if hop.item.role is Role.OPERAND:
-                size = costs.message_bytes(hop)
-                arrived[hop.item] = _lane(model, hop), size
-    return found
-
-
-def _leaving(model: PassModel, costs: PassCosts, steps: tuple[RankStep, ...]) -> Lanes:
-    """Per step, bytes sent from it on, by link."""
-    total: dict[str, float] = defaultdict(float)
-    found = []
-    for step in reversed(steps):
-        for hop in step.sends:
-            total[_lane(model, hop)] += costs.message_bytes(hop)
-        found.append(dict(total))
-    return found[::-1]
-
-
-def _slowest(model: PassModel, lanes: Lanes, share: float) -> list[float]:
-    widths = {lane: bandwidth / share for lane, bandwidth in model.bandwidths().items()}
-    return [max((size / widths[x] for x, size in at.items()), default=0.0) for at in lanes]
-
-
-def _shared(model: PassModel, plan: Plan, costs: PassCosts) -> float:
-    """Seconds of the NIC that rank 0 shares.
-
-    Under a split by heads the ranks of one inner rank send equally many bytes between nodes, so
-    that one of them is enough where they are of one node.
-    """
-    block, degree = model.machine.nic_sharers, plan.num_head_groups
-    size = model.machine.node_size
-    alike = degree if size % degree == 0 or degree % size == 0 else 1
-    stride = min(alike, block)
-    sent = 0.0
-    for rank in range(0, block, stride):
-        for step in _steps(plan, rank):
-            for hop in step.sends:
-                if _lane(model, hop) == BETWEEN:
-                    sent += costs.message_bytes(hop) * stride
-    return sent / model.machine.nic_bandwidth
 
 
 def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:

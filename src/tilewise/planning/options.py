@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
+from tilewise.simulation.simulator import MOST_APART
 from tilewise.strategies.catalog import (
     MASK_AWARE,
     STRATEGIES,
@@ -100,13 +101,15 @@ def options(
     unlike = _unlike(work, world_size)
     if usual or (unlike and world_size > EVERY_RANK):
         found = [(degree, variant) for degree, variant in found if _plain(variant)]
-    if unlike and world_size <= UNLIKE_RANKS:
+    if unlike and world_size <= MOST_APART:
         found += [(1, variant) for variant in _aware(work, world_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
     def option(order: int, degree: int, of: Variant) -> Option:
-        beside = of.schedule == "eager" or (of.schedule == "greedy" and of.backward is not None)
+        slow = unlike and world_size > EVERY_RANK and 1 not in of.shape[:2]
+        weighed = of.schedule == "greedy" and (slow or of.backward is not None)
+        beside = of.schedule == "eager" or weighed
         make = _headed(degree, of.make)
         return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
 
@@ -205,5 +208,7 @@ def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
     layout = work.layout_for(world_size)
     kv_bytes = 2 * work.num_kv_heads / work.num_heads
     for strategy in MASK_AWARE:
+        if strategy.levels and world_size > UNLIKE_RANKS:
+            continue
         make = partial(strategy.plan, work.mask, layout, kv_bytes)
         yield Variant(strategy.name, make, Shape())

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.planning.trials import Entry, Plans, Trial, Trials, lowest_first, ticks
+from tilewise.planning.trials import TIE, Entry, Plans, Trial, Trials, lowest_first, ticks
 
 MAX_MESSAGES = 24_000
 """Messages that a search simulates in each pass: ten thousand take about a second."""
+
+ROUGHLY = 1.05
+"""Two plans that are roughly faster than one by less are simulated exactly after it."""
 
 LEANEST = "ring", "ring of q", "ulysses"
 """Kinds of which one needs least memory."""
@@ -38,6 +41,11 @@ class Pair(NamedTuple):
     def strategy(self) -> str:
         first, second = self.forward.option.family, self.backward.option.family
         return first if first == second else f"{first} / {second}"
+
+    @property
+    def one_plan(self) -> bool:
+        """Whether both passes run the same."""
+        return self.forward.option == self.backward.option
 
     @property
     def kept(self) -> bool:
@@ -185,7 +193,7 @@ class Pairs:
         fitting = (pair.seconds for pair in ranked if pair.fits(self.memory))
         best, pairs = next(fitting, math.inf), []
         for least, entry in lowest_first(entries, self._bound, self._sharpen):
-            if least >= best:
+            if TIE * least >= best:
                 break
             if best < math.inf and self._spent(entry):
                 continue
@@ -203,7 +211,8 @@ class Pairs:
         return any(x.messages_left <= 0 and entry.order not in x.tried for x in parts)
 
     def _bound(self, entry: Entry) -> float:
-        return self.forward.bounds[entry.order] + self.backward[entry.save].bounds[entry.order]
+        parts = self.forward, self.backward[entry.save]
+        return sum(trials.expected(entry.order) for trials in parts)
 
     def _sharpen(self, entry: Entry) -> None:
         self.forward.sharpen(entry.order)
@@ -220,10 +229,12 @@ class Pairs:
             passes = product(self._common(self.forward), self._common(self.backward["replay"]))
             rough += [Pair(first, other, "replay") for first, other in passes]
         exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
-        for pair in sorted(rough, key=lambda pair: pair.order):
+        for pair in sorted(
+            rough, key=lambda pair: pair.seconds * (1 if pair.one_plan else ROUGHLY)
+        ):
             backward = self.backward[pair.save]
             spent = min(self.forward.messages_left, backward.messages_left) <= 0
-            if exact and (spent or ratio * pair.seconds >= best):
+            if exact and (spent or TIE * ratio * pair.seconds >= best):
                 break
             if pair.fits(self.memory):
                 first, other = self.forward.exact(pair.forward), backward.exact(pair.backward)

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from tilewise.compiler.symmetry import all_alike
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
 from tilewise.simulation.costs import MATMULS, PassCosts
@@ -15,6 +16,9 @@ from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
+
+EXACT_UNLIKE_RANKS = 16
+"""The same under masks for which ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,15 @@ class PassModel:
 
     @property
     def rough(self) -> bool:
-        """Whether ranks are first taken to send equally much, which some do not.
+        """Whether trials are first simulated roughly: exactly that takes seconds.
 
-        They compute alike: that takes milliseconds, and replaying them all a second. Where nodes
-        are not all full, it is too far off to choose by.
+        Of causal ranks, which compute alike, all are taken to send equally much; where nodes are
+        not all full, that is too far off to choose by. Of other masks see teams.py.
         """
+        if self.alike is None:
+            return self.world_size > EXACT_UNLIKE_RANKS
         whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
-        return bool(self.alike) and whole and self.world_size > EXACT_RANKS
+        return self.alike and whole and self.world_size > EXACT_RANKS
 
     def share(self, option: Option) -> float:
         """The least share of a shard's bytes that is left after pruning, of any that is read.
@@ -87,11 +93,28 @@ class PassModel:
 
     def payload(self, degree: int) -> Payload:
         """What travels where heads are split by a degree."""
+        payload = self.work.call_shape(self.world_size).payload(degree)
+        saved = self.backward and self.work.save == "gathered"
+        return payload._replace(backward=self.backward, saved=saved)
+
+    def shard_bytes(self, degree: int, kept: bool = False) -> dict[Side, int]:
+        """The operand and the partial of a whole shard, for one head group, by side.
+
+        Args:
+            kept: counts operands that forward kept, too.
+        """
+        payload, rows = self.payload(degree), max(self.layout.sizes)
+        payload = payload._replace(saved=payload.saved and not kept)
+        return {
+            side: rows * sum(payload.row_bytes(Item(side, role, 0)) for role in list(Role)[:2])
+            for side in Side
+        }
+
+    def of_heads(self, degree: int, **changes: Any) -> Workload:
+        """The workload of one head group, with other values of some of its fields."""
         work = self.work
-        sizes = head_groups(work.num_heads, work.num_kv_heads, degree).size
-        saved = self.backward and work.save == "gathered"
-        wire = work.wire_dtype or work.dtype
-        return Payload(self.backward, *sizes, work.head_dim, work.dtype, wire, saved)
+        num_heads, num_kv_heads = head_groups(work.num_heads, work.num_kv_heads, degree).size
+        return replace(work, num_heads=num_heads, num_kv_heads=num_kv_heads, **changes)
 
     def costs(self, plan: Plan) -> PassCosts:
         """Prices of whole shards: for plans and masks whose cells are alike."""
@@ -104,12 +127,19 @@ class PassModel:
 
     def best_speed(self, queries: float, keys: float) -> float:
         """The highest FLOP per second of a kernel of at most so many rows."""
-        kernel = self.kernel
-        return max(
-            kernel.speed(q, k)
-            for q in (*(x for x in kernel.queries if x < queries), queries)
-            for k in (*(x for x in kernel.keys if x < keys), keys)
-        )
+        known = self._best_speeds.get((queries, keys))
+        if known is None:
+            kernel = self.kernel
+            known = self._best_speeds[queries, keys] = max(
+                kernel.speed(q, k)
+                for q in (*(x for x in kernel.queries if x < queries), queries)
+                for k in (*(x for x in kernel.keys if x < keys), keys)
+            )
+        return known
+
+    @cached_property
+    def _best_speeds(self) -> dict[tuple[float, float], float]:
+        return {}
 
 
 def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:

@@ -3,20 +3,33 @@
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import Plan, Side
 from tilewise.plan.shifts import Symmetry
-from tilewise.planning.bounds import shape_bound, steps_bound
-from tilewise.planning.mask_bounds import MaskBounds
+from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.peak_memory import PassMemory
+from tilewise.planning.plan_bounds import PlanBounds
+from tilewise.planning.teams import simulate_teams, splits_into_teams
 from tilewise.simulation.engine import Timeline
 from tilewise.simulation.simulator import num_messages, simulate_pass
+
+TIE = 1.003
+"""Times of which none is so many times another are taken as equal: a simulation errs by more."""
+
+
+COPIES = 3
+"""Times that what a rank holds of a shard is at most as large as its messages: operand and wire,
+partial (of twice the width) and what arrives for it."""
+
+PRUNED_FOR_ONE = 8
+"""Messages that are pruned in the time in which one is simulated."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +62,38 @@ class Trial:
         return PassMemory(self.model.work.resolve(self.plan), backward=self.model.backward)
 
     def fits(self, num_bytes: float) -> bool:
-        """Whether no rank needs more; first asked as if the mask left out nothing: all alike."""
-        if num_bytes == math.inf:
+        """Whether no rank needs more; first asked of more than they need, in much less time."""
+        if self._held_bytes <= num_bytes:
             return True
         whole = not self.option.own_shards and self.plan.made_for is None
-        return (whole and self._whole.fits(num_bytes)) or self.memory.fits(num_bytes)
+        return (whole and self._fits_whole(num_bytes)) or self.memory.fits(num_bytes)
 
     @property
-    def _whole(self) -> PassMemory:
-        work, n = self.model.work, self.plan.world_size
-        tokens = n * max(self.model.layout.sizes)
-        every = replace(work, num_tokens=tokens, layout="contiguous", mask=Full())
-        return PassMemory(every.resolve(self.plan), backward=self.model.backward)
+    def _held_bytes(self) -> int:
+        """If no shard that a rank ever reads, fills or passes on were freed, with all copies."""
+        model, degree = self.model, self.plan.num_head_groups
+        own = sum(model.shard_bytes(1, kept=True).values())
+        if self.plan.cuts is not None:
+            return COPIES * model.world_size * own
+        sizes, most = model.shard_bytes(degree, kept=True), 0
+        for rank in [0] if model.alike is not None else range(model.world_size):
+            steps = self.plan.rank_steps(rank)
+            held = {hop.item[::2] for step in steps for hop in (*step.sends, *step.recvs)}
+            for tile in (tile for step in steps for tile in step.tiles):
+                held.update((s, x) for s in Side for x in tile[s])
+            most = max(most, sum(sizes[side] for side, _ in held))
+        return COPIES * (most + own)
+
+    def _fits_whole(self, num_bytes: float) -> bool:
+        """The same as if the mask left out nothing, one head group apart from its exchange."""
+        model, (degree, inner) = self.model, self.plan.traits.head_split or (1, self.plan)
+        rows = degree * max(model.layout.sizes)
+        layout = contiguous(rows * inner.world_size, inner.world_size)
+        full = {"num_tokens": layout.num_tokens, "mask": Full(), "layout": layout}
+        every = model.of_heads(degree, **full)
+        exchange = COPIES * sum(model.shard_bytes(1, kept=True).values()) * (degree > 1)
+        memory = PassMemory(every.resolve(inner), backward=model.backward)
+        return memory.fits(num_bytes - exchange)
 
 
 class Plans:
@@ -83,6 +116,8 @@ class Trials:
         max_messages: that may be simulated; the last trial may go beyond it.
     Attributes:
         bounds: by an option's order; the simulated time of what was tried.
+        slowdowns: by degree, the least that an option of it took of its bound; of 1 unless ranks
+            differ, where bounds are far below times, and the further the lower the degree is.
         messages_left: of max_messages.
     """
 
@@ -90,20 +125,22 @@ class Trials:
         self.model, self.plans, self.messages_left = model, plans, max_messages
         self.tried: dict[int, Trial] = {}
         self.bounds = [shape_bound(model, option) for option in plans.options]
+        self.slowdowns: dict[int, float] = {}
         self._sharp: set[int] = set()
-        self._mask_bounds = MaskBounds(model)
+        self._plan_bounds = PlanBounds(model)
 
     def sharpen(self, order: int) -> None:
         """Raise an option's bound to that by its plan, which is made for it."""
         if order in self._sharp:
             return
         self._sharp.add(order)
-        plan = self.plans.plan(order)
-        if self.model.alike is not None:
-            sharper = steps_bound(self.model, self.plans.options[order], plan)
-        else:
-            sharper = self._mask_bounds.seconds(plan) if plan.cuts is None else 0.0
+        sharper = self._plan_bounds.seconds(self.plans.options[order], self.plans.plan(order))
         self.bounds[order] = max(self.bounds[order], sharper)
+
+    def expected(self, order: int) -> float:
+        """The time of an option; of one not tried its bound, times the root of its slowdown."""
+        slowdown = self.slowdowns.get(self.plans.options[order].degree, 1.0)
+        return self.bounds[order] * (1.0 if order in self.tried else math.sqrt(slowdown))
 
     def trial(self, order: int) -> Trial:
         """Simulate an option, once; roughly where that takes much less time."""
@@ -125,11 +162,11 @@ class Trials:
         ranked: list[tuple[tuple[float, int], Trial]] = []
         queue = lowest_first(
             entries,
-            lambda entry: self.bounds[entry.order],
+            lambda entry: self.expected(entry.order),
             lambda entry: self.sharpen(entry.order),
         )
         for least, entry in queue:
-            while ranked and (least >= ranked[0][1].seconds or self.messages_left <= 0):
+            while ranked and (TIE * least >= ranked[0][1].seconds or self.messages_left <= 0):
                 if fits(ranked[0][1]):
                     return ranked[0][1]
                 heapq.heappop(ranked)
@@ -146,12 +183,25 @@ class Trials:
 
     def _simulate(self, order: int, rough: bool) -> None:
         plan, model = self.plans.plan(order), self.model
-        exact = False if rough else None
-        timeline, symmetry = simulate_pass(plan, model.work, model.machine, model.backward, exact)
+        if rough and model.alike is None:
+            rough = splits_into_teams(model, plan)
+        if rough and model.alike is None:
+            timeline, symmetry, messages = simulate_teams(model, plan)
+        else:
+            exact, of = False if rough else None, (model.machine, model.backward)
+            timeline, symmetry = simulate_pass(plan, model.work, *of, exact)
+            messages = num_messages(plan) // symmetry.members
+            if symmetry.members == 1 and plan.made_for is None:
+                pruned = model.work.resolve(plan)[model.backward].pruned
+                left = sum(len(step.transfers) for step in pruned.steps)
+                messages = left + (messages - left) // PRUNED_FOR_ONE
+        if model.alike is None and model.rough and order not in self.tried:
+            took, degree = timeline.seconds / self.bounds[order], plan.num_head_groups
+            self.slowdowns[degree] = min(took, self.slowdowns.get(degree, math.inf))
         kept = timeline._replace(spans=())
         self.tried[order] = Trial(self.plans.options[order], plan, model, kept, symmetry, rough)
         self.bounds[order] = timeline.seconds
-        self.messages_left -= num_messages(plan) // symmetry.members
+        self.messages_left -= messages
 
 
 class Entry(NamedTuple):

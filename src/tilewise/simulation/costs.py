@@ -68,7 +68,7 @@ class PassCosts:
         return frozenset(s for s in Side if len(self.payload.fields(s, Role.OPERAND)) > 1)
 
     @cached_property
-    def _known_seconds(self) -> dict[tuple[int, int], float]:
+    def _known_seconds(self) -> dict[tuple[float, float], float]:
         return {}
 
     def message_bytes(self, hop: Transfer) -> int:
@@ -110,6 +110,10 @@ class PassCosts:
             return 0.0
         area += int(self._kernel.edge_keys * self._edge_rows(tile))
         queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
+        return self.kernel_seconds(queries, area) + self._gathering_seconds(tile, area)
+
+    def kernel_seconds(self, queries: float, area: float) -> float:
+        """A kernel of so many queries and allowed pairs: its launch, and its FLOP."""
         seconds = self._known_seconds.get((queries, area))
         if seconds is None:
             payload = self.payload
@@ -117,7 +121,7 @@ class PassCosts:
             launch = self.machine.launch_seconds + self._kernel.launch_seconds
             seconds = launch + flop / self._kernel.speed(queries, area / queries)
             self._known_seconds[queries, area] = seconds
-        return seconds + self._gathering_seconds(tile, area)
+        return seconds
 
     def _gathering_seconds(self, tile: Tile, area: int) -> float:
         """Copying keys together: under a mask a call reads parts of shards that lie apart."""

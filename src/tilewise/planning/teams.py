@@ -1,0 +1,85 @@
+"""A pass under a split by heads, simulated roughly: the inner plan between teams of ranks.
+
+A team is the ranks that trade their shards for heads. Its ranks compute the same tiles for other
+heads, so that one of them stands for all, on a machine of which it has its share. The exchange
+before and after is added as so many bytes at the links' full speed.
+"""
+
+from dataclasses import replace
+from itertools import chain
+
+from tilewise.layouts.layout import Layout
+from tilewise.masks.tables import PerHead
+from tilewise.plan.ir import Plan
+from tilewise.plan.shifts import Shift, Symmetry
+from tilewise.planning.pass_model import PassModel
+from tilewise.simulation.engine import RankUse, Timeline
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.network import BETWEEN, INSIDE
+from tilewise.simulation.simulator import num_messages, simulate_pass
+
+
+def splits_into_teams(model: PassModel, plan: Plan) -> bool:
+    """Whether a plan's heads are split so that teams and nodes nest."""
+    degree, size = plan.num_head_groups, model.machine.node_size
+    nest = size % degree == 0 or degree % size == 0
+    return plan.traits.head_split is not None and nest and not isinstance(model.work.mask, PerHead)
+
+
+def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry, int]:
+    """The pass, which rank stands for which, and the number of messages that were simulated."""
+    assert plan.traits.head_split
+    degree, inner = plan.traits.head_split
+    layout = model.layout
+    runs = (layout.runs[i : i + degree] for i in range(0, model.world_size, degree))
+    joined = Layout(layout.num_tokens, map(chain.from_iterable, runs), layout.name)
+    small = model.of_heads(degree, layout=joined)
+    machine = _of_one_head_rank(model.machine, degree, model.world_size)
+    timeline, _ = simulate_pass(inner, small, machine, model.backward, exact=True)
+    near = min(degree, model.machine.node_size)
+    traded = sum(model.shard_bytes(degree).values())
+    sent = {INSIDE: (near - 1) * traded, BETWEEN: (degree - near) * traded}
+    widths = {INSIDE: machine.inside.bandwidth, BETWEEN: machine.nic_bandwidth}
+    seconds = max(sent[link] / widths[link] for link in sent)
+    seconds += 2 * (machine.inside if near == degree else machine.between).latency
+
+    def use(of: RankUse) -> RankUse:
+        links = {
+            x: of.bytes_by_link.get(x, 0) + sent.get(x, 0) for x in {**sent, **of.bytes_by_link}
+        }
+        return of._replace(
+            rank=of.rank * degree,
+            members=degree,
+            exposed_seconds=of.exposed_seconds + seconds,
+            bytes_by_link={link: moved for link, moved in links.items() if moved},
+        )
+
+    uses = tuple(map(use, timeline.ranks))
+    heads = (Shift(1, degree, free=True),)
+    symmetry = Symmetry(model.world_size, heads, heads)
+    return Timeline(timeline.seconds + seconds, uses, ()), symmetry, num_messages(inner)
+
+
+def _of_one_head_rank(machine: Machine, degree: int, world_size: int) -> Machine:
+    """What one rank of each team has for itself of a machine, while the others do the same."""
+    sharers = min(degree, machine.node_size)
+    nics = max(1, machine.nics // sharers)
+    between, across = (
+        link and replace(link, bandwidth=link.bandwidth * part)
+        for link, part in (
+            (machine.between, machine.nics / nics / sharers),
+            (machine.across, 1 / degree),
+        )
+    )
+    assert between
+    return replace(
+        machine,
+        node_size=machine.node_size // sharers,
+        nics=nics,
+        between=between,
+        across=across,
+        rack_nodes=machine.rack_nodes and max(1, machine.rack_nodes * sharers // degree),
+        cores=machine.cores and machine.cores / sharers,
+        core_sharers=machine.core_sharers and max(1, machine.core_sharers // sharers),
+        agree_seconds=machine.agree_seconds * (world_size - 1) / max(1, world_size // degree - 1),
+    )
