@@ -59,7 +59,7 @@ def test_a_candidate_runs_after_it_was_read(tmp_path: Path):
         return [out.detach(), *(t.grad for t in mine)]
 
     results = tw.loopback(n, on_rank)
-    for parts, expected in zip(zip(*results, strict=True), (want.out, *want[2:]), strict=True):
+    for parts, expected in zip(zip(*results, strict=True), (want.out, *want[2:5]), strict=True):
         assert error(read.layout.unshard(list(parts)), expected) <= 1e-12
 
 
