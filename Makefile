@@ -68,7 +68,7 @@ clean:
 # pin decides, because an unpinned torch may bring gigabytes of CUDA packages along.
 $(STAMP): pyproject.toml constraints.txt $(MISSING)
 	@torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null || true); \
-	case "$$torch" in 2.11.*|2.12.*|2.13.*) pin="torch==$$torch";; *) pin='&';; esac; \
+	case "$$torch" in 2.11.*|2.12.*|2.13.*|2.14.*|2.15.*) pin="torch==$$torch";; *) pin='&';; esac; \
 	sed "s/^torch==.*/$$pin/" constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@

@@ -1,6 +1,8 @@
 """The registered operator: compiled whole, checkpointed selectively, checked by torch's opcheck."""
 
 import copy
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -222,3 +224,40 @@ def test_a_second_derivative_is_an_error_and_never_missing(loss: str, wanted: st
         (value(x) + gradient.square().sum()).backward()
     with pytest.raises(RuntimeError, match="attention has no second derivative"):
         torch.autograd.functional.hvp(value, tensors[wanted], tensors[wanted])
+
+
+NEWER = """
+import sys
+import torch
+from torch._library import opaque_object as names
+
+old = names.register_opaque_type
+def new(cls, *, typ, members):
+    assert typ == "constant"
+    old(cls, typ="value", members=members)
+
+names.register_custom_class = new
+names.register_opaque_type = None
+base = sys.modules.get("torch._opaque_base")
+sys.modules["torch._opaque_base"] = None  # to import it is an error
+import tilewise as tw
+names.register_opaque_type = old  # torch itself still has these
+sys.modules.pop("torch._opaque_base") if base is None else sys.modules.update(
+    {"torch._opaque_base": base}
+)
+
+layout = tw.contiguous(8, 1)
+def attend(q, k, v):
+    return tw.attention(q, k, v, plan=tw.ring(1), layout=layout, mask=tw.Causal())
+
+q, k, v = torch.randn(3, 8, 2, 4, dtype=torch.float64).unbind()
+whole = attend(q, k, v)
+assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(q, k, v), whole)
+print("done")
+"""
+
+
+def test_the_names_of_torch_from_2_14_on_are_enough():
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", NEWER]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBaseMeta
+from torch._library import opaque_object
 
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
@@ -146,10 +145,15 @@ def _fake_backward(
 
 def _registered() -> torch.library.Library:
     """Define the operators; they live as long as the library returned."""
-    # torch 2.11 registers only classes of its own metaclass, which the core must not import
-    OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
+    register, kind = getattr(opaque_object, "register_custom_class", None), "constant"
+    if register is None:  # before torch 2.14
+        # torch 2.11 registers only classes of its own metaclass, which the core must not import
+        from torch._opaque_base import OpaqueBaseMeta
+
+        OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
+        register, kind = opaque_object.register_opaque_type, "value"
     for value in (AttentionCall, Plan, Layout, *MASKS):
-        register_opaque_type(value, typ="value", members={"__eq__": MemberType.USE_REAL})
+        register(value, typ=kind, members={"__eq__": opaque_object.MemberType.USE_REAL})
     library = torch.library.Library("tilewise", "DEF")
     call = f"{AttentionCall.__module__}.{AttentionCall.__qualname__} call"
     library.define(

@@ -8,6 +8,7 @@ down, only where the machine says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.timeline_ops import compile_tracks
+from tilewise.simulation.timeline_ops import PricedPrograms, compile_tracks
 from tilewise.simulation.zigzag_causal import Halves, halves_of
 from tilewise.workload import Workload
 
@@ -192,9 +193,7 @@ def simulate(
     require_type(Machine, "machine", machine)
     if backward_plan is not None:
         require_type(Plan, "backward_plan", backward_plan)
-    passes = work.resolve(plan, backward_plan)
-    (forward, symmetry), (backward, other) = (_replay(one, machine, exact) for one in passes)
-    return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
+    return simulate_links(plan, work, machine, (1.0,), backward_plan, exact=exact)[0]
 
 
 def simulate_pass(
@@ -208,18 +207,53 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    return _replay(work.resolve(plan)[backward], machine, exact)
+    return _priced(work.resolve(plan)[backward], machine, exact).replayed()
 
 
-def _replay(
-    resolved: ResolvedPass, machine: Machine, exact: bool | None
-) -> tuple[Timeline, Symmetry]:
+def simulate_links(
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    bandwidths: Sequence[float],
+    backward_plan: Plan | None = None,
+    *,
+    exact: bool | None = None,
+) -> list[Simulation]:
+    """As simulate, for multiples of the bandwidth of all links; programs are priced once."""
+    passes = [_priced(one, machine, exact) for one in work.resolve(plan, backward_plan)]
+    plans = plan, backward_plan or plan
+    found = []
+    for bandwidth in bandwidths:
+        (forward, symmetry), (backward, other) = (one.replayed(bandwidth) for one in passes)
+        found.append(Simulation(forward, backward, (symmetry, other), plans, work))
+    return found
+
+
+class _Priced(NamedTuple):
+    """A pass that is ready to be replayed."""
+
+    programs: PricedPrograms
+    network: Network
+
+    def replayed(self, bandwidth: float = 1.0) -> tuple[Timeline, Symmetry]:
+        """Its timeline where all links have a multiple of their bandwidth; who stands for whom."""
+        programs, network = self
+        if bandwidth != 1.0:  # routes hold shares of links, which stay as they are
+            carry = network.machine.carry_seconds
+            flows = (
+                flow._replace(seconds=carry + (flow.seconds - carry) / bandwidth)
+                for flow in programs.flows
+            )
+            programs = programs._replace(flows=tuple(flows))
+        loop = EventLoop(programs, network.routes, network.num_resources)
+        loop.run()
+        return loop.timeline(network.symmetry.members), network.symmetry
+
+
+def _priced(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> _Priced:
     plan, costs, symmetry, halves, programs = _made(resolved, machine, exact)
     network = Network(machine, symmetry)
-    score = compile_tracks(plan, programs, costs, network, halves)
-    replay = EventLoop(score, network.routes, network.num_resources)
-    replay.run()
-    return replay.timeline(symmetry.members), symmetry
+    return _Priced(compile_tracks(plan, programs, costs, network, halves), network)
 
 
 class _Made(NamedTuple):
