@@ -16,6 +16,7 @@ from tilewise.tools.report.chart import (
     Tiles,
     TimelineChart,
     count,
+    in_words,
     log_axis,
     quantity,
     times,
@@ -123,9 +124,10 @@ def test_bytes_by_link_are_the_simulators():
     assert {entry.family for entry in entries} >= {"ring", "mesh", "hybrid", "double ring"}
 
 
-def test_scaling_goes_from_8_to_4096_where_the_sequence_is_long():
-    studies = Studies(tw.Workload(1 << 20, 8, 8, 64, mask=tw.Causal()), MACHINE)
-    assert studies.sizes() == [1 << power for power in range(3, 13)]
+def test_scaling_goes_from_8_to_1024_or_fully_to_4096_where_the_sequence_is_long():
+    work = tw.Workload(1 << 20, 8, 8, 64, mask=tw.Causal())
+    assert Studies(work, MACHINE).sizes() == [1 << power for power in range(3, 11)]
+    assert Studies(work, MACHINE, full=True).sizes()[-1] == 4096
     short = Studies(tw.Workload(64, 8, 8, 64), MACHINE)
     assert short.sizes() == [8, 16, 32]
     (ring,) = (entry for n, entry in short.scaled() if n == 16 and entry.family == "ring")
@@ -202,5 +204,22 @@ def test_documents_and_two_plans_have_a_page():
     two = subject(tw.ulysses(2, inner=tw.mesh(4, q_tile=2)), mask=tw.Document((0, 30, 64)))
     two = type(two)(two.plan, two.work, MACHINE, tw.mesh(8, q_tile=4))
     page = page_of(two)
-    assert "then mesh(8, q_tile=4)" in page.title
+    assert page.title == "Ulysses 2 × mesh 2 × 2, then mesh 4 × 2"  # noqa: RUF001
     assert any(isinstance(figure.drawing, TimelineChart) for figure in figures(page))
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        (tw.ring(8), "ring 8"),
+        (tw.ring(8, moves="q"), "ring 8 of queries"),
+        (tw.mesh(32, q_tile=4), "mesh 4 x 8"),
+        (tw.double_ring(2, 4), "double ring 2 x 4"),
+        (tw.ulysses(4), "Ulysses 4"),
+        (tw.ulysses(8, inner=tw.mesh(8, q_tile=2)), "Ulysses 8 x mesh 2 x 4"),
+        (tw.hierarchical(tw.ring(2), tw.all_gather(4)), "hierarchical x ring 2 x all gather 4"),
+        (tw.needed(tw.Causal(), tw.zigzag(64, 4)), "needed"),
+    ],
+)
+def test_plans_have_titles_in_words(plan: tw.Plan, words: str):
+    assert in_words(plan.name).replace(chr(215), "x") == words

@@ -1,10 +1,12 @@
 """tilewise report on files, good and bad."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.report_pages import MACHINE, many_rows, write_rows
+from support.report_pages import MACHINE, many_rows, row, write_rows
 from typer.testing import CliRunner
 
 import tilewise as tw
@@ -77,3 +79,25 @@ def test_an_edited_plan_file_is_refused(plan_file: Path, tmp_path: Path):
     edited.write_text(json.dumps(data))
     code, said = run(edited)
     assert code == 2 and "edited.json" in said
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda row: row.pop("outcome"),
+        lambda row: row.pop("contender"),
+        lambda row: row.update(mask=["causal"]),
+        lambda row: row.update(num_heads=[8]),
+        lambda row: row.update(median_seconds="fast"),
+        lambda row: row.update(world_size="2"),
+        lambda row: row.update(predicted_seconds={}),
+    ],
+)
+def test_a_damaged_row_is_left_out_and_counted(tmp_path: Path, damage: Callable[[dict], Any]):
+    good, bad = row("cpu"), row("odd-kernel")
+    damage(bad)
+    path = write_rows(tmp_path / "rows.jsonl", [good, row("naive"), bad])
+    ended = CliRunner().invoke(app, ["report", str(path)])
+    assert ended.exit_code == 0, ended.output
+    assert "1 line was not whole" in ended.output
+    assert "odd-kernel" not in (tmp_path / "rows.html").read_text().partition("plotly.js v")[0]

@@ -1,14 +1,23 @@
 """What all commands print with, and how they end on bad input."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from tilewise.tools.doctor import MissingExtraError
@@ -49,6 +58,16 @@ def refusing_unwritable() -> Iterator[None]:
         raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
+def check_writable(path: Path | None) -> None:
+    """Refuse a file that could not be written in the end, before the work begins."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no folder; make it, or write {path.name} elsewhere")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written: it is a folder, or not yours")
+
+
 def print_error(text: str) -> None:
     Console(stderr=True).print(text, markup=False, soft_wrap=True)
 
@@ -63,6 +82,18 @@ def counting_bar() -> Progress:
     """What is done of how much, on the error stream."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+@contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show what is done and since when, on the error stream; call it to say what comes next."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda text: progress.update(task, description=text)
 
 
 def counted(results: Iterable[T], names: Sequence[str]) -> Iterator[T]:

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tilewise.tools.cli.output import AsJson, print_json, refusing_bad_input, refusing_unwritable
+from tilewise.tools.cli.output import (
+    AsJson,
+    print_json,
+    refusing_bad_input,
+    refusing_unwritable,
+    working,
+)
 from tilewise.tools.doctor import require
 
 PAGE = ".html"
@@ -25,6 +31,9 @@ def report(
         typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Simulate a plan's work on up to 4096 devices, not 1024.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one page that needs no network: what a plan does, or what a benchmark found."""
@@ -33,7 +42,8 @@ def report(
     with refusing_bad_input():
         require("plotly", "tilewise report")
         page = files[0].with_suffix(PAGE) if output is None else output
-        found = read(files, with_rows=csv is not None)
+        with working("reading") as tell:
+            found = read(files, with_rows=csv is not None, full=full, tell=tell)
         with refusing_unwritable():
             written = found.write(page, csv)
     if as_json:

@@ -21,6 +21,24 @@ PASSES = MappingProxyType(
 )
 
 
+TEXTS = ("kind", "contender", "mask", "pass", "outcome")
+NUMBERS = (
+    *("seed", "num_tokens", "tokens_per_rank", "num_heads", "num_kv_heads", "head_dim", "mbit"),
+    *("world_size", "hosts", "ranks_per_host", "sparsity_ratio", "median_seconds", "tflops"),
+    *("bytes_max_rank", "predicted_seconds", "peak_bytes"),
+)
+
+
+def is_whole(row: Row) -> bool:
+    """Whether what charts read of a row is there, and of its kind: a damaged file's may not be."""
+    numbers = [row[name] for name in NUMBERS if row.get(name) is not None]
+    return (
+        all(isinstance(row.get(name), str) for name in TEXTS)
+        and all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
+        and not any(isinstance(row.get(name), list | dict) for name in (*IDENTITY, "library"))
+    )
+
+
 class ReportCase(NamedTuple):
     """Rows of the same problem, by contender."""
 

@@ -16,6 +16,7 @@ from tilewise.tools.report.bench_cases import (
     contenders,
     cost,
     facets,
+    is_whole,
 )
 from tilewise.tools.report.chart import Figure, Section
 from tilewise.tools.report.longca import read_csv
@@ -40,8 +41,9 @@ def read_rows(paths: Sequence[Path]) -> Rows:
     num_lost = 0
     for path in paths:
         found, lost = read_csv(path) if path.suffix == ".csv" else read_results(path)
-        rows += found
-        num_lost += lost
+        whole = [row for row in found if is_whole(row)]
+        rows += whole
+        num_lost += lost + len(found) - len(whole)
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no whole row; run tilewise bench first")
     return Rows(rows, num_lost, tuple(path.name for path in paths))

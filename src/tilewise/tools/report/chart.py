@@ -3,6 +3,7 @@
 plotly_figures.py says how plotly draws them; a chart's table is the CSV.
 """
 
+import ast
 import math
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -200,6 +201,31 @@ def short(plan_name: str) -> str:
     for usual in (", schedule='greedy'", ", moves='kv'"):
         plan_name = plan_name.replace(usual, "")
     return plan_name
+
+
+def in_words(plan_name: str) -> str:
+    """A plan's name for a title, as in "Ulysses 8 x mesh 4 x 8"; as it is, where it is no call."""
+    try:
+        call = ast.parse(plan_name, mode="eval").body
+    except SyntaxError:
+        return plan_name
+    return _said(call) if isinstance(call, ast.Call) else plan_name
+
+
+def _said(call: ast.Call) -> str:
+    words = {str(word.arg): word.value for word in call.keywords}
+    inner = [one for one in (*call.args, *words.values()) if isinstance(one, ast.Call)]
+    numbers = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    name = ast.unparse(call.func)
+    if name == "mesh" and "q_tile" in words:
+        a = int(ast.unparse(words["q_tile"]))
+        numbers = [a, int(str(numbers[0])) // a]
+    if name in ("tiled", "needed"):
+        inner = []
+    name = "Ulysses" if name == "ulysses" else name.replace("_", " ")
+    first = f" {CROSS} ".join([f"{name} {numbers[0]}" if numbers else name, *map(str, numbers[1:])])
+    turned = " of queries" if "moves='q'" in map(ast.unparse, call.keywords) else ""
+    return f" {CROSS} ".join([first + turned, *map(_said, inner)])
 
 
 def colour(number: int) -> str:

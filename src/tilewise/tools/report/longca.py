@@ -46,7 +46,7 @@ def read_csv(path: Path) -> tuple[list[Row], int]:
         read = _kernels
     else:
         raise ValueError(
-            f"{path}: columns {', '.join(names[:8]) or 'none'} are not those of LongCA-bench; "
+            f"{path}: columns {', '.join(names[:8])[:99] or 'none'} are not those of LongCA-bench; "
             f"wanted {', '.join(sorted(DISTRIBUTED))}, or {' or '.join(SIZES)} and one per kernel"
         )
     rows: list[Row] = []

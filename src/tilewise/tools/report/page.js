@@ -62,10 +62,23 @@
     return window.Plotly.react(holder, data, layout, config);
   };
 
+  // A table's rows are shown as far as its columns, downward.
+  const zoomed = (holder, button) => {
+    const [from, to] = [Number(button.dataset.from), Number(button.dataset.to)];
+    const square = holder.classList.contains("square");
+    return { "xaxis.range": [from, to], ...(square ? { "yaxis.range": [to, from] } : {}) };
+  };
+
   const holders = () => [...document.querySelectorAll(".plot")];
   const drawAll = () => {
     const drawn = holders().map(draw);
     Promise.all(drawn).then(() => {
+      for (const button of document.querySelectorAll("button[data-from]:first-child")) {
+        const holder = document.getElementById(button.dataset.figure);
+        if (!holder.classList.contains("square")) {
+          window.Plotly.relayout(holder, zoomed(holder, button));
+        }
+      }
       document.documentElement.dataset.ready = "yes";
     });
   };
@@ -73,8 +86,7 @@
   for (const button of document.querySelectorAll("button[data-from]")) {
     button.addEventListener("click", () => {
       const holder = document.getElementById(button.dataset.figure);
-      const range = [Number(button.dataset.from), Number(button.dataset.to)];
-      window.Plotly.relayout(holder, { "xaxis.range": range });
+      window.Plotly.relayout(holder, zoomed(holder, button));
     });
   }
   scheme.addEventListener("change", drawAll);

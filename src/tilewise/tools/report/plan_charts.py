@@ -78,12 +78,12 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
         ("compute", LANES["compute"], (one.compute_seconds for one in found)),
         ("wait", LANES["wait"], (one.exposed_seconds for one in found)),
     )
-    rows = tuple((*_cells(e), quantity(e.simulation.peak_bytes, "B")) for e in entries)
+    rows = tuple(map(_cells, entries))
     caption = (
         "Forward and backward. Compute is that of the busiest rank, waiting that of the rank that "
         "waits longest, so the two may add up to a little more than the time."
     )
-    chart, table = _stacked(entries, Axis("time", "s"), parts), Table((*CELLS, "peak memory"), rows)
+    chart, table = _stacked(entries, Axis("time", "s"), parts), Table(CELLS, rows)
     return Figure("seconds", "Time by strategy, fastest first", caption, chart, table)
 
 
@@ -173,13 +173,14 @@ def sensitivity(found: list[tuple[float, StudyEntry]]) -> Figure:
 
 
 MOST_ROWS = 12
+FIRST_KERNELS = 8  # shown first, each a bar of its own
 FINEST = 1500  # bars closer than this part of the pass are drawn as one
 SHOWN_LANES = (*OWN, *LINKS)
 
 
 def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineChart:
     """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
-    uses = simulation.forward.ranks
+    uses, first = simulation.forward.ranks, _first_steps(simulation)
     if len(uses) > most:
         uses = [uses[i * (len(uses) - 1) // (most - 1)] for i in range(most)]
     bars: list[Bar] = []
@@ -192,7 +193,7 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineChart:
         for row, use in enumerate(uses):
             for lane in SHOWN_LANES:
                 spans = by_lane.get((symmetry.first(use.rank), lane), ())
-                joined = _joined(spans, part.seconds / FINEST)
+                joined = _joined(spans, part.seconds / FINEST, 0.0 if begin else first)
                 bars += [bar._replace(row=row, start=begin + bar.start) for bar in joined]
         begin += part.seconds
     ranks = tuple((use.rank, use.members) for use in uses)
@@ -200,13 +201,25 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineChart:
     return TimelineChart(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
 
 
-def _joined(spans: Iterable[Span], gap: float) -> list[Bar]:
+def _first_steps(simulation: Simulation) -> float:
+    """When the rank that is shown first has done so many kernels."""
+    timeline = simulation.forward
+    rank = timeline.ranks[0].rank
+    ends = sorted(
+        x.start + x.seconds for x in timeline.spans if x.rank == rank and x.lane == "compute"
+    )
+    return ends[min(FIRST_KERNELS, len(ends)) - 1] if ends else timeline.seconds
+
+
+def _joined(spans: Iterable[Span], gap: float, first: float) -> list[Bar]:
+    """Bars of spans; those that begin after the first steps are joined over small gaps."""
     made: list[Bar] = []
     names: list[str] = []
     busy = 0.0
     for span in sorted(spans, key=lambda span: span.start):
         end = span.start + span.seconds
-        if made and span.start - (made[-1].start + made[-1].seconds) < gap:
+        late = span.start > first
+        if made and late and span.start - (made[-1].start + made[-1].seconds) < gap:
             last = made.pop()
             start, end = last.start, max(end, last.start + last.seconds)
         else:
@@ -239,14 +252,14 @@ def timeline_figure(entry: StudyEntry) -> Figure:
     caption = (
         f"The upper bar of a rank is itself: computing, or waiting for messages. The thin bars "
         f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
-        "waiting, and messages that end while something is computed. Drag across to zoom, "
-        "double-click or take the buttons to see all."
+        "waiting, and messages that end while something is computed. Shown first: the first steps; "
+        "take the buttons, or drag across, to see others."
     )
     jumps = (
-        ("Both passes", 0.0, drawn.end),
+        ("First steps", 0.0, _first_steps(simulation)),
         ("Forward", 0.0, drawn.turn),
         ("Backward", drawn.turn, drawn.end),
-        ("First steps", 0.0, drawn.turn / 10),
+        ("Both passes", 0.0, drawn.end),
     )
     title = "Timeline per rank, forward then backward"
     return Figure("timeline", title, caption, drawn, _timeline_table(simulation, drawn), jumps)
@@ -261,15 +274,14 @@ def _timeline_table(simulation: Simulation, drawn: TimelineChart) -> Table:
             for what in ("compute", "exposed", "idle")
         )
         sent = sum(sum(use.bytes_by_link.values()) for use in both)
-        peak = simulation.rank_peak_bytes(rank)
-        spent = (compute, wait, idle, quantity(sent, "B"), quantity(peak, "B"))
-        rows.append((str(rank), str(like), *spent))
-    header = ("rank", "ranks like it", "compute", "wait", "idle", "sent", "peak memory")
+        rows.append((str(rank), str(like), compute, wait, idle, quantity(sent, "B")))
+    header = ("rank", "ranks like it", "compute", "wait", "idle", "sent")
     return Table(header, tuple(rows))
 
 
 MOST_CELLS = 256  # a side
 MOST_GROUPS = 2
+FEW_SHARDS = 32  # a side, to zoom in on
 MOST_RANKS = 1024  # of larger plans some ranks' cells are shown
 SHOWN_RANKS = 64
 
@@ -313,7 +325,11 @@ def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
         + ("Each cell stands for several. " if table.shape != whole else "")
     )
     drawn = Tiles(table, rows, columns), _owners(table)
-    return Figure(f"assignment-{group}", f"Who computes what{heads}", caption.strip(), *drawn)
+    side = max(whole)
+    jumps = (("All", -0.5, side - 0.5), (f"First {FEW_SHARDS} shards", -0.5, FEW_SHARDS - 0.5))
+    title = f"Who computes what{heads}"
+    zoomed = jumps if side > 1.5 * FEW_SHARDS else ()
+    return Figure(f"assignment-{group}", title, caption.strip(), *drawn, zoomed)
 
 
 def _owners(table: np.ndarray) -> Table | None:

@@ -1,7 +1,7 @@
 """The page of a candidate: who computes what and when, what it moves, and what else there is."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from tilewise.plan.ir import Plan
@@ -10,15 +10,24 @@ from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.tools.report import plan_charts
-from tilewise.tools.report.chart import Figure, Section, Table, count, quantity, short, times
+from tilewise.tools.report.chart import (
+    Figure,
+    Section,
+    Table,
+    count,
+    in_words,
+    quantity,
+    short,
+    times,
+)
 from tilewise.tools.report.page import Fact, Page
 from tilewise.tools.report.studies import Studies, StudyEntry
 from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
 RANKED = (
-    *("strategy", "plan", "backward plan", "operands", "both passes", "to best"),
-    *("waiting", "sent by a rank", "peak memory"),
+    *("strategy", "both passes", "to best", "waiting", "sent by a rank", "peak memory"),
+    *("operands", "plan", "backward plan"),
 )
 
 
@@ -39,6 +48,7 @@ class Subject:
     ranked: Table | None = None
     least_seconds: float = 0.0
     least_bytes: float = 0.0
+    peak_bytes: int = 0  # of a device, where it has been counted
 
     @cached_property
     def entry(self) -> StudyEntry:
@@ -48,41 +58,40 @@ class Subject:
 
 def subject_of(candidate: Candidate) -> Subject:
     """A candidate, for its own layout, save and wire_dtype."""
-    work = replace(
-        candidate.work,
-        layout=candidate.layout,
-        save=candidate.save,
-        wire_dtype=candidate.wire_dtype,
-    )
     best = candidate.rows[0].seconds if candidate.rows else 1.0
     rows = tuple(
         (
             row.strategy,
-            short(row.plan),
-            "same" if row.backward_plan == row.plan else short(row.backward_plan),
-            row.save,
             quantity(row.seconds, "s"),
             times(row.seconds / best),
             quantity(row.exposed_seconds, "s"),
             quantity(sum(row.bytes_by_link.values()), "B"),
             quantity(row.peak_bytes, "B"),
+            row.save,
+            short(row.plan),
+            "same" if row.backward_plan == row.plan else short(row.backward_plan),
         )
         for row in candidate.rows
     )
     return Subject(
         candidate.plan,
-        work,
+        candidate.own_work,
         candidate.machine,
         candidate.backward_plan,
         candidate.reason,
         Table(RANKED, rows) if rows else None,
         *candidate.distances,
+        candidate.peak_bytes,
     )
 
 
-def page_of(subject: Subject) -> Page:
-    """All figures and tables of a candidate."""
-    studies = Studies(subject.work, subject.machine)
+def page_of(subject: Subject, *, full: bool = False, tell: Callable[[str], object] = str) -> Page:
+    """All figures and tables of a candidate.
+
+    Args:
+        full, tell: as for Studies.
+    """
+    studies = Studies(subject.work, subject.machine, full=full, tell=tell)
     others = studies.compared(subject.plan.world_size)
     found = studies.rescaled(subject.entry, subject.backward_plan)
     entries = [subject.entry, *others]
@@ -111,7 +120,7 @@ def page_of(subject: Subject) -> Page:
 
 
 def _title(subject: Subject) -> str:
-    forward, back = short(subject.plan.name), short(_back(subject).name)
+    forward, back = in_words(subject.plan.name), in_words(_back(subject).name)
     return forward if forward == back else f"{forward}, then {back}"
 
 
@@ -148,7 +157,11 @@ def _facts(subject: Subject, others: list[StudyEntry]) -> tuple[Fact, ...]:
             quantity(sum(sent.values()), "B"),
             f"{quantity(sum(outer.values()), 'B')} leave the node",
         ),
-        Fact("Peak memory", quantity(mine.peak_bytes, "B"), "of a device, buffers included"),
+        Fact(
+            "Peak memory",
+            quantity(subject.peak_bytes or mine.peak_bytes, "B"),
+            "of a device, buffers included",
+        ),
     ]
     if subject.least_seconds:
         over = times(mine.seconds / subject.least_seconds)
@@ -159,10 +172,10 @@ def _facts(subject: Subject, others: list[StudyEntry]) -> tuple[Fact, ...]:
         least = quantity(subject.least_bytes, "B")
         facts.append(Fact("Over the byte bound", over, f"no even plan sends below {least}"))
     if ring is not None:
-        ratio = times(ring.simulation.seconds / mine.seconds)
-        facts.insert(
-            1, Fact("Against ring", ratio, f"ring {quantity(ring.simulation.seconds, 's')}")
-        )
+        ratio = ring.simulation.seconds / mine.seconds
+        name, ratio = ("Faster than a ring", ratio) if ratio >= 1 else ("Slower", 1 / ratio)
+        note = f"a ring takes {quantity(ring.simulation.seconds, 's')}"
+        facts.insert(1, Fact(name, times(ratio), note))
     return tuple(facts)
 
 

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
+from colorsys import hls_to_rgb
 from types import MappingProxyType
 from typing import Any
 
@@ -190,7 +191,8 @@ def _tiles(tiles: Tiles) -> Figure:
         "zmin": -1.5,
         "zmax": len(ranks) - 0.5,
         "colorscale": _rank_colours(len(ranks)),
-        "showscale": False,
+        "showscale": not numbered,
+        "colorbar": {"title": {"text": "rank"}, "thickness": 12, **_ticks(ranks)},
         "xgap": 1 if numbered else 0,
         "ygap": 1 if numbered else 0,
         "texttemplate": "%{text}" if numbered else "",
@@ -201,12 +203,26 @@ def _tiles(tiles: Tiles) -> Figure:
         layout[name] |= {"showgrid": False, "zeroline": False, "constrain": "domain"}
     even = min(tiles.cells.shape) * 4 >= max(tiles.cells.shape)
     layout["yaxis"] |= {"autorange": "reversed", "scaleanchor": "x" if even else None}
-    return {"data": [cells], "layout": layout}
+    return {"data": [cells], "layout": layout | {"dragmode": "zoom"}}
+
+
+def _ticks(ranks: np.ndarray) -> dict[str, Any]:
+    """A few ranks beside the colour bar, at their places."""
+    places = np.unique(np.linspace(0, len(ranks) - 1, 9).round().astype(int))
+    return {"tickvals": places, "ticktext": ranks[places].astype(str)}
 
 
 def _rank_colours(num_ranks: int) -> list[tuple[float, str]]:
-    """Steps of a colour scale: none for -1, then one for every rank."""
-    parts = [[str(round(255 * part)) for part in rgb] for rgb in colours(num_ranks)]
+    """Steps of a colour scale: none for -1, then one for every rank.
+
+    Many go round the colours in order, so that the bar beside them tells which is which; every
+    other one is darker.
+    """
+    found = colours(num_ranks)
+    if num_ranks > NUMBERED:
+        hues = np.linspace(0, 0.85, num_ranks)
+        found = [hls_to_rgb(hue, 0.6 - 0.2 * (i % 2), 0.6) for i, hue in enumerate(hues)]
+    parts = [[str(round(255 * part)) for part in rgb] for rgb in found]
     steps = [CLEAR, *(f"rgb({','.join(three)})" for three in parts)]
     return [((i + end) / len(steps), shade) for i, shade in enumerate(steps) for end in (0, 1)]
 
@@ -241,7 +257,7 @@ def _lane(drawn: TimelineChart, lane: str) -> dict[str, Any]:
         "width": thick,
         "base": [bar.start for bar in mine],
         "x": [bar.seconds for bar in mine],
-        "marker": {"color": colour(LANES[lane]), "line": {"width": 0}},
+        "marker": {"color": colour(LANES[lane]), "line": {"width": 0.5, "color": GROUND.light}},
         **_hover([bar.note for bar in mine]),
     }
 

@@ -1,7 +1,7 @@
 """From files to a report: what kind of file it is, what its page says, and writing it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +31,18 @@ class Report(NamedTuple):
         return [page, csv]
 
 
-def read(paths: Sequence[Path], with_rows: bool = False) -> Report:
+def read(
+    paths: Sequence[Path],
+    with_rows: bool = False,
+    *,
+    full: bool = False,
+    tell: Callable[[str], object] = str,
+) -> Report:
     """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
+        full, tell: as for plan_report.page_of.
     """
     if all(_holds_results(path) for path in paths):
         found = bench_report.read_rows(paths)
@@ -51,7 +58,13 @@ def read(paths: Sequence[Path], with_rows: bool = False) -> Report:
         candidate = load_candidate(paths[0])
     except OSError as error:
         raise ValueError(f"{paths[0]} cannot be read: {error.strerror}") from None
-    return Report(plan_report.page_of(plan_report.subject_of(candidate)))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a report is of a plan file of tilewise plan, or of results "
+            f"({', '.join(RESULTS)}) of tilewise bench"
+        ) from None
+    subject = plan_report.subject_of(candidate)
+    return Report(plan_report.page_of(subject, full=full, tell=tell))
 
 
 def _holds_results(path: Path) -> bool:
