@@ -68,8 +68,10 @@ def test_a_planners_file_is_shown_and_simulated(tmp_path: Path):
     assert tilewise("plan", "--world-size", "4", *size, "-o", path).exit_code == 0
     best = tw.load_candidate(path)
     assert tw.parse(tilewise("show", path).stdout) == best.plan
-    found = tilewise("simulate", path, *size, "--save", best.save, "--json")
+    found = tilewise("simulate", path, "--json")
     assert json.loads(found.stdout)["seconds"] == pytest.approx(best.seconds)
+    other = tilewise("simulate", path, "--num-tokens", "8K", "--machine", "a100x8", "--json")
+    assert json.loads(other.stdout)["seconds"] > 2 * best.seconds
     for words, part in (
         (("show", path, "--world-size", "3"), "is for 4 ranks, but --world-size is 3"),
         (("show", str(tmp_path / "no.json")), "cannot be read: No such file"),
@@ -92,6 +94,37 @@ def test_no_help_text_is_taken_for_markup():
             yield from texts(inner)
 
     assert not [text for text in texts(get_command(app)) if re.search(r"\[[a-z]", text)]
+
+
+@pytest.mark.parametrize("name", ["needed", "tiled"])
+def test_strategies_that_see_the_mask_are_shown_and_simulated(name: str):
+    words = ("--world-size", "3", "--mask", "causal_document", "--num-tokens", "96")
+    plan = tw.parse(tilewise("show", name, *words).stdout)
+    assert plan.world_size == 3 and plan.name.startswith(name)
+    found = tilewise("simulate", name, *words, "--layout", "balanced", "--json")
+    assert json.loads(found.stdout)["forward_seconds"] > 0, found.output
+    ended = tilewise("simulate", name, "--num-tokens", "96")
+    assert ended.exit_code == 2 and "needs --world-size" in ended.stderr
+
+
+def test_one_ranks_steps_are_shown():
+    shown = tilewise("show", "ring(4)", "--rank", "2").stdout
+    assert "rank 2" in shown and "q2xkv1" in shown and "q1xkv" not in shown
+    ended = tilewise("show", "ring(4)", "--rank", "4")
+    assert (ended.exit_code, "--rank (4) must be from 0 to 3" in ended.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("option", ["plan -o", "simulate --trace", "calibrate -o", "mask --png"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(option: str, tmp_path: Path):
+    command, flag = option.split()
+    words = {
+        "plan": ["--world-size", "4096", "--num-tokens", "1M"],
+        "simulate": ["ring(512)", "--num-tokens", "1M"],
+        "calibrate": [],
+        "mask": ["causal"],
+    }[command]
+    ended = tilewise(command, *words, flag, str(tmp_path / "no" / "x.png"))
+    assert ended.exit_code == 2 and "is no folder; make it" in ended.stderr
 
 
 def test_show_prunes():

@@ -14,7 +14,7 @@ from tilewise.tools.cli.mask import mask_command
 from tilewise.tools.cli.masks import masks_command
 from tilewise.tools.cli.plan import plan_command
 from tilewise.tools.cli.report import report
-from tilewise.tools.cli.show import show
+from tilewise.tools.cli.show import show_command
 from tilewise.tools.cli.simulate import simulate_command
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -37,7 +37,7 @@ def tilewise(
 
 for command in (
     demo,
-    show,
+    show_command,
     plan_command,
     simulate_command,
     mask_command,

@@ -5,11 +5,17 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.calibration.measure import Settings, calibrate_here, last
-from tilewise.tools.cli.output import as_bytes, ending_on, print_plain, refusing_bad_input
+from tilewise.tools.cli.output import (
+    as_bytes,
+    check_writable,
+    ending_on,
+    print_plain,
+    refusing_bad_input,
+    working,
+)
 from tilewise.transport.processes import RankError
 
 
@@ -26,8 +32,7 @@ def calibrate(
 ) -> None:
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""
     with refusing_bad_input():
-        if output is not None and not output.parent.is_dir():
-            raise ValueError(f"{output.parent} is no folder to write {output.name} to")
+        check_writable(output)
         with ending_on(RankError, before=""):
             machine = _measured(world_size, Settings(node_size))
     if output is None:
@@ -38,11 +43,8 @@ def calibrate(
 
 
 def _measured(world_size: int | None, settings: Settings) -> Machine:
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting the ranks", total=None)
-        steps = calibrate_here(world_size, settings)
-        return last(steps, lambda what: progress.update(task, description=what))
+    with working("starting the ranks") as tell:
+        return last(calibrate_here(world_size, settings), tell)
 
 
 def _summary(machine: Machine) -> str:

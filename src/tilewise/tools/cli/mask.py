@@ -12,21 +12,27 @@ from rich.text import Text
 
 from tilewise import masks
 from tilewise.arguments import require_range
-from tilewise.expressions import read_mask
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
 from tilewise.masks.lengths import corpora
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
-from tilewise.tools.cli.options import TOKENS, command_of, read_count
-from tilewise.tools.cli.output import AsJson, as_bytes, print_json, print_plain, refusing_bad_input
+from tilewise.tools.cli.options import TOKENS, command_of, mask_of, read_count
+from tilewise.tools.cli.output import (
+    AsJson,
+    as_bytes,
+    check_writable,
+    print_json,
+    print_plain,
+    refusing_bad_input,
+    working,
+)
 from tilewise.tools.doctor import require
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     MaskCase,
     RankLoad,
-    drawn,
     imbalance,
     load,
     planned,
@@ -83,6 +89,7 @@ def _color(rgb: np.ndarray) -> Color:
 
 CELLS, TEXT_CELLS = (360, 180), 64  # a picture's table has 360 x 360 pixels
 PNG = ".png"
+MOST_TOKENS = 1 << 26  # each one's rank is kept
 MOST_BYTES = 120_000  # of a picture; a speckled one is drawn with larger cells
 HEADS, HEAD_DIM = 32, 128
 
@@ -127,11 +134,11 @@ def mask(options: MaskOptions) -> None:
     with refusing_bad_input():
         if options.png:
             require("matplotlib", "tilewise mask --png")
-        if options.png and not options.png.parent.is_dir():
-            raise ValueError(f"{options.png.parent} is no folder; make it, or write elsewhere")
+        check_writable(options.png)
         if options.png and options.png.suffix.lower() != PNG:
             raise ValueError(f"--png ({str(options.png)!r}) must be a name that ends in {PNG}")
-        found = _drawn(options)
+        with working(f"{options.name} on {options.world_size} ranks"):
+            found = _drawn(options)
     plan = found.plan if options.layout == "tiled" else None
     title = _title(options, found)
     if options.png:
@@ -150,14 +157,11 @@ def mask(options: MaskOptions) -> None:
 
 def _drawn(options: MaskOptions) -> Drawn:
     n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
+    require_range("--num-tokens", num_tokens, 1, MOST_TOKENS)
     require_range("world_size", n, 1, 1024)
     if options.corpus not in corpora():
         raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
-    if options.name in masks.ALL_NAMES:
-        found = drawn(options.name, num_tokens, options.seed, options.corpus)
-    else:
-        found = read_mask(options.name, also=masks.ALL_NAMES)
-        found.check_tokens(num_tokens)
+    found = mask_of(options.name, num_tokens, options.seed, options.corpus)
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
         plan, layout = planned(found, case, "tiled")

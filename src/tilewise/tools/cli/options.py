@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,12 +10,18 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
+from tilewise import masks
 from tilewise.expressions import MASKS, STRATEGIES, read_heads, read_mask, read_plan
 from tilewise.layouts.balanced import default_layout
+from tilewise.layouts.layout import Layout
+from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.planning.candidate import Candidate, load_candidate
 from tilewise.simulation.machine import Machine
-from tilewise.workload import LAYOUTS, Workload
+from tilewise.strategies.catalog import MASK_AWARE
+from tilewise.strategies.tiled import tiled_layout
+from tilewise.tools.mask_report.figures import LAYOUTS, drawn
+from tilewise.workload import Workload
 
 _COUNT = re.compile(r"(\d+)([kKmM]?)$")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?$")
@@ -36,6 +42,15 @@ def read_bytes(what: str, text: str) -> int:
         raise ValueError(f"{what} ({text!r}) must be a number of bytes such as 20GiB or 80GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def mask_of(text: str, num_tokens: int, seed: int = 0, corpus: str = "prolong512k") -> Mask:
+    """A named pattern, drawn, or the mask of an expression."""
+    if text in masks.ALL_NAMES:
+        return drawn(text, num_tokens, seed, corpus)
+    mask = read_mask(text, also=masks.ALL_NAMES)
+    mask.check_tokens(num_tokens)
+    return mask
 
 
 def command_of(
@@ -68,8 +83,8 @@ PLAN_FILE = ".json"
 PlanText = Annotated[
     str,
     typer.Argument(
-        help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; or a file that tilewise '
-        "plan wrote."
+        help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; needed and tiled, which '
+        "see the mask; or a file that tilewise plan wrote."
     ),
 ]
 WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where only a name is given.")]
@@ -89,8 +104,8 @@ class WorkOptions(NamedTuple):
     mask: Annotated[
         str | None,
         typer.Option(
-            help=f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; causal "
-            "unless given."
+            help=f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; or a "
+            f"pattern, drawn with seed 0: {', '.join(masks.ALL_NAMES[2:])}. Causal unless given."
         ),
     ] = None
     machine: Annotated[
@@ -99,8 +114,8 @@ class WorkOptions(NamedTuple):
     layout: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(dict(LAYOUTS))}; unless given, the one that gives every rank the "
-            "same work under the mask."
+            help=f"{', '.join(LAYOUTS)} or tiled; unless given, the one that gives every rank "
+            "the same work under the mask."
         ),
     ] = None
     dtype: Annotated[str | None, typer.Option(help="Of q, k and v; bfloat16 unless given.")] = None
@@ -114,41 +129,78 @@ class WorkOptions(NamedTuple):
 
 
 MACHINE = "h100x8"
-USUAL = MappingProxyType({"heads": "32:8", "head_dim": 128, "mask": "causal"})
+USUAL: Mapping[str, Any] = MappingProxyType({"heads": "32:8", "head_dim": 128, "mask": "causal"})
 
 
-def workload_of(options: WorkOptions, world_size: int, planned: Workload | None = None) -> Workload:
+def workload_of(
+    options: WorkOptions,
+    world_size: int,
+    planned: Workload | None = None,
+    made_for: tuple[Mask, Layout] | None = None,
+) -> Workload:
     """The workload that the options describe.
 
     Args:
         planned: of a plan file: what the options leave open is as there.
+        made_for: of a plan that sees the mask: its layout is the workload's.
     """
-    usual = {} if planned else dict(USUAL)
-    words: dict[str, Any] = usual | {k: v for k, v in options._asdict().items() if v is not None}
+    words: dict[str, Any] = {k: v for k, v in options._asdict().items() if v is not None}
+    words = words if planned else dict(USUAL) | words
     words.pop("machine", None)
-    if "num_tokens" in words:
-        words["num_tokens"] = read_count("--num-tokens", words["num_tokens"])
-    elif planned is None:
-        raise ValueError("--num-tokens is missing; give the length of the sequence, as in 128K")
-    if "heads" in words:
-        words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
-    if "mask" in words:
-        words["mask"] = read_mask(words["mask"])
     if words.get("save", "replay") not in ("replay", "gathered"):
         raise ValueError(f"--save ({words['save']!r}) must be replay or gathered")
-    if planned is None or words.keys() & {"num_tokens", "mask"}:
-        mask, num_tokens = (
-            words[name] if name in words else getattr(planned, name)
-            for name in ("mask", "num_tokens")
-        )
-        mask.check_tokens(num_tokens)
-        if (planned and (planned.mask, planned.num_tokens)) != (mask, num_tokens):
-            words.setdefault("layout", default_layout(mask, num_tokens, world_size))
+    if "heads" in words:
+        words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
+    num_tokens = _num_tokens(options, planned)
+    mask = mask_of(words["mask"], num_tokens) if "mask" in words else planned and planned.mask
+    assert mask is not None
+    words |= {"num_tokens": num_tokens, "mask": mask}
+    if made_for:
+        words["layout"] = made_for[1]
+    elif "layout" in words:
+        words["layout"] = layout_of(words["layout"], mask, num_tokens, world_size)
+    elif planned is None or (planned.mask, planned.num_tokens) != (mask, num_tokens):
+        words["layout"] = default_layout(mask, num_tokens, world_size)
     return replace(planned, **words) if planned else Workload(**words)
 
 
-def read_plans(text: str, world_size: int | None) -> tuple[Plan, Candidate | None]:
-    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate."""
+def _num_tokens(options: WorkOptions, planned: Workload | None = None) -> int:
+    if options.num_tokens is not None:
+        return read_count("--num-tokens", options.num_tokens)
+    if planned is None:
+        raise ValueError("--num-tokens is missing; give the length of the sequence, as in 128K")
+    return planned.num_tokens
+
+
+def layout_of(name: str, mask: Mask, num_tokens: int, n: int) -> Layout:
+    """One of LAYOUTS, or the layout of tiled."""
+    if name == "tiled":
+        return tiled_layout(mask, num_tokens, n)
+    if name not in LAYOUTS:
+        raise ValueError(f"--layout ({name!r}) must be one of {', '.join(LAYOUTS)}, tiled")
+    return LAYOUTS[name](mask, num_tokens, n)
+
+
+def read_plans(
+    text: str, world_size: int | None, about: WorkOptions | None = None
+) -> tuple[Plan, Candidate | None]:
+    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate.
+
+    Args:
+        about: what a strategy that sees the mask is made for; None: it needs none.
+    """
+    aware = next((entry for entry in MASK_AWARE if entry.name == text), None)
+    if aware:
+        if about is None or world_size is None:
+            raise ValueError(f"{text} needs --world-size, --num-tokens and --mask")
+        num_tokens, heads = _num_tokens(about), read_heads(about.heads or USUAL["heads"])
+        mask, kv_bytes = mask_of(about.mask or USUAL["mask"], num_tokens), 2 * heads[1] / heads[0]
+        layout = (
+            layout_of(about.layout, mask, num_tokens, world_size)
+            if about.layout
+            else aware.layout(mask, num_tokens, world_size, kv_bytes)
+        )
+        return aware.plan(mask, layout, kv_bytes), None
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
     try:

@@ -21,9 +21,11 @@ from tilewise.tools.cli.options import (
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
+    check_writable,
     print_json,
     refusing_bad_input,
     refusing_unwritable,
+    working,
 )
 
 NARROW = 72  # columns of a terminal under which the table would be cut
@@ -49,7 +51,9 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         work = workload_of(about, options.world_size)
-        found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
+        check_writable(options.output)
+        with working(f"searching plans for {options.world_size} ranks"):
+            found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
     best, shown = found[0], found[: options.top]
     if options.output is not None:
         with refusing_bad_input(), refusing_unwritable():

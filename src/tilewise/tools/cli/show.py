@@ -1,30 +1,46 @@
 """tilewise show: the grid of a plan."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tilewise.arguments import require_range
 from tilewise.compiler.pruning import prune
-from tilewise.expressions import MASKS, read_mask
+from tilewise.expressions import MASKS
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
-from tilewise.tools.cli.options import PlanText, WorldSize, read_plans
+from tilewise.tools.cli.options import (
+    PlanText,
+    WorkOptions,
+    WorldSize,
+    command_of,
+    layout_of,
+    mask_of,
+    read_plans,
+)
 from tilewise.tools.cli.output import AsJson, print_plain, refusing_bad_input
-from tilewise.workload import LAYOUTS
+from tilewise.tools.mask_report.figures import LAYOUTS
 
 STYLES = (("x", "bold cyan"), ("*", "yellow"), ("!", "magenta"))  # a word that holds the sign
 OPERAND = "green"
 WIDEST_CELL = 28
+MOST_BELOW = 16  # ranks drawn one below the other
 
 
-def draw(plan: Plan, console: Console) -> None:
-    """Print the grid; where the output is no terminal, exactly the text that parse reads."""
+def draw(plan: Plan, console: Console, rank: int | None = None) -> None:
+    """Print the grid; where the output is no terminal, exactly the text that parse reads.
+
+    Args:
+        rank: print its steps alone. None: all ranks', one below the other where the terminal is
+            too narrow for the grid, the first MOST_BELOW of them.
+    """
     text = grid_text(plan)
-    if not console.is_terminal:
+    if not console.is_terminal and rank is None:
         console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
         return
     lines = text.splitlines()
@@ -32,34 +48,29 @@ def draw(plan: Plan, console: Console) -> None:
     for line in lines[:top]:
         console.print(line, markup=False, highlight=False, style="dim" if line != lines[0] else "")
     grid = [[cell.strip() for cell in line.split("|")] for line in lines[top:]]
-    first = 1
-    while first < len(grid[0]):
-        count = _fitting(grid, first, console.width)
-        console.print(_block(grid, range(first, first + count)))
-        first += count
+    columns = range(1, len(grid[0]))
+    width = 8 + sum(3 + min(WIDEST_CELL, max(len(row[c]) for row in grid)) for c in columns)
+    if rank is None and width <= console.width:
+        console.print(_block(grid, columns))
+    else:
+        for column in columns[:MOST_BELOW] if rank is None else [rank + 1]:
+            console.print(_block(grid, [column], console.width))
     console.print(
         "[bold cyan]q0xkv1[/] tile   [green]kv0>1[/] operand to rank 1   "
         "[yellow]kv0*>1[/] partial   [magenta]q0!>1[/] result",
         highlight=False,
     )
+    if rank is None and width > console.width and len(columns) > MOST_BELOW:
+        console.print(f"{MOST_BELOW} of {len(columns)} ranks; --rank shows another", style="dim")
 
 
-def _fitting(grid: list[list[str]], first: int, width: int) -> int:
-    """How many columns from this one on fit beside the step numbers."""
-    used, count = 8, 0
-    for column in range(first, len(grid[0])):
-        used += min(WIDEST_CELL, max(len(row[column]) for row in grid)) + 3
-        if used > width and count:
-            break
-        count += 1
-    return count
-
-
-def _block(grid: list[list[str]], columns: range) -> Table:
+def _block(
+    grid: list[list[str]], columns: Sequence[int], widest: int | None = WIDEST_CELL
+) -> Table:
     table = Table(show_lines=False, header_style="bold", row_styles=["", "on grey11"])
     table.add_column(grid[0][0], justify="right", no_wrap=True)
     for column in columns:
-        table.add_column(grid[0][column], max_width=WIDEST_CELL)
+        table.add_column(grid[0][column], max_width=widest)
     for row in grid[1:]:
         table.add_row(row[0], *(_cell(row[column]) for column in columns))
     return table
@@ -76,41 +87,53 @@ def _cell(words: str) -> Text:
 MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 
-def show(
-    strategy: PlanText,
-    world_size: WorldSize = None,
+class ShowOptions(NamedTuple):
+    """Which plan is drawn, and what of it."""
+
+    strategy: PlanText
+    world_size: WorldSize = None
     mask: Annotated[
         str | None,
         typer.Option(
             help="Draw the plan pruned by this mask, as in 'causal & window(63, 0)'. "
-            f"Known: {', '.join(MASKS)}, & and |."
+            f"Known: {', '.join(MASKS)}, & and |; or a pattern of tilewise mask."
         ),
-    ] = None,
+    ] = None
     layout: Annotated[
-        Literal["contiguous", "zigzag", "striped"], typer.Option(help="Of the pruned plan.")
-    ] = "zigzag",
+        str | None,
+        typer.Option(
+            help=f"Of the pruned plan: {', '.join(LAYOUTS)} or tiled; zigzag unless given."
+        ),
+    ] = None
     num_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of the pruned plan; 8 a rank unless given.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    rank: Annotated[int | None, typer.Option(min=0, help="Show this rank's steps alone.")] = None
+    as_json: AsJson = False
+
+
+def show(options: ShowOptions) -> None:
     """Draw a strategy's plan: what each rank computes and sends in each step."""
+    strategy, world_size, mask, layout, num_tokens, rank, as_json = options
     with refusing_bad_input():
-        if mask is None and (num_tokens is not None or layout != "zigzag"):
+        tokens = str(num_tokens or 8 * (world_size or 1))
+        about = WorkOptions(num_tokens=tokens, mask=mask, layout=layout)
+        plan, _ = read_plans(strategy, world_size, about)
+        if mask is None and not plan.made_for and (num_tokens or layout):
             raise ValueError("--layout and --num-tokens are of a plan pruned by --mask; add it")
-        plan, _ = read_plans(strategy, world_size)
         if plan.world_size > MOST_RANKS:
             raise ValueError(f"{plan.world_size} ranks cannot be shown, at most {MOST_RANKS} can")
-        if mask is not None:
-            plan = _pruned(plan, mask, layout, num_tokens)
+        if rank is not None:
+            require_range("--rank", rank, 0, plan.world_size - 1)
+        if mask is not None and not plan.made_for:
+            num_tokens = num_tokens or 8 * plan.world_size
+            seen = mask_of(mask, num_tokens)
+            where = layout_of(layout or "zigzag", seen, num_tokens, plan.world_size)
+            plan = prune(plan, seen, where)
     if as_json:
         print_plain(to_json(plan))
     else:
-        draw(plan, Console())
+        draw(plan, Console(), rank)
 
 
-def _pruned(plan: Plan, mask_text: str, layout: str, num_tokens: int | None) -> Plan:
-    mask = read_mask(mask_text)
-    num_tokens = 8 * plan.world_size if num_tokens is None else num_tokens
-    mask.check_tokens(num_tokens)
-    return prune(plan, mask, dict(LAYOUTS)[layout](num_tokens, plan.world_size))
+show_command = command_of(show, ShowOptions)

@@ -20,10 +20,12 @@ from tilewise.tools.cli.options import (
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
+    check_writable,
     print_json,
     refusing_bad_input,
     refusing_unwritable,
     table_of,
+    working,
 )
 
 
@@ -47,14 +49,17 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     A plan file also says the backward plan, the workload and the machine; options replace them.
     """
     with refusing_bad_input():
-        plan, planned = read_plans(options.plan, options.world_size)
+        check_writable(options.trace)
+        plan, planned = read_plans(options.plan, options.world_size, about)
         known = planned.machine if planned and about.machine is None else None
         machine = known or read_machine_option(about.machine)
         back = planned.backward_plan if planned else None
         if options.backward_plan:
-            back, _ = read_plans(options.backward_plan, plan.world_size)
-        work = workload_of(about, plan.world_size, planned and planned.own_work)
-        found = simulate(plan, work, machine, backward_plan=back)
+            back, _ = read_plans(options.backward_plan, plan.world_size, about)
+        work = planned.own_work if planned else None
+        work = workload_of(about, plan.world_size, work, plan.made_for)
+        with working(f"simulating {plan.world_size} ranks of {machine.name}"):
+            found = simulate(plan, work, machine, backward_plan=back)
         if options.trace is not None:
             with refusing_unwritable():
                 found.trace(options.trace)
