@@ -42,14 +42,14 @@ class MasksOptions(NamedTuple):
     """What the table is about. None: as the kind of table likes it."""
 
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks; unless given 16, of documents 8 and 64.")
+        int | None, typer.Option(help="Ranks. Default: 16; with --documents 8 and 64.")
     ] = None
     tokens_per_rank: Annotated[
-        int | None, typer.Option(help="Unless given 4096, of documents 8192.")
+        int | None, typer.Option(help="Default: 4096; with --documents 8192.")
     ] = None
     heads: Annotated[
         str | None,
-        typer.Option(help="Query:KV heads; unless given 32:32, of documents 64:64 and 64:8."),
+        typer.Option(help="Query:KV heads. Default: 32:32; with --documents 64:64 and 64:8."),
     ] = None
     head_dim: Annotated[int, typer.Option(help="Elements of a head, bf16.")] = 128
     seeds: Annotated[int, typer.Option(help="Draws of what is random, from seed 0.")] = 5
