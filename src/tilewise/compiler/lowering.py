@@ -6,12 +6,12 @@ built, so that it costs the same in any world.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import gc_paused, operand
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Transfer
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
 
 Part = tuple[Side, Role]
 Hops = tuple[Transfer, ...]
@@ -24,6 +24,7 @@ def lower(
     node_size: int | None = None,
     ahead: int = 0,
     carries: frozenset[Part] | None = None,
+    exchanges: Sequence[TeamExchange] = (),
 ) -> Program:
     """The program of one rank.
 
@@ -32,15 +33,21 @@ def lower(
         rank: in 0..plan.world_size - 1.
         node_size: ranks per node: transfers inside a node take lane 0, between nodes lane 1;
             None: all take lane 0.
-        ahead: receives are posted this many launches before their sends.
+        ahead: receives are posted this many launches before their sends, at most before the first.
         carries: the sides and roles that have any bytes in the pass that this program is for
             (see plan/payload.py); None: all.
+        exchanges: of the plan's, those that are launched by all of a team together.
     """
     with gc_paused():
         steps = plan.rank_steps(rank)
         if carries is not None:
             steps = tuple(_carrying(step, carries) for step in steps)
-        writer = _ProgramWriter(rank, steps, node_size)
+        together = {
+            one.step % len(steps): range(rank - rank % one.size, rank - rank % one.size + one.size)
+            for one in exchanges
+            if carries is None or carries.intersection(one.parts)
+        }
+        writer = _ProgramWriter(rank, steps, node_size, together)
         for number, step in enumerate(steps):
             writer.step(step, number)
         writer.finish()
@@ -53,8 +60,14 @@ def lower(
 class _ProgramWriter:
     """Writes instructions in order, remembering where each arrival waits to be used."""
 
-    def __init__(self, rank: int, steps: tuple[RankStep, ...], node_size: int | None):
-        self.rank, self.node_size = rank, node_size
+    def __init__(
+        self,
+        rank: int,
+        steps: tuple[RankStep, ...],
+        node_size: int | None,
+        together: Mapping[int, range],
+    ):
+        self.rank, self.node_size, self.together = rank, node_size, together
         self.instructions: list[Instruction] = []
         self.pending: dict[Item, list[tuple[int, int]]] = {}
         self.handles = self.number = 0
@@ -79,7 +92,12 @@ class _ProgramWriter:
                 self._wait(hop.item)
             if hop.item.role is Role.RESULT:
                 self._wait(hop.item._replace(role=Role.PARTIAL))
-        for lane in sorted({self._lane(hop) for hop in (*step.sends, *step.recvs)}):
+        if number in self.together:
+            self._launch(step.sends, step.recvs, 0, self.together[number])
+            lanes: set[int] = set()
+        else:
+            lanes = {self._lane(hop) for hop in (*step.sends, *step.recvs)}
+        for lane in sorted(lanes):
             self._launch(*_chosen(step, lambda hop, at=lane: self._lane(hop) == at), lane)
         for tile, items in zip(step.tiles, self.reads[number], strict=True):
             for item in items:
@@ -106,10 +124,10 @@ class _ProgramWriter:
             self.node_size is not None and hop.src // self.node_size != hop.dst // self.node_size
         )
 
-    def _launch(self, sends: Hops, recvs: Hops, lane: int) -> None:
+    def _launch(self, sends: Hops, recvs: Hops, lane: int, team: range | None = None) -> None:
         for index, hop in enumerate(recvs):
             self.pending.setdefault(hop.item, []).append((self.handles, index))
-        self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs))
+        self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs, team))
         self.handles += 1
 
 
@@ -145,14 +163,17 @@ def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> li
     for place, launch in enumerate(instructions):
         if not isinstance(launch, Launch):
             continue
-        if places and launch.recvs:
-            early[places[-ahead:][0]].append(launch._replace(sends=()))
+        if launch.team is None and launch.recvs and (places or ahead > 1):
+            before = places[-ahead] if len(places) >= ahead else -1 if ahead > 1 else places[0]
+            early[before].append(launch._replace(sends=()))
             moved[place] = launch._replace(handle=handles + place, recvs=())
         places.append(place)
-    written: list[Instruction] = []
+    written = early[-1]
     for index, step in enumerate(instructions):
         written += [moved.get(index, step), *early[index]]
-    return [s for s in written if not (isinstance(s, Launch) and not s.sends and not s.recvs)]
+    return [
+        s for s in written if not isinstance(s, Launch) or s.sends or s.recvs or s.team is not None
+    ]
 
 
 def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tuple[Item, ...], ...]:

@@ -20,7 +20,8 @@ class Launch(NamedTuple):
     """Start sends and receives, in this order on both ends of every pair.
 
     A partial leaves its place at once; an operand's or result's buffer stays in use until sent.
-    step is the plan's, for messages.
+    step is the plan's, for messages. team: the ranks that all launch this together, and exchange
+    with nobody else; None: whoever has something to send or receive.
     """
 
     handle: int
@@ -28,6 +29,7 @@ class Launch(NamedTuple):
     lane: int
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
+    team: range | None = None
 
     def __str__(self) -> str:
         return _launch_label(self.sends, self.recvs)

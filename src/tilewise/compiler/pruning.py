@@ -19,7 +19,7 @@ from tilewise.compiler.shards import (
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
-from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.ir import NO_TRAITS, Item, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.row_ranges import ALL, union, whole_or
 
 Reads = Callable[[int, int], tuple[Rows, Rows] | None]
@@ -107,7 +107,13 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
             hop._replace(rows=None if hop.rows is None else whole_or(hop.rows, size))
         )
     steps = [Step(t, tuple(x)) for t, x in zip(tiles, transfers, strict=True) if x or any(t)]
-    return plan.replaced(f"{plan.name}, pruned", steps)
+    exchanges = plan.traits.exchanges if len(steps) == len(plan.steps) else ()
+    return plan.changed(
+        name=f"{plan.name}, pruned",
+        steps=steps,
+        script=None,
+        traits=NO_TRAITS._replace(exchanges=exchanges),
+    )
 
 
 def _shrunk(tiles: tuple[Tile, ...], reads: Reads):

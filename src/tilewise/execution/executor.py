@@ -3,7 +3,7 @@
 It moves bytes and keeps order; what the bytes mean is the work's business.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.ir import Item, Tile, Transfer
-from tilewise.transport.protocol import Handle, Message, Transport
+from tilewise.transport.protocol import Handle, Message, Transport, shares_message, team_transport
 
 
 class RankState(Protocol):
@@ -81,6 +81,8 @@ def execute(program: Program, work: RankState, transport: Transport) -> None:
                 del under_way[handle]
         elif isinstance(instruction, Free):
             work.free(instruction.item)
+        elif instruction.team is not None:
+            under_way[instruction.handle] = _launch_team(instruction, work, transport)
         elif not together:
             arrivals = _launch_apart(instruction, work, transport)
             if arrivals:
@@ -98,31 +100,52 @@ def _recorded(program: Program) -> Iterator[Instruction]:
 
 
 def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
-    """Post every receive by itself, so that each can be waited for by itself."""
-    handle, step, lane, sends, recvs = launch
+    """Post every receive by itself, so that each can be waited for by itself.
+
+    But small ones from one rank together: they share a message.
+    """
+    handle, _, lane, sends, recvs, _ = launch
     arrivals: list[Arrival] = []
-    for hop in recvs:
-        room = work.recv_buffer(hop)
-        message = Message(room, hop.src, Label(step, hop.item))
-        arrivals.append((transport.exchange((), (message,), lane), hop, room))
+    if recvs:
+        messages = _incoming(work, launch)
+        started: dict[int, Handle] = {}
+        if len(recvs) > 1:
+            for peer in dict.fromkeys(hop.src for hop in recvs):
+                mine = [message for message in messages if message.peer == peer]
+                if shares_message([message.tensor.nbytes for message in mine]):
+                    started[peer] = transport.exchange((), mine, lane)
+        for message, hop in zip(messages, recvs, strict=True):
+            handed = started.get(hop.src) or transport.exchange((), (message,), lane)
+            arrivals.append((handed, hop, message.tensor))
     if sends:
-        transport.exchange(_outgoing(work, step, sends), (), lane)
+        transport.exchange(_outgoing(work, launch), (), lane)
         work.launched(handle, lane)
     return arrivals
 
 
 def _launch_together(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post all sends and receives at once."""
-    rooms = [work.recv_buffer(hop) for hop in launch.recvs]
-    incoming = [
-        Message(room, hop.src, Label(launch.step, hop.item))
-        for room, hop in zip(rooms, launch.recvs, strict=True)
-    ]
-    outgoing = _outgoing(work, launch.step, launch.sends)
-    started = transport.exchange(outgoing, incoming, launch.lane)
+    incoming = _incoming(work, launch)
+    started = transport.exchange(_outgoing(work, launch), incoming, launch.lane)
     work.launched(launch.handle, launch.lane)
-    return [(started, hop, room) for room, hop in zip(rooms, launch.recvs, strict=True)]
+    return [(started, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]
 
 
-def _outgoing(work: RankState, step: int, sends: Sequence[Transfer]) -> list[Message]:
-    return [Message(work.pack_send(hop), hop.dst, Label(step, hop.item)) for hop in sends]
+def _launch_team(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
+    """Exchange within a team, as all its ranks do."""
+    teams = team_transport(transport)
+    assert launch.team is not None and teams is not None
+    incoming = _incoming(work, launch)
+    started = teams.exchange_all(_outgoing(work, launch), incoming, launch.team)
+    work.launched(launch.handle, launch.lane)
+    return [(started, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]
+
+
+def _incoming(work: RankState, launch: Launch) -> list[Message]:
+    step = launch.step
+    return [Message(work.recv_buffer(hop), hop.src, Label(step, hop.item)) for hop in launch.recvs]
+
+
+def _outgoing(work: RankState, launch: Launch) -> list[Message]:
+    step = launch.step
+    return [Message(work.pack_send(hop), hop.dst, Label(step, hop.item)) for hop in launch.sends]

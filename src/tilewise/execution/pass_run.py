@@ -23,11 +23,14 @@ from tilewise.execution.problem import Problem
 from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
-from tilewise.plan.ir import Item, Rows, Side
+from tilewise.plan.ir import Item, Role, Rows, Side
 from tilewise.plan.row_ranges import count
 from tilewise.tiles.call_rows import CallStyle, TileCalls
-from tilewise.transport.protocol import Transport
+from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport
 from tilewise.transport.streams import is_capturing
+
+MOST_AHEAD = 8
+"""Launches by which receives of small shards are posted before their sends."""
 
 
 class PassRun:
@@ -50,8 +53,13 @@ class PassRun:
         pruned = self.plan = resolved.pruned if problem.prune else resolved.plan
         self._cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
         self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
-        ahead = transport.receives_ahead
-        self._key = self.rank, ahead, transport.node_size, self.payload
+        ahead, exchanges = transport.receives_ahead, ()
+        shard_bytes = batch * self._largest_shard_bytes()
+        if team_transport(transport) and shard_bytes <= SMALL_BYTES:
+            exchanges = pruned.traits.exchanges
+        if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
+            ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, shard_bytes)))
+        self._key = self.rank, ahead, transport.node_size, self.payload, exchanges
         self.program: Program = pruned.memo(
             "program",
             self._key,
@@ -61,8 +69,18 @@ class PassRun:
                 node_size=transport.node_size,
                 ahead=ahead,
                 carries=self.payload.carries,
+                exchanges=exchanges,
             ),
             keep=4 * pruned.world_size,
+        )
+
+    def _largest_shard_bytes(self) -> int:
+        """Of all items of the longest shard at once: the same on all ranks."""
+        payload = self.payload
+        return max(
+            max(self.layouts[side].sizes, default=0)
+            * max(payload.row_bytes(Item(side, role, 0)) for role in Role)
+            for side in Side
         )
 
     def allocator(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:

@@ -167,6 +167,23 @@ class HeadTuning(NamedTuple):
     kv_bytes: float
 
 
+class TeamExchange(NamedTuple):
+    """A step in which the ranks of every team exchange with each other, and with nobody else.
+
+    All ranks know of it, also those that a mask leaves nothing to send, so that a transport may
+    take its messages as one collective of the team.
+
+    Attributes:
+        step: of every rank; negative: from the end.
+        size: neighbouring ranks that make a team.
+        parts: the sides and roles that travel.
+    """
+
+    step: int
+    size: int
+    parts: tuple[tuple[Side, Role], ...]
+
+
 class Traits(NamedTuple):
     """What the author of a plan knows of it beside its steps.
 
@@ -182,6 +199,7 @@ class Traits(NamedTuple):
         made_for: the mask and the layout that a mask-aware plan covers, and no other.
         tuning: how to make such a plan anew for heads; None: it is for any, or for its own.
         proven: tests prove what the strategy makes; any other plan is checked before it first runs.
+        exchanges: steps that are exchanges of whole teams; a pruned plan keeps them.
     """
 
     shifts: tuple[Shift, ...] = ()
@@ -189,6 +207,7 @@ class Traits(NamedTuple):
     made_for: tuple[Hashable, Hashable] | None = None
     tuning: HeadTuning | None = None
     proven: bool = False
+    exchanges: tuple[TeamExchange, ...] = ()
 
 
 NO_TRAITS = Traits()

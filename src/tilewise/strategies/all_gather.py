@@ -5,7 +5,7 @@ gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), secti
 """
 
 from tilewise.plan.builder import RankBuilder, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.ir import Plan, RankStep, Role, Side, TeamExchange, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
 
@@ -29,5 +29,9 @@ def all_gather(world_size: int) -> Plan:
             s.recv(partial(Side.KV, rank), other)
         return s.done()
 
-    traits = Traits((Shift(1, n, free=True),), proven=True)
+    exchanges = tuple(
+        TeamExchange(step, n, ((Side.KV, role),))
+        for step, role in ((0, Role.OPERAND), (-1, Role.PARTIAL))
+    )
+    traits = Traits((Shift(1, n, free=True),), exchanges=exchanges, proven=True)
     return Plan(f"all_gather({n})", n, 1, own_shards(n), script=script, traits=traits)

@@ -10,7 +10,17 @@ from collections.abc import Iterable, Iterator
 
 from tilewise.arguments import require_type, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
-from tilewise.plan.ir import Item, Plan, RankStep, Side, Traits, Transfer, own_shards
+from tilewise.plan.ir import (
+    Item,
+    Plan,
+    RankStep,
+    Role,
+    Side,
+    TeamExchange,
+    Traits,
+    Transfer,
+    own_shards,
+)
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.ring import ring
 
@@ -80,7 +90,12 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     save = "gathered" if alone else inner.default_save
     name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
     within = (shift.times(degree) for shift in inner.traits.shifts)
+    exchanges = (
+        TeamExchange(0, degree, tuple((side, Role.OPERAND) for side in Side)),
+        TeamExchange(-1, degree, tuple((side, Role.PARTIAL) for side in Side)),
+    )
     shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
-    traits = Traits(shifts, head_split=(degree, inner), proven=proven)
+    split = degree, inner
+    traits = Traits(shifts, head_split=split, proven=proven, exchanges=exchanges)
     made = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **made)

@@ -1,4 +1,4 @@
-"""Groups that an NCCL group needs beside itself, made once and found again under its name.
+"""Groups that a group needs beside itself, made once and found again under its name.
 
 They come from the group's own store, not from new_group. That names a group after how many others
 a process knows, which need not be equal on its ranks; and where init_process_group was given a
@@ -42,6 +42,19 @@ def records_group(group: dist.ProcessGroup, *, device: torch.device = CUDA) -> d
     store = _store(group, "records")
     gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
     return _companion(group, "records", CPU, Kinds.GLOO, gloo)
+
+
+def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
+    """A gloo group of neighbouring ranks of a gloo group, made by them together at first use."""
+    if len(team) == group.size():
+        return group
+    name = f"team{team.start}-{team.stop}"
+    known = _remembered(group, name)
+    if known is not None:
+        return known
+    timeout, rank = group._get_backend(CPU).options._timeout, group.rank() - team.start
+    gloo = dist.ProcessGroupGloo(_store(group, name), rank, len(team), timeout=timeout)
+    return _companion(group, name, CPU, Kinds.GLOO, gloo, (rank, len(team)))
 
 
 def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -94,9 +107,14 @@ def _companion(
     device: torch.device,
     kind: dist.ProcessGroup.BackendType,
     backend: Backend,
+    place: tuple[int, int] | None = None,
 ) -> dist.ProcessGroup:
-    """A group of one backend, which ends with the group that it accompanies."""
-    made = dist.ProcessGroup(_store(group, name), group.rank(), group.size())
+    """A group of one backend, which ends with the group that it accompanies.
+
+    Args:
+        place: this rank and the number of ranks in it; None: as in the group.
+    """
+    made = dist.ProcessGroup(_store(group, name), *(place or (group.rank(), group.size())))
     made._set_default_backend(kind)
     made._register_backend(device, kind, backend)
     made._set_group_name(_alias(group, name))

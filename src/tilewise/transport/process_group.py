@@ -10,8 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, warm_up
-from tilewise.transport.protocol import Handle, Message, travelling
+from tilewise.transport.nccl_groups import (
+    agreed_node_size,
+    lane_group,
+    records_group,
+    team_group,
+    warm_up,
+)
+from tilewise.transport.protocol import Handle, Message, shares_message, travelling
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000
@@ -53,8 +59,28 @@ def _failure(message: Message, verb: str, error: RuntimeError) -> RuntimeError:
     return RuntimeError(f"{message.label}: {verb} rank {message.peer} failed: {error}")
 
 
+class _Shared:
+    """A posted operation whose one buffer holds several messages' bytes, one after the other."""
+
+    def __init__(self, posted: _Posted, arrived: Tensor, messages: Sequence[Message]) -> None:
+        self._posted, self._arrived, self._messages = posted, arrived, messages
+
+    @property
+    def waited(self) -> bool:
+        return self._posted.waited
+
+    def wait(self) -> None:
+        if self.waited:
+            return
+        self._posted.wait()
+        pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
+        for message, piece in zip(self._messages, pieces, strict=True):
+            message.tensor.view(-1).copy_(piece)
+        self._messages = ()
+
+
 class _Exchange:
-    def __init__(self, receives: Sequence[_Posted]) -> None:
+    def __init__(self, receives: Sequence[_Posted | _Shared]) -> None:
         self._receives = receives
 
     def wait(self) -> None:
@@ -89,6 +115,7 @@ class DistTransport:
         self._backends = dict(part.split(":") for part in config.split(","))
         batched = self._backends.get("cuda") == "nccl"
         self.receives_ahead = 0 if batched else 1
+        self.takes_teams = not batched
         self._records = group
         self._lanes = [group]
         self.node_size = node_size
@@ -101,7 +128,7 @@ class DistTransport:
             self.node_size = agreed_node_size(group, node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group))
-        self._receiving: deque[_Posted] = deque()
+        self._receiving: deque[_Posted | _Shared] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
@@ -111,12 +138,13 @@ class DistTransport:
             return _Exchange(())
         backend = self._backend([*sends, *recvs])
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
-        self.messages_sent += len(sends)
         if backend == "nccl":
+            self.messages_sent += len(sends)
             sending = self._post_batches(sends, recvs, lane)
             receives = sending if recvs else []
         else:
             receives, sending = self._post_each(sends, recvs, self._lanes[0], _LANE_TAG + lane)
+            self.messages_sent += len(sending)
         while self._receiving and self._receiving[0].waited:
             self._receiving.popleft()
         self._receiving.extend(receives)
@@ -124,6 +152,30 @@ class DistTransport:
             self._sending[lane].append(sending)
         self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
         return _Exchange(receives)
+
+    def exchange_all(
+        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+    ) -> Handle:
+        sends, recvs = (
+            sorted(travelling(messages, self.rank, self.world_size), key=lambda one: one.peer)
+            for messages in (sends, recvs)
+        )
+        if sends or recvs:
+            self._backend([*sends, *recvs])
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.messages_sent += len({message.peer for message in sends})
+        leaving = [message.tensor.view(-1) for message in sends]
+        out = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8)
+        sizes = [[0] * len(team), [0] * len(team)]
+        for direction, messages in zip(sizes, (recvs, sends), strict=True):
+            for message in messages:
+                direction[message.peer - team.start] += message.tensor.nbytes
+        arrived = out.new_empty(sum(sizes[0]))
+        group = team_group(self._lanes[0], team)
+        work = group.alltoall_base(arrived, out, *sizes)
+        received = _Shared(_Posted(work, [*recvs, *sends], "exchanging with"), arrived, recvs)
+        self._receiving.append(received)
+        return _Exchange([received])
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self._same_everywhere(record):
@@ -193,11 +245,22 @@ class DistTransport:
 
     def _post_each(
         self, sends: Sequence[Message], recvs: Sequence[Message], group: dist.ProcessGroup, tag: int
-    ) -> tuple[list[_Posted], list[_Posted]]:
-        return (
-            [_post(dist.irecv, message, "receiving from", group, tag) for message in recvs],
-            [_post(dist.isend, message, "sending to", group, tag) for message in sends],
-        )
+    ) -> tuple[list[_Posted | _Shared], list[_Posted]]:
+        receives: list[_Posted | _Shared] = []
+        for mine in _shared(recvs):
+            whole = mine[0]
+            if len(mine) > 1:
+                size = sum(message.tensor.nbytes for message in mine)
+                whole = whole._replace(tensor=whole.tensor.new_empty(size))
+            posted = _post(group.recv, whole, "receiving from", tag)
+            receives.append(_Shared(posted, whole.tensor, mine) if len(mine) > 1 else posted)
+        sending = []
+        for mine in _shared(sends):
+            whole = mine[0]
+            if len(mine) > 1:
+                whole = whole._replace(tensor=torch.cat([one.tensor.view(-1) for one in mine]))
+            sending.append(_post(group.send, whole, "sending to", tag))
+        return receives, sending
 
     def _post_batches(
         self, sends: Sequence[Message], recvs: Sequence[Message], lane: int
@@ -218,20 +281,30 @@ class DistTransport:
                 posted.wait()
 
 
+def _shared(messages: Sequence[Message]) -> Sequence[Sequence[Message]]:
+    """Messages by what is posted as one: small ones to or from one rank."""
+    if len(messages) < 2:
+        return [messages] if messages else ()
+    by_peer: dict[int, list[Message]] = {}
+    for message in messages:
+        by_peer.setdefault(message.peer, []).append(message)
+    found: list[Sequence[Message]] = []
+    for mine in by_peer.values():
+        if shares_message([message.tensor.nbytes for message in mine]):
+            found.append(mine)
+        else:
+            found += [(message,) for message in mine]
+    return found
+
+
 def _post(
-    start: Callable[..., dist.Work | None],
-    message: Message,
-    verb: str,
-    group: dist.ProcessGroup,
-    tag: int,
+    start: Callable[[list[Tensor], int, int], dist.Work], message: Message, verb: str, tag: int
 ) -> _Posted:
     """Start one send or receive; gloo refuses it at once if the other end is known to be lost."""
-    peer = {"group_src" if start is dist.irecv else "group_dst": message.peer}
     try:
-        work = start(message.tensor, group=group, tag=tag, **peer)
+        work = start([message.tensor], message.peer, tag)
     except RuntimeError as error:
         raise _failure(message, verb, error) from error
-    assert work is not None, "torch returns None only to ranks outside the group"
     return _Posted(work, (message,), verb)
 
 

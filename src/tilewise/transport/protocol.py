@@ -1,10 +1,13 @@
 """What ranks hand to a transport: flat bytes, one peer, one label."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
+
+SMALL_BYTES = 2**20
+"""Up to here a message costs more than a copy of it; beyond, copies are avoided."""
 
 
 class Message(NamedTuple):
@@ -78,6 +81,36 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Return once everything launched has arrived, at both ends."""
         ...
+
+
+class TeamTransport(Transport, Protocol):
+    """A transport that lets the ranks of a team exchange all at once: see TeamExchange.
+
+    Attributes:
+        takes_teams: whether it does, the same on all ranks.
+    """
+
+    takes_teams: bool
+
+    def exchange_all(
+        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+    ) -> Handle:
+        """Launch an exchange within a team, all of whose ranks call it, if only to send nothing."""
+        ...
+
+
+def team_transport(transport: Transport) -> TeamTransport | None:
+    """The transport as one that takes teams' exchanges; None: they are for exchange."""
+    takes = getattr(transport, "takes_teams", False)
+    return cast(TeamTransport, transport) if takes else None
+
+
+def shares_message(num_bytes: Sequence[int]) -> bool:
+    """Whether tensors of these sizes, from one rank to another in one launch, share a message.
+
+    Both ends decide it from the same numbers.
+    """
+    return len(num_bytes) > 1 and sum(num_bytes) <= SMALL_BYTES
 
 
 def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[Message]:

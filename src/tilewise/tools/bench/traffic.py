@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.tools.bench.contender import Traffic
-from tilewise.transport.protocol import Handle, Message, Transport
+from tilewise.transport.protocol import Handle, Message, Transport, team_transport
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -44,6 +44,7 @@ class WatchedTransport:
         self._transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
         self.receives_ahead, self.node_size = transport.receives_ahead, transport.node_size
+        self.takes_teams = team_transport(transport) is not None
         self.bytes_to: Counter[int] = Counter()
         self.messages_sent, self.waited_seconds = 0, 0.0
 
@@ -58,6 +59,14 @@ class WatchedTransport:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         self._count(sends)
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
+
+    def exchange_all(
+        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+    ) -> Handle:
+        teams = team_transport(self._transport)
+        assert teams is not None
+        self._count(sends)
+        return _WatchedHandle(teams.exchange_all(sends, recvs, team), self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)
