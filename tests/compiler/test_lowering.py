@@ -10,7 +10,7 @@ import torch
 from conformance.table import plans
 
 import tilewise as tw
-from tilewise.compiler.lowering import tile_operands
+from tilewise.compiler.lowering import lower, tile_operands
 from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Side
@@ -274,3 +274,21 @@ def test_a_simulated_trace_calls_computing_and_waiting_as_the_program_does():
     spans = [span for span in found.backward.spans if span.lane in ("compute", "wait")]
     named = {span.name for span in spans if span.name.startswith(("compute", "wait "))}
     assert {name.split()[0] for name in named} == {"compute", "wait"} and named <= labels
+
+
+def test_declared_exchanges_are_one_launch_of_a_team_and_stay_in_place():
+    plan = tw.ulysses(2, inner=tw.ring(2))
+    program = lower(plan, 3, ahead=8, exchanges=plan.traits.exchanges)
+    launches = [x for x in program.instructions if isinstance(x, Launch)]
+    first, *inner, last = [launch for launch in launches if launch.sends]
+    assert first.team == last.team == range(2, 4)
+    assert len(first.sends) == len(first.recvs) == 2
+    assert all(launch.team is None for launch in inner)
+
+
+def test_receives_of_many_launches_ahead_come_before_the_first_send():
+    program = lower(tw.ring(4), 0, ahead=8)
+    launches = [x for x in program.instructions if isinstance(x, Launch)]
+    count = next(i for i, launch in enumerate(launches) if launch.sends)
+    assert sum(len(launch.recvs) for launch in launches[:count]) == 6
+    assert not any(launch.recvs for launch in launches[count:])

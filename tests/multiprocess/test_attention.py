@@ -39,7 +39,7 @@ def run_attention(rank: int, strategy: str, layout_name: str, mask_text: str, nu
     reached = lse != -torch.inf
     ((out * own(x.dout)).sum() + (lse * own(x.dlse))[reached].sum()).backward()
     got = Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-    errors = [error(a, own(b)) for a, b in zip(got, want, strict=True)]
+    errors = [error(a, own(b)) for a, b in zip(got[:5], want[:5], strict=True)]
     return max(errors), group.bytes_sent
 
 
@@ -110,3 +110,28 @@ def test_one_wrong_rank_is_the_same_error_on_all_at_once(what: str, parts: list[
     assert all(part in messages[0] for part in parts), messages[0]
     assert max(seconds for _, seconds, _ in outcomes) < TIMEOUT_SECONDS / 4  # nobody waited for it
     assert [sent for _, _, sent in outcomes] == [0, 0, 0]
+
+
+def count_messages(rank: int, strategy: str) -> list[int]:
+    plan, group = read_plan(strategy), transport_for(None)
+    layout = tw.contiguous(64, plan.world_size)
+    q, k, v = torch.randn(3, layout.size(rank), HEADS, HEAD_DIM).requires_grad_()
+    out = tw.attention(q, k, v, plan=plan, layout=layout, mask=tw.Full(), group=group)
+    sent = [group.messages_sent]
+    out.sum().backward()
+    return [*sent, group.messages_sent]
+
+
+@pytest.mark.parametrize(
+    "strategy, forward, both",
+    [
+        # two exchanges a pass, one message to each of the others
+        ("ulysses(4)", 6, 12),
+        # one exchange in forward; in backward keys again, then their gradients
+        ("all_gather(4)", 3, 9),
+        # both shards that go round in one message: forward 1 hop, backward 2 and the partials
+        ("ulysses(2, inner=ring(2))", 3, 7),
+    ],
+)
+def test_all_that_goes_to_a_rank_at_once_is_one_message(strategy: str, forward: int, both: int):
+    assert run_processes(4, count_messages, strategy) == [[forward, both]] * 4

@@ -140,6 +140,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
         "head_dim": payload.head_dim,
         "plan": plan.fingerprint,
         "backward_plan": backward.plan.fingerprint,
+        "exchanges": plan.traits.exchanges + backward.plan.traits.exchanges,
         "mask": mask,
         "layout": q_layout.fingerprint,
         "kv_layout": kv_layout.fingerprint,
