@@ -65,10 +65,11 @@ def find_path(
     return None
 
 
-def _around(layer: str) -> Iterator[str]:
+def _around(layer: str) -> list[str]:
+    """A module's name and those around it, the whole model's "" included."""
     names = layer.split(".")
-    for i in range(min(ANCESTORS, len(names))):
-        yield ".".join(names[: len(names) - i])
+    found = [".".join(names[: len(names) - i]) for i in range(len(names))]
+    return [*found, ""][:ANCESTORS]
 
 
 def _path(name: str, read: str, inside: list[str], whole: Record, run: Run) -> Path | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.verification.records import Record
 
-FACTOR = 4.0  # times what rounding does to the unsplit model: a deviation
+FACTORS = 4.0, 1.5  # times what rounding does to the worst row, and to all: a deviation
 MATCHED = 0.9  # of a rank's rows, at least, for matching by value to count
 
 
@@ -37,6 +37,10 @@ class Rows(NamedTuple):
 
     def of_rank(self, rank: int) -> Rows:
         return Rows(*(x[self.ranks == rank] for x in self))
+
+
+def _sizes(errors: Tensor) -> tuple[float, float]:
+    return float(errors.max()), float(errors.square().mean().sqrt())
 
 
 def _middle(size: Tensor) -> float:
@@ -107,22 +111,27 @@ class Comparison:
 
     def tolerance(self, kind: str, name: str, key: str | None = None) -> float:
         """The largest error of a row that rounding explains."""
-        worst = self.eps
+        return self._tolerances(kind, name, key)[0]
+
+    def _tolerances(self, kind: str, name: str, key: str | None) -> tuple[float, float]:
+        """Of the worst row, and of the root mean square of all."""
+        worst = self.eps, self.eps
         for record in self.noisy:
             found = self._read([self.whole, record], kind, name, key)
             rows = found and self._counted(
                 rows_of(found[0], found[1:], self.everything, self.num_tokens)
             )
             if rows and len(rows.want):
-                worst = max(worst, float(rows.errors().max()))
-        return FACTOR * worst
+                worst = tuple(map(max, worst, _sizes(rows.errors())))
+        return worst[0] * FACTORS[0], worst[1] * FACTORS[1]
 
     def error(self, kind: str, name: str, key: str | None = None) -> float:
-        """The largest error of a row as a multiple of its tolerance; 0 if nothing compares."""
+        """How far a module is off, as a multiple of its tolerance; 0 if nothing compares."""
         rows = self.rows(kind, name, key)
         if rows is None or not len(rows.want):
             return 0.0
-        return float(rows.errors().max()) / self.tolerance(kind, name, key)
+        tolerances = self._tolerances(kind, name, key)
+        return max(x / y for x, y in zip(_sizes(rows.errors()), tolerances, strict=True))
 
     def forward_layer(self) -> str | None:
         """The first module whose output deviates although its inputs do not."""

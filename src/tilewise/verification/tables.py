@@ -8,6 +8,7 @@ import numpy as np
 
 Array = np.ndarray
 LEAST_KEYS = 8  # of a query, to tell one curve from another
+MOSTLY = 0.1  # of a change that another scale leaves unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
 
 
@@ -210,6 +211,8 @@ def _values(logs: Array, ratio: Array, tolerance: float, crossing: Array | None)
         if some.any() and np.nanmax(np.abs(inside)) <= tolerance:
             text = "weights between rows of one shard are right, those between shards are not"
             return {"moved_blocks": text}
+    if np.nanmean((change - slope * centred) ** 2) < MOSTLY * np.nanmean(change**2):
+        return {"scale_ratio": 1 + slope}
     return {"values_differ": float(np.nanmax(np.abs(np.expm1(change))))}
 
 

@@ -12,6 +12,7 @@ from tilewise.tools.cli.doctor import doctor
 from tilewise.tools.cli.lab import lab_app
 from tilewise.tools.cli.mask import mask_command
 from tilewise.tools.cli.masks import masks_command
+from tilewise.tools.cli.parity import parity
 from tilewise.tools.cli.plan import plan_command
 from tilewise.tools.cli.report import report
 from tilewise.tools.cli.show import show_command
@@ -42,6 +43,7 @@ for command in (
     simulate_command,
     mask_command,
     masks_command,
+    parity,
     doctor,
     report,
     calibrate,

@@ -163,6 +163,7 @@ class Section(NamedTuple):
     figures: tuple[Figure, ...] = ()  # side by side where there is room and narrow is set
     table: Table | None = None  # shown as it is
     narrow: bool = False
+    picture: str = ""  # SVG, shown as it is
 
 
 def quantity(value: float, unit: str = "") -> str:

@@ -102,6 +102,8 @@ def _section(section: Section) -> str:
         parts.append(f"<p>{escape(section.intro)}</p>")
     if section.table:
         parts.append(f'<div class="card"><div class="scroll">{_table(section.table)}</div></div>')
+    if section.picture:
+        parts.append(f'<div class="card">{section.picture}</div>')
     if section.figures:
         inside = "".join(_figure(figure) for figure in section.figures)
         parts.append(f'<div class="figures{" narrow" * section.narrow}">{inside}</div>')

@@ -1,0 +1,126 @@
+"""tilewise parity: is the split model of a file the unsplit one, and if not, why."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from tilewise.tools.cli.output import (
+    FAILED,
+    AsJson,
+    print_json,
+    print_plain,
+    refusing_bad_input,
+    refusing_unwritable,
+    table_console,
+)
+from tilewise.tools.doctor import require
+from tilewise.tools.report.chart import Section
+from tilewise.tools.report.chart import Table as PageTable
+from tilewise.tools.report.page import Fact, Page, written
+from tilewise.verification.causes import CAUSES
+from tilewise.verification.parity import ParityReport
+from tilewise.verification.parity import parity as compare
+
+SHOWN = 12  # rows of the table
+
+
+def parity(
+    function: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:NAME, a function that returns (model, inputs, split); split None: "
+            "transformers through tilewise."
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 60.0,
+    backend: Annotated[
+        Literal["gloo", "loopback"] | None, typer.Option(help="Local processes, or threads.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures here too.", dir_okay=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a split model with the unsplit one: which layer deviates first, and why."""
+    with refusing_bad_input():
+        if html:
+            require("plotly", "tilewise parity --html")
+        made = _function(function)()
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise ValueError(
+                f"{function} must return three things, (model, inputs, split), but returned "
+                f"{type(made).__name__}"
+            )
+        report = compare(*made, world_size=world_size, timeout=timeout, backend=backend)
+        if html:
+            with refusing_unwritable():
+                html.write_text(written(_page(function, world_size, report)), encoding="utf-8")
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print(report)
+    if not report.equal:
+        raise typer.Exit(FAILED)
+
+
+def _function(text: str) -> Callable[[], Any]:
+    """The function of a file, which is run as a module of its name."""
+    path, _, name = text.rpartition(":")
+    file = Path(path)
+    if not path or file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{text!r} must be FILE.py:NAME of a file that exists")
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no function {name!r}")
+    return getattr(module, name)
+
+
+def _print(report: ParityReport) -> None:
+    print_plain(str(report))
+    if report.equal or not report.deviations:
+        return
+    table = Table("what", "module or parameter", "times rounding", title="deviations, first ones")
+    for kind, name, error in report.deviations[:SHOWN]:
+        table.add_row(kind, name or "(the model)", f"{error:.3g}")
+    table_console().print(table)
+
+
+def _page(function: str, world_size: int, report: ParityReport) -> Page:
+    causes = tuple((f.cause, CAUSES[f.cause], f.text) for f in report.findings)
+    deviations = tuple((d.kind, d.name, f"{d.error:.3g}") for d in report.deviations)
+    sections = [
+        Section("causes", "Causes", table=PageTable(("cause", "meaning", "evidence"), causes)),
+        Section(
+            "deviations",
+            "What deviates",
+            "In the order of the passes; 1 is what rounding explains.",
+            table=PageTable(("what", "name", "times rounding"), deviations),
+        ),
+    ]
+    picture = report.svg()
+    if picture and not report.equal:
+        words = (
+            f"{report.layer}: queries downward, keys to the right. Both models attend to blue "
+            "pairs, the split one alone to red ones, the unsplit one alone to yellow ones."
+        )
+        sections.insert(1, Section("attended", "What is attended", words, picture=picture))
+    facts = (
+        Fact("equal", "yes" if report.equal else "no"),
+        Fact("first layer", report.layer or "-"),
+        Fact("cause", report.cause or "-"),
+        Fact("compared", str(report.compared), "outputs, gradients, parameters"),
+        Fact("ranks", str(world_size)),
+    )
+    lead = "A training step, split over ranks, beside the same step on one."
+    notice = "; ".join(report.notes)
+    return Page("parity", function, lead, facts, tuple(sections), notice)
