@@ -150,7 +150,7 @@ def test_masks_are_read_with_their_precedence():
         (["mesh(4, q_tile=3)"], "q_tile (3) must divide world_size (4)"),
         (["ring(4)", "--world-size", "5"], "ring(4) is for 4 ranks, but --world-size is 5"),
         (["ring(0)"], "world_size (0) must be at least 1"),
-        (["ring(2.5)"], "cannot be interpreted as an integer"),
+        (["ring(2.5)"], "world_size (2.5) must be a whole number"),
         (["ring(True)"], "True and False are not numbers"),
         (["ring(4"], "cannot be read"),
         (["ring(n)"], "'n' in 'ring(n)' is neither a literal nor a strategy"),

@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise.tools.cli import app
 from tilewise.tools.lab import Lab
-from tilewise.tools.lab.comparison import Contest, Limited, compete, nic_bytes, rows_of, schedule
+from tilewise.tools.lab.comparison import (
+    Contest,
+    Limited,
+    compete,
+    nic_bytes,
+    plan_for,
+    rows_of,
+    schedule,
+)
 from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
 from tilewise.tools.lab.site import missing
 
@@ -159,3 +167,11 @@ def test_bad_input_is_refused_in_one_line(words: str, message: str):
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_strategies_that_see_the_mask_are_made_for_the_workload():
+    mask = tw.Causal() & tw.Document([0, 20, 96])
+    work = tw.Workload(96, 4, 2, 8, mask=mask, layout=tw.contiguous(96, 4))
+    assert plan_for("needed", work, 4) == tw.needed(mask, tw.contiguous(96, 4))
+    assert plan_for("tiled", work, 4).world_size == 4
+    assert plan_for("ring", work, 4) == tw.ring(4)

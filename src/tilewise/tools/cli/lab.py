@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tilewise.arguments import LayoutName, dtype_name
-from tilewise.expressions import read_mask, read_plan
+from tilewise.arguments import dtype_name
 from tilewise.strategies.catalog import near_square
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.options import command_of, layout_of, mask_of
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
@@ -26,7 +25,15 @@ from tilewise.tools.cli.output import (
     table_console,
     table_of,
 )
-from tilewise.tools.lab.comparison import Contest, ContestRow, Lap, Limited, compete, rows_of
+from tilewise.tools.lab.comparison import (
+    Contest,
+    ContestRow,
+    Lap,
+    Limited,
+    compete,
+    plan_for,
+    rows_of,
+)
 from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
 from tilewise.transport.processes import RankError
@@ -54,8 +61,8 @@ class LabOptions(NamedTuple):
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="As in 'mesh(16, q_tile=4)'; may be repeated, the first is what the others are "
-            "compared with. Default: ring, a square mesh, ulysses."
+            help="As in 'mesh(16, q_tile=4)', needed or tiled; may be repeated, the first is what "
+            "the others are compared with. Default: ring, a square mesh, ulysses."
         ),
     ] = None
     tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 128
@@ -63,8 +70,12 @@ class LabOptions(NamedTuple):
     num_kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many unless given.")] = None
     head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = HEAD_DIM
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32"
-    mask: Annotated[str, typer.Option(help="As in 'causal & window(63, 0)'.")] = "full"
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag or striped.")] = "zigzag"
+    mask: Annotated[str, typer.Option(help="As in 'causal & window(63, 0)'; or a pattern.")] = (
+        "full"
+    )
+    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, balanced or tiled.")] = (
+        "zigzag"
+    )
     backward: Annotated[bool, typer.Option(help="Forward and backward, or forward alone.")] = False
     prune: Annotated[bool, typer.Option(help="Leave out what the mask makes needless.")] = True
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5
@@ -139,19 +150,20 @@ def _network(lab: Lab, limited: bool) -> Iterator[Lab | Limited]:
 
 def _contest(options: LabOptions) -> Contest:
     n = options.hosts * options.ranks_per_host
-    kv_heads = options.num_kv_heads or options.num_heads
+    kv_heads, num_tokens = options.num_kv_heads or options.num_heads, n * options.tokens_per_rank
+    mask = mask_of(options.mask, num_tokens)
     work = Workload(
-        num_tokens=n * options.tokens_per_rank,
+        num_tokens=num_tokens,
         num_heads=options.num_heads,
         num_kv_heads=kv_heads,
         head_dim=options.head_dim,
         dtype=dtype_name(options.dtype),
-        mask=read_mask(options.mask),
-        layout=cast(LayoutName, options.layout),
+        mask=mask,
+        layout=layout_of(options.layout, mask, num_tokens, n),
     )
     texts = tuple(options.strategy or _usual(n, min(options.num_heads, kv_heads)))
     for text in texts:
-        volume(read_plan(text, n), work)  # refuses what the heads or the layout do not allow
+        volume(plan_for(text, work, n), work)  # refuses what the heads or the layout do not allow
     return Contest(texts, work, options.backward, options.prune, options.repeats)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
 from tilewise.plan.ir import Plan
+from tilewise.strategies.catalog import MASK_AWARE
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import LINE_SHARE, RATE_LIMITED, Nics, RateLimited, nics
 from tilewise.tools.lab.site import Site
@@ -104,7 +105,7 @@ def compete(
         timeout_seconds: for one lap.
     """
     for text in contest.strategies:
-        read_plan(text, network.world_size)
+        plan_for(text, contest.work, network.world_size)
     if isinstance(network, Limited):
         with nics(network.hosts, network.ranks_per_host, network.payload_mbit) as speeds:
             args = contest, None, speeds
@@ -117,6 +118,15 @@ def compete(
         yield from _timed(
             contest, network.gather_yields(run_laps, *args, timeout_seconds=timeout_seconds)
         )
+
+
+def plan_for(text: str, work: Workload, world_size: int) -> Plan:
+    """As read_plan; needed and tiled are made for the mask and the layout of the workload."""
+    for entry in MASK_AWARE:
+        if entry.name == text:
+            kv_bytes = 2 * work.num_kv_heads / work.num_heads
+            return entry.plan(work.mask, work.layout_for(world_size), kv_bytes)
+    return read_plan(text, world_size)
 
 
 def _timed(contest: Contest, laps: Iterator[tuple[RankLap, ...]]) -> Iterator[Lap]:
@@ -148,8 +158,8 @@ def run_laps(
     world = dist.group.WORLD
     assert world is not None, "a lab's ranks have a default group"
     transport = RateLimited(world, speeds) if speeds else DistTransport(world)
-    plans = [read_plan(text) for text in contest.strategies]
     work = contest.work
+    plans = [plan_for(text, work, transport.world_size) for text in contest.strategies]
     layout = work.layout_for(transport.world_size)
     q, k, v, dout = _operands(rank, work, layout.size(rank), contest.backward)
     for _, strategy in schedule(contest):
@@ -184,7 +194,7 @@ def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[C
     rows: list[ContestRow] = []
     busiest: list[int] = []
     for number, text in enumerate(contest.strategies):
-        plan = read_plan(text)
+        plan = plan_for(text, contest.work, network.world_size)
         moved = [
             nic_bytes(
                 plan, contest.work, network.ranks_per_host, backward=backward, prune=contest.prune
