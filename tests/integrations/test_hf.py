@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tilewise.integrations import hf
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3", "cohere2")
-MODELS = ("llama", "qwen3", "mixtral", "gpt2", *WINDOWED)
+MODELS = ("llama", "llama4", "qwen3", "mixtral", "gpt2", *WINDOWED)
 
 
 def compare(name: str, given: Case, **options: Any) -> None:
@@ -79,6 +80,25 @@ def test_in_bfloat16_a_split_model_errs_at_most_twice_as_much(name: str):
 )
 def test_any_strategy_and_layout(options: dict):
     compare("qwen2", case(PACKED), **options)
+
+
+@pytest.mark.parametrize("cu_seqlens", [WHOLE, PACKED, SHORT], ids=["whole", "packed", "short"])
+def test_chunks_count_from_the_start_of_each_document(cu_seqlens: tuple[int, ...]):
+    compare("llama4", case(cu_seqlens))
+
+
+@pytest.mark.parametrize("cu_seqlens", [WHOLE, SHORT], ids=["whole", "short"])
+def test_sinks_take_part_in_the_softmax_of_all_ranks(cu_seqlens: tuple[int, ...]):
+    compare("gpt_oss", case(cu_seqlens))
+
+
+def test_packed_documents_of_a_model_with_sinks_are_documents_alone():
+    """Unsplit, gpt-oss does not keep documents in one row apart."""
+    given = case(PACKED)
+    got = split_in_threads("gpt_oss", given).logits
+    for start, stop in pairwise(PACKED):
+        want = run_whole(build("gpt_oss"), Case(given.input_ids[:, start:stop], (0, stop - start)))
+        assert (got[:, start:stop] - want.logits).abs().max() < 1e-5
 
 
 def test_each_layer_keeps_its_own_mask():

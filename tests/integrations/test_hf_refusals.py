@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,8 @@ def refusal(call: Call, make: Callable[[str], Any], mask: tw.Mask | None = None,
     """The message of all ranks."""
 
     def on_rank(rank: int, group) -> str:
-        fields = {"num_tokens": NUM_TOKENS, "mask": mask or tw.Causal(), **options}
+        seen = tw.Causal() if mask is None else mask
+        fields = {"num_tokens": NUM_TOKENS, "mask": seen, **options}
         cp = tw.ContextParallel(group, **fields)
         model = make(hf.register(cp, f"tilewise_{rank}"))
         with pytest.raises(ValueError) as raised:
@@ -57,11 +59,9 @@ def llama(name: str, **changes: Any) -> Any:
     return build("llama", name, **changes)
 
 
-def test_softcap_and_sinks_are_refused_by_name():
+def test_softcap_is_refused_by_name():
     soft = lambda name: build("gemma2", name, attn_logit_softcapping=50.0)  # noqa: E731
     assert "softcap=50.0 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), soft)
-    sinks = lambda name: build("gpt_oss", name)  # noqa: E731
-    assert "s_aux=Parameter cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), sinks)
 
 
 def test_dropout_is_refused_in_training_and_runs_in_evaluation():
@@ -166,6 +166,22 @@ def test_a_rank_without_tokens_says_what_pads_it():
     assert "models cannot run on none: hf.shard pads" in refusal(call, llama, num_tokens=1)
 
 
+@pytest.mark.parametrize("own_names", [True, False], ids=["one configuration", "one name"])
+def test_ranks_of_a_loopback_that_share_what_they_may_not_raise(own_names: bool):
+    """A configuration holds the name of the attention, and a name stands for one rank."""
+    whole = llama("eager")
+
+    def on_rank(rank: int, group) -> Any:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal())
+        name = hf.register(cp, f"tilewise_{rank}" if own_names else "tilewise")
+        model = type(whole)(whole.config) if own_names else copy.deepcopy(whole)
+        model.set_attn_implementation(name)
+        return model(**plain(cp))
+
+    with pytest.raises(ValueError, match=r"another rank uses .* a copy of its own"):
+        tw.loopback(N, on_rank)
+
+
 def test_documents_of_cp_that_the_batch_does_not_have():
     documents = tw.Causal() & tw.Document((0, 5, NUM_TOKENS))
     text = refusal(lambda cp, m: m(**plain(cp)), llama, mask=documents)
@@ -177,7 +193,10 @@ def test_documents_of_cp_that_the_batch_does_not_have():
     [
         (BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"),
         (JambaConfig(**TINY, num_hidden_layers=8), "carries a state along the sequence"),
-        (Llama4TextConfig(**TINY, num_hidden_layers=4), "layers of type chunked_attention"),
+        (
+            Llama4TextConfig(**TINY, num_hidden_layers=4),
+            "attn_temperature_tuning counts this rank's rows",
+        ),
     ],
     ids=["bloom", "jamba", "llama4"],
 )

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -72,6 +73,18 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
         "cohere2": (Cohere2Config, SIZES | {"sliding_window": 4}),
         "gpt2": (GPT2Config, GPT2 | dict.fromkeys(DROPOUT, 0.0)),
         "gpt_oss": (GptOssConfig, SIZES | EXPERTS | {"head_dim": 8, "rope_parameters": ROPE}),
+        "llama4": (
+            Llama4TextConfig,
+            SIZES
+            | {
+                "head_dim": 8,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 2,
+                "num_hidden_layers": 4,
+                "attention_chunk_size": 6,
+                "attn_temperature_tuning": False,
+            },
+        ),
         "opt": (
             OPTConfig,
             {

@@ -8,6 +8,7 @@ Every layer runs with the mask that it asks transformers for, on the whole seque
 honoured is refused by name, on all ranks alike. transformers is imported when a function is called.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +32,7 @@ from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.masks.tables import Slices
 from tilewise.transport.agreement import agree
+from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.resolve import transport_for
 
 __all__ = [
@@ -194,6 +196,7 @@ class LayerMask:
         mask: as read from the model's mask function.
         packs: whether that function keeps documents apart, as far as this rank's rows show.
         refused_length: from this rank's position_ids to what is wrong with the model's RoPE here.
+        read: the mask for documents, whose chunks it counts; default: mask.
     """
 
     def __init__(
@@ -202,8 +205,10 @@ class LayerMask:
         mask: Mask,
         packs: bool,
         refused_length: Callable[[Tensor | None], str | None] = lambda _: None,
+        read: Callable[[tuple[int, ...]], Mask] | None = None,
     ):
         self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
+        self.read = read or (lambda _: mask)
         self.settled: Mask | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -279,7 +284,8 @@ class LayerMask:
                 f"{Document(cu_seqlens)}; pass position_ids that start at 0 in each document, or "
                 "make cp with tw.Causal()"
             )
-        return self.mask if len(cu_seqlens) == 2 else self.mask & Document(cu_seqlens)
+        mask = self.read(cu_seqlens)
+        return mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
 
 
 def _documents(
@@ -302,8 +308,20 @@ def _documents(
     return found
 
 
+def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
+    """Ranks that are threads of one process have one registry: a name may be another rank's."""
+    if isinstance(cp.group, LoopbackGroup) and threading.get_ident() != thread:
+        raise ValueError(
+            f"a model on another rank uses the attention of rank {cp.rank}: ranks of a loopback "
+            "share a name, or a model's configuration, which holds the name; give every rank a "
+            "name and a copy of its own: "
+            'hf.parallelize(copy.deepcopy(model), cp, f"tilewise_{rank}")'
+        )
+
+
 def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerMask]:
     """The mask interface: what a layer's mask function asks for, or a refusal."""
+    thread = threading.get_ident()
 
     def make_mask(
         *,
@@ -313,11 +331,12 @@ def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerM
         mask_function: Callable[..., Any],
         **given: Any,
     ) -> LayerMask:
+        _refuse_other_ranks(cp, thread)
         attention_mask = given.get("attention_mask")
         lengths.agreed = False
         try:
             error = refused_model(given["config"])
-            mask = Full() if error else read_mask(mask_function)
+            mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
             error, mask = str(unread), Full()
         error = error or _refused_rows(cp, q_length, kv_length, int(q_offset))
@@ -330,13 +349,15 @@ def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerM
         if error:
             _refuse(cp, error)
         refused_length = partial(lengths.refused, given["config"])
-        return LayerMask(cp, mask, packs(mask_function), refused_length)
+        read = partial(read_mask, mask_function)
+        return LayerMask(cp, mask, packs(mask_function), refused_length, read)
 
     return make_mask
 
 
 def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
     """The attention interface: tensors [batch, heads, rows, head_dim], out [batch, rows, ...]."""
+    thread = threading.get_ident()
 
     def attend(
         module: nn.Module,
@@ -346,6 +367,7 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         attention_mask: Any,
         **given: Any,
     ) -> tuple[Tensor, None]:
+        _refuse_other_ranks(cp, thread)
         if not isinstance(attention_mask, LayerMask):
             _refuse(cp, _foreign(module, attention_mask))
         error = refused_keyword(module, attention_mask.mask, given)
@@ -358,7 +380,8 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
         q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
-        out = cp.attention(q, k, v, mask=mask, softmax_scale=given.get("scaling"))
+        options = {"softmax_scale": given.get("scaling"), "sink": given.get("s_aux")}
+        out = cp.attention(q, k, v, mask=mask, **options)
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend

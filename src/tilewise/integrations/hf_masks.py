@@ -2,8 +2,9 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from operator import and_, or_
 from types import MappingProxyType
 from typing import Any
@@ -14,21 +15,20 @@ from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.tables import Slices
 
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # What models pass on to their attention that says nothing about its result, or is read elsewhere.
 READ = frozenset(
     (
         *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
         *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
         *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
-        "is_training",
+        *("is_training", "s_aux"),
     )
 )
 # What else models ask for; the rest is not known here.
 ADVICE = MappingProxyType(
     {
         "softcap": "it bounds the scores, which tilewise's kernels do not do",
-        "s_aux": "attention sinks are a part of the model that tilewise does not compute",
         "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
         "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
         "output_attentions": "the scores are never in one place; leave it out",
@@ -110,7 +110,9 @@ def refused_model(config: Any) -> str | None:
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
     if getattr(config, "attn_temperature_tuning", False):
-        return f"{name}: attn_temperature_tuning counts this rank's rows as positions"
+        return (
+            f"{name}: attn_temperature_tuning counts this rank's rows as positions; set it to False"
+        )
     return None
 
 
@@ -126,9 +128,11 @@ MODULE = "transformers.masking_utils"
 NOTHING = Slices(())  # Qwen2-MoE makes a mask of a window of 0 tokens, for no layer
 
 
-def read_mask(function: Callable[..., Any]) -> Mask:
+def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> Mask:
     """The mask that a mask function of transformers stands for, documents aside.
 
+    Args:
+        cu_seqlens: documents of the whole sequence; chunks count from each one's start.
     Raises:
         ValueError: naming the function, if its meaning is not known.
     """
@@ -144,16 +148,21 @@ def read_mask(function: Callable[..., Any]) -> Mask:
         case "sliding_window_overlay":
             window = inner["sliding_window"]
             return Window(window - 1, None) if window > 0 else NOTHING
+        case "chunked_overlay" if cu_seqlens:
+            spans = pairwise(cu_seqlens)
+            starts = (at for span in spans for at in range(*span, inner["chunk_size"]))
+            return Document((*starts, cu_seqlens[-1]))
         case "sliding_window_bidirectional_overlay":
             return Window(inner["sliding_window"], inner["sliding_window"])
         case "remap_positions_for_packed_sequence":
             # Within a document a distance is the same by either count of positions.
-            return read_mask(inner["mask_function"])
+            return read_mask(inner["mask_function"], cu_seqlens)
         case "and_masks":
-            masks = [m for m in map(read_mask, inner["mask_functions"]) if m != Full()]
+            read = (read_mask(f, cu_seqlens) for f in inner["mask_functions"])
+            masks = [mask for mask in read if mask != Full()]
             return reduce(and_, masks) if masks else Full()
         case "or_masks":
-            return reduce(or_, map(read_mask, inner["mask_functions"]))
+            return reduce(or_, (read_mask(f, cu_seqlens) for f in inner["mask_functions"]))
     raise ValueError(_refusal(name))
 
 
@@ -187,5 +196,5 @@ def _name(function: Callable[..., Any]) -> str:
 def _refusal(name: str) -> str:
     return (
         f"the model asks for the mask function {name}, which tilewise cannot represent; it reads "
-        "causal and bidirectional masks, sliding windows and packed documents"
+        "causal and bidirectional masks, sliding windows, chunks and packed documents"
     )
