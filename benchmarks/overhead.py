@@ -96,7 +96,7 @@ def main() -> None:
             run, work = prepared(q, k, v, transport, problem)
             results = torch.empty_like(q), torch.empty_like(q[..., 0])
             for name, part in (
-                ("by hand", lambda: by_hand(q, k, v, transport, problem.scale)),
+                ("by hand", lambda: by_hand(q, k, v, transport, problem.scores.scale)),
                 ("before", lambda: prepared(q, k, v, transport, problem)),
                 ("executor", lambda run=run, work=work: execute(run.program, work, transport)),
                 ("after", lambda run=run, work=work, to=results: run.collect(work, Side.Q, to)),

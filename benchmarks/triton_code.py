@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.kernels.triton.kernel import Lists, TensorView
+from tilewise.kernels.triton.kernel import Lists, ScoreRule, TensorView
 from tilewise.kernels.triton.tuning import LaunchBlocks, tuning_for
 from tilewise.kernels.triton.work_list import UNIT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [["tt.divisibility", 16]]
+KINDS = {float: "fp32", int: "i32"}
 MATRIX = ("HGMMA", "HMMA", "UTCHMMA")
 REGISTERS, THREADS = 65536, 2048  # of a multiprocessor
 SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; a block takes 1 KiB more
@@ -109,16 +110,20 @@ def compiled(job: Job, target: Target) -> Any:
     rows, keys, warps, stages, registers = job.blocks
     head_dim = target.head_dim
     given: dict[Any, Any] = {"HEAD_DIM": head_dim, "ROWS": rows, "KEYS": keys, "ADD": target.into}
-    given |= {"WIDTH": max(16, 1 << (head_dim - 1).bit_length()), **job.options}
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    given |= {"WIDTH": width, "V_DIM": head_dim, "V_WIDTH": width, **job.options}
+    given |= dict.fromkeys({"CAPPED", "DROPS", "PEAKS"}.intersection(job.kernel.arg_names), False)
     types: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(job.kernel.arg_names):
         types[name] = _type(name, target)
         if name in ("statistics", "padded"):
             aligned[(i,)] = ALIGNED
-        elif isinstance(types[name], tuple):
+        elif isinstance(types[name], TensorView | Lists):
             aligned |= {(i, j): ALIGNED for j in range(4) if types[name][j] != "constexpr"}
-        if name == "lse":
+        if name == "rule":
+            given |= {(i, j): x for j, x in enumerate(ScoreRule()) if x is None}
+        elif name in ("lse", "largest"):
             given[(i, 3)] = 1
         elif name == "group" and target.group == 1:
             given[name] = 1
@@ -138,7 +143,10 @@ def _type(name: str, target: Target) -> Any:
             return TensorView(f"*{target.dtype}", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
         case "out" | "dq" | "dk" | "dv":
             return TensorView("*fp32", *["i32"] * 3)  # pyright: ignore[reportArgumentType]
-        case "lse":
+        case "rule":
+            kinds = ("constexpr" if x is None else KINDS[type(x)] for x in ScoreRule())
+            return ScoreRule(*kinds)  # pyright: ignore[reportArgumentType]
+        case "lse" | "largest":
             return TensorView("*fp32", "i32", "i32", "constexpr")  # pyright: ignore[reportArgumentType]
         case "group" if target.group == 1:
             return "constexpr"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, Unpack, overload
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type
+from tilewise.arguments import dtype_name, require_type
 from tilewise.functional import Options, attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -173,6 +172,7 @@ class ContextParallel:
         mask: Mask | None = None,
         plan: Plan | None = None,
         return_lse: Literal[False] = False,
+        return_max_logit: Literal[False] = False,
         **options: Unpack[Options],
     ) -> Tensor: ...
     @overload
@@ -185,8 +185,22 @@ class ContextParallel:
         mask: Mask | None = None,
         plan: Plan | None = None,
         return_lse: Literal[True],
+        return_max_logit: Literal[False] = False,
         **options: Unpack[Options],
     ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | None = None,
+        plan: Plan | None = None,
+        return_lse: bool = False,
+        return_max_logit: bool,
+        **options: Unpack[Options],
+    ) -> Tensor | tuple[Tensor, ...]: ...
     @overload
     def attention(
         self,
@@ -199,7 +213,7 @@ class ContextParallel:
         return_lse: bool,
         **options: Unpack[Options],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
-    def attention(  # noqa: PLR0913 - the options of attention, by name
+    def attention(  # noqa: PLR0913 - the options of attention
         self,
         q: Tensor,
         k: Tensor,
@@ -207,29 +221,24 @@ class ContextParallel:
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
-        backward_plan: Plan | None = None,
-        softmax_scale: float | None = None,
         return_lse: bool = False,
-        kv_layout: Layout | None = None,
-        wire_dtype: torch.dtype | DtypeName | None = None,
-        save: Save | None = None,
-        prune: bool = True,
-        q_positions: Sequence[int] | Tensor | None = None,
-        validate: Validate = "always",
-        kernel: Kernel | str | None = None,
-        sink: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        return_max_logit: bool = False,
+        **options: Unpack[Options],
+    ) -> Tensor | tuple[Tensor, ...]:
         """tw.attention of this rank's rows, with its keyword arguments; layout and group are set.
 
         Args:
             mask: instead of the one given at the start (layers with windows among full ones).
             plan: instead of the strategy's, for this call.
-            kernel: instead of the one given at the start.
+            options: of tw.attention; kernel instead of the one given at the start.
         """
         if plan is None:
-            plan, chosen = self._plans(q, k, mask)
+            plan, chosen = self._plans(q, k, v, mask)
             # What forward gathered serves its own plan alone.
-            backward_plan = backward_plan or (None if save == "gathered" else chosen)
+            if options.get("backward_plan") is None and options.get("save") != "gathered":
+                options["backward_plan"] = chosen
+        if options.get("kernel") is None:
+            options["kernel"] = self.kernel
         return attention(
             q,
             k,
@@ -238,30 +247,26 @@ class ContextParallel:
             layout=self.layout,
             mask=self.mask if mask is None else mask,
             group=self.group,
-            softmax_scale=softmax_scale,
             return_lse=return_lse,
-            backward_plan=backward_plan,
-            kv_layout=kv_layout,
-            wire_dtype=wire_dtype,
-            save=save,
-            prune=prune,
-            q_positions=q_positions,
-            validate=validate,
-            kernel=self.kernel if kernel is None else kernel,
-            sink=sink,
+            return_max_logit=return_max_logit,
+            **options,
         )
 
-    def _plans(self, q: Tensor, k: Tensor, mask: Mask | None) -> tuple[Plan, Plan | None]:
+    def _plans(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None
+    ) -> tuple[Plan, Plan | None]:
         """The strategy's plans of both passes; for another mask, if they are for one, others."""
-        plan = self.plan(q, k)
+        plan = self.plan(q, k, v)
         if mask is not None and mask != self.mask and self._for_one_mask:
             _refuse_compiling()
-            return self._decided(self._workload(q, k, mask), q)
+            return self._decided(self._workload((q, k, v), mask), q)
         return plan, self._backward_plan
 
-    def plan(self, q: Tensor, k: Tensor) -> Plan:
+    def plan(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Plan:
         """The forward pass's plan; "auto" is decided here, by the shapes of the first call.
 
+        Args:
+            v: None: as wide as k.
         Raises:
             RuntimeError: if a compiler traces the first call of "auto": decide before, by calling
                 plan(q, k) with tensors of this shape, or pass a plan as strategy.
@@ -269,7 +274,7 @@ class ContextParallel:
         if self._plan is None:
             _refuse_compiling()
             try:
-                work = self._workload(q, k, self.mask)
+                work = self._workload((q, k, k if v is None else v), self.mask)
             except (ValueError, IndexError, AttributeError):
                 # What is wrong with q or k is attention's to say, on all ranks alike.
                 return ring(self.world_size)
@@ -284,12 +289,14 @@ class ContextParallel:
         plan, backward = promising(work, machine, self.world_size)
         return plan, None if backward is plan else backward
 
-    def _workload(self, q: Tensor, k: Tensor, mask: Mask) -> Workload:
+    def _workload(self, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask) -> Workload:
+        q, k, v = tensors
         return Workload(
             num_tokens=self.layout.num_tokens,
             num_heads=q.shape[-2],
             num_kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
+            v_head_dim=v.shape[-1],
             dtype=dtype_name(q.dtype),
             mask=mask,
             layout=self.layout,

@@ -31,6 +31,9 @@ class Options(TypedDict, total=False):
     validate: Validate
     kernel: Kernel | str | None
     sink: Tensor | None
+    softcap: float | None
+    dropout_p: float
+    dropout_seed: int | None
 
 
 class _Together(Options, total=False):
@@ -49,12 +52,29 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[False] = False,
+    return_max_logit: Literal[False] = False,
     **call: Unpack[_Together],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **call: Unpack[_Together]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = False,
+    **call: Unpack[_Together],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_max_logit: bool,
+    **call: Unpack[_Together],
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[_Together]
@@ -79,7 +99,11 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     validate: Validate = "always",
     kernel: Kernel | str | None = None,
     sink: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
     out = softmax(softmax_scale q k^T + mask) v over all tokens; every rank passes its own rows and
@@ -89,7 +113,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     Args:
         q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
             rank's rows under layout; with a plan of replicated queries (tree) the same few on all.
-        k, v: as q with num_kv_heads, a divisor of num_heads.
+        k, v: as q with num_kv_heads, a divisor of num_heads; v, and out, of any head_dim.
         plan: from a strategy; of the backward pass too, unless backward_plan is given.
         layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
         mask: acts on global positions.
@@ -109,10 +133,18 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         sink: [num_heads], q's dtype or fp32, the same on every rank: a logit a head that takes part
             in the softmax and has no value. Its gradient is this rank's share, to be summed over
             ranks as any replicated parameter's (complete on every rank under tree).
+        softcap: scores become softcap * tanh(score / softcap) before the mask.
+        dropout_p: in [0, 1), the share of weights that are dropped; the others grow by 1 / (1 -
+            dropout_p). lse is that without dropout.
+        dropout_seed: from 0 on, the same on every rank; needed on several. The pairs that it drops
+            are the same for any ranks, plan and layout, and in backward; pass another at every
+            layer and step. None on one rank: drawn from torch's generator.
+        return_max_logit: also return the largest score of every head, of this rank's queries.
     Returns:
-        out as q; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads], natural log,
-        fp32 (fp64 for fp64). Rows that no key reaches: out 0, lse -inf (sink, if
-        there is one), gradients of q, k, v 0.
+        out as q, as wide as v; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads],
+        natural log, fp32 (fp64 for fp64); with return_max_logit last [num_heads], fp32, scaled and
+        capped, without sink, -inf where nothing is seen, and without a gradient. Rows that no key
+        reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
@@ -120,6 +152,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     if torch.compiler.is_compiling():
         save = _save_when_compiled(save)
         _check_kernel_when_compiled(kernel)
+        _check_seed_when_compiled(dropout_p, dropout_seed)
     call = AttentionCall(
         plan,
         layout,
@@ -136,14 +169,21 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         kernel,
         torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
         kind_of(sink),
+        softcap,
+        dropout_p,
+        # compiled code takes it as a number that changes, not as a constant
+        None if torch.compiler.is_compiling() else dropout_seed,
+        return_max_logit,
     )
     if not torch.compiler.is_compiling():
         problem, _ = resolve_call(q, k, v, call)
-        call = replace(call, problem=problem)
-    out, lse, _ = torch.ops.tilewise.attention(q, k, v, call)
+        call, dropout_seed = replace(call, problem=problem), None
+    given = q, k, v, call, dropout_seed, return_max_logit
+    out, lse, kept = torch.ops.tilewise.attention(*given)
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
-    return (out, lse) if return_lse else out
+    extras = [lse] * return_lse + kept[:1] * return_max_logit
+    return (out, *extras) if extras else out
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:
@@ -153,6 +193,12 @@ def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:
             f"kernel ({type(kernel).__name__}) must be a name in compiled code, such as "
             "'reference'; call attention with this one outside of torch.compile"
         )
+
+
+def _check_seed_when_compiled(dropout_p: float, dropout_seed: int | None) -> None:
+    """A seed that is drawn within the operator would not be that of its backward."""
+    if dropout_p and dropout_seed is None:
+        raise ValueError(f"dropout_p ({dropout_p}) needs a dropout_seed in compiled code")
 
 
 def _save_when_compiled(save: Save | None) -> Save:

@@ -29,6 +29,8 @@ class Workload:
         wire_dtype: of travelling out, dq, dk, dv; None: dtype.
         mask: which pairs attend.
         layout: "contiguous", "zigzag", "striped" or a Layout.
+        v_head_dim: of v and out; None: head_dim.
+        max_logit: attention is to return the largest scores, which travel with partial results.
         save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
             plan prefers (ulysses alone keeps them, all others replay).
     """
@@ -42,6 +44,8 @@ class Workload:
     mask: Mask = field(default_factory=Full)
     layout: LayoutName | Layout = "zigzag"
     save: Save | None = None
+    v_head_dim: int | None = None
+    max_logit: bool = False
 
     def __post_init__(self) -> None:
         for what in ("dtype", "wire_dtype"):
@@ -49,8 +53,9 @@ class Workload:
                 object.__setattr__(self, what, dtype_name(getattr(self, what)))
         for what, name in (("dtype", self.dtype), ("wire_dtype", self.wire_dtype or self.dtype)):
             check_dtype(what, name)
-        if not self.head_dim >= 1:
-            raise ValueError(f"head_dim ({self.head_dim}) must be at least 1")
+        for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
+            if not width >= 1:
+                raise ValueError(f"{what} ({width}) must be at least 1")
         check_save(self.save)
         require_type(Mask, "mask", self.mask).check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
@@ -63,6 +68,16 @@ class Workload:
                 f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; "
                 "make them equal"
             )
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """head_dim of q and k, and of v."""
+        return self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def shown_widths(self) -> str:
+        """As in 128, or 192/128."""
+        return "/".join(map(str, dict.fromkeys(self.widths)))
 
     def layout_for(self, world_size: int) -> Layout:
         """The layout on a number of ranks."""
@@ -81,6 +96,8 @@ class Workload:
             self.dtype,
             self.wire_dtype or self.dtype,
             self.save,
+            v_head_dim=self.v_head_dim,
+            max_logit=self.max_logit,
         )
 
     def resolve(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,17 @@ class Result(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dsink: Tensor = torch.zeros(0)
+
+
+class SinkResult(NamedTuple):
+    """The same of a call with a sink: its gradient is the sum of the ranks'."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor
 
 
 class Inputs(NamedTuple):
@@ -64,8 +74,12 @@ def dense(
     q_positions: Tensor | None = None,
     scale: float | None = None,
     changes: Changes | None = None,
-) -> Result:
-    """Plain attention over all tokens ([..., tokens, heads, head_dim], any batch dimensions)."""
+) -> Any:
+    """Plain attention over all tokens ([..., tokens, heads, head_dim], any batch dimensions).
+
+    Returns:
+        a Result, or a SinkResult if there is a sink.
+    """
     given, softcap, kept = changes or Changes()
     q, k, v = (t.detach().clone().requires_grad_() for t in x[:3])
     sink = None if given is None else given.detach().clone().requires_grad_()
@@ -92,7 +106,7 @@ def dense(
     (out * x.dout).sum().add((lse[reached] * x.dlse[reached]).sum()).backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
     found = Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-    return found if sink is None else found._replace(dsink=sink.grad)
+    return found if sink is None else SinkResult(*found, sink.grad)
 
 
 def split(
@@ -104,7 +118,7 @@ def split(
     uses: tuple[bool, bool] = (True, True),
     sink: Tensor | None = None,
     **options,
-) -> Result:
+) -> Any:
     """The same through tw.attention on every rank of a loopback.
 
     Args:
@@ -137,18 +151,20 @@ def split(
             loss = loss + (lse[reached] * dlse[reached]).sum()
         loss.backward()
         assert q.grad is not None and k.grad is not None and v.grad is not None
-        dsink = Result._field_defaults["dsink"] if sink is None else given["sink"].grad
-        return out.detach(), lse.detach(), q.grad, k.grad, v.grad, dsink
+        dsink = () if sink is None else (given["sink"].grad,)
+        return out.detach(), lse.detach(), q.grad, k.grad, v.grad, *dsink
 
     ranks = list(zip(*tw.loopback(plan.world_size, on_rank), strict=True))
     if replicated:
-        for tensors in (*ranks[:3], ranks[5]):
+        for tensors in (*ranks[:3], *ranks[5:]):
             assert all(torch.equal(tensors[0], t) for t in tensors), "ranks differ on q's results"
         whole = [tensors[0] for tensors in ranks[:3]]
     else:
         whole = [layout.unshard(tensors, dim=dim) for tensors in ranks[:3]]
-    dsink = ranks[5][0] if replicated else sum(ranks[5])
-    return Result(*whole, *(kv_layout.unshard(tensors, dim=dim) for tensors in ranks[3:5]), dsink)
+    found = Result(*whole, *(kv_layout.unshard(tensors, dim=dim) for tensors in ranks[3:5]))
+    if sink is None:
+        return found
+    return SinkResult(*found, ranks[5][0] if replicated else torch.stack(ranks[5]).sum(0))
 
 
 def error(x: Tensor, y: Tensor) -> float:
@@ -163,6 +179,6 @@ def error(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max() / y.abs().max().clamp_min(1))
 
 
-def assert_close(got: Result, want: Result, tolerance: float = 1e-12) -> None:
-    errors = {name: error(a, b) for name, a, b in zip(Result._fields, got, want, strict=True)}
+def assert_close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
+    errors = {name: error(a, b) for name, a, b in zip(want._fields, got, want, strict=True)}
     assert max(errors.values()) <= tolerance, errors

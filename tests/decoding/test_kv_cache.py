@@ -101,17 +101,19 @@ def test_chunks_and_then_tokens_are_dense_attention(n: int, mask: tw.Mask):
     assert max(tw.loopback(n, on_rank)) < 1e-12
 
 
-def test_sinks_take_part_in_every_call():
+def test_sinks_softcap_and_another_width_of_values_in_every_call():
     x, sink = draw(1), torch.linspace(-1, 1, HEADS, dtype=torch.float64)
     q, k, v = (t[:, :9] for t in x)
+    v = torch.cat([v, v.flip(-1)], -1)
     keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for t in (k, v))
     scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * WIDTH**-0.5
+    scores = 1.5 * torch.tanh(scores / 1.5)
     scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -torch.inf)
     whole = torch.cat([scores, sink[:, None, None].expand(1, HEADS, 9, 1)], -1)
     want = (whole.softmax(-1)[..., :9] @ values).transpose(1, 2)
 
     def on_rank(rank: int, group: Any) -> float:
-        cache = new_cache(group, 1)
+        cache = new_cache(group, 1, softcap=1.5, v_head_dim=2 * WIDTH)
         chunk = cache.chunk([5])
         first = (chunk.layout.shard(t[0, :5], rank) for t in (q, k, v))
         out = cache.prefill(*first, chunk, plan=tw.ring(3), sink=sink)
@@ -175,14 +177,14 @@ def test_rows_are_level_and_their_memory_is_taken_once():
 
     def on_rank(rank: int, group: Any) -> tuple[int, bool]:
         cache = new_cache(group, 3)
-        where = cache._storage.tensor.data_ptr()
+        where = cache._storage.k.data_ptr()
         cache.append(x[1][:, :11], x[2][:, :11], counts=counts)
         k, v = cache.stored()
         chunk = Chunk((0, 0, 0), (11, 2, 7), group.world_size)
         for got, whole in ((k, x[1]), (v, x[2])):
             packed = torch.cat([whole[b, :count] for b, count in enumerate(counts)])
             assert torch.equal(got, chunk.layout.shard(packed, rank))
-        return len(k), cache._storage.tensor.data_ptr() == where
+        return len(k), cache._storage.k.data_ptr() == where
 
     rows, same = zip(*tw.loopback(4, on_rank), strict=True)
     assert all(same) and sum(rows) == 20 and max(rows) - min(rows) <= 3

@@ -76,8 +76,16 @@ WRONG = {
         {"q": zeros(1, 4, 4, 8), "k": zeros(2, 4, 2, 8), "v": zeros(2, 4, 2, 8)},
         r"batch of q \(1\) and k \(2\)",
     ),
-    "k and v": Wrong({"v": zeros(4, 1, 8)}, r"k \(4, 2, 8\) and v \(4, 1, 8\) must have one shape"),
-    "value head_dim": Wrong({"v": zeros(4, 2, 4)}, "a value head_dim other than the key's"),
+    "heads of k and v": Wrong({"v": zeros(4, 1, 8)}, r"k \(4, 2, 8\) and v \(4, 1, 8\) must have"),
+    "tokens of k and v": Wrong({"v": zeros(3, 2, 8)}, r"k \(4, 2, 8\) and v \(3, 2, 8\) must have"),
+    "no value head_dim": Wrong({"v": zeros(4, 2, 0)}, "v a head_dim of at least 1"),
+    "softcap": Wrong({"softcap": 0.0}, r"softcap \(0.0\) must be finite and above 0"),
+    "softcap below 0": Wrong({"softcap": -50.0}, r"softcap \(-50.0\) must be"),
+    "softcap and kernel": Wrong({"softcap": 5.0, "kernel": "cpu"}, "'cpu' .* it has no softcap"),
+    "dropout": Wrong({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p \(1.0\) must be at"),
+    "dropout below 0": Wrong({"dropout_p": -0.1, "dropout_seed": 1}, r"dropout_p \(-0.1\)"),
+    "no seed": Wrong({"dropout_p": 0.1}, r"dropout_p \(0.1\) on 3 ranks needs a dropout_seed"),
+    "seed": Wrong({"dropout_p": 0.1, "dropout_seed": -1}, r"dropout_seed \(-1\) must be from 0"),
     "head_dim": Wrong({"q": zeros(4, 4, 4)}, r"head_dim of q \(4\) and k \(8\)"),
     "no head_dim": Wrong({n: zeros(4, 2, 0) for n in "qkv"}, r"head_dim of q \(0\)"),
     "heads": Wrong({"q": zeros(4, 3, 8)}, r"num_heads \(3\) must be a multiple of.*\(2\)"),
@@ -152,6 +160,10 @@ DISAGREEING = {
     "head_dim": {name: zeros(4, h, 4) for name, h in zip("qkv", (4, 2, 2), strict=True)},
     "softmax_scale": {"softmax_scale": 0.5},
     "sink": {"sink": zeros(4)},
+    "softcap": {"softcap": 30.0},
+    "dropout_p": {"dropout_p": 0.5, "dropout_seed": 0},
+    "return_max_logit": {"return_max_logit": True},
+    "v_head_dim": {"v": zeros(4, 2, 4)},
     "wire_dtype": {"wire_dtype": torch.bfloat16},
     "save": {"save": "gathered"},
     "prune": {"prune": False},
@@ -200,7 +212,7 @@ def test_one_rank_raises_the_plain_error():
         tw.attention(q, q, q, plan=tw.ring(1), layout=layout, mask=tw.Full())
 
 
-@pytest.mark.parametrize("keyword", ["attn_mask", "dropout_p", "is_causal", "softcap", "sinks"])
+@pytest.mark.parametrize("keyword", ["attn_mask", "dropout", "is_causal", "soft_cap", "sinks"])
 def test_what_is_not_supported_is_no_argument(keyword: str):
     q = torch.zeros(4, 2, 8)
     with pytest.raises(TypeError, match=keyword):

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 from conformance.oracle import dense, draw
 from multiprocess.launcher import run_processes
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -261,3 +263,49 @@ def test_the_names_of_torch_from_2_14_on_are_enough():
     command = [sys.executable, "-W", "error::FutureWarning", "-c", NEWER]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
+
+
+def layered(*tensors: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """A loss with all that models add to attention, and the largest scores."""
+    q, k, v, sink = tensors
+    call = {"plan": tw.ring(1), "layout": tw.contiguous(len(q), 1), "mask": tw.Causal()}
+    more = {"sink": sink, "softcap": 3.0, "dropout_p": 0.4, "dropout_seed": seed}
+    out, lse, largest = tw.attention(
+        q, k, v, **call, **more, return_lse=True, return_max_logit=True
+    )
+    return out.square().sum() + lse.sum(), largest
+
+
+def leaves() -> list[Tensor]:
+    make = torch.Generator().manual_seed(2)
+    shapes = (12, 2, 4), (12, 2, 4), (12, 2, 6), (2,)
+    drawn = (torch.randn(x, generator=make, dtype=torch.float64) for x in shapes)
+    return [x.requires_grad_() for x in drawn]
+
+
+def test_compiled_code_takes_every_seed_and_all_that_models_add():
+    """Compiled twice: for the first seed, and for any."""
+    compilations = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compilations.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled, given = torch.compile(layered, fullgraph=True, backend=backend), leaves()
+    for seed in (3, 4, 5, 1 << 60):
+        results = [f(*given, seed=seed) for f in (compiled, layered)]
+        grads = [torch.autograd.grad(loss, given) for loss, _ in results]
+        for x, y in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+            assert torch.allclose(x, y, rtol=1e-12, atol=1e-12)
+    assert len(compilations) == 2
+
+
+def test_recomputation_drops_the_same_pairs_without_a_seed_too():
+    given, grads = leaves(), []
+    for seed in (None, 9):
+        for f in (layered, partial(checkpoint, layered, use_reentrant=False)):
+            torch.manual_seed(1)
+            grads.append(torch.autograd.grad(f(*given, seed=seed)[0], given))
+    for first, again in zip(grads[::2], grads[1::2], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -10,11 +10,26 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from support.kernel_cases import CALLS, HEADS, SCALE, Answer, Case, call_of, dense, draw, error
+from support.kernel_cases import (
+    CALLS,
+    HEADS,
+    SCALE,
+    SCORES,
+    Answer,
+    Case,
+    call_of,
+    dense,
+    draw,
+    error,
+    placed,
+    run,
+    wanted,
+)
 from support.triton_checks import MASKS, NUM_TOKENS
 
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import PROVIDERS, kernel_named
+from tilewise.kernels.scores import Places, Scores
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import tile_calls
 
@@ -194,3 +209,31 @@ def test_triton_kernels_can_be_captured_in_a_graph():
         got = kernel.forward(*case[:3], call, SCALE)
     graph.replay()
     assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
+
+
+def there(scores: Scores, call: KernelCall) -> Scores:
+    """With the places of a call, if there is dropout, on the GPU."""
+    places = placed(scores, call).places
+    if places is None:
+        return scores
+    positions = (x.cuda() for x in places[:2])
+    return scores._replace(places=Places(*positions, places.first_head))
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (64, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("what", SCORES)
+@pytest.mark.parametrize("name", [*NAMES, "triton_deterministic", "flex", "reference"])
+def test_softcap_dropout_the_largest_score_and_widths(name, what, dtype, widths, monkeypatch):
+    """By every kernel that says that it has them; the same pairs are dropped as on a CPU."""
+    kernel, scores, call = kernel_named(name), SCORES[what], SMALL["holes"]
+    reason = kernel.supports("cuda", dtype, max(widths), needs=scores.needs)
+    if reason is not None:
+        pytest.skip(reason)
+    case = draw(call, (4, 2), dtype, head_dim=widths[0], v_head_dim=widths[1])
+    answer = dense(case, call, scores)
+    given = answer._replace(lse=answer.lse.cuda(), delta=answer.delta.cuda())
+    monkeypatch.setattr("support.kernel_cases.placed", there)
+    got = run(kernel, on_gpu(case), given, call, scores)
+    for x, y in zip(got, wanted(answer, scores), strict=True):
+        assert x.shape == y.shape and error(x.cpu(), y) < 4 * BOUNDS[dtype]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kernel_cases import CALLS, HEADS, SCALE, call_of, dense, draw, error, run
+from support.kernel_cases import CALLS, HEADS, SCALE, SCORES, call_of, dense, draw, error, run
+from support.kernel_cases import wanted as wanted_of
 
 from tilewise.kernels import kernel_for
 from tilewise.kernels.call_masks import call_mask
@@ -26,6 +27,29 @@ def test_kernels_equal_dense_attention_in_fp64(kernel, heads, call):
     wanted = (answer.out, answer.lse, *answer.grads)
     for got, want in zip(run(kernel, case, answer, call), wanted, strict=True):
         assert got.shape == want.shape and error(got, want) < 1e-14
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_reference_has_softcap_dropout_and_the_largest_score(call, scores):
+    case = draw(call, (4, 2), torch.float64, head_dim=6, v_head_dim=9)
+    answer = dense(case, call, scores)
+    got = run(Reference(), case, answer, call, scores)
+    for x, y in zip(got, wanted_of(answer, scores), strict=True):
+        assert x.shape == y.shape and error(x, y) < 1e-14
+
+
+@pytest.mark.parametrize("kernel", [Reference(), CpuFlash()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("widths", [(24, 16), (16, 40), (1, 3), (3, 1)])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_values_may_be_wider_or_narrower(kernel, widths, call):
+    case = draw(call, (4, 2), torch.float64, head_dim=widths[0], v_head_dim=widths[1])
+    answer = dense(case, call)
+    wanted = wanted_of(answer, SCORES["plain"])
+    for x, y in zip(run(kernel, case, answer, call), wanted, strict=True):
+        assert x.shape == y.shape and error(x, y) < 1e-14
+    into = torch.zeros_like(case.dout), torch.full(case.q.shape[:3], -math.inf).double()
+    assert error(kernel.forward(*case[:3], call, SCALE, into)[0], answer.out) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_torch_flash import emulated_backward, emulated_forward
-from support.kernel_cases import CALLS, HEADS, SCALE, call_of, dense, draw, error, run
+from support.kernel_cases import CALLS, HEADS, SCALE, SCORES, call_of, dense, draw, error, run
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.kernels import flash_attn, flex, torch_sdpa
@@ -88,18 +88,20 @@ def efficient_backward(
     return *gradients(dout, q, k, v, out, lse[..., : q.shape[2]], bias, scale), None
 
 
-def agrees(kernel, call, heads, dtype, bound: float, head_dim: int = 24) -> None:
-    case = draw(call, heads, dtype, head_dim=head_dim)
-    answer = dense(case, call)
-    got, wanted = run(kernel, case, answer, call), (answer.out, answer.lse, *answer.grads)
+def agrees(
+    kernel, call, heads, dtype, bound: float, head_dim: int = 24, scores=None, v_head_dim=None
+) -> None:
+    case = draw(call, heads, dtype, head_dim=head_dim, v_head_dim=v_head_dim)
+    answer = dense(case, call, scores or SCORES["plain"])
+    got, wanted = run(kernel, case, answer, call, scores), (answer.out, answer.lse, *answer.grads)
     for x, y in zip(got, wanted, strict=True):
         assert x.shape == y.shape and error(x, y) < bound
-    into = torch.zeros_like(case.q, dtype=torch.float32), torch.full_like(got[1], -math.inf)
-    assert kernel.forward(*case[:3], call, SCALE, into) is into
+    into = torch.zeros_like(case.dout, dtype=torch.float32), torch.full_like(got[1], -math.inf)
+    assert kernel.forward(*case[:3], call, SCALE, into, scores) is into
     assert error(into[0], answer.out) < bound
     totals = tuple(torch.ones_like(x, dtype=torch.float32) for x in case[:3])
     given = answer.lse.float(), answer.delta.float()
-    assert kernel.backward(*case[:4], *given, call, SCALE, totals) is totals
+    assert kernel.backward(*case[:4], *given, call, SCALE, totals, scores) is totals
     for x, y in zip(totals, answer.grads, strict=True):
         assert error(x - 1, y) < bound
 
@@ -111,6 +113,8 @@ def test_cudnn_and_efficient_are_called_as_their_contracts_say(call, heads, monk
         monkeypatch.setattr(torch_sdpa, f"_{name}", globals()[name])
     agrees(CudnnSdpa(), call, heads, torch.bfloat16, 6e-3)
     agrees(EfficientSdpa(), call, heads, torch.float32, 5e-6)
+    agrees(CudnnSdpa(), call, heads, torch.bfloat16, 6e-3, v_head_dim=16)
+    agrees(EfficientSdpa(), call, heads, torch.float32, 5e-6, head_dim=16, v_head_dim=24)
 
 
 def test_cudnn_and_efficient_take_these_arguments_and_yield_these_shapes():
@@ -128,10 +132,12 @@ def test_cudnn_and_efficient_take_these_arguments_and_yield_these_shapes():
             assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-def flex_emulated(q, k, v, mask, scale):
+def flex_emulated(q, k, v, mask, scale, softcap):
     """flex_attention by the rule of its block mask, differentiable, rows without keys 0."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = scale * q.double() @ k.double().transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
         allowed = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows, keys)
@@ -148,6 +154,7 @@ def flex_emulated(q, k, v, mask, scale):
 def test_flex_takes_global_lse_and_delta(call, heads, monkeypatch):
     monkeypatch.setattr(flex, "_compiled", lambda: flex_emulated)
     agrees(Flex(), call, heads, torch.float32, 5e-6)
+    agrees(Flex(), call, heads, torch.float32, 5e-6, scores=SCORES["softcap"], v_head_dim=40)
 
 
 def test_flex_refuses_to_run_unfused_and_too_many_intervals():

@@ -55,17 +55,20 @@ def emulated_backward(dout, q, k, v, out, lse, *arguments, scale, **window):
     return dq, *(x.unflatten(2, (kv_heads, -1)).sum(3) for x in (dk, dv))
 
 
+@pytest.mark.parametrize("v_head_dim", [None, 8, 40])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("call", [*CALLS.values(), call_of(3, 5, Kind.CAUSAL)])
-def test_the_cuda_kernel_calls_flash_attention_as_its_contract_says(call, heads, monkeypatch):
+def test_the_cuda_kernel_calls_flash_attention_as_its_contract_says(
+    call, heads, v_head_dim, monkeypatch
+):
     monkeypatch.setattr(torch_flash, "_forward", emulated_forward)
     monkeypatch.setattr(torch_flash, "_backward", emulated_backward)
-    case = draw(call, heads, torch.bfloat16)
+    case = draw(call, heads, torch.bfloat16, v_head_dim=v_head_dim)
     answer = dense(case, call)
     got = run(CudaFlash(), case, answer, call)
     for x, y in zip(got, (answer.out, answer.lse, *answer.grads), strict=True):
         assert x.shape == y.shape and error(x, y) < 4e-3
-    into = torch.zeros_like(case.q, dtype=torch.float32), torch.full_like(got[1], -math.inf)
+    into = torch.zeros_like(case.dout, dtype=torch.float32), torch.full_like(got[1], -math.inf)
     assert CudaFlash().forward(*case[:3], call, SCALE, into) == into
     assert error(into[0], answer.out) < 4e-3
 

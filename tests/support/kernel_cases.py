@@ -6,10 +6,20 @@ from typing import NamedTuple
 import torch
 
 from tilewise.kernels.call_masks import call_mask
+from tilewise.kernels.dropout import kept
 from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.kernels.scores import Places, Scores
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 SCALE = 0.3
+SCORES = {
+    "plain": Scores(SCALE),
+    "softcap": Scores(SCALE, softcap=1.5),
+    "wide softcap": Scores(SCALE, softcap=40.0),
+    "dropout": Scores(SCALE, dropout_p=0.3, dropout_seed=-1 % (1 << 63)),
+    "max_logit": Scores(SCALE, max_logit=True),
+    "all": Scores(SCALE, 2.0, 0.5, 7, max_logit=True),
+}
 
 
 def call_of(m: int, n: int, kind: Kind = Kind.FULL, slices: tuple[Slice, ...] = ()) -> KernelCall:
@@ -50,35 +60,54 @@ class Answer(NamedTuple):
     lse: torch.Tensor
     delta: torch.Tensor
     grads: tuple[torch.Tensor, ...]
+    largest: torch.Tensor
 
 
 def draw(
-    call: KernelCall, heads: tuple[int, int], dtype: torch.dtype, batch=2, head_dim=19
+    call: KernelCall,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    batch=2,
+    head_dim=19,
+    v_head_dim=None,
 ) -> Case:
     g = torch.Generator().manual_seed(0)
-    shapes = [(call.num_q, heads[0]), (call.num_k, heads[1]), (call.num_k, heads[1])]
+    width, (m, n) = v_head_dim or head_dim, (call.num_q, call.num_k)
+    shapes = [(m, heads[0], head_dim), (n, heads[1], head_dim), (n, heads[1], width)]
     q, k, v, dout = (
-        torch.randn(rows, batch, h, head_dim, generator=g, dtype=torch.float64).to(dtype)
-        for rows, h in (*shapes, shapes[0])
+        torch.randn(rows, batch, h, d, generator=g, dtype=torch.float64).to(dtype)
+        for rows, h, d in (*shapes, (m, heads[0], width))
     )
     dlse = torch.randn(q.shape[:3], generator=g, dtype=torch.float64).to(accumulator_dtype(dtype))
     return Case(q, k, v, dout, dlse)
 
 
-def dense(case: Case, call: KernelCall) -> Answer:
+def placed(scores: Scores, call: KernelCall) -> Scores:
+    """With positions far apart and out of order, and heads from 3 on, if there is dropout."""
+    q, k = torch.arange(call.num_q).flip(0) * 5 + 2, torch.arange(call.num_k) * 70_000 + 1
+    return scores._replace(places=Places(q, k, 3)) if scores.dropout_p else scores
+
+
+def dense(case: Case, call: KernelCall, scores: Scores = SCORES["plain"]) -> Answer:
     """Autograd of attention written out in fp64."""
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
     group = q.shape[2] // k.shape[2]
-    scores = SCALE * torch.einsum("mbhd,nbhd->mbhn", q, k.repeat_interleave(group, 2))
-    scores = scores.masked_fill(~call_mask(call)[:, None, None], -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    table = SCALE * torch.einsum("mbhd,nbhd->mbhn", q, k.repeat_interleave(group, 2))
+    if scores.softcap is not None:
+        table = scores.softcap * torch.tanh(table / scores.softcap)
+    table = table.masked_fill(~call_mask(call)[:, None, None], -math.inf)
+    lse = torch.logsumexp(table, -1)
+    p = torch.exp(table - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    if scores.dropout_p:
+        keeps = kept(placed(scores, call), q.shape[1], q.shape[2]).permute(2, 0, 1, 3)
+        p = p * keeps / (1 - scores.dropout_p)
     out = torch.einsum("mbhn,nbhd->mbhd", p, v.repeat_interleave(group, 2))
     finite = lse.isfinite()
     loss = (out * case.dout.double()).sum() + (lse * case.dlse.double())[finite].sum()
     grads = torch.autograd.grad(loss, (q, k, v))
     out, lse = out.detach(), lse.detach()
-    return Answer(out, lse, (out * case.dout.double()).sum(-1) - case.dlse.double(), grads)
+    delta = (out * case.dout.double()).sum(-1) - case.dlse.double()
+    return Answer(out, lse, delta, grads, table.detach().amax(-1))
 
 
 def error(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -88,10 +117,19 @@ def error(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x - y).abs().max() / max(1.0, float(y.abs().max())))
 
 
-def run(kernel, case: Case, answer: Answer, call: KernelCall) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of a kernel that is given the exact lse and delta."""
+def run(
+    kernel, case: Case, answer: Answer, call: KernelCall, scores: Scores | None = None
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of a kernel that is given the exact lse and delta; and the largest
+    scores, if they are asked for."""
     wide = accumulator_dtype(case.q.dtype)
-    out, lse = kernel.forward(*case[:3], call, SCALE)
+    also = {"scores": placed(scores, call)} if scores else {}
+    out, lse, *largest = kernel.forward(*case[:3], call, SCALE, **also)
     assert lse.dtype == wide and lse.shape == case.q.shape[:3]
     given_ = (answer.lse.to(wide), answer.delta.to(wide))
-    return [out, lse, *kernel.backward(*case[:4], *given_, call, SCALE)]
+    return [out, lse, *kernel.backward(*case[:4], *given_, call, SCALE, **also), *largest]
+
+
+def wanted(answer: Answer, scores: Scores) -> list[torch.Tensor]:
+    """What `run` should yield."""
+    return [answer.out, answer.lse, *answer.grads, *[answer.largest] * scores.max_logit]

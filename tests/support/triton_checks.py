@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.kernel_cases import CALLS, SCALE, call_of, dense, draw, error, run
+from support.kernel_cases import CALLS, SCALE, SCORES, call_of, dense, draw, error, placed, run
+from support.kernel_cases import wanted as wanted_of
 
 import tilewise as tw
 from tilewise import masks
@@ -177,6 +178,24 @@ def of_masks(names: Iterable[str]) -> dict[str, float]:
     }
 
 
+def of_scores(names: Iterable[str]) -> dict[str, float]:
+    """Softcap, dropout and the largest score, and values of another width; in all passes."""
+    found, call = {}, CALLS["holes"]
+    for name, passes in zip(names, chain(PASSES, PASSES), strict=False):
+        scores = SCORES[name]
+        case = draw(call, (4, 2), torch.float32, batch=2, head_dim=24, v_head_dim=40)
+        answer = dense(case, call, scores)
+        got = run(kernel(passes=passes), case, answer, call, scores)
+        pairs = zip(got, wanted_of(answer, scores), strict=True)
+        found[f"{name} {passes}, fp32"] = max(error(x, y) for x, y in pairs)
+        into = tuple(torch.full_like(x, -math.inf) for x in (got[0], got[1], *got[5:]))
+        into[0].zero_()
+        kernel().forward(*case[:3], call, SCALE, into, placed(scores, call))
+        merged = zip(into, (answer.out, answer.lse, answer.largest), strict=False)
+        found[f"{name} merged, fp32"] = max(error(x, y) for x, y in merged)
+    return found
+
+
 def of_shapes() -> dict[str, float | bool]:
     """Heads, head dims, dtypes, merges in place, and what has no rows."""
     found: dict[str, float | bool] = {}
@@ -203,6 +222,7 @@ def main(which: str) -> None:
     torch.set_num_threads(1)
     quick = which == "quick"
     found = of_masks(name for name in MASKS if (name in QUICK) == quick)
+    found |= of_scores(("softcap", "dropout", "all") if quick else SCORES)
     json.dump({**found, **of_shapes()} if quick else found, sys.stdout)
 
 

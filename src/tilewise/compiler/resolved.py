@@ -18,6 +18,8 @@ class CallShape(NamedTuple):
 
     Args:
         q_positions: the replicated queries' global positions; default the last token.
+        v_head_dim: of v if it differs from that of q and k.
+        max_logit: the largest scores are asked for.
     """
 
     mask: Mask
@@ -30,11 +32,15 @@ class CallShape(NamedTuple):
     save: str | None = None  # "replay", "gathered" or None: as the forward plan prefers
     kv_layout: Layout | None = None  # of k and v if it differs from the queries'
     q_positions: Sequence[int] | None = None
+    v_head_dim: int | None = None
+    max_logit: bool = False
 
     def payload(self, num_head_groups: int) -> Payload:
         """What travels forward where heads are cut into so many groups."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
-        return Payload(False, *sizes, self.head_dim, self.dtype, self.wire_dtype)
+        widths = self.head_dim, self.v_head_dim or self.head_dim
+        dtypes = self.dtype, self.wire_dtype
+        return Payload(False, *sizes, *widths, *dtypes, max_logit=self.max_logit)
 
 
 class ResolvedPass(NamedTuple):

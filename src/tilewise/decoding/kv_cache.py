@@ -13,10 +13,11 @@ from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.execution.problem import Problem
 from tilewise.execution.sinks import check_sink, kind_of
-from tilewise.execution.validation import checked_scale
+from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel
+from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
@@ -38,24 +39,22 @@ class CheckedQueries(NamedTuple):
 
 
 class Storage:
-    """Where a rank's rows of k and v lie: [2, batch, rows, num_kv_heads, head_dim], taken once.
+    """Where a rank's rows of k and v lie: [batch, rows, num_kv_heads, width] each, taken once.
 
     Row i of a sequence is its token rank + i world_size.
-
-    Args:
-        sizes: num_tokens of a sequence on all ranks together, batch, num_kv_heads, head_dim.
     """
 
-    def __init__(self, sizes: tuple[int, int, int, int], rank: int, world_size: int, **tensor: Any):
-        num_tokens, batch, *heads = sizes
-        self.rank, self.world_size = rank, world_size
-        self.tensor = torch.empty(2, batch, self._held(num_tokens), *heads, **tensor)
+    def __init__(self, shape: CacheShape, **tensor: Any):
+        self.rank, self.world_size = shape.rank, shape.world_size
+        rows = shape.batch, self._held(shape.num_tokens), shape.num_kv_heads
+        self.k, self.v = (
+            torch.empty(*rows, width, **tensor) for width in (shape.head_dim, shape.v_head_dim)
+        )
 
     @property
     def rows_first(self) -> tuple[Tensor, Tensor]:
         """k and v as kernels take them: [rows, batch, num_kv_heads, head_dim]."""
-        k, v = self.tensor.transpose(1, 2)
-        return k, v
+        return self.k.transpose(0, 1), self.v.transpose(0, 1)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Keep this rank's tokens of a chunk that is whole on every rank: [batch, tokens, ...]."""
@@ -64,8 +63,7 @@ class Storage:
             if rows.start < rows.stop:
                 skipped = self.rank + rows.start * self.world_size - start
                 theirs = slice(skipped, stop - start, self.world_size)
-                self.tensor[0, b, rows] = k[b, theirs]
-                self.tensor[1, b, rows] = v[b, theirs]
+                self.k[b, rows], self.v[b, rows] = k[b, theirs], v[b, theirs]
 
     def write_rows(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
         """Keep rows of a chunk that are this rank's already, one sequence after the other."""
@@ -73,8 +71,7 @@ class Storage:
         for b, (start, stop) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
             rows = slice(self._held(start), self._held(stop))
             theirs = slice(offset, offset + rows.stop - rows.start)
-            self.tensor[0, b, rows] = k[theirs]
-            self.tensor[1, b, rows] = v[theirs]
+            self.k[b, rows], self.v[b, rows] = k[theirs], v[theirs]
             offset = theirs.stop
 
     def packed(self, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -82,8 +79,9 @@ class Storage:
 
         A view of one sequence, a copy of several.
         """
-        parts = [self.tensor[:, b, : self._held(length)] for b, length in enumerate(lengths)]
-        k, v = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        rows = [*enumerate(map(self._held, lengths))]
+        parts = [[x[b, :held] for b, held in rows] for x in (self.k, self.v)]
+        k, v = (x[0] if len(x) == 1 else torch.cat(x) for x in parts)
         return k, v
 
     def _held(self, length: int) -> int:
@@ -108,6 +106,8 @@ class KVCache:
         dtype, device: of q, k and v, too.
         group: what attention takes as group.
         softmax_scale: above 0; default 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(score / softcap) before the mask.
+        v_head_dim: of v and out; default head_dim.
         wire_dtype: of partial results on their way; default dtype.
         validate: "always", or "never" to leave out the agreement between ranks.
         kernel: what attention takes as kernel; it needs no backward pass.
@@ -129,27 +129,34 @@ class KVCache:
         wire_dtype: torch.dtype | DtypeName | None = None,
         validate: Validate = "always",
         kernel: Kernel | str | None = None,
+        softcap: float | None = None,
+        v_head_dim: int | None = None,
     ):
         self.transport = transport_for(group)
         rank, world_size = self.transport.rank, self.transport.world_size
-        shape = CacheShape(num_tokens, batch, num_kv_heads, head_dim, dtype, rank, world_size)
-        self.shape, self.softmax_scale = shape, softmax_scale
+        widths = head_dim, head_dim if v_head_dim is None else v_head_dim
+        shape = CacheShape(num_tokens, batch, num_kv_heads, *widths, dtype, rank, world_size)
+        self.shape, self.softmax_scale, self.softcap = shape, softmax_scale, softcap
         self.validate: Validate = validate
         self.kernel = kernel
         self.wire_dtype: DtypeName = dtype_name(wire_dtype or dtype)
         self._plan = tree(world_size)
 
-        def check() -> tuple[tuple[Kernel, float, Storage], Fields]:
+        def check() -> tuple[tuple[Kernel, Scores, Storage], Fields]:
             shape.check_sizes()
             check_dtype("wire_dtype", self.wire_dtype)
-            asked = torch.device(device).type, dtype, head_dim
-            served = kernel_for(*asked) if kernel is None else serving_kernel(kernel, *asked, False)
-            scale = checked_scale(softmax_scale, head_dim)
-            made = Storage(shape.sizes, rank, world_size, dtype=dtype, device=device)
+            scores = Scores(checked_scale(softmax_scale, head_dim), checked_softcap(softcap))
+            asked = torch.device(device).type, dtype, max(widths)
+            if kernel is None:
+                served = kernel_for(*asked, needs=scores.needs)
+            else:
+                served = serving_kernel(kernel, *asked, False, scores.needs)
+            made = Storage(shape, dtype=dtype, device=device)
             fields = {"sizes": shape.sizes, "dtype": dtype, "wire_dtype": self.wire_dtype}
-            return (served, scale, made), {**fields, "softmax_scale": scale}
+            more = {"v_head_dim": shape.v_head_dim, "softmax_scale": scores.scale}
+            return (served, scores, made), {**fields, **more, "softcap": scores.softcap}
 
-        self._kernel, self._scale, self._storage = self._agreed("KVCache", check)
+        self._kernel, self._scores, self._storage = self._agreed("KVCache", check)
         self.lengths = (0,) * batch
 
     def chunk(self, counts: Any) -> Chunk:
@@ -263,6 +270,7 @@ class KVCache:
             mask=chunk.mask(mask),
             group=self.transport,
             softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
             wire_dtype=self.wire_dtype,
             validate=self.validate,
             kernel=self.kernel,
@@ -292,7 +300,8 @@ class KVCache:
     def _appending(self, k: Tensor, v: Tensor, counts: Any) -> tuple[Chunk, Fields]:
         """Check tokens that are to be added."""
         tokens = self.shape.check_tokens("k", k, self.shape.num_kv_heads)
-        if self.shape.check_tokens("v", v, self.shape.num_kv_heads) != tokens:
+        width = self.shape.v_head_dim
+        if self.shape.check_tokens("v", v, self.shape.num_kv_heads, width) != tokens:
             raise ValueError(f"k has {tokens} tokens and v {v.shape[1]}; make them equal")
         chunk = self.shape.chunk(self.lengths, self._counts(counts, tokens))
         return chunk, {"lengths": chunk.starts, "counts": chunk.counts, "k": k.shape}
@@ -329,10 +338,11 @@ class KVCache:
                 dtype_name(shape.dtype),
                 self.wire_dtype,
                 q_positions=range(num_queries),
+                v_head_dim=shape.v_head_dim,
             )
             passes = resolve_passes(call, self._plan)
-            problem = Problem(passes, self._scale, prune=False, kernel=self._kernel)
-            device = self._storage.tensor.device
+            problem = Problem(passes, self._scores, prune=False, kernel=self._kernel)
+            device = self._storage.k.device
             return DecodingPass(problem, self.transport, self.shape.batch, device)
 
         return self._plan.memo("decoding", (num_queries, num_heads), build)

@@ -29,6 +29,7 @@ class CacheShape:
     batch: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     dtype: torch.dtype
     rank: int
     world_size: int
@@ -38,8 +39,8 @@ class CacheShape:
         return self.num_tokens, self.batch, self.num_kv_heads, self.head_dim
 
     def check_sizes(self) -> None:
-        names = "num_tokens", "batch", "num_kv_heads", "head_dim"
-        for name, size in zip(names, self.sizes, strict=True):
+        names = "num_tokens", "batch", "num_kv_heads", "head_dim", "v_head_dim"
+        for name, size in zip(names, (*self.sizes, self.v_head_dim), strict=True):
             if size < 1:
                 raise ValueError(f"{name} ({size}) must be at least 1")
 
@@ -100,12 +101,15 @@ class CacheShape:
         mask.check_tokens(self.num_tokens)
         check_mask_heads(mask, self.num_kv_heads)
 
-    def check_tokens(self, name: str, x: Tensor, heads: int | None = None) -> int:
-        """The number of tokens of [batch, tokens, heads, head_dim]; heads None: any."""
+    def check_tokens(
+        self, name: str, x: Tensor, heads: int | None = None, width: int | None = None
+    ) -> int:
+        """The number of tokens of [batch, tokens, heads, width]; heads None: any."""
+        width = width or self.head_dim
         heads = x.shape[2] if heads is None and x.ndim == 4 else heads
         tokens = x.shape[1] if x.ndim == 4 else 0
-        if x.shape != (self.batch, tokens, heads, self.head_dim) or not tokens:
-            wanted = f"{self.batch}, tokens, {heads or 'heads'}, {self.head_dim}"
+        if x.shape != (self.batch, tokens, heads, width) or not tokens:
+            wanted = f"{self.batch}, tokens, {heads or 'heads'}, {width}"
             raise ValueError(
                 f"{name} is {tuple(x.shape)}, but the cache takes [{wanted}], at least one token; "
                 "pass such a tensor, or make the cache for this one"
@@ -132,10 +136,11 @@ class CacheShape:
         num_rows = chunk.layout.size(self.rank)
         for name, x in zip("qkv", tensors, strict=True):
             heads = x.shape[1] if name == "q" and x.ndim == 3 else self.num_kv_heads
-            if x.shape != (num_rows, heads, self.head_dim):
+            width = self.v_head_dim if name == "v" else self.head_dim
+            if x.shape != (num_rows, heads, width):
                 raise ValueError(
                     f"{name} is {tuple(x.shape)}, but rank {self.rank}'s rows of the chunk are "
-                    f"[{num_rows}, {heads}, {self.head_dim}]; pass chunk.layout.shard(x, rank)"
+                    f"[{num_rows}, {heads}, {width}]; pass chunk.layout.shard(x, rank)"
                 )
             self._check_kind(name, x)
 

@@ -217,10 +217,13 @@ class Decode(Forward):
         whole = first.sequences == slice(0, batch) and first.q_heads is None
         return whole and len(calls) == 1 and first.call.q == ((0, rows),)
 
-    def _attend(self, read: CacheRead, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    def _attend(self, read: CacheRead, kernel: Kernel) -> Tensors:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
-        return kernel.forward(queries, k, v, read.call, self.frame.scale)
+        given, scores = (queries, k, v, read.call), self.frame.scores
+        if not self._asks:
+            return kernel.forward(*given, scores.scale)
+        return kernel.forward(*given, scores.scale, None, scores)
 
 
 def _rows(x: Tensor, ranges: Ranges, sequences: slice, heads: slice | None) -> Tensor:

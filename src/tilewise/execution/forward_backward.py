@@ -10,6 +10,7 @@ from tilewise.execution.executor import execute
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
+from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
 from tilewise.transport.protocol import Transport
 
@@ -18,6 +19,8 @@ def forward_pass(
     problem: Problem, transport: Transport, q: Tensor, k: Tensor, v: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
+
+    Before these stands the largest score of every head over this rank's rows, if it is asked for.
 
     Args:
         keep: a backward pass follows; save="gathered" then keeps what was received.
@@ -32,11 +35,26 @@ def forward_pass(
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
     work = Forward(run.frame(keep, allocator), run.payload, *run.start(named, allocator=lasting))
     execute(run.program, work, transport)
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=work.frame.dtype)
-    run.collect(work, Side.Q, [_rows_first(x, batched) for x in (out, lse)])
+    out, lse = results = empty_results(q, v)
+    if run.payload.max_logit:
+        results = *results, torch.empty_like(lse)
+    run.collect(work, Side.Q, [_rows_first(x, batched) for x in results])
     kept = run.kept(work.operands) if keep else []
     allocator.end()
-    return out, lse, kept
+    return out, lse, [*map(_largest, results[2:]), *kept]
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse, of any content."""
+    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest score of every head, fp32; -inf where there is no row."""
+    scores = scores.flatten(0, -2)
+    scores = scores if len(scores) else scores.new_full((1, scores.shape[-1]), -torch.inf)
+    return scores.amax(0).float()
 
 
 def backward_pass(
@@ -64,7 +82,7 @@ def backward_pass(
     run = PassRun(problem, transport, backward=True, batch=batch, device=device)
     allocator = run.allocator((q, k, v, out, lse, dout, dlse))
     if dout is None:
-        dout = allocator.take(q.shape, q.dtype).zero_()
+        dout = allocator.take(out.shape, q.dtype).zero_()
     delta = _delta(out, dout, dlse, lse.dtype, allocator)
     named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
     work = Backward(

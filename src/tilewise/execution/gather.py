@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tilewise.execution.allocator import Source
 from tilewise.execution.packing import Arena, PackedRows, join
+from tilewise.kernels.scores import Places
+from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Role, Side, Tile
 from tilewise.tiles.call_rows import (
@@ -50,6 +52,7 @@ class Binder:
     def __init__(self, table: TileCalls, device: torch.device):
         self.table, self.device = table, device
         self._tiles: dict[Tile, BoundTile] = {}
+        self._places: dict[int, Places] = {}  # by the id of a bound call, which is kept here
 
     def tile(self, tile: Tile) -> BoundTile:
         """The items that a tile reads, by side; its calls are bound when their rows are known."""
@@ -66,6 +69,26 @@ class Binder:
         if known is None:
             known = bound.calls[held] = tuple(self._bound(bound.tile, held))
         return known
+
+    def places(self, bound: BoundCall) -> Places:
+        """Where a bound call's rows, keys and heads lie in the whole attention."""
+        known = self._places.get(id(bound))
+        if known is None:
+            q, k = map(self._positions, self.table.layouts, (bound.q, bound.k))
+            first = self.table.groups.slice(Side.Q, bound.q[0].item.heads).start
+            first += bound.q_heads.start if bound.q_heads else 0
+            known = self._places[id(bound)] = Places(q, k, first)
+        return known
+
+    def _positions(self, layout: Layout, parts: Sequence[TensorPart]) -> Tensor:
+        """Global positions of a call's rows of one side, in the order of the call."""
+        own = [torch.from_numpy(layout.rows(part.item.shard)).to(self.device) for part in parts]
+        rows = [x if p.local is None else x[p.local] for x, p in zip(own, parts, strict=True)]
+        places = torch.cat(rows)
+        if len(parts) > 1:
+            for x, part in zip(rows, parts, strict=True):
+                places[part.call] = x
+        return places
 
     def _bound(self, tile: Tile, held: Held) -> Iterator[BoundCall]:
         for call, q, k, q_heads, kv_heads in self.table.calls(tile, held):

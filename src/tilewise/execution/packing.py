@@ -18,7 +18,7 @@ from tilewise.execution.allocator import Allocator, Source
 from tilewise.plan.ir import Item, Rows
 from tilewise.plan.payload import ITEM_BYTES, Field
 
-STATISTICS = ("lse", "delta")
+STATISTICS = ("lse", "delta", "largest")
 
 
 class PackedRows(NamedTuple):

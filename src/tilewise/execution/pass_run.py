@@ -122,7 +122,7 @@ class PassRun:
             self.layouts,
             binder,
             problem.kernel,
-            problem.scale,
+            problem.scores,
             self.batch,
             dtype,
             self.device,

@@ -19,11 +19,12 @@ from tilewise.execution.validation import (
     check_ranks,
     check_rows,
     check_tensors,
-    checked_scale,
+    checked_scores,
     query_positions,
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
+from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
@@ -56,6 +57,10 @@ class AttentionCall(OpaqueValue):
     kernel: Kernel | str | None = None
     needs_grad: bool = False
     sink: SinkKind | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    max_logit: bool = False
     problem: Problem | None = None
 
 
@@ -68,7 +73,7 @@ class Problem(NamedTuple):
     """
 
     passes: tuple[ResolvedPass, ResolvedPass]
-    scale: float
+    scores: Scores
     prune: bool
     kernel: Kernel
     allocator: Callable[[torch.device], Allocator] | None = None
@@ -104,6 +109,8 @@ def make_problem(
         call.save,
         kv_layout,
         query_positions(call, num_queries, kv_layout.num_tokens),
+        int(v.shape[-1]),
+        call.max_logit,
     )
     passes = resolve_passes(shape, call.plan, call.backward_plan)
     layouts = passes[0].layouts
@@ -112,16 +119,17 @@ def make_problem(
     check_mask_heads(call.mask, shape.num_kv_heads)
     check_dtype("wire_dtype", shape.wire_dtype)
     check_sink(call.sink, num_heads, dtype, q.device.type)
-    scale = checked_scale(call.softmax_scale, head_dim)
-    return Problem(passes, scale, call.prune, _kernel(call, q, head_dim))
+    scores = checked_scores(call, head_dim, world_size)
+    kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs)
+    return Problem(passes, scores, call.prune, kernel)
 
 
-def _kernel(call: AttentionCall, q: Tensor, head_dim: int) -> Kernel:
+def _kernel(call: AttentionCall, q: Tensor, head_dim: int, needs: tuple[str, ...]) -> Kernel:
     """The one that the call names, or else the first choice of the device."""
     asked = q.device.type, q.dtype, head_dim
     if call.kernel is not None:
-        return serving_kernel(call.kernel, *asked, backward=call.needs_grad)
-    return kernel_for(*asked, use_of(q.device, call.mask, int(q.shape[-3])))
+        return serving_kernel(call.kernel, *asked, backward=call.needs_grad, needs=needs)
+    return kernel_for(*asked, use_of(q.device, call.mask, int(q.shape[-3])), needs)
 
 
 def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:
@@ -130,6 +138,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
     The kernel is not among it: what ranks exchange does not depend on who computed it.
     """
     (plan, mask, (q_layout, kv_layout), _, payload), backward = problem.passes
+    scores = problem.scores
     fields: dict[str, Any] = {
         "num_tokens": kv_layout.num_tokens,
         "dtype": payload.dtype,
@@ -138,13 +147,18 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
         "num_heads": q.shape[-2],
         "num_kv_heads": k.shape[-2],
         "head_dim": payload.head_dim,
+        "v_head_dim": payload.v_head_dim,
         "plan": plan.fingerprint,
         "backward_plan": backward.plan.fingerprint,
         "exchanges": plan.traits.exchanges + backward.plan.traits.exchanges,
         "mask": mask,
         "layout": q_layout.fingerprint,
         "kv_layout": kv_layout.fingerprint,
-        "softmax_scale": problem.scale,
+        "softmax_scale": scores.scale,
+        "softcap": scores.softcap,
+        "dropout_p": scores.dropout_p,
+        "dropout_seed": scores.dropout_seed,
+        "return_max_logit": scores.max_logit,
         "wire_dtype": payload.wire_dtype,
         "save": "gathered" if problem.gathered else "replay",
         "prune": problem.prune,

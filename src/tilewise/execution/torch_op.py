@@ -1,18 +1,19 @@
 """tilewise::attention, an operator of torch: compiling, checkpointing and DTensor see one call.
 
-What it computes is fixed by a Call, a constant to the compiler: another one compiles anew. Where
-the ranks have not agreed yet (in a compiled graph), the operator itself lets them, at every run.
+What it computes is fixed by a Call, a constant to the compiler: another one compiles anew. The seed
+of dropout stands beside it, so that another one does not. Where the ranks have not agreed yet (in a
+compiled graph), the operator itself lets them, at every run.
 """
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._library import opaque_object
 
-from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
-from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.sequences import Growing
@@ -61,15 +62,13 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, transport: Tr
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, kept = torch.ops.tilewise.attention(q, k, v, call)
+            out, lse, kept = torch.ops.tilewise.attention(q, k, v, *rest)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*kept)
         ctx.save_for_backward(q, k, v, out, lse, *kept)
-        ctx.call = call
+        ctx.call, ctx.seed, _ = rest
         return out, lse, *kept
 
     @staticmethod
@@ -79,10 +78,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *kept = ctx.saved_tensors  # read once: checkpointing allows no more
         saved = q, k, v, out, lse, kept
         with torch.no_grad():
-            grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call)
+            grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call, ctx.seed)
         if torch.is_grad_enabled():  # create_graph
             grads = _OnceDifferentiable.apply(*grads, q, k, v, dout, dlse)
-        return *grads, None
+        return *grads, None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -107,34 +106,56 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _autograd(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    seed: int | None = None,
+    largest: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    out, lse, *kept = _Attention.apply(q, k, v, call)  # pyright: ignore[reportGeneralTypeIssues]
+    given = q, k, v, call, seed, largest
+    out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    seed: int | None = None,
+    largest: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    problem, transport = resolve_call(q, k, v, call)
+    problem, transport = resolve_call(q, k, v, _seeded(call, seed))
     return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: object,
+    seed: int | None = None,
+    largest: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Shapes alone; a compiler does not let it look into the call, hence nothing is kept."""
-    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return q.new_empty(q.shape), lse, []
+    kept = [q.new_empty(q.shape[-2:-1], dtype=torch.float32)] * largest
+    return *empty_results(q, v), kept
 
 
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, kept, call = rest
+    out, lse, kept, call, *seed = rest
     transport = transport_for(call.group)
-    problem = _checked(q, k, v, call, transport)
+    problem = _checked(q, k, v, _seeded(call, *seed), transport)
+    kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
     return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
+
+
+def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
+    """The call as it was made outside of compiled code."""
+    return call if call.problem or seed is None else replace(call, dropout_seed=seed)
 
 
 def _fake_backward(
@@ -157,12 +178,13 @@ def _registered() -> torch.library.Library:
     library = torch.library.Library("tilewise", "DEF")
     call = f"{AttentionCall.__module__}.{AttentionCall.__qualname__} call"
     library.define(
-        f"attention(Tensor q, Tensor k, Tensor v, {call}) -> "
-        "(Tensor out, Tensor lse, Tensor[] kept)"
+        f"attention(Tensor q, Tensor k, Tensor v, {call}, SymInt? seed=None, "
+        "bool largest=False) -> (Tensor out, Tensor lse, Tensor[] kept)"
     )
     library.define(
         "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-        f"Tensor lse, Tensor[] kept, {call}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f"Tensor lse, Tensor[] kept, {call}, SymInt? seed=None) -> "
+        "(Tensor dq, Tensor dk, Tensor dv)"
     )
     library.impl("attention", _forward, "CompositeExplicitAutograd")
     library.impl("attention", _autograd, "Autograd")

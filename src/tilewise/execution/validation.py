@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name, require_type
+from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
@@ -15,6 +18,8 @@ from tilewise.plan.payload import check_dtype
 
 if TYPE_CHECKING:
     from tilewise.execution.problem import AttentionCall
+
+MOST_SEEDS = (1 << 63) - 1
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -30,14 +35,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"{shapes} must all be [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]"
         )
-    if v.shape != k.shape:
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape; "
-            "a value head_dim other than the key's is not supported"
-        )
     if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
         raise ValueError(
             f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) must be equal, and at least 1"
+        )
+    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] < 1:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same tokens and heads, and v "
+            "a head_dim of at least 1"
         )
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"batch of q ({q.shape[0]}) and k ({k.shape[0]}) must be equal")
@@ -115,6 +120,35 @@ def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
         raise ValueError(
             f"the mask is for {len(heads)} KV heads, but k has {num_kv_heads}; make them equal"
         )
+
+
+def checked_scores(call: AttentionCall, head_dim: int, world_size: int) -> Scores:
+    """What a call does to its scores and weights.
+
+    Without a seed one process draws it from torch's generator: recomputation restores that one.
+    """
+    scale = checked_scale(call.softmax_scale, head_dim)
+    softcap, seed, p = checked_softcap(call.softcap), call.dropout_seed, float(call.dropout_p)
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_p ({p}) must be at least 0 and below 1; leave it out for none")
+    if not p:
+        return Scores(scale, softcap, max_logit=call.max_logit)
+    if seed is None and world_size > 1:
+        raise ValueError(
+            f"dropout_p ({p}) on {world_size} ranks needs a dropout_seed; pass the same on all, "
+            "another at every layer and step"
+        )
+    seed = operator.index(torch.randint(MOST_SEEDS, ()) if seed is None else seed)
+    if not 0 <= seed < MOST_SEEDS:
+        raise ValueError(f"dropout_seed ({seed}) must be from 0 to {MOST_SEEDS - 1}")
+    return Scores(scale, softcap, p, seed, call.max_logit)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    softcap = None if softcap is None else float(softcap)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap ({softcap}) must be finite and above 0; leave it out for none")
+    return softcap
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:

@@ -20,8 +20,8 @@ from tilewise.execution.gather import (
     pick,
 )
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
-from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.protocol import Kernel, deliver
+from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
@@ -44,7 +44,7 @@ class Frame:
     layouts: tuple[Layout, Layout]
     binder: Binder
     kernel: Kernel
-    scale: float
+    scores: Scores
     batch: int
     dtype: torch.dtype
     device: torch.device
@@ -80,6 +80,8 @@ class PassWork(ABC):
         # What stays for the next pass is no buffer of this one.
         self._operand_lender = FreshAllocator(frame.device) if frame.keep else frame.allocator
         self._scratch = Scratch(frame.allocator)
+        self._kernel, self._scale = frame.kernel, frame.scores.scale
+        self._asks = bool(frame.scores.needs)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
         self.operands = own
         self.partials: dict[Item, Tensors] = {}
@@ -201,6 +203,13 @@ class PassWork(ABC):
             return self._filled(item)
         return tuple(self._packing[item.side, Role.RESULT].unpack(result).values())
 
+    def _scores(self, bound: BoundCall) -> Scores:
+        """What a kernel is told of a call that asks for more than a scale."""
+        scores = self.frame.scores
+        if not scores.dropout_p:
+            return scores
+        return scores._replace(places=self.frame.binder.places(bound))
+
     @abstractmethod
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         """Compute one kernel call and add its results to the partials."""
@@ -309,31 +318,36 @@ class PassWork(ABC):
 
 
 class Forward(PassWork):
-    """Partials of queries are (out, lse), merged by lse; KV has none."""
+    """Partials of queries are (out, lse), merged by lse, and the largest score; KV has none."""
 
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries = gather(q, q_parts, "q", q_heads, self._scratch)
         k = gather(kv, k_parts, "k", kv_heads, self._scratch)
         v = gather(kv, k_parts, "v", kv_heads, self._scratch)
-        target = self._target(q_parts, q_heads)
-        into = None if target is None else (target[0], target[1])
-        values = self.frame.kernel.forward(queries, k, v, call, self.frame.scale, into)
+        into, scale = self._target(q_parts, q_heads), self._scale
+        if self._asks:
+            told = self._scores(bound)
+            values = self._kernel.forward(queries, k, v, call, scale, into, told)
+        else:
+            values = self._kernel.forward(queries, k, v, call, scale, into)
         if into is None:
             for part in q_parts:
                 self._add_part(part, values, q_heads)
 
     def _blanks(self, side: Side) -> Sequence[tuple[float, *tuple[int, ...]]]:
-        return (0.0, self.payload.head_dim), (-torch.inf,)
+        statistics = ((-torch.inf,),) * (1 + self.payload.max_logit)
+        return (0.0, self.payload.v_head_dim), *statistics
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
-        out, lse = partials
-        if index is not None:
-            out, lse = pick(out, index, self._scratch), pick(lse, index, self._scratch)
-        merge_into(out, lse, *values)
+        if index is None:
+            deliver(values, partials)
+            return
+        rows = tuple([pick(x, index, self._scratch) for x in partials])
+        deliver(values, rows)
         if isinstance(index, Tensor):  # an index made copies
-            partials[0].index_copy_(0, index, out)
-            partials[1].index_copy_(0, index, lse)
+            for total, merged in zip(partials, rows, strict=True):
+                total.index_copy_(0, index, merged)
 
 
 class Backward(PassWork):
@@ -347,14 +361,14 @@ class Backward(PassWork):
         )
         k = gather(kv, k_parts, "k", kv_heads, self._scratch)
         v = gather(kv, k_parts, "v", kv_heads, self._scratch)
-        scale = self.frame.scale
-        operands = queries, k, v, dout, lse, delta
+        operands = queries, k, v, dout, lse, delta, call, self._scale
         first, second = self._target(q_parts, q_heads), self._target(k_parts, kv_heads)
         into = None
         if (first and second) or not self._allocator.adopts:
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
             into = dq, dk, dv
-        dq, dk, dv = self.frame.kernel.backward(*operands, call, scale, into)
+        told = (self._scores(bound),) if self._asks else ()
+        dq, dk, dv = self._kernel.backward(*operands, into, *told)
         # With into, a side that has a target is done; another's results were computed aside.
         if into is None or first is None:
             for part in q_parts:
@@ -369,7 +383,8 @@ class Backward(PassWork):
         return tuple([take(x.shape, dtype).zero_() for x in like])
 
     def _blanks(self, side: Side) -> Sequence[tuple[float, *tuple[int, ...]]]:
-        return ((0.0, self.payload.head_dim),) * (1 if side is Side.Q else 2)
+        dk = dq = (0.0, self.payload.head_dim)
+        return (dq,) if side is Side.Q else (dk, (0.0, self.payload.v_head_dim))
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         for total, value in zip(partials, values, strict=True):

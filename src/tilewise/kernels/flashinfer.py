@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import AsideKernel, Operands
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands
+from tilewise.kernels.scores import Scores
 from tilewise.kernels.torch_flash import cuda_half_only
 from tilewise.tiles.calls import KernelCall, Kind
 
@@ -25,7 +26,12 @@ class FlashInfer(AsideKernel):
     whole_tile = False
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed"
@@ -33,11 +39,11 @@ class FlashInfer(AsideKernel):
             return "it has no backward"
         if head_dim not in (64, 128, 256):
             return f"head_dim ({head_dim}) is none of 64, 128, 256"
-        return cuda_half_only(device_type, dtype, head_dim)
+        return cuda_half_only(device_type, dtype, head_dim, needs)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
         attend = import_module("flashinfer").single_prefill_with_kv_cache
         allowed = call_mask(call, q.device) if call.kind is Kind.SLICES else None
         outs, lses = [], []
@@ -48,7 +54,7 @@ class FlashInfer(AsideKernel):
                 values.contiguous(),
                 custom_mask=allowed,
                 causal=call.kind is Kind.CAUSAL,
-                sm_scale=scale,
+                sm_scale=scores.scale,
                 return_lse=True,
             )
             outs.append(out)
@@ -60,5 +66,7 @@ class FlashInfer(AsideKernel):
             lse = lse.masked_fill(unseen, -torch.inf)
         return out, lse
 
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         raise NotImplementedError("flashinfer has no backward; take another kernel")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import Same, row_intervals
-from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
@@ -35,7 +36,12 @@ class Flex(AsideKernel):
     whole_tile = True
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if device_type == "cpu":
             return "on cpu it yields no lse, and has no backward"
@@ -45,19 +51,21 @@ class Flex(AsideKernel):
             return f"dtype {dtype} is none of float32, bfloat16, float16"
         if head_dim < 16:
             return f"head_dim ({head_dim}) is under 16"
-        return None
+        return lacks(needs, "softcap")
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _attend((q, k, v), call, scale)
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
+        out, lse = _attend((q, k, v), call, scores)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         q, k, v, dout, lse, delta = operands
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            own_out, own_lse = _attend(leaves, call, scale)
+            own_out, own_lse = _attend(leaves, call, scores)
         lse, delta = lse.permute(1, 2, 0), delta.permute(1, 2, 0)
         weight = torch.exp(own_lse.detach() - lse).masked_fill(own_lse == -torch.inf, 0.0)
         dout = (weight[..., None] * heads_first(dout)).to(q.dtype)
@@ -66,13 +74,13 @@ class Flex(AsideKernel):
         return torch.autograd.grad((own_out, own_lse), leaves, (dout, dlse))
 
 
-def _attend(operands: Iterable[Tensor], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(operands: Iterable[Tensor], call: KernelCall, scores: Scores) -> tuple[Tensor, Tensor]:
     """out and natural-log lse, -inf where out is 0, both [batch, heads, rows, ...]."""
     q, k, v = map(heads_first, operands)
     mask = None if call.kind is Kind.FULL else _block_mask(Same(call), q.device)
     limits = {"recompile_limit": MAX_VARIANTS, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
-        return _compiled()(q, k, v, mask, scale)
+        return _compiled()(q, k, v, mask, scores.scale, scores.softcap)
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +88,9 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_fused, fullgraph=True)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Any]:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None
+) -> tuple[Tensor, Any]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     if not torch.compiler.is_compiling():
@@ -88,8 +98,20 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Te
             "flex_attention would run unfused, as compilation is off; "
             "take off TORCHDYNAMO_DISABLE or set_stance, or take another kernel"
         )
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
     out, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else capped,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse
 

@@ -10,11 +10,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilewise.kernels.merge import merge_into
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall
 
-Accumulators: TypeAlias = tuple[Tensor, Tensor]
+Accumulators: TypeAlias = tuple[Tensor, ...]
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
@@ -24,7 +26,11 @@ class Kernel(Protocol):
     One object serves all ranks of a loopback world and both passes, one call at a time.
 
     q is [m, batch, num_heads, head_dim], k and v are [n, batch, num_kv_heads, head_dim], of any
-    strides with unit last stride; query head h reads KV head h // (num_heads // num_kv_heads).
+    strides with unit last stride; query head h reads KV head h // (num_heads // num_kv_heads). v
+    may be wider or narrower than q and k; out, dout and dv are as wide as v.
+
+    `needs` and `scores` are passed only where something beside scale is asked for: a kernel without
+    these parameters serves all other calls.
 
     Attributes:
         name: for messages.
@@ -37,9 +43,19 @@ class Kernel(Protocol):
     whole_tile: bool
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
-        """None if the kernel can (with backward: both passes), else the reason why not."""
+        """None if the kernel can (with backward: both passes), else the reason why not.
+
+        Args:
+            head_dim: the larger one, where that of v differs.
+            needs: what `Scores.needs` says of a call.
+        """
         ...
 
     def forward(
@@ -50,11 +66,14 @@ class Kernel(Protocol):
         call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        scores: Scores | None = None,
+    ) -> Accumulators:
         """out = softmax(scale q k^T + mask) v and its lse, over the call's keys alone.
 
         Args:
             into: (out, lse) of the call's rows so far, fp32 or wider, changed in place by merging.
+            scores: what is done beside; with max_logit `into` and the result have a third tensor,
+                the largest score of every row [m, batch, num_heads], -inf where there is none.
         Returns:
             out [m, batch, num_heads, head_dim] in the kernel's own dtype, lse [m, batch, num_heads]
             in `accumulator_dtype`; `into` itself where it is given.
@@ -72,11 +91,15 @@ class Kernel(Protocol):
         call: KernelCall,
         scale: float,
         into: Gradients | None = None,
+        scores: Scores | None = None,
     ) -> Gradients:
         """The call's share of dq, dk, dv.
 
         p = exp(scale q k^T - lse);  ds = p (dout v^T - delta);
         dq = scale ds k;  dk = scale ds^T q;  dv = p^T dout.
+
+        With a cap, s = softcap t, t = tanh(scale q k^T / softcap): p = exp(s - lse), and ds grows
+        by 1 - t^2. With dropout p of dv and dout v^T are multiplied by what the weights are.
 
         Args:
             lse, delta: [m, batch, num_heads], of the whole attention, not of this call;
@@ -93,19 +116,32 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def no_keys(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that see nothing: 0 and -inf; dtype of out, default q's."""
-    out = torch.zeros_like(q, dtype=dtype or q.dtype)
+def no_keys(
+    q: Tensor, v: Tensor, dtype: torch.dtype | None = None, max_logit: bool = False
+) -> Accumulators:
+    """(out, lse) of queries that see nothing: 0 and -inf; dtype of out, default q's.
+
+    Args:
+        max_logit: with the largest scores, -inf too.
+    """
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype or q.dtype)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator_dtype(q.dtype))
-    return out, lse
+    return (out, lse, lse.clone()) if max_logit else (out, lse)
 
 
-def deliver(out: Tensor, lse: Tensor, into: Accumulators | None) -> tuple[Tensor, Tensor]:
+def deliver(found: Accumulators, into: Accumulators | None) -> Accumulators:
     """Merge a call's result into the accumulators, if there are any; what `forward` returns."""
     if into is None:
-        return out, lse
-    merge_into(*into, out, lse)
+        return found
+    merge_into(into[0], into[1], found[0], found[1])
+    if len(into) == 3:
+        torch.maximum(into[2], found[2], out=into[2])
     return into
+
+
+def widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with columns of 0 up to this width, for kernels that need equal widths."""
+    return tuple(F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -131,16 +167,24 @@ class Operands(NamedTuple):
 
 
 class AsideKernel(ABC):
-    """A kernel that computes its results aside, and then merges or adds them to accumulators."""
+    """A kernel that computes its results aside, and then merges or adds them to accumulators.
+
+    Attributes:
+        equal_widths: `attend` and `differentiate` are given v, and dout, as wide as q and k.
+    """
+
+    equal_widths = True
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
         """out and lse as `forward` returns them, of at least one row and one key."""
 
     @abstractmethod
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         """dq, dk, dv as `backward` returns them, of at least one row and one key."""
 
     def forward(
@@ -151,9 +195,17 @@ class AsideKernel(ABC):
         call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        found = self.attend(q, k, v, call, scale) if len(q) and len(k) else no_keys(q)
-        return deliver(*found, into)
+        scores: Scores | None = None,
+    ) -> Accumulators:
+        scores = Scores(scale) if scores is None else scores
+        if not (len(q) and len(k)):
+            return into or no_keys(q, v, max_logit=scores.max_logit)
+        width, v_width = q.shape[-1], v.shape[-1]
+        if width == v_width or not self.equal_widths:
+            return deliver(self.attend(q, k, v, call, scores), into)
+        q, k, v = widened(max(width, v_width), q, k, v)
+        out, *rest = self.attend(q, k, v, call, scores)
+        return deliver((out[..., :v_width], *rest), into)
 
     def backward(
         self,
@@ -166,10 +218,19 @@ class AsideKernel(ABC):
         call: KernelCall,
         scale: float,
         into: Gradients | None = None,
+        scores: Scores | None = None,
     ) -> Gradients:
         if not (len(q) and len(k)):
             return into or no_gradients(q, k, v)
-        dq, dk, dv = self.differentiate(Operands(q, k, v, dout, lse, delta), call, scale)
+        scores, width, v_width = scores or Scores(scale), q.shape[-1], v.shape[-1]
+        if width == v_width or not self.equal_widths:
+            operands = Operands(q, k, v, dout, lse, delta)
+            dq, dk, dv = self.differentiate(operands, call, scores)
+        else:
+            q, k, v, dout = widened(max(width, v_width), q, k, v, dout)
+            operands = Operands(q, k, v, dout, lse, delta)
+            dq, dk, dv = self.differentiate(operands, call, scores)
+            dq, dk, dv = dq[..., :width], dk[..., :width], dv[..., :v_width]
         if into is None:
             return dq, dk, dv
         for total, grad in zip(into, (dq, dk, dv), strict=True):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import AsideKernel, Operands, accumulator_dtype
+from tilewise.kernels.dropout import kept
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, accumulator_dtype
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall, Kind
 
 
@@ -20,43 +22,70 @@ class Reference(AsideKernel):
     name = "reference"
     square_causal = False
     whole_tile = False
+    equal_widths = False
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         return None if dtype.is_floating_point else f"dtype {dtype} is not a floating-point type"
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
         dtype = accumulator_dtype(q.dtype)
-        scores = _scores(q.to(dtype), k.to(dtype), call, scale)
-        lse = torch.logsumexp(scores, -1)
-        out = torch.einsum("bhgmn,nbhd->mbhgd", _weights(scores, lse), v.to(dtype))
-        return out.flatten(2, 3), lse.permute(3, 0, 1, 2).flatten(2)
+        table = _table(q.to(dtype), k.to(dtype), call, scores)
+        lse = torch.logsumexp(table, -1)
+        statistics = (lse, table.amax(-1)) if scores.max_logit else (lse,)
+        p = _weights(table, lse)
+        if scores.dropout_p:
+            p *= _kept(scores, p)
+        out = torch.einsum("bhgmn,nbhd->mbhgd", p, v.to(dtype))
+        return out.flatten(2, 3), *(x.permute(3, 0, 1, 2).flatten(2) for x in statistics)
 
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         dtype = accumulator_dtype(operands.q.dtype)
         q, k, v, dout, lse, delta = (x.to(dtype) for x in operands)
         heads = (k.shape[2], -1)
         lse, delta = (x.unflatten(2, heads).permute(1, 2, 3, 0) for x in (lse, delta))
-        p = _weights(_scores(q, k, call, scale), lse)
+        table = _table(q, k, call, scores)
+        p = _weights(table, lse)
         dout = dout.unflatten(2, heads)
         dp = torch.einsum("mbhgd,nbhd->bhgmn", dout, v)
-        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None])) * scale
+        weights = p
+        if scores.dropout_p:
+            factor = _kept(scores, p)
+            weights, dp = p * factor, dp * factor
+        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None])) * scores.scale
+        if scores.softcap is not None:
+            ds *= 1 - (table / scores.softcap).nan_to_num_(neginf=0.0).square_()
         dq = torch.einsum("bhgmn,nbhd->mbhgd", ds, k).flatten(2, 3)
         dk = torch.einsum("bhgmn,mbhgd->nbhd", ds, q.unflatten(2, heads))
-        return dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", p, dout)
+        return dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", weights, dout)
 
 
-def _scores(q: Tensor, k: Tensor, call: KernelCall, scale: float) -> Tensor:
-    """scale q k^T, -inf where not allowed: [batch, num_kv_heads, queries per KV head, m, n]."""
-    scores = torch.einsum("mbhgd,nbhd->bhgmn", q.unflatten(2, (k.shape[2], -1)), k) * scale
+def _table(q: Tensor, k: Tensor, call: KernelCall, scores: Scores) -> Tensor:
+    """cap(scale q k^T), -inf where not allowed: [batch, num_kv_heads, queries a KV head, m, n]."""
+    table = torch.einsum("mbhgd,nbhd->bhgmn", q.unflatten(2, (k.shape[2], -1)), k) * scores.scale
+    if scores.softcap is not None:
+        table.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if call.kind is not Kind.FULL:
-        scores.masked_fill_(~call_mask(call, q.device), -torch.inf)
-    return scores
+        table.masked_fill_(~call_mask(call, q.device), -torch.inf)
+    return table
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), 0 on rows whose lse is -inf."""
-    return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+def _weights(table: Tensor, lse: Tensor) -> Tensor:
+    """exp(table - lse), 0 on rows whose lse is -inf."""
+    return (table - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+
+
+def _kept(scores: Scores, p: Tensor) -> Tensor:
+    """What dropout multiplies the weights by."""
+    table = kept(scores, p.shape[0], p.shape[1] * p.shape[2])
+    return table.unflatten(1, p.shape[1:3]).to(p.dtype).div_(1 - scores.dropout_p)

@@ -1,5 +1,6 @@
 """The kernels, in order of preference, and the choice of one for a call."""
 
+import inspect
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -72,7 +73,12 @@ def given_kernel(kernel: Kernel | str) -> Kernel:
 
 
 def serving_kernel(
-    kernel: Kernel | str, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool
+    kernel: Kernel | str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    backward: bool,
+    needs: tuple[str, ...] = (),
 ) -> Kernel:
     """The kernel that a caller asks for, and no other.
 
@@ -81,13 +87,22 @@ def serving_kernel(
     """
     asked = device_type, dtype, head_dim, backward
     found = given_kernel(kernel)
-    reason = found.supports(*asked)
+    reason = _refusal(found, *asked, needs=needs)
     if reason is None:
         return found
-    able = [name for name in PROVIDERS if kernel_named(name).supports(*asked) is None]
+    able = [name for name in PROVIDERS if _refusal(kernel_named(name), *asked, needs=needs) is None]
     raise ValueError(
         f"kernel {found.name!r} cannot serve this: {reason}; these can: {', '.join(able)}"
     )
+
+
+def _refusal(kernel: Kernel, *asked: Any, needs: tuple[str, ...]) -> str | None:
+    """What `supports` says; a kernel that was written without needs has none of them."""
+    if not needs:
+        return kernel.supports(*asked)
+    if "needs" not in inspect.signature(kernel.supports).parameters:
+        return f"its supports() takes no needs, so it has no {', '.join(needs)}"
+    return kernel.supports(*asked, needs=needs)
 
 
 def abilities(name: str, device_type: str) -> tuple[bool, str]:
@@ -136,23 +151,32 @@ def mask_kind(mask: Mask) -> str:
 
 
 def kernel_for(
-    device_type: str, dtype: torch.dtype, head_dim: int, use: Use | None = None
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    use: Use | None = None,
+    needs: tuple[str, ...] = (),
 ) -> Kernel:
     """The kernel of a device: the first in the table's order that can do both passes.
 
     Where the use was measured on this device, that is by time; else the default: on cpu the cpu
     kernel; on cuda flash attention for bf16 and fp16 (over head_dim 256 the memory-efficient
     kernel), for fp32 the memory-efficient kernel, then triton, then the reference (quadratic in
-    memory), and for fp64 the reference.
+    memory), and for fp64 the reference. What needs more than these have (see `Scores.needs`) goes
+    to the first of a longer list that has it; it ends with the reference.
 
     Raises:
         ValueError: if none of the order can, with each one's reason.
     """
-    return choose(read_table(), device_type, (dtype, head_dim), use)
+    return choose(read_table(), device_type, (dtype, head_dim), use, needs)
 
 
 def choose(
-    table: Mapping[str, Any], device_type: str, numbers: tuple[torch.dtype, int], use: Use | None
+    table: Mapping[str, Any],
+    device_type: str,
+    numbers: tuple[torch.dtype, int],
+    use: Use | None,
+    needs: tuple[str, ...] = (),
 ) -> Kernel:
     """`kernel_for` by any table; numbers are dtype and head_dim."""
     if device_type not in table["default"]:
@@ -160,9 +184,10 @@ def choose(
             f"no kernel runs on {device_type}; use cpu or cuda tensors, not {device_type} ones"
         )
     reasons = []
-    for name in order(table, device_type, numbers, use):
+    names = order(table, device_type, numbers, use)
+    for name in dict.fromkeys([*names, *table["needs"][device_type]]) if needs else names:
         kernel = kernel_named(name)
-        reason = kernel.supports(device_type, *numbers)
+        reason = _refusal(kernel, device_type, *numbers, needs=needs)
         if reason is None:
             return kernel
         reasons.append(f"kernel {name!r} cannot serve this: {reason}")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tilewise.kernels.call_masks import additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.tiles.calls import KernelCall
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -26,28 +27,39 @@ class CpuFlash(AsideKernel):
     whole_tile = False
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if device_type != "cpu":
             return f"it runs on cpu, not on {device_type}"
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"dtype {dtype} is none of float64, float32, bfloat16, float16"
-        return None
+        return lacks(needs)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
         q, k, v = map(_widened, (q, k, v))
         mask, unseen = additive_mask(call, q.dtype)
         out, lse = _forward(
-            *map(heads_first, (q, k, v)), 0.0, is_square_causal(call), attn_mask=mask, scale=scale
+            *map(heads_first, (q, k, v)),
+            0.0,
+            is_square_causal(call),
+            attn_mask=mask,
+            scale=scores.scale,
         )
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         if unseen is not None:
             out[unseen], lse[unseen] = 0.0, -torch.inf
         return out, lse
 
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         q, k, v, dout, lse, delta = operands
         q, k, v, dout = map(_widened, (q, k, v, dout))
         mask, unseen = additive_mask(call, q.dtype)
@@ -62,7 +74,7 @@ class CpuFlash(AsideKernel):
             0.0,
             is_square_causal(call),
             attn_mask=mask,
-            scale=scale,
+            scale=scores.scale,
         )
         return (g.permute(2, 0, 1, 3) for g in grads)
 

@@ -18,7 +18,9 @@ from tilewise.kernels.protocol import (
     deliver,
     no_gradients,
     no_keys,
+    widened,
 )
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default
@@ -68,9 +70,14 @@ class CudaFlash:
     whole_tile = False
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
-        return cuda_half_only(device_type, dtype, head_dim)
+        return cuda_half_only(device_type, dtype, head_dim, needs)
 
     def forward(
         self,
@@ -80,14 +87,16 @@ class CudaFlash:
         call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        scores: Scores | None = None,
+    ) -> Accumulators:
+        scores = scores or Scores(scale)
         parts = flash_parts(call) if len(q) and len(k) else ()
         if len(parts) == 1 and parts[0].q1 - parts[0].q0 == len(q):
-            return deliver(*self._attend(q, k, v, parts[0], scale), into)
-        out, lse = result = into or no_keys(q, torch.float32)
+            return deliver(self._attend((q, k, v), parts[0], scores), into)
+        out, lse = result = into or no_keys(q, v, torch.float32)
         for part in parts:
             rows = slice(part.q0, part.q1)
-            merge_into(out[rows], lse[rows], *self._attend(q, k, v, part, scale))
+            merge_into(out[rows], lse[rows], *self._attend((q, k, v), part, scores))
         return result
 
     def backward(
@@ -101,46 +110,45 @@ class CudaFlash:
         call: KernelCall,
         scale: float,
         into: Gradients | None = None,
+        scores: Scores | None = None,
     ) -> Gradients:
+        scores = scores or Scores(scale)
         totals = into or no_gradients(q, k, v)
         parts = flash_parts(call) if len(q) and len(k) else ()
+        q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
         dout, out = out_for_delta(dout, delta)
         for part in parts:
             rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
             operands = (dout[rows], q[rows], k[keys], v[keys], out[rows])
-            grads = self._differentiate(operands, lse[rows], part, scale)
+            statistics = lse[rows].permute(1, 2, 0).contiguous()
+            grads = self.run_backward(operands, statistics, part, scores)
             for total, rows_of, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-                total[rows_of] += grad
+                total[rows_of] += grad[..., : total.shape[-1]].transpose(0, 1)
         return totals
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: FlashRect, scale: float
+        self, operands: tuple[Tensor, Tensor, Tensor], part: FlashRect, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-        out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scale)
-        return out[..., : q.shape[-1]].transpose(0, 1), lse.permute(2, 0, 1)
-
-    def _differentiate(
-        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scale: float
-    ) -> list[Tensor]:
-        """dq, dk, dv of one part; operands are dout, q, k, v, out of its rows and keys."""
-        grads = self.run_backward(operands, lse.permute(1, 2, 0).contiguous(), part, scale)
-        return [g[..., : operands[0].shape[-1]].transpose(0, 1) for g in grads]
+        width, v_width = operands[0].shape[-1], operands[2].shape[-1]
+        q, k, v = widened(max(width, v_width), *operands)
+        out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scores)
+        return out[..., :v_width].transpose(0, 1), lse.permute(2, 0, 1)
 
     def run_forward(
-        self, operands: tuple[Tensor, ...], part: FlashRect, scale: float
+        self, operands: tuple[Tensor, ...], part: FlashRect, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """out [batch, rows, ...] and lse [batch, heads, rows] of a part's own q, k, v."""
         sizes = part.q1 - part.q0, part.k1 - part.k0
         q, k, v = map(batch_first, operands)
         window, causal = _window(part), is_causal(part)
         out, lse, *_ = _forward(
-            q, k, v, None, None, *sizes, 0.0, causal, False, scale=scale, **window
+            q, k, v, None, None, *sizes, 0.0, causal, False, scale=scores.scale, **window
         )
         return out, lse
 
     def run_backward(
-        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scale: float
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scores: Scores
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv [batch, rows, ...] of a part's own dout, q, k, v, out; lse as forward's."""
         sizes = part.q1 - part.q0, part.k1 - part.k0
@@ -155,20 +163,26 @@ class CudaFlash:
             is_causal(part),
             unused,
             unused,
-            scale=scale,
+            scale=scores.scale,
             **_window(part),
         )
 
 
-def cuda_half_only(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why a kernel for bf16 and fp16 on CUDA, of head_dim up to 256, cannot; None if it can."""
+def cuda_half_only(
+    device_type: str, dtype: torch.dtype, head_dim: int, needs: tuple[str, ...], *has: str
+) -> str | None:
+    """Why a kernel for bf16 and fp16 on CUDA, of head_dim up to 256, cannot; None if it can.
+
+    Args:
+        has: what of needs it can.
+    """
     if device_type != "cuda":
         return f"it runs on cuda, not on {device_type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {dtype} is neither bfloat16 nor float16"
     if head_dim > 256:
         return f"head_dim ({head_dim}) is over 256"
-    return None
+    return lacks(needs, *has)
 
 
 def batch_first(x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from tilewise.kernels.call_masks import Same, additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import AsideKernel, Operands, heads_first
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.kernels.torch_flash import cuda_half_only
 from tilewise.tiles.calls import KernelCall
 
@@ -55,17 +56,20 @@ class _Sdpa(AsideKernel):
         """dq, dk, dv; operands are dout, q, k, v, out."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> Accumulators:
         cells, unseen = _cells(call, self.min_keys, q)
-        out, lse = self.run_forward(heads_first(q), self._keys(k), self._keys(v), cells, scale)
+        tensors = heads_first(q), self._keys(k), self._keys(v)
+        out, lse = self.run_forward(*tensors, cells, scores.scale)
         out, lse = out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
         if unseen is not None:
             out = out.masked_fill(unseen[:, None, None, None], 0.0)
             lse = lse.masked_fill(unseen[:, None, None], -torch.inf)
         return out, lse
 
-    def differentiate(self, operands: Operands, call: KernelCall, scale: float) -> Iterable[Tensor]:
+    def differentiate(
+        self, operands: Operands, call: KernelCall, scores: Scores
+    ) -> Iterable[Tensor]:
         q, k, v, dout, lse, delta = operands
         cells, unseen = _cells(call, self.min_keys, q)
         if unseen is not None:
@@ -74,7 +78,7 @@ class _Sdpa(AsideKernel):
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
         dout, out = map(heads_first, out_for_delta(dout, delta))
         tensors = dout, heads_first(q), self._keys(k), self._keys(v), out
-        grads = self.run_backward(tensors, lse.permute(1, 2, 0), cells, scale)
+        grads = self.run_backward(tensors, lse.permute(1, 2, 0), cells, scores.scale)
         dq, dk, dv = (g.permute(2, 0, 1, 3) for g in grads)
         return dq, dk[: len(k)], dv[: len(k)]
 
@@ -91,13 +95,18 @@ class CudnnSdpa(_Sdpa):
     min_keys = 2
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         if head_dim % 8 or head_dim > 128:
             return f"head_dim ({head_dim}) is no multiple of 8 up to 128"
-        return cuda_half_only(device_type, dtype, head_dim)
+        return cuda_half_only(device_type, dtype, head_dim, needs)
 
     def run_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float
@@ -124,7 +133,12 @@ class EfficientSdpa(_Sdpa):
     name = "efficient"
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if device_type != "cuda":
             return f"it runs on cuda, not on {device_type}"
@@ -133,7 +147,7 @@ class EfficientSdpa(_Sdpa):
         multiple = 16 // dtype.itemsize
         if head_dim % multiple:
             return f"head_dim ({head_dim}) is no multiple of {multiple}"
-        return None
+        return lacks(needs)
 
     def run_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float

@@ -2,6 +2,7 @@
 
             | Q operand           | Q partial          | KV operand | KV partial
     forward | q                   | out, lse (by lse)  | k, v       | -
+            |                     | largest (maximum)  |            |
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
 One table for executor, volume and simulator, so that what is counted is what travels.
@@ -28,43 +29,52 @@ class Payload(NamedTuple):
     Args:
         backward: which pass.
         num_heads, num_kv_heads: of one head group.
+        head_dim, v_head_dim: of q, k, dq, dk; of v, out, dout, dv.
         dtype: of q, k, v; lse and delta are float32 (float64 for float64).
         wire_dtype: of travelling out, dq, dk, dv.
         saved: operands gathered in the forward pass are still there, and do not travel again.
+        max_logit: every row's largest score travels with out and lse, as they do.
     """
 
     backward: bool
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     dtype: str
     wire_dtype: str
     saved: bool = False
+    max_logit: bool = False
 
     def fields(self, side: Side, role: Role) -> tuple[Field, ...]:
         """The tensors of an item, in the order in which they are packed."""
-        inputs, outputs = (
-            ("q",) if side is Side.Q else ("k", "v"),
-            ("dq",) if side is Side.Q else ("dk", "dv"),
-        )
-        statistic = accumulator(self.dtype)
+        statistic, widths = accumulator(self.dtype), (self.head_dim, self.v_head_dim)
+        inputs = ("q",) if side is Side.Q else ("k", "v")
         if role is Role.OPERAND:
-            kept = (
-                []
-                if self.backward and self.saved
-                else [Field(x, self.head_dim, self.dtype) for x in inputs]
-            )
+            gone = self.backward and self.saved
+            named = () if gone else zip(inputs, widths, strict=False)
+            kept = [Field(name, width, self.dtype) for name, width in named]
             if self.backward and side is Side.Q:
-                kept.append(Field("dout", self.head_dim, self.dtype))
+                kept.append(Field("dout", self.v_head_dim, self.dtype))
                 kept += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(kept)
         if self.backward:
-            return tuple(Field(x, self.head_dim, self.wire_dtype) for x in outputs)
-        return (
-            (Field("out", self.head_dim, self.wire_dtype), Field("lse", 1, statistic))
-            if side is Side.Q
-            else ()
-        )
+            named = zip(inputs, widths, strict=False)
+            return tuple(Field("d" + name, width, self.wire_dtype) for name, width in named)
+        if side is Side.KV:
+            return ()
+        statistics = ("lse", "largest") if self.max_logit else ("lse",)
+        out = Field("out", self.v_head_dim, self.wire_dtype)
+        return out, *(Field(name, 1, statistic) for name in statistics)
+
+    @property
+    def flop(self) -> int:
+        """Of one allowed pair of rows, all heads of the group.
+
+        q k and p v; in backward q k again, dout v, dv, dq and dk.
+        """
+        keys, values = (3, 2) if self.backward else (1, 1)
+        return 2 * self.num_heads * (keys * self.head_dim + values * self.v_head_dim)
 
     @property
     def carries(self) -> frozenset[tuple[Side, Role]]:

@@ -24,12 +24,13 @@ def least_bytes(work: Workload, world_size: int) -> int:
 
 def prices(work: Workload) -> tuple[Price, Price]:
     """Of forward and of backward; operands that may have been kept cost nothing in backward."""
-    width = work.head_dim
-    value, wire = width * ITEM_BYTES(work.dtype), width * ITEM_BYTES(work.wire_dtype or work.dtype)
-    statistic = ITEM_BYTES(accumulator(work.dtype))
-    kept = 0 if work.save == "replay" else 1
-    forward = Price(value + wire + statistic, 2 * value)
-    backward = Price((2 - kept) * value + 2 * statistic + wire, 2 * (1 - kept) * value + 2 * wire)
+    size, wire = ITEM_BYTES(work.dtype), ITEM_BYTES(work.wire_dtype or work.dtype)
+    statistic, (k, v) = ITEM_BYTES(accumulator(work.dtype)), work.widths
+    replayed = int(work.save == "replay")
+    forward = Price(k * size + v * wire + statistic * (1 + work.max_logit), (k + v) * size)
+    backward = Price(
+        (replayed * k + v) * size + 2 * statistic + k * wire, (k + v) * (replayed * size + wire)
+    )
     return forward, backward
 
 

@@ -5,6 +5,7 @@ with a digest of what some of its ranks do.
 """
 
 import json
+from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +24,7 @@ FULL_RANKS = 16
 
 def write_workload(work: Workload) -> dict[str, Any]:
     """All but the layout."""
-    names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "dtype", "wire_dtype", "save")
+    names = [field.name for field in fields(work) if field.name not in ("mask", "layout")]
     return {**{name: getattr(work, name) for name in names}, "mask": write_mask(work.mask)}
 
 

@@ -10,7 +10,7 @@ from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
-from tilewise.simulation.costs import MATMULS, PassCosts
+from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.simulator import EXACT_RANKS
@@ -85,7 +85,7 @@ class PassModel:
     @property
     def pair_flop(self) -> float:
         """Of an allowed pair of tokens, all heads."""
-        return 2.0 * MATMULS[self.backward] * self.work.num_heads * self.work.head_dim
+        return float(self.payload(1).flop)
 
     @cached_property
     def kernel(self) -> KernelSpeed:

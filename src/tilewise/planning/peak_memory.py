@@ -26,10 +26,11 @@ from tilewise.compiler.liveness import aligned
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
-from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
 from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, accumulator_dtype
+from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, Side
@@ -68,8 +69,9 @@ class PassMemory:
             layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
             resolved = resolved._replace(layouts=(layout, layout))
         plan, self._ranks = _pruned(resolved, alike)
+        scores = _scores(passes)
         small = _with(passes, plan=plan, layouts=resolved.layouts)
-        self._problem = Problem(small, scale=1.0, prune=False, kernel=_NoKernel())
+        self._problem = Problem(small, scores, prune=False, kernel=_NoKernel())
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -148,7 +150,7 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
     )
     transport = _NoTransport(rank, problem.passes[backward].plan.world_size)
     q, k, v = _operands(problem, rank)
-    out, lse, kept = *_results(q), []
+    (out, lse), kept = empty_results(q, v), []
     if problem.gathered or not backward:
         out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
     held = [q, k, v, out, lse, *kept]
@@ -162,9 +164,15 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
     return apart if apart <= enough else num_bytes + places(asked, enough - num_bytes)[1]
 
 
+def _scores(passes: Passes) -> Scores:
+    """What decides about buffers of them."""
+    return Scores(1.0, max_logit=passes[0].payload.max_logit)
+
+
 def run_on_shapes(passes: Passes, rank: int) -> None:
     """Run both passes of one rank on shapes: the host's work of a call, and nothing else."""
-    problem = Problem(passes, scale=1.0, prune=True, kernel=_NoKernel(square_causal=True))
+    scores = _scores(passes)
+    problem = Problem(passes, scores, prune=True, kernel=_NoKernel(square_causal=True))
     transport = _NoTransport(rank, passes[0].plan.world_size)
     q, k, v = _operands(problem, rank)
     out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
@@ -187,21 +195,16 @@ def _slots(asked: Sequence[BufferSpec]) -> int:
 def _operands(problem: Problem, rank: int) -> list[Tensor]:
     """A rank's q, k, v."""
     (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
-    for side, heads in (
-        (Side.Q, groups.num_heads),
-        (Side.KV, groups.num_kv_heads),
-        (Side.KV, groups.num_kv_heads),
+    for side, heads, width in (
+        (Side.Q, groups.num_heads, payload.head_dim),
+        (Side.KV, groups.num_kv_heads, payload.head_dim),
+        (Side.KV, groups.num_kv_heads, payload.v_head_dim),
     ):
         owners, layout = plan.owners[side], layouts[side]
         rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
         dtype = getattr(torch, payload.dtype)
-        tensors.append(torch.empty(rows, heads, payload.head_dim, dtype=dtype, device="meta"))
+        tensors.append(torch.empty(rows, heads, width, dtype=dtype, device="meta"))
     return tensors
-
-
-def _results(q: Tensor) -> Accumulators:
-    """out and lse, of any content."""
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
 class _NoKernel:
@@ -216,13 +219,14 @@ class _NoKernel:
         return None
 
     def forward(self, *args: Any, **_: Any) -> Accumulators:
-        q, into = args[0], args[-1]
-        return _results(q) if into is None else into
+        q, _, v, _, _, into, *told = args
+        out, lse = empty_results(q, v)
+        return into or (out, lse, *[lse] * sum(scores.max_logit for scores in told))
 
     def backward(self, *args: Any, **_: Any) -> Gradients:
-        into = args[-1]  # buffers of the pass: see Allocator.adopts
-        dtype = accumulator_dtype(args[0].dtype)
-        return into or tuple(torch.empty_like(x, dtype=dtype) for x in args[:3])
+        # Adopted are only results of its own; else into are buffers of the pass.
+        dq, dk, dv = (torch.empty_like(x, dtype=accumulator_dtype(x.dtype)) for x in args[:3])
+        return args[8] or (dq, dk, dv)
 
 
 class _NoTransport:

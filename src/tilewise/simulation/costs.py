@@ -12,12 +12,6 @@ from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
 
-MATMULS = (2, 5)
-"""Products of [queries, keys, head_dim] in forward and in backward.
-
-q k and p v; q k again, dout v, dv, dq and dk.
-"""
-
 
 @dataclass(frozen=True)
 class PassCosts:
@@ -116,8 +110,7 @@ class PassCosts:
         """A kernel of so many queries and allowed pairs: its launch, and its FLOP."""
         seconds = self._known_seconds.get((queries, area))
         if seconds is None:
-            payload = self.payload
-            flop = 2 * MATMULS[payload.backward] * area * payload.num_heads * payload.head_dim
+            flop = self.payload.flop * area
             launch = self.machine.launch_seconds + self._kernel.launch_seconds
             seconds = launch + flop / self._kernel.speed(queries, area / queries)
             self._known_seconds[queries, area] = seconds
@@ -164,8 +157,9 @@ class PassCosts:
             sum(layout.size(s) for s, ranks in enumerate(holders) if rank in ranks)
             for holders, layout in zip(plan.owners, self.layouts, strict=True)
         ]
-        value = payload.head_dim * ITEM_BYTES(payload.dtype)
-        q = groups.num_heads * value
+        widths, size = (payload.head_dim, payload.v_head_dim), ITEM_BYTES(payload.dtype)
+        q = groups.num_heads * payload.head_dim * size
         if payload.backward:
-            q = 3 * q + 2 * groups.num_heads * ITEM_BYTES(accumulator(payload.dtype))
-        return rows[Side.Q] * q + rows[Side.KV] * 2 * groups.num_kv_heads * value
+            statistics = 2 * ITEM_BYTES(accumulator(payload.dtype))
+            q += groups.num_heads * (2 * payload.v_head_dim * size + statistics)
+        return rows[Side.Q] * q + rows[Side.KV] * groups.num_kv_heads * sum(widths) * size

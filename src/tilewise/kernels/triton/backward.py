@@ -7,7 +7,7 @@ Imports triton, so nothing imports this module until the Triton provider runs.
 """
 
 # ruff: noqa: N803
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportIndexIssue=false
 
 import triton
 import triton.language as tl
@@ -15,11 +15,15 @@ import triton.language as tl
 from tilewise.kernels.triton.common import (
     LOG2E,
     at_head,
+    capped,
     interval_of,
+    key_places,
     load_rows,
     places,
     put_rows,
+    row_places,
     run_of,
+    thinned,
     within,
 )
 
@@ -63,21 +67,37 @@ def _rows_run(
     low,
     high,
     scale,
+    rule,
+    rows,
+    head,
+    batch,
     MASKED: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
 ):
     """dq + ds k over the keys [start, stop)."""
     for first in range(start, stop, KEYS):
         keys = first + tl.arange(0, KEYS)
         k_block = load_rows(k, first, k_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
         scores = tl.dot(q, tl.trans(k_block), input_precision="tf32x3")
-        p = tl.exp2(scores * (scale * LOG2E) - lse[:, None])
+        if CAPPED:
+            scores = capped(scores, rule)
+            p = tl.exp2(scores * rule.outer - lse[:, None])
+        else:
+            p = tl.exp2(scores * (scale * LOG2E) - lse[:, None])
         if MASKED:
             p = tl.where(within(keys, low, high), p, 0.0)
-        v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
+        v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, V_DIM, dout.shape[1])
         dp = tl.dot(dout, tl.trans(v_block), input_precision="tf32x3")
+        if DROPS:
+            at = key_places(rule, first, stop, KEYS)
+            dp = thinned(dp, rule, rows[:, None], at[None, :], head, batch)
         ds = p * (dp - delta[:, None])
+        if CAPPED:
+            ds *= 1.0 - scores * scores
         dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision="tf32x3")
     return dq
 
@@ -96,11 +116,16 @@ def rows_backward(
     num_heads,
     group,
     scale,
+    rule,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ADD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
 ):
     """dq. Grid: [items, batch * num_heads]."""
     item = lists.items + tl.program_id(0) * 5
@@ -109,7 +134,8 @@ def rows_backward(
     k_base, v_base = at_head(k, batch, head // group), at_head(v, batch, head // group)
     q_base, dout_base = at_head(q, batch, head), at_head(dout, batch, head)
     q_block = load_rows(q_base, first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH)
-    dout_block = load_rows(dout_base, first, dout.row, num_rows, True, ROWS, HEAD_DIM, WIDTH)
+    dout_block = load_rows(dout_base, first, dout.row, num_rows, True, ROWS, V_DIM, V_WIDTH)
+    at = row_places(rule, first, num_rows, ROWS) if DROPS else 0
     lse = statistics + tl.program_id(1).to(tl.int64) * 2 * padded + first + tl.arange(0, ROWS)
     row_lse, row_delta = tl.load(lse), tl.load(lse + padded)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -117,14 +143,16 @@ def rows_backward(
         start, stop = run_of(lists.full, i, 1)
         acc = _rows_run(
             acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k.row, v.row,
-            start, stop, 0, 0, scale, False, KEYS, HEAD_DIM,
+            start, stop, 0, 0, scale, rule, at, head, batch,
+            False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     for i in range(tl.load(item + 3), tl.load(item + 4)):
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc = _rows_run(
             acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k.row, v.row,
-            start, stop, low, high, scale, True, KEYS, HEAD_DIM,
+            start, stop, low, high, scale, rule, at, head, batch,
+            True, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     put_rows(at_head(dq, batch, head), first, dq.row, num_rows, acc * scale, ADD, HEAD_DIM)
 
@@ -148,12 +176,19 @@ def _keys_run(
     low,
     high,
     scale,
+    rule,
+    keys,
+    head,
+    batch,
     MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     DQ: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
 ):
     """dk + ds^T q and dv + p^T dout over the rows [start, stop); all tables are [keys, rows]."""
     for first in range(start, stop, ROWS):
@@ -161,16 +196,29 @@ def _keys_run(
         q_block = load_rows(q, first, q_row, stop, MASKED, ROWS, HEAD_DIM, k.shape[1])
         row_lse = tl.load(lse + rows)
         scores = tl.dot(k, tl.trans(q_block), input_precision="tf32x3")
-        p = tl.exp2(scores * (scale * LOG2E) - row_lse[None, :])
+        if CAPPED:
+            scores = capped(scores, rule)
+            p = tl.exp2(scores * rule.outer - row_lse[None, :])
+        else:
+            p = tl.exp2(scores * (scale * LOG2E) - row_lse[None, :])
         if MASKED:
             p = tl.where(within(rows, low, high), p, 0.0)
-        dout_block = load_rows(dout, first, dout_row, stop, MASKED, ROWS, HEAD_DIM, k.shape[1])
+        dout_block = load_rows(dout, first, dout_row, stop, MASKED, ROWS, V_DIM, v.shape[1])
+        at_rows = row_places(rule, first, stop, ROWS) if DROPS else 0
         if DV:
-            dv = tl.dot(p.to(dout_block.dtype), dout_block, dv, input_precision="tf32x3")
+            weights = p
+            if DROPS:
+                weights = thinned(p, rule, at_rows[None, :], keys[:, None], head, batch)
+            dv = tl.dot(weights.to(dout_block.dtype), dout_block, dv, input_precision="tf32x3")
         if DK:
             dp = tl.dot(v, tl.trans(dout_block), input_precision="tf32x3")
+            if DROPS:
+                dp = thinned(dp, rule, at_rows[None, :], keys[:, None], head, batch)
             row_delta = tl.load(delta + rows)
-            ds = (p * (dp - row_delta[None, :])).to(q_block.dtype)
+            ds = p * (dp - row_delta[None, :])
+            if CAPPED:
+                ds *= 1.0 - scores * scores
+            ds = ds.to(q_block.dtype)
             dk = tl.dot(ds, q_block, dk, input_precision="tf32x3")
             if DQ:
                 share = tl.dot(tl.trans(ds), k, input_precision="tf32x3") * scale
@@ -198,11 +246,16 @@ def keys_backward(
     num_kv_heads,
     group,
     scale,
+    rule,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ADD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
     UNIT: tl.constexpr,
     DQ: tl.constexpr,
     DK: tl.constexpr,
@@ -218,9 +271,10 @@ def keys_backward(
     first = tl.load(item) * KEYS
     k_base, v_base = at_head(k, batch, kv_head), at_head(v, batch, kv_head)
     k_block = load_rows(k_base, first, k.row, num_keys, True, KEYS, HEAD_DIM, WIDTH)
-    v_block = load_rows(v_base, first, v.row, num_keys, True, KEYS, HEAD_DIM, WIDTH)
+    v_block = load_rows(v_base, first, v.row, num_keys, True, KEYS, V_DIM, V_WIDTH)
+    at = key_places(rule, first, num_keys, KEYS) if DROPS else 0
     dk_acc = tl.zeros([KEYS, WIDTH], tl.float32)
-    dv_acc = tl.zeros([KEYS, WIDTH], tl.float32)
+    dv_acc = tl.zeros([KEYS, V_WIDTH], tl.float32)
     for member in range(0, group):
         head = kv_head * group + member
         q_base, dout_base = at_head(q, batch, head), at_head(dout, batch, head)
@@ -230,20 +284,20 @@ def keys_backward(
             start, stop = run_of(lists.full, i, UNIT)
             dk_acc, dv_acc = _keys_run(
                 dk_acc, dv_acc, k_block, v_block, q_base, dout_base, dq_base, lse, lse + padded,
-                q.row, dout.row, dq.row, start, stop, 0, 0, scale,
-                False, ROWS, HEAD_DIM, DQ, DK, DV,
+                q.row, dout.row, dq.row, start, stop, 0, 0, scale, rule, at, head, batch,
+                False, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
         for i in range(tl.load(item + 3), tl.load(item + 4)):
             start, stop = run_of(lists.masked, i, UNIT)
             low, high = interval_of(lists.intervals, i, KEYS)
             dk_acc, dv_acc = _keys_run(
                 dk_acc, dv_acc, k_block, v_block, q_base, dout_base, dq_base, lse, lse + padded,
-                q.row, dout.row, dq.row, start, stop, low, high, scale,
-                True, ROWS, HEAD_DIM, DQ, DK, DV,
+                q.row, dout.row, dq.row, start, stop, low, high, scale, rule, at, head, batch,
+                True, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
     if DK:
         put_rows(
             at_head(dk, batch, kv_head), first, dk.row, num_keys, dk_acc * scale, ADD, HEAD_DIM
         )
     if DV:
-        put_rows(at_head(dv, batch, kv_head), first, dv.row, num_keys, dv_acc, ADD, HEAD_DIM)
+        put_rows(at_head(dv, batch, kv_head), first, dv.row, num_keys, dv_acc, ADD, V_DIM)

@@ -89,6 +89,46 @@ def places(
 
 
 @triton.jit
+def capped(scores, rule):
+    """tanh(scores rule.inner), to the last bits of fp32 also where it is small."""
+    x = scores * rule.inner
+    square = x * x
+    series = -0.00886323553 + square * 0.00359212803
+    series = -0.0539682540 + square * (0.0218694885 + square * series)
+    series = 1.0 + square * (-0.333333333 + square * (0.133333333 + square * series))
+    return tl.where(tl.abs(x) < 0.4, x * series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
+
+
+@triton.jit
+def row_places(rule, first, end, ROWS: tl.constexpr):
+    """Global positions of the rows from first on."""
+    rows = first + tl.arange(0, ROWS)
+    return tl.load(rule.q_positions + rows, mask=rows < end, other=0)
+
+
+@triton.jit
+def key_places(rule, first, end, KEYS: tl.constexpr):
+    """Global positions of the keys from first on."""
+    keys = first + tl.arange(0, KEYS)
+    return tl.load(rule.k_positions + keys, mask=keys < end, other=0)
+
+
+@triton.jit
+def thinned(weights, rule, rows, keys, head, batch):
+    """Weights, those of dropped pairs 0 and the others grown; rows and keys are broadcast.
+
+    The same Philox as `kernels.dropout`.
+    """
+    nothing = (rows + keys) * 0
+    counters = keys + nothing, rows + nothing, nothing + rule.first_head + head, nothing + batch
+    a, b, c, d = counters
+    word, _, _, _ = tl.philox(
+        rule.seed, a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32), 7
+    )
+    return tl.where(word.to(tl.int64) >= rule.threshold, weights * rule.growth, 0.0)
+
+
+@triton.jit
 def within(others, low, high):
     """[own, others] whether each other index lies in its own index's interval."""
     return (others[None, :] >= low[:, None]) & (others[None, :] < high[:, None])

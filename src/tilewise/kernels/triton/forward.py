@@ -13,10 +13,14 @@ from tilewise.kernels.triton.common import (
     LN2,
     at_head,
     blend_rows,
+    capped,
     interval_of,
+    key_places,
     load_rows,
     put_rows,
+    row_places,
     run_of,
+    thinned,
     within,
 )
 
@@ -36,14 +40,23 @@ def _run(
     low,
     high,
     scale,
+    rule,
+    rows,
+    head,
+    batch,
     MASKED: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
 ):
     """Online softmax, in base 2, over the keys [start, stop); scale is positive."""
     for first in range(start, stop, KEYS):
         k_block = load_rows(k, first, k_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
         scores = tl.dot(q, tl.trans(k_block), input_precision="tf32x3")
+        if CAPPED:
+            scores = capped(scores, rule)
         if MASKED:
             keys = first + tl.arange(0, KEYS)
             scores = tl.where(within(keys, low, high), scores, float("-inf"))
@@ -54,8 +67,13 @@ def _run(
             origin = tl.where(highest == float("-inf"), 0.0, highest)
         p = tl.exp2(scores * scale - origin[:, None])
         shrink = tl.exp2(peak - origin)
-        v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, HEAD_DIM, q.shape[1])
-        acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="tf32x3")
+        v_block = load_rows(v, first, v_row, stop, MASKED, KEYS, V_DIM, acc.shape[1])
+        kept = p
+        if DROPS:
+            places = key_places(rule, first, stop, KEYS)
+            kept = thinned(p, rule, rows[:, None], places[None, :], head, batch)
+        acc *= shrink[:, None]
+        acc = tl.dot(kept.to(v_block.dtype), v_block, acc, input_precision="tf32x3")
         total = total * shrink + tl.sum(p, 1)
         peak = highest
     return acc, total, peak
@@ -68,20 +86,32 @@ def _finish(
     peak,
     out,
     lse,
+    largest,
     out_row,
     lse_row,
+    largest_row,
     first,
     end,
     ADD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PEAKS: tl.constexpr,
 ):
-    """Normalise, merge with what is there if ADD, and write out and natural-log lse."""
+    """Normalise, merge with what is there if ADD, and write out and natural-log lse.
+
+    PEAKS: and the largest score of every row.
+    """
     reached = total > 0.0
     total = tl.where(reached, total, 1.0)
     result = acc / total[:, None]
     found = tl.where(reached, (peak + tl.log2(total)) * LN2, float("-inf"))
     rows = first + tl.arange(0, acc.shape[0])
     at = lse + rows.to(tl.int64) * lse_row
+    if PEAKS:
+        highest, place = peak * LN2, largest + rows.to(tl.int64) * largest_row
+        if ADD:
+            old = tl.load(place, mask=rows < end, other=float("-inf"))
+            highest = tl.maximum(highest, old)
+        tl.store(place, highest, mask=rows < end)
     if ADD:
         before = tl.load(at, mask=rows < end, other=float("-inf"))
         origin = tl.maximum(before, found)
@@ -90,9 +120,9 @@ def _finish(
         reached = kept + came > 0.0
         both = tl.where(reached, kept + came, 1.0)
         found = tl.where(reached, origin + tl.log(both), float("-inf"))
-        blend_rows(out, first, out_row, end, result, came / both, HEAD_DIM)
+        blend_rows(out, first, out_row, end, result, came / both, V_DIM)
     else:
-        put_rows(out, first, out_row, end, result, False, HEAD_DIM)
+        put_rows(out, first, out_row, end, result, False, V_DIM)
     tl.store(at, found, mask=rows < end)
 
 
@@ -103,18 +133,28 @@ def forward(
     v,
     out,
     lse,
+    largest,
     lists,
     num_rows,
     num_heads,
     group,
     scale,
+    rule,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ADD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
+    PEAKS: tl.constexpr,
 ):
-    """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), positive."""
+    """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), positive.
+
+    rule: a `ScoreRule`, read where CAPPED or DROPS; largest: of every row, written where PEAKS.
+    """
     item = lists.items + tl.program_id(0) * 5
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     first = tl.load(item) * ROWS
@@ -122,21 +162,27 @@ def forward(
     q_block = load_rows(
         at_head(q, batch, head), first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH
     )
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    places = row_places(rule, first, num_rows, ROWS) if DROPS else 0
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     for i in range(tl.load(item + 1), tl.load(item + 2)):
         start, stop = run_of(lists.full, i, 1)
         acc, total, peak = _run(
             acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, 0, 0, scale,
-            False, KEYS, HEAD_DIM,
+            rule, places, head, batch, False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     for i in range(tl.load(item + 3), tl.load(item + 4)):
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc, total, peak = _run(
             acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, low, high, scale,
-            True, KEYS, HEAD_DIM,
+            rule, places, head, batch, True, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     out_base, lse_base = at_head(out, batch, head), at_head(lse, batch, head)
-    _finish(acc, total, peak, out_base, lse_base, out.row, lse.row, first, num_rows, ADD, HEAD_DIM)
+    largest_base = at_head(largest, batch, head) if PEAKS else lse_base
+    largest_row = largest.row if PEAKS else lse.row
+    _finish(
+        acc, total, peak, out_base, lse_base, largest_base, out.row, lse.row, largest_row,
+        first, num_rows, ADD, V_DIM, PEAKS,
+    )  # fmt: skip

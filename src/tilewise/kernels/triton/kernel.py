@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import Same
+from tilewise.kernels.dropout import threshold
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.tiles.calls import KernelCall
@@ -41,6 +43,24 @@ class Lists(NamedTuple):
     intervals: Tensor
 
 
+class ScoreRule(NamedTuple):
+    """What kernels do to scores and weights, as their argument; see `Scores`.
+
+    Attributes:
+        inner, outer: cap(scale s) log2(e) = outer tanh(inner s).
+        threshold, growth: weights whose word of Philox is below it are dropped, others grow.
+    """
+
+    inner: float = 0.0
+    outer: float = 0.0
+    seed: int = 0
+    threshold: int = 0
+    growth: float = 1.0
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    first_head: int = 0
+
+
 @dataclass(frozen=True)
 class TritonSlices:
     """bf16, fp16 and fp32, head_dim up to 256; yields fp32.
@@ -58,7 +78,12 @@ class TritonSlices:
     whole_tile = True
 
     def supports(
-        self, device_type: str, dtype: torch.dtype, head_dim: int, backward: bool = True
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
         if find_spec("triton") is None:
             return "triton is not installed"
@@ -73,7 +98,7 @@ class TritonSlices:
             return f"dtype {dtype} is none of bfloat16, float16, float32"
         if head_dim > 256:
             return f"head_dim ({head_dim}) is over 256"
-        return None
+        return lacks(needs, "softcap", "dropout_p", "return_max_logit")
 
     def forward(
         self,
@@ -83,15 +108,21 @@ class TritonSlices:
         call: KernelCall,
         scale: float,
         into: Accumulators | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        scores: Scores | None = None,
+    ) -> Accumulators:
+        scores = scores or Scores(scale)
         if not (len(q) and len(k)):
-            return into or no_keys(q, torch.float32)
-        out, lse = result = into or (_empty(q), _empty(q[..., 0]))
+            return into or no_keys(q, v, torch.float32, scores.max_logit)
+        out, lse, *largest = result = into or (
+            _empty(q, v.shape[-1]),
+            *(_empty(q[..., 0]) for _ in range(1 + scores.max_logit)),
+        )
         # the kernel takes the largest score before it scales: scale must be positive
         q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
-        launch = _Launch(self._tuning(q).forward, call, into is not None)
-        views = [_view(x) for x in (q, k, v, out, lse)]
-        launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e))
+        launch = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
+        views = [_view(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
+        scale = scores.softcap or scale
+        launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
         return result
 
     def backward(
@@ -105,10 +136,12 @@ class TritonSlices:
         call: KernelCall,
         scale: float,
         into: Gradients | None = None,
+        scores: Scores | None = None,
     ) -> Gradients:
         if not (len(q) and len(k)):
             return into or no_gradients(q, k, v)
-        tuning, add = self._tuning(q), into is not None
+        scores = scores or Scores(scale)
+        tuning, add = self._tuning(q, v), into is not None
         at_once = None if self._is_deterministic() else tuning.at_once
         grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
         _, by_rows, by_keys, _ = _kernels()
@@ -116,19 +149,19 @@ class TritonSlices:
         *operands, dq, dk, dv = (_view(x) for x in (q, k, v, dout, *grads))
         padded = statistics.shape[-1]
         if not at_once:
-            launch = _Launch(tuning.dq, call, add)
+            launch = _Launch(tuning.dq, call, add, scores)
             launch(by_rows, (*operands, dq, statistics), (len(q), padded), scale)
         passes = (at_once,) if at_once else tuning.keys
         for i, blocks in enumerate(passes):
             made = {"DK": i == 0, "DV": i == len(passes) - 1, "DQ": bool(at_once), "UNIT": UNIT}
-            launch = _Launch(blocks, call, add, of_keys=True)
+            launch = _Launch(blocks, call, add, scores, of_keys=True)
             views = *operands, dq, dk, dv, statistics
             launch(by_keys, views, (len(k), padded), scale, **made)
         return grads
 
-    def _tuning(self, q: Tensor) -> Tuning:
+    def _tuning(self, q: Tensor, v: Tensor) -> Tuning:
         major = _major(q.device) if q.is_cuda else 9
-        return self.tuning or tuning_for(q.shape[-1], q.dtype, major)
+        return self.tuning or tuning_for(max(q.shape[-1], v.shape[-1]), q.dtype, major)
 
     def _is_deterministic(self) -> bool:
         if self.deterministic is None:
@@ -151,12 +184,13 @@ class _Launch:
     blocks: LaunchBlocks
     call: KernelCall
     add: bool
+    scores: Scores
     of_keys: bool = False
 
     def __call__(
         self, kernel: Any, views: Any, sizes: tuple[int, ...], scale: float, **options: Any
     ) -> None:
-        (q, *_), (k, *_) = views[:2]
+        (q, *_), (k, *_), (v, *_) = views[:3]
         rows, keys, warps, stages, registers = self.blocks
         own, others = (keys, rows) if self.of_keys else (rows, keys)
         lists, num_busy = _placed(Same(self.call), own, others, self.of_keys, q.device)
@@ -175,16 +209,38 @@ class _Launch:
         with torch.cuda.device_of(q):
             kernel[(num_items, programs)](
                 *(*views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale),
+                _rule(self.scores),
                 HEAD_DIM=q.shape[3],
-                WIDTH=max(16, 1 << (q.shape[3] - 1).bit_length()),
+                WIDTH=_block_width(q),
+                V_DIM=v.shape[3],
+                V_WIDTH=_block_width(v),
                 ROWS=rows,
                 KEYS=keys,
                 ADD=self.add,
+                CAPPED=self.scores.softcap is not None,
+                DROPS=self.scores.dropout_p > 0,
                 num_warps=warps,
                 num_stages=stages,
                 enable_fp_fusion=True,
                 **options,
             )
+
+
+def _rule(scores: Scores) -> ScoreRule:
+    rule = ScoreRule()
+    if scores.softcap is not None:
+        inner, outer = scores.scale / scores.softcap, scores.softcap * math.log2(math.e)
+        rule = rule._replace(inner=inner, outer=outer)
+    if scores.dropout_p:
+        assert scores.places is not None
+        drops = threshold(scores.dropout_p), 1 / (1 - scores.dropout_p)
+        rule = ScoreRule(*rule[:2], scores.dropout_seed, *drops, *scores.places)
+    return rule
+
+
+def _block_width(x: Tensor) -> int:
+    """Columns of a block: a power of 2."""
+    return max(16, 1 << (x.shape[3] - 1).bit_length())
 
 
 def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
@@ -239,5 +295,7 @@ def _view(x: Tensor) -> TensorView:
     return TensorView(x, *x.stride()[:3])
 
 
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+def _empty(like: Tensor, width: int | None = None) -> Tensor:
+    """Of the shape of a tensor, but for its width."""
+    shape = like.shape if width is None else (*like.shape[:-1], width)
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

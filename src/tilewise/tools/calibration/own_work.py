@@ -21,8 +21,7 @@ from tilewise.kernels.registry import kernel_for
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import Field
-from tilewise.simulation.costs import MATMULS
+from tilewise.plan.payload import Field, Payload
 from tilewise.simulation.machine import KernelSpeed
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.ring import ring
@@ -87,7 +86,8 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
     measured = {(m, n): bench.seconds(m, n) for m in rows for n in rows if m * n <= sizes.most}
     tables = []
     for backward, launch in enumerate(launches):
-        flop = 2 * MATMULS[backward] * sizes.num_heads * head_dim
+        heads, widths = (sizes.num_heads,) * 2, (head_dim,) * 2
+        flop = Payload(bool(backward), *heads, *widths, dtype, dtype).flop
         speeds = {
             (m, n): flop * m * n / max(seconds[backward] - launch, seconds[backward] / 10)
             for (m, n), seconds in measured.items()

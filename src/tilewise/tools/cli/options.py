@@ -101,6 +101,9 @@ class WorkOptions(NamedTuple):
     head_dim: Annotated[
         int | None, typer.Option(min=1, help="Numbers per head; 128 unless given.")
     ] = None
+    v_head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Of v and out; head_dim unless given.")
+    ] = None
     mask: Annotated[
         str | None,
         typer.Option(

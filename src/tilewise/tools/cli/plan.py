@@ -86,7 +86,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
     work, machine = best.work, best.machine
     console.print(
         f"[bold]{best.world_size} ranks of {machine.name}[/]: {work.num_tokens} tokens, "
-        f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
+        f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
         f"{work.mask!r}, {best.layout.name}",
         highlight=False,
     )

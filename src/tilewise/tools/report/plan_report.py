@@ -131,7 +131,7 @@ def _back(subject: Subject) -> Plan:
 def _lead(subject: Subject) -> str:
     work, machine = subject.work, subject.machine
     return (
-        f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.head_dim}, "
+        f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}, "
         f"{work.dtype}, {_mask(subject)} mask, {_layout(subject)} layout, on {machine.name}. "
         "Every time on this page is simulated, of one layer's forward and backward pass."
     )
@@ -200,10 +200,10 @@ def _assignments(subject: Subject) -> Section:
 
 def _inputs(subject: Subject) -> Section:
     work, n = subject.work, subject.plan.world_size
-    kv_bytes = 2 * work.num_tokens * work.num_kv_heads * work.head_dim * ITEM_BYTES(work.dtype)
+    kv_bytes = work.num_tokens * work.num_kv_heads * sum(work.widths) * ITEM_BYTES(work.dtype)
     rows = (
         ("tokens", f"{work.num_tokens:,}"),
-        ("heads", f"{work.num_heads} query, {work.num_kv_heads} KV, {work.head_dim} wide"),
+        ("heads", f"{work.num_heads} query, {work.num_kv_heads} KV, {work.shown_widths} wide"),
         ("dtype", f"{work.dtype}, {work.wire_dtype or work.dtype} on the wire"),
         ("mask", repr(work.mask)[:LONGEST_MASK]),
         ("layout", _layout(subject)),
