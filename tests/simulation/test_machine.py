@@ -84,10 +84,10 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
     [
         ("name = ", r"machine\.toml is no TOML"),
         ('name = "x"', "missing .* required"),
-        ("colour = 1", "unexpected keyword argument 'colour'"),
+        ("colour = 1", "has no field .colour."),
         ('[[kernel]]\ndtype = "float32"', r"a \[\[kernel\]\] table has no good 'pass'"),
         ('[[kernel]]\npass = "sideways"', r"pass \('sideways'\)"),
-        ("[inside]\nspeed = 1", "unexpected keyword argument 'speed'"),
+        ("[inside]\nspeed = 1", "has no field .speed."),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(text: str, message: str, tmp_path: Path):
@@ -183,3 +183,21 @@ def test_a_tokens_linear_layers_are_counted_in_pairs():
             h100.linear_pairs(bad, 32, 128)
         with pytest.raises(ValueError, match=r"flops \(.*\) must be a number above 0"):
             h100.linear_pairs(1e9, 32, 128, flops=bad)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("node_size", "node_sise", "a machine has no field 'node_sise'; did you mean node_size?"),
+        ("bandwidth", "speed", "has no field 'speed'; its fields are bandwidth, latency"),
+        ("node_size = 8", 'node_size = "8 GPUs"', "node_size ('8 GPUs') must be a number"),
+    ],
+)
+def test_a_wrong_name_or_a_unit_in_a_file_is_named(
+    tmp_path: Path, old: str, new: str, message: str
+):
+    path = tmp_path / "mine.toml"
+    path.write_text(Machine.preset("h100x8").to_toml().replace(old, new))
+    with pytest.raises(ValueError) as raised:
+        Machine.load(path)
+    assert message in str(raised.value) and str(path) in str(raised.value)

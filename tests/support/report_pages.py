@@ -21,7 +21,7 @@ SWITCHES = (
 
 def subject(plan: tw.Plan, num_tokens: int = 64, mask: tw.Mask | None = None) -> Subject:
     """A plan on a small workload, for which only few sizes are simulated."""
-    work = tw.Workload(num_tokens, 8, 2, 64, mask=mask or tw.Full())
+    work = tw.Workload(num_tokens, 8, 2, 64, mask=tw.Full() if mask is None else mask)
     return Subject(plan, work, MACHINE, reason="It is <small> & fast.")
 
 

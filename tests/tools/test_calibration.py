@@ -85,7 +85,7 @@ def test_a_group_of_one_is_refused():
             ["--world-size", "4", "--node-size", "3"],
             r"node_size \(3\) must divide world_size \(4\)",
         ),
-        (["-o", "/nowhere/at/all.toml"], "is no folder to write all.toml to"),
+        (["-o", "/nowhere/at/all.toml"], "is no folder; make it, or write all.toml elsewhere"),
     ],
 )
 def test_bad_input_ends_the_command(options: list[str], message: str):

@@ -31,7 +31,9 @@ SMALL = ("--hosts", "2", "--tokens-per-rank", "16", "--repeats", "1")
 
 
 def workload(num_tokens: int, mask: tw.Mask | None = None) -> tw.Workload:
-    return tw.Workload(num_tokens, 4, 4, 16, dtype="float32", mask=mask or tw.Full())
+    return tw.Workload(
+        num_tokens, 4, 4, 16, dtype="float32", mask=tw.Full() if mask is None else mask
+    )
 
 
 @pytest.mark.parametrize("mask", [tw.Full(), tw.Causal()])

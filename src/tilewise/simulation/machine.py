@@ -6,10 +6,12 @@ it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +320,28 @@ def _machine(fields: Mapping[str, Any], where: str) -> Machine:
         kernels = tuple(_kernel(table) for table in fields.pop("kernel", ()))
         for link in ("inside", "between", "across"):
             if link in fields:
+                _check_names(fields[link], Link, f"[{link}]")
                 fields[link] = Link(**fields[link])
         if "call_seconds" in fields:
             fields["call_seconds"] = tuple(map(float, fields["call_seconds"]))
+        _check_names(fields, Machine, "a machine")
         return Machine(kernels=kernels, **fields)
     except KeyError as error:
         raise ValueError(f"{where}: a [[kernel]] table has no good {error}") from None
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _check_names(table: Mapping[str, Any], kind: type, section: str) -> None:
+    """Refuse a name that is no field, and a text in place of a number, before Python does."""
+    known = inspect.signature(kind).parameters
+    for name, value in table.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(known)}"
+            raise ValueError(f"{section} has no field {name!r}; {hint}")
+        if isinstance(value, str) and "str" not in str(known[name].annotation):
+            raise ValueError(f"{section}: {name} ({value!r}) must be a number, without a unit")
 
 
 def _kernel(table: Mapping[str, Any]) -> KernelSpeed:
