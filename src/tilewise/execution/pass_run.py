@@ -1,6 +1,7 @@
 """One pass of one checked call on this rank: its program, what it starts and what it ends with."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 
 import torch
@@ -24,6 +25,7 @@ from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Role, Rows, Side
+from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
 from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport
@@ -31,6 +33,12 @@ from tilewise.transport.streams import is_capturing
 
 MOST_AHEAD = 8
 """Launches by which receives of small shards are posted before their sends."""
+
+
+@lru_cache(maxsize=64)
+def _row_bytes(payload: Payload) -> list[int]:
+    """By side: bytes of a token's row of the item that has most."""
+    return [max(payload.row_bytes(Item(side, role, 0)) for role in Role) for side in Side]
 
 
 class PassRun:
@@ -76,12 +84,8 @@ class PassRun:
 
     def _largest_shard_bytes(self) -> int:
         """Of all items of the longest shard at once: the same on all ranks."""
-        payload = self.payload
-        return max(
-            max(self.layouts[side].sizes, default=0)
-            * max(payload.row_bytes(Item(side, role, 0)) for role in Role)
-            for side in Side
-        )
+        row_bytes = _row_bytes(self.payload)
+        return max(max(self.layouts[side].sizes, default=0) * row_bytes[side] for side in Side)
 
     def allocator(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:
         """Who hands out this pass its buffers: on BOUND_DEVICES one that has them all already.
@@ -187,7 +191,7 @@ class PassRun:
 
         Items of one arena share one buffer, own operands among them; all others have their own.
         """
-        arriving = self._arriving()
+        arriving = self._arriving
         shared: set[Item] = set()
         for items in self.program.arenas:
             packing = self.packing[items[0].side, items[0].role]
@@ -200,7 +204,7 @@ class PassRun:
         """The buffers of `buffers`, of a pass that kept its operands."""
         kept = []
         for items in self.buffers():
-            block = next(operands[item] for item in items if item in self._arriving())
+            block = next(operands[item] for item in items if item in self._arriving)
             wire = block.arena[0].wire if block.arena else block.wire
             assert wire is not None
             kept.append(wire)
@@ -215,14 +219,15 @@ class PassRun:
             shared = items in self.program.arenas
             arena = Arena(starts, wire, packing.unpack(wire)) if shared else None
             for item, start in starts.items():
-                if item not in self._arriving():
+                if item not in self._arriving:
                     continue
-                rows = self._arriving()[item] or ((0, self.layouts[item.side].size(item.shard)),)
+                rows = self._arriving[item] or ((0, self.layouts[item.side].size(item.shard)),)
                 part = wire[start : start + self._num_rows(item)]
                 place = None if arena is None else (arena, start)
                 operands[item] = PackedRows(rows, packing.unpack(part), part, place)
         return operands
 
+    @cached_property
     def _arriving(self) -> dict[Item, Rows | None]:
         return self.plan.memo(
             "arriving",
@@ -232,7 +237,7 @@ class PassRun:
         )
 
     def _num_rows(self, item: Item) -> int:
-        return count(self._arriving().get(item), self.layouts[item.side].size(item.shard))
+        return count(self._arriving.get(item), self.layouts[item.side].size(item.shard))
 
     def _starts(self, items: Sequence[Item]) -> list[int]:
         """First row of each item in the arena of these items."""

@@ -51,12 +51,16 @@ class _Posted:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failure(self._messages[0], self._verb, error) from error
+            raise _failure(self._messages, self._verb, error) from error
         self._messages = ()
 
 
-def _failure(message: Message, verb: str, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(f"{message.label}: {verb} rank {message.peer} failed: {error}")
+def _failure(messages: Sequence[Message], verb: str, error: RuntimeError) -> RuntimeError:
+    """One operation's failure; where it is with several ranks, it is not known whose."""
+    peers = sorted({message.peer for message in messages})
+    whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+    label = messages[0].label if messages else "an exchange of a team"
+    return RuntimeError(f"{label}: {verb} {whom} failed: {error}")
 
 
 class _Shared:
@@ -304,7 +308,7 @@ def _post(
     try:
         work = start([message.tensor], message.peer, tag)
     except RuntimeError as error:
-        raise _failure(message, verb, error) from error
+        raise _failure((message,), verb, error) from error
     return _Posted(work, (message,), verb)
 
 
