@@ -96,9 +96,8 @@ class DistTransport:
     """The transport of one ProcessGroup; each object counts its own traffic.
 
     Receives are posted before sends: gloo's ready notification otherwise queues behind bulk data.
-    Collectives are sent point to point: between gloo ranks on one host that is 2 to 6 times as
-    fast as all_to_all_single and all_gather, needs no packing, and gloo's reduce_scatter sends
-    twice the bytes.
+    On gloo a small exchange of a whole team is one all-to-all, which takes half the processor time
+    of its messages (docs/execution.md); all else goes point to point, without packing.
 
     On an NCCL group the first object is made by all ranks together: it warms the communicator up,
     without which a batch that involves only some ranks hangs, and creates a gloo group for the
