@@ -28,7 +28,7 @@ class Ringmaster(Adapter):
     """Its ring on its own blocks in plain PyTorch, by gathering (its default) or by rotating.
 
     Args:
-        rotate: "allgather" or "p2p".
+        rotate: "allgather" or "alltoall", its rotation from rank to rank.
     """
 
     rotate: str = "allgather"
@@ -75,39 +75,33 @@ class Ringmaster(Adapter):
 
 @dataclass(frozen=True)
 class LucidRing(Adapter):
-    """ring_flash_attn of lucidrains' ring-attention-pytorch, its version in plain PyTorch.
+    """ring_flash_attn of lucidrains' ring-attention-pytorch, its version in plain PyTorch."""
 
-    Args:
-        striped: its striped layout, which balances causal work.
-    """
-
-    striped: bool = False
     library: str = "ring-attention-pytorch"
 
     @property
     def name(self) -> str:
-        return f"ring-attention-pytorch{' striped' if self.striped else ''}"
+        return self.library
 
     def layout(self, case: BenchCase) -> Layout:
         said = words(case.make_mask())
         if said.cu_seqlens is not None:
             raise CannotRunError("its ring has no argument for documents")
-        if self.striped and not said.causal:
-            raise CannotRunError("its striped ring is causal")
+        if said.left >= 0:
+            raise CannotRunError("it looks back over whole buckets, not over a window of tokens")
         equal_shares(case, case.world_size)
-        split = tw.striped if self.striped else tw.contiguous
-        return split(case.num_tokens, case.world_size)
+        return tw.contiguous(case.num_tokens, case.world_size)
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> Prepared:
         said, layout = words(case.make_mask()), self.layout(case)
         module = importlib.import_module("ring_attention_pytorch.ring_flash_attention")
-        # It looks back over whole buckets; a window of one bucket is what it can say exactly.
         options = {"causal": said.causal, "bucket_size": 16, "ring_reduce_col": True}
-        options |= {"striped_ring_attn": self.striped}
-        if said.left >= 0:
-            options |= {"max_lookback_seq_len": said.left + 1}
+        # Its query head i reads KV head i mod num_kv_heads; ours neighbouring ones the same.
+        ratio = case.num_heads // case.num_kv_heads
+        order = torch.arange(case.num_heads).view(-1, ratio).T.flatten()
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module.ring_flash_attn(q[None], k[None], v[None], **options)[0]
+            out = module.ring_flash_attn(q[None, :, order], k[None], v[None], **options)[0]
+            return out[:, order.argsort()]
 
         return Prepared(layout, attention, pairs_of(case, layout, [rank]))

@@ -99,8 +99,10 @@ def row(peer: Any, mask: str, dtype: str) -> dict[str, str]:
 
 
 def main() -> None:
-    rings = Ringmaster(), Ringmaster("p2p"), LucidRing(), LucidRing(striped=True)
-    peers = [*contenders(), *rings]
+    rings = Ringmaster(), Ringmaster("alltoall"), LucidRing()
+    peers = [*(p for p in contenders() if p.name != rings[0].name), *rings]
+    if len(sys.argv) > 2:
+        peers = [p for p in peers if sys.argv[2] in p.name]
     rows = []
     for peer in peers:
         for mask in MASKS:

@@ -66,6 +66,22 @@ def test_processes_run_nested_functions_of_a_file():
     assert tw.parity(model, inputs, nested("")).equal
 
 
+@pytest.mark.parametrize("fault", ["", "window_ignored", "shard_only", "gqa_shifted"])
+def test_a_batch_of_several_sequences_is_read(fault):
+    model, inputs = made(Settings(window=5, fused=True), batch=2)
+    report = tw.parity(model, inputs, partial(share, fault=fault), backend="loopback")
+    assert (report.cause or "") == fault and report.equal == (not fault), str(report)
+
+
+def one_rank_without_heads(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+    return share(model, inputs, rank, group, fault="heads_missing" if rank == 3 else "")
+
+
+def test_heads_that_one_rank_leaves_out_are_missing():
+    report = tw.parity(*made(), one_rank_without_heads, backend="loopback")
+    assert (report.layer, report.cause) == ("layers.0.attention", "heads_missing"), str(report)
+
+
 def broken(model: Any, inputs: Any, rank: int, group: Any) -> Any:
     if rank == 1:
         raise KeyError("no such shard")

@@ -40,24 +40,30 @@ class Weights(NamedTuple):
 
     weights: Tensor
     sources: tuple[tuple[int, ...], ...]
+    is_exact: bool  # whether no attention reads as exactly 0
+
+    def allowed(self, eps: float) -> Tensor:
+        """Which weights are more than what rounding leaves of a zero, beside the row's largest."""
+        least = 1e-30 if self.is_exact else eps
+        return self.weights > self.weights.amax(-1, keepdim=True).clamp(min=1e-30) * least
 
 
 def find_path(
     model: nn.Module, layer: str, whole: Record, run: Run, num_tokens: int
 ) -> Path | None:
-    """The path of attention in a layer, or in a module around it."""
-    modules = dict(model.named_modules())
+    """The path of attention in a layer; or from projections around it to its output."""
+    modules, before = dict(model.named_modules()), list(whole.outputs)
     for scope in _around(layer):
         prefix = f"{scope}." if scope else ""
         inside = [
             name
-            for name in whole.outputs
+            for name in (before if scope == layer else before[: before.index(layer)])
             if name.startswith(prefix)
             and getattr(getattr(modules.get(name), "weight", None), "ndim", 0) == 2
             and not isinstance(modules[name], nn.Embedding)
             and whole.outputs[name].shape[-2] == num_tokens
         ]
-        for read in (*inside[-1:], f"{layer}()"):
+        for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
             for name in reversed([x for x in inside if x != read]):
                 path = _path(name, read, inside, whole, run)
                 if path is not None:
@@ -126,6 +132,14 @@ def _is_value(setting: Setting, run: Run) -> bool:
     return size > 0 and linear and bool((change[n // 3 :].abs() > 1e-6 * size).any())
 
 
+def is_attention(weights: Weights, path: Path, whole: Record, run: Run) -> bool:
+    """Whether weights are shares of 1 that queries decide, unlike those of a scan."""
+    shares, sums = weights.weights, weights.weights.sum(-1)
+    return bool((shares > -0.02).all() and (sums < 1.05).all()) and bool(
+        q_and_k(path, whole, run)[0]
+    )
+
+
 def q_and_k(path: Path, whole: Record, run: Run) -> tuple[Part | None, Part | None]:
     """The columns whose row changes its own row of the result alone, and those of keys."""
     found: dict[bool, Part] = {}
@@ -191,7 +205,7 @@ def read_weights(
                 if slot < table.shape[2]:
                     table[h, :, slot] = (got - nothing)[:, o]
         tables.append(table)
-    return Weights(torch.cat(tables, -1), sources)
+    return Weights(torch.cat(tables, -1), sources, not nothing.any())
 
 
 def _groups(

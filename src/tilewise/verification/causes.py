@@ -72,10 +72,15 @@ RULES = (
         ("empty_heads",),
         "{empty_heads} of {num_heads} heads give nothing: {which}",
     ),
+    Rule(
+        "heads_missing",
+        ("silent_rows", "not extra"),
+        "{missed:,} allowed pairs missed: {silent_rows} queries of a head attend to nothing",
+    ),
     Rule("gqa_shifted", ("foreign_heads",), "{foreign_heads}"),
     Rule(
         "shard_only",
-        ("cut", "not extra"),
+        ("cut", "not extra", "not silent_rows"),
         "{missed:,} allowed pairs missed, all between {cut} parts of the sequence that do not see "
         "each other",
     ),
@@ -135,6 +140,12 @@ RULES = (
         "scores are in the right order, but large ones are not held back: {curved}",
     ),
     Rule("positions_wrong", ("moved_blocks",), "{moved_blocks}"),
+    Rule(
+        "positions_wrong",
+        ("moved",),
+        "weights differ by up to {moved:.3g} times where mask, projections and values are "
+        "right, and no factor explains it: queries and keys do not carry the tokens' positions",
+    ),
     Rule("unknown", ("values_differ",), "weights differ by up to {values_differ:.1%}"),
     Rule("missing_all_reduce", ("unreduced",), "{unreduced}"),
     Rule("labels_shifted", ("border_rows",), "{border_rows}"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.verification.records import Record
 
 FACTORS = 4.0, 1.5  # times what rounding does to the worst row, and to all: a deviation
-MATCHED = 0.9  # of a rank's rows, at least, for matching by value to count
+MATCHED = 0.9  # of all tokens, at least, for matching by value to count
 
 
 class Rows(NamedTuple):
@@ -206,8 +206,8 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
     same = [torch.cdist(part, whole) <= 1e-5 * size for part in parts]
     found = [_in_runs(same, stride) for stride in (1, len(parts))]
     positions, _ = min(found, key=lambda one: one[1])
-    rates = [float((own >= 0).double().mean()) if len(own) else 1.0 for own in positions]
-    return positions if min(rates) >= MATCHED else None
+    known = torch.cat(positions)
+    return positions if len(torch.unique(known[known >= 0])) >= MATCHED * len(whole) else None
 
 
 def _in_runs(same: Sequence[Tensor], stride: int) -> tuple[list[Tensor], int]:

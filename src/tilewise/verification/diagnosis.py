@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from tilewise.verification.attention_path import (
     Part,
     Weights,
     find_path,
+    is_attention,
     q_and_k,
     read_weights,
 )
@@ -68,15 +69,20 @@ class Probes:
             return None
 
     def _rows(self, parts: list[Tensor | None], positions: list[Tensor]) -> Tensor | None:
-        known = [part for part in parts if part is not None]
+        known = [self._one_sequence(part) for part in parts if part is not None]
         if self._template is None or len(known) != len(parts):
             return None
-        rows = rows_of(self._template, known, positions, self.found.num_tokens)
+        template, num_tokens = self._one_sequence(self._template), self.found.num_tokens
+        rows = rows_of(template, known, positions, num_tokens)
         if rows is None:
             return None
         table = torch.zeros(self.found.num_tokens, rows.got.shape[1], dtype=torch.float64)
         table[rows.positions] = rows.got
         return table
+
+    def _one_sequence(self, x: Tensor) -> Tensor:
+        """The first of a batch."""
+        return x[:1] if x.ndim > 2 and x.shape[0] != self.found.num_tokens else x
 
     def around_projection(self, name: str) -> str:
         """A projection is never at fault, what it gets is; so the module around it, else itself."""
@@ -249,10 +255,9 @@ def _forward(
     path = find_path(probes.model, layer, found.whole, probes.whole, found.num_tokens)
     if path is not None:
         want = read_weights(path, probes.whole, found.num_tokens)
-        got = want and read_weights(path, probes.split, found.num_tokens, want)
-        if want and got and bool((want.weights > -0.02).all()):
-            return _weights(found, want, got)
-        return {}, None
+        if want and is_attention(want, path, found.whole, probes.whole):
+            got = read_weights(path, probes.split, found.num_tokens, want)
+            return _weights(found, want, got) if got else ({}, None)
     rows = found.rows("outputs", layer)
     if rows is not None and _mixes_rows(found, probes, layer):
         count = int((rows.errors() > found.tolerance("outputs", layer)).sum())
@@ -264,7 +269,7 @@ def _forward(
 def _weights(
     found: Comparison, want: Weights, got: Weights
 ) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-    tables = [_above_rounding(x.weights * found.counted[:, None], found.eps) for x in (want, got)]
+    tables = [x.allowed(found.eps) & found.counted[:, None] for x in (want, got)]
     facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model")
     foreign = [h for h, (a, b) in enumerate(zip(want.sources, got.sources, strict=True)) if a != b]
     if foreign and not facts.get("empty_heads"):
@@ -273,19 +278,24 @@ def _weights(
             f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values in columns "
             f"{got.sources[h][0]}.., not {want.sources[h][0]}.."
         )
-    blocks = torch.full((found.num_tokens,), -1)
-    for rank, own in enumerate(found.positions):
-        blocks[own[own >= 0]] = rank
+    blocks, count = torch.full((found.num_tokens,), -1), 0
+    for own in found.positions:
+        for run in _runs(own[own >= 0]):
+            blocks[run], count = count, count + 1
     operands = (
         torch.where(t, x.weights, 0).numpy() for t, x in zip(tables, (want, got), strict=True)
     )
     values = facts_of_weights(*operands, max(found.eps**0.5, 1e-3), blocks.numpy())
-    allowed = tables[1].any(0), tables[0].any(0)
-    return facts | values, allowed
+    if not facts["differing"] and "values_differ" in values:
+        values["moved"] = values.pop("values_differ")
+    return facts | values, (tables[1].any(0), tables[0].any(0))
 
 
-def _above_rounding(weights: Tensor, eps: float) -> Tensor:
-    return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * (1e-3 * eps)
+def _runs(positions: Tensor) -> Iterator[Tensor]:
+    """Rows whose positions follow each other."""
+    if len(positions):
+        breaks = (positions.diff() != 1).nonzero().flatten() + 1
+        yield from positions.tensor_split(breaks.tolist())
 
 
 def _mixes_rows(found: Comparison, probes: Probes, layer: str) -> bool:

@@ -118,6 +118,9 @@ def _shape(want: Array, got: Array) -> dict[str, Any]:
         facts["window"] = f"({parts.reach[0]}, {parts.reach[1]})"
         if same["window"]:
             facts["without_window"] = facts["window"]
+    silent = rows & ~got.any(1)
+    if missed[silent].any() and not extra.any() and not missed[~silent].any():
+        facts["silent_rows"] = int(silent.sum())
     if facts.keys().isdisjoint(("without_documents", "without_window", "padding_keys", "cut")):
         facts["as_a_whole"] = True
     lower = np.tri(n, dtype=bool)
