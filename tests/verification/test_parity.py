@@ -82,6 +82,19 @@ def test_heads_that_one_rank_leaves_out_are_missing():
     assert (report.layer, report.cause) == ("layers.0.attention", "heads_missing"), str(report)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_a_model_of_transformers_through_tilewise_is_equal(name):
+    pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+    from support.hf_models import build, case
+
+    ids = case((0, 40)).input_ids
+    inputs = {"input_ids": ids, "labels": ids}
+    report = tw.parity(build(name), inputs)
+    assert report.equal and report.compared > 60, str(report)
+    with pytest.raises(ValueError, match="inputs has input_ids, labels, position_ids"):
+        tw.parity(build(name), inputs | {"position_ids": torch.arange(40)[None]})
+
+
 def broken(model: Any, inputs: Any, rank: int, group: Any) -> Any:
     if rank == 1:
         raise KeyError("no such shard")

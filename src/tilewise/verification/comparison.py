@@ -118,10 +118,10 @@ class Comparison:
         worst = self.eps, self.eps
         for record in self.noisy:
             found = self._read([self.whole, record], kind, name, key)
-            rows = found and self._counted(
-                rows_of(found[0], found[1:], self.everything, self.num_tokens)
-            )
-            if rows and len(rows.want):
+            if found is None:
+                continue
+            rows = self._counted(rows_of(found[0], found[1:], self.everything, self.num_tokens))
+            if rows is not None and len(rows.want):
                 worst = tuple(map(max, worst, _sizes(rows.errors())))
         return worst[0] * FACTORS[0], worst[1] * FACTORS[1]
 
@@ -186,8 +186,8 @@ def matched_positions(
 ) -> list[Tensor] | None:
     """Positions of every rank's rows, by their values at the first module that shows them."""
     for name, table in whole.outputs.items():
-        parts = [record.outputs.get(name) for record in ranks]
-        if any(part is None or part.ndim != table.ndim for part in parts):
+        parts = [record.outputs[name] for record in ranks if name in record.outputs]
+        if len(parts) < len(ranks) or any(part.ndim != table.ndim for part in parts):
             continue
         for dim in sorted(range(table.ndim), key=lambda d: d != table.ndim - 2):
             if table.shape[dim] != num_tokens or all(p.shape[dim] == num_tokens for p in parts):

@@ -282,10 +282,11 @@ def _weights(
     for own in found.positions:
         for run in _runs(own[own >= 0]):
             blocks[run], count = count, count + 1
-    operands = (
-        torch.where(t, x.weights, 0).numpy() for t, x in zip(tables, (want, got), strict=True)
+    right, read = (
+        torch.where(table, x.weights, 0).numpy()
+        for table, x in zip(tables, (want, got), strict=True)
     )
-    values = facts_of_weights(*operands, max(found.eps**0.5, 1e-3), blocks.numpy())
+    values = facts_of_weights(right, read, max(found.eps**0.5, 1e-3), blocks.numpy())
     if not facts["differing"] and "values_differ" in values:
         values["moved"] = values.pop("values_differ")
     return facts | values, (tables[1].any(0), tables[0].any(0))

@@ -98,7 +98,7 @@ class EffectiveMask:
     def svg(self, mask: Mask | Tensor | None = None) -> str:
         """A picture of all heads: attended rightly, wrongly, and missed, if a mask says which."""
         got = self.allowed.any(0).numpy()
-        wanted = got if mask is None else self._dense(mask).any(0)
+        wanted = got if mask is None else np.asarray(self._dense(mask).any(0))
         return drawn(got, wanted)
 
     def _dense(self, mask: Mask | Tensor) -> np.ndarray:
@@ -216,9 +216,9 @@ def effective_mask(
     noise = max((line.misfit for line in lines), default=0.0)
     tolerance = min(max(4 * noise, ROUNDING**0.5), MOST_NOISE)
     softcap = _softcap(attend, probe, scales)
-    operands = (x.double() for x in probe)
+    q, k = (x.double() for x in probe)
     read = torch.tensor(scales, dtype=torch.float64).nan_to_num(scale)
-    forward = Forward(weights, *operands, probe.k.double(), key_heads, value_heads, read, softcap)
+    forward = Forward(weights, q, k, k, key_heads, value_heads, read, softcap)
     gradients = _gradients(attend, probe, forward, tolerance)
     return EffectiveMask(
         weights, key_heads, value_heads, scales, softcap, scale, probe, tolerance, gradients

@@ -84,7 +84,10 @@ class ParityReport:
 
     def svg(self) -> str | None:
         """The layer's attended pairs beside the unsplit model's; None if they were not read."""
-        return self.allowed and drawn(*(x.numpy() for x in self.allowed), self.layer or "")
+        if self.allowed is None:
+            return None
+        split, unsplit = (x.numpy() for x in self.allowed)
+        return drawn(split, unsplit, self.layer or "")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the picture."""
@@ -135,7 +138,7 @@ def parity(
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
-    share = Share(model, inputs, split or _through_tilewise(model))
+    share = Share(model, inputs, split or _through_tilewise(model, inputs))
     if backend == "torchrun" and dist.get_rank():
         serve_torchrun(share)
         box: list[Any] = [None]
@@ -256,7 +259,7 @@ def _num_tokens(inputs: Mapping[str, Any]) -> int:
     raise ValueError("inputs holds no tensor; pass the unsplit model's keyword arguments")
 
 
-def _through_tilewise(model: nn.Module) -> Split:
+def _through_tilewise(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
     """transformers' models with attention by tilewise; for others an error."""
     if not hasattr(model, "set_attn_implementation"):
         raise ValueError(
@@ -266,6 +269,13 @@ def _through_tilewise(model: nn.Module) -> Split:
     from tilewise.integrations import hf
 
     hf.check_model(model)
+    mask = inputs.get("attention_mask")
+    harmless = {"use_cache"} | ({"attention_mask"} if mask is None or bool(mask.all()) else set())
+    if set(inputs) - harmless != {"input_ids", "labels"}:
+        raise ValueError(
+            f"inputs has {', '.join(sorted(inputs))}; pass input_ids and labels alone, from which "
+            "tilewise makes the rest, or a split of your own"
+        )
     return _tilewise_share
 
 
@@ -274,16 +284,10 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
     from tilewise.integrations import hf
     from tilewise.masks.base import Causal
 
-    others = set(inputs) - {"input_ids", "labels", "use_cache"}
-    if others:
-        raise ValueError(
-            f"inputs has {', '.join(sorted(others))}, which tilewise makes itself or cannot split; "
-            "pass input_ids and labels, or a split of your own"
-        )
     ids = inputs["input_ids"]
     cp = ContextParallel(group, num_tokens=ids.shape[1], mask=Causal())
     model.set_attn_implementation(hf.register(cp, f"tilewise_parity_{rank}"))
-    out = model(**hf.shard(cp, ids, labels=inputs.get("labels")))
+    out = model(**hf.shard(cp, ids, labels=inputs["labels"]))
     return out.loss, cp.position_ids
 
 

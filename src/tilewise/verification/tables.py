@@ -58,7 +58,7 @@ def parts_of(allowed: Array) -> Parts:
         found = plain
     else:
         found = plain._replace(reach=reach)
-    seen = allowed.any(1)[:, None] & allowed.any(0)[None]
+    seen = np.logical_and.outer(allowed.any(1), allowed.any(0))
     return found._replace(exact=bool((found.dense(n) & seen == allowed).all()))
 
 
@@ -103,7 +103,7 @@ def _shape(want: Array, got: Array) -> dict[str, Any]:
         cut = want & (labels[:, None] == labels[None])
         if (cut == got).all():
             facts["cut"] = len(np.unique(labels))
-    seen = rows[:, None] & ~columns[None]
+    seen = np.logical_and.outer(rows, ~columns)
     same = {
         name: bool(((table & seen) == (got & seen)).all())
         for name, table in {
