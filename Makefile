@@ -43,9 +43,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+PEERS := axolotl-ringmaster==0.2.7 ring-flash-attn==0.1.8 yunchang==0.6.4  # as in pyproject.toml
+
 # Starts anew: without the old rows nothing is skipped as finished. Namespaces need root.
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ring-flash-attn yunchang
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PEERS)
 	rm -f $(RESULTS)/kernels.jsonl $(RESULTS)/strategies.jsonl
 	$(BIN)/tilewise bench kernels --quick -o $(RESULTS)/kernels.jsonl
 	$(BIN)/tilewise bench strategies --quick --also benchmarks.peers -o $(RESULTS)/strategies.jsonl

@@ -6,7 +6,7 @@
 They stand outside the library, which never imports them; each comes from the package index.
 """
 
-from benchmarks.peers.ringmaster import ALL_GATHER, ULYSSES, Ringmaster
+from benchmarks.peers.ringmaster import ALL_GATHER, P2P, ULYSSES, Ringmaster
 from benchmarks.peers.rings import Llama3, RingFlashAttn
 from benchmarks.peers.torch_cp import TorchContextParallel
 from benchmarks.peers.usp import Yunchang, YunchangUlysses
@@ -22,6 +22,8 @@ def contenders() -> tuple[Contender, ...]:
         YunchangUlysses(),
         Ringmaster(ULYSSES),
         Ringmaster(ALL_GATHER),
+        Ringmaster(P2P),
+        Llama3(all_heads=True),
         TorchContextParallel("allgather"),
         TorchContextParallel("alltoall"),
     )

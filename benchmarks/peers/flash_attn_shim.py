@@ -37,6 +37,7 @@ SETTINGS = (
     "softcap",
     "alibi_slopes",
 )
+PUBLIC = ("dropout_p", "softmax_scale", "causal", "window_size")
 FORWARD = ("q", "k", "v", *SETTINGS, "return_softmax")
 BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", *SETTINGS)
 
@@ -117,28 +118,23 @@ def varlen_backward(**given: Any) -> None:
             given[name][where].copy_(grad.squeeze(1))
 
 
-def flash_attn_func(  # noqa: PLR0913 - flash_attn's own
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    **others: Any,
-) -> Any:
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Any:
     """flash_attn's function of that name, differentiable; with return_attn_probs also lse, None."""
-    settings = {
-        "dropout_p": dropout_p,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size_left": window_size[0],
-        "window_size_right": window_size[1],
-        "softcap": others.get("softcap"),
-        "alibi_slopes": others.get("alibi_slopes"),
-    }
-    out, lse = _FlashAttn.apply(q, k, v, settings)  # pyright: ignore[reportGeneralTypeIssues]
-    return (out, lse, None) if others.get("return_attn_probs") else out
+    return _differentiable((q, k, v), _given(PUBLIC, args, named))
+
+
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Any:
+    """The same for packed sequences: q, k, v [tokens, heads, head_dim]."""
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return _differentiable((q, k, v), _given((*lengths, *PUBLIC), args, named))
+
+
+def _differentiable(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any]) -> Any:
+    left, right = given.pop("window_size", (-1, -1))
+    given |= {"window_size_left": left, "window_size_right": right}
+    returns_lse = given.pop("return_attn_probs", False)
+    out, lse = _FlashAttn.apply(*operands, given)  # pyright: ignore[reportGeneralTypeIssues]
+    return (out, lse, None) if returns_lse else out
 
 
 class _FlashAttn(torch.autograd.Function):
@@ -146,7 +142,8 @@ class _FlashAttn(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = forward(q, k, v, **settings)
+        compute = varlen_forward if "cu_seqlens_q" in settings else forward
+        out, lse, *_ = compute(q=q, k=k, v=v, **settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.settings = settings
@@ -158,7 +155,9 @@ class _FlashAttn(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        backward(dout, q, k, v, out, lse, *grads, **ctx.settings)
+        differentiate = varlen_backward if "cu_seqlens_q" in ctx.settings else backward
+        values = zip(BACKWARD, (dout, q, k, v, out, lse, *grads), strict=False)
+        differentiate(**dict(values), **ctx.settings)
         return *grads, None
 
 

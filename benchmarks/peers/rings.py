@@ -60,10 +60,18 @@ class RingFlashAttn(Adapter):
 
 @dataclass(frozen=True)
 class Llama3(Adapter):
-    """llama3_flash_attn_varlen_func: keys and values gathered, one KV head after the other."""
+    """llama3_flash_attn_varlen_func: keys and values gathered.
 
-    name: str = "ring-flash-attn llama3"
+    Args:
+        all_heads: at once; else one KV head after the other, as its README has it.
+    """
+
+    all_heads: bool = False
     library: str = "ring-flash-attn"
+
+    @property
+    def name(self) -> str:
+        return "ring-flash-attn llama3" + " all heads" * self.all_heads
 
     def layout(self, case: BenchCase) -> Layout:
         words(case.make_mask())
@@ -77,7 +85,8 @@ class Llama3(Adapter):
         *lengths, keys = module.llama3_flash_attn_prepare_cu_seqlens(
             edges, said.causal, rank, case.world_size
         )
-        options |= {"heads_k_stride": 1, "local_k_slice": keys, "group": group}
+        stride = case.num_kv_heads if self.all_heads else 1
+        options |= {"heads_k_stride": stride, "local_k_slice": keys, "group": group}
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return module.llama3_flash_attn_varlen_func(q, k, v, *lengths, **options)

@@ -118,6 +118,21 @@ def test_the_shims_differentiable_function_is_its_two_passes():
         assert torch.allclose(got.squeeze(0), right, rtol=0, atol=1e-13)
 
 
+def test_the_shims_packed_function_differentiates_documents():
+    q, k, v, dout = normal((20, 4, 8), (33, 2, 8), (33, 2, 8), (20, 4, 8))
+    edges = torch.tensor([0, 7, 20]), torch.tensor([0, 12, 33])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_shim.flash_attn_varlen_func(*leaves, *edges, 13, 21, causal=True)
+    allowed = torch.zeros(20, 33, dtype=torch.bool)
+    allowed[:7, :12] = torch.ones(7, 12).tril(5).bool()
+    allowed[7:, 12:] = torch.ones(13, 21).tril(8).bool()
+    want_out, _, want = dense(q, k, v, dout, allowed)
+    for got, right in zip(
+        (out, *torch.autograd.grad(out, leaves, dout)), (want_out, *want), strict=True
+    ):
+        assert torch.allclose(got, right, rtol=0, atol=1e-13)
+
+
 def test_what_the_shim_cannot_compute_is_an_error():
     (q,) = normal((8, 2, 8))
     with pytest.raises(NotImplementedError, match="dropout"):
@@ -137,6 +152,10 @@ def test_masks_become_the_peers_arguments():
 
 def test_peers_are_contenders_that_a_run_can_name():
     found = contenders_of("benchmarks.peers")
+    assert {one.name for one in found} >= {
+        *("ringmaster ulysses", "ringmaster ring p2p", "ringmaster ring allgather"),
+        *("yunchang ulysses", "ring-flash-attn llama3 all heads"),
+    }
     assert [one.name for one in found] == [one.name for one in contenders()]
     for one in found:
         assert isinstance(one, Contender) and pickle.loads(pickle.dumps(one)) == one
@@ -158,6 +177,8 @@ def test_peers_are_contenders_that_a_run_can_name():
         (TORCH[1], case("causal", world_size=1), r"world_size \(1\) must be at least 2"),
         (WHOLE[0], case("causal"), r"num_kv_heads \(2\) must be a multiple of world_size"),
         (WHOLE[0], case("causal_document"), "no argument for documents"),
+        (WHOLE[2], case("sliding_window"), "its windows are causal"),
+        (WHOLE[3], case("causal_document"), "gathers where there are documents"),
         (RING, case("causal", device="cuda"), "run on cpu"),
         (RING, case("causal", network=LabNetwork("limited", 4, 1, 50.0)), "limited transport"),
     ],
@@ -204,9 +225,10 @@ def test_errors_of_peers_show_and_ours_has_none(tmp_path: Path):
         assert row["error_out"] is None or row["error_out"] > 0.01
     for mask in masks:
         assert found[mask, "float32", LLAMA3.name]["is_exact"]
-    for one in WHOLE:  # each query meets all its keys in one call: no sums over steps
-        row = found["causal", "float32", one.name]
-        assert row["outcome"] == "unsupported" or row["is_exact"], row
+    for one in WHOLE:
+        for mask in masks:
+            row = found[mask, "float32", one.name]
+            assert row["outcome"] == "unsupported" or row["is_exact"], row
     for peer in TORCH:
         assert found["causal", "float32", peer.name]["is_exact"]
         assert found["full", "float32", peer.name]["is_exact"]
