@@ -8,15 +8,17 @@ import pytest
 from support.described import machine, workload
 
 import tilewise as tw
+from tilewise.expressions import read_plan
 from tilewise.layouts.balanced import default_layout
 from tilewise.planning.bounds import least_bytes, shape_bound
 from tilewise.planning.candidate import PlanRow
+from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.options import Option, options
 from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.plan_bounds import PlanBounds
-from tilewise.planning.reasons import reason
-from tilewise.planning.trials import TIE, Plans, Trials
+from tilewise.planning.reasons import TIE, reason
+from tilewise.planning.trials import Plans, Trials
 from tilewise.simulation.machine import Link
 from tilewise.simulation.simulator import simulate_pass
 
@@ -98,7 +100,8 @@ def test_more_bandwidth_is_never_slower_and_no_time_below_its_bounds(name: str):
     slow = tw.search(work, cluster, world_size=4)
     assert tw.search(work, cluster.scaled(3), world_size=4)[0].seconds <= slow[0].seconds * 1.01
     seconds = [one.seconds for one in slow]
-    assert seconds == pytest.approx(sorted(seconds), rel=1e-11)
+    assert seconds[0] <= TIE * min(seconds)
+    assert seconds[1:] == pytest.approx(sorted(seconds[1:]), rel=1e-11)
     for one in slow:
         assert one.seconds >= one.distances.compute_seconds
         assert sum(one.bytes_by_link.values()) >= one.distances.least_bytes
@@ -173,7 +176,7 @@ def test_the_first_of_many_causal_ranks_has_its_exact_time(name: str):
     )
     assert best.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert best.bytes_by_link == every.bytes_by_link
-    assert best.seconds == min(one.seconds for one in found)
+    assert best.seconds <= TIE * min(one.seconds for one in found)
 
 
 def test_a_node_partly_full_does_not_end_the_search_early():
@@ -245,3 +248,39 @@ def test_the_smallest_that_fits_is_named():
     peaks = [tw.simulate(plan, work, cluster).peak_bytes for plan in by_hand(n, work)]
     assert told <= min(peaks)
     assert tw.search(work, cluster, world_size=n, memory_bytes=told)[0].peak_bytes == told
+
+
+def test_ties_are_called_ties_and_the_simplest_comes_first():
+    work, cluster = workload(8, num_kv_heads=8, save=None), machine(1e12, 1e9)
+    found = tw.search(work, cluster, world_size=8)
+    assert found[1].seconds <= TIE * found[0].seconds
+    assert "A tie, within 0.3%" in found[0].reason and found[1].strategy in found[0].reason
+
+
+def test_a_reason_names_slower_kernels_where_waiting_is_not_what_costs():
+    best = PlanRow("mesh", "", "", "replay", 1.0, 0.5, 0.5, 1e-3, {"inside": 8}, 1)
+    row = best._replace(strategy="ring", seconds=1.475, exposed_seconds=4e-4)
+    said = reason(row, (best, row), (1.475, False))
+    assert said == (
+        "47.5% longer than mesh: it computes 1.47 s against 999 ms in smaller and slower kernel "
+        "calls, and waits 400 us against 1 ms."
+    )
+
+
+@pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)
+def test_settings_of_other_libraries_are_priced_as_our_plans(mask: tw.Mask):
+    work, cluster = workload(8, num_heads=4, num_kv_heads=4, mask=mask), CLUSTERS["slow"]
+    best = tw.search(work, cluster, world_size=8)[0]
+    megatron, titan = nearest_settings(best)
+    assert (megatron.library, titan.library) == ("Megatron-LM", "torchtitan")
+    assert megatron.options.startswith("--context-parallel-size 8 --cp-comm-type ")
+    for setting in (megatron, titan):
+        plan = read_plan(setting.plan, 8)
+        assert setting.seconds == pytest.approx(tw.simulate(plan, work, cluster).seconds)
+        assert best.seconds <= TIE * setting.seconds
+    assert megatron.seconds <= tw.simulate(tw.ring(8), work, cluster).seconds
+
+
+def test_no_setting_of_another_library_is_named_for_a_mask_that_none_was_compared_on():
+    work = workload(4, mask=tw.Causal() & tw.Window(5, 0))
+    assert nearest_settings(tw.search(work, CLUSTERS["slow"], world_size=4)[0]) == ()

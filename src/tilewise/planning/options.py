@@ -99,16 +99,18 @@ def options(
         if held or variant.schedule != "held"
     ]
     unlike = _unlike(work, world_size)
-    if usual or (unlike and world_size > EVERY_RANK):
-        found = [(degree, variant) for degree, variant in found if _plain(variant)]
+    many = unlike and world_size > EVERY_RANK
+    if usual or many:
+        slow = ("hierarchical", "balanced_ring") if many else ("hierarchical",)
+        found = [(degree, of) for degree, of in found if _plain(of) and of.kind not in slow]
     if unlike and world_size <= MOST_APART:
         found += [(1, variant) for variant in _aware(work, world_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
     def option(order: int, degree: int, of: Variant) -> Option:
-        slow = unlike and world_size > EVERY_RANK and 1 not in of.shape[:2]
-        weighed = of.schedule == "greedy" and (slow or of.backward is not None)
+        apart = of.backward is not None or (many and 1 not in of.shape[:2])
+        weighed = of.schedule == "greedy" and apart
         beside = of.schedule == "eager" or weighed
         make = _headed(degree, of.make)
         return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
@@ -190,9 +192,8 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 
 def _plain(variant: Variant) -> bool:
-    """Whether it is tried where every rank has to be simulated by itself."""
-    usual = variant.schedule in (*QUICK, "greedy") and variant.backward is None
-    return usual and variant.kind not in ("hierarchical", "balanced_ring")
+    """Whether its schedule is one of the few that are tried where trials take long."""
+    return variant.schedule in (*QUICK, "greedy") and variant.backward is None
 
 
 def _unlike(work: Workload, world_size: int) -> bool:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.planning.trials import TIE, Entry, Plans, Trial, Trials, lowest_first, ticks
+from tilewise.planning.reasons import TIE
+from tilewise.planning.trials import Entry, Plans, Trial, Trials, lowest_first, ticks
 
 MAX_MESSAGES = 24_000
 """Messages that a search simulates in each pass: ten thousand take about a second."""
@@ -46,6 +47,12 @@ class Pair(NamedTuple):
     def one_plan(self) -> bool:
         """Whether both passes run the same."""
         return self.forward.option == self.backward.option
+
+    @property
+    def complexity(self) -> tuple[bool, bool, int, int]:
+        """The lower, the simpler; what was simulated roughly only comes last."""
+        orders = self.forward.option.order, self.backward.option.order
+        return self.forward.rough or self.backward.rough, not self.one_plan, *orders
 
     @property
     def kept(self) -> bool:
@@ -120,7 +127,7 @@ class Pairs:
         ring, backward = Entry(0), self.backward["replay"]
         tried = 0 in self.forward.tried and 0 in backward.tried
         self._sharpen(ring)
-        return self._bound(ring), not tried
+        return self.forward.bounds[0] + backward.bounds[0], not tried
 
     def _found(self) -> list[Pair]:
         found = self._apart() if self.save != "gathered" else []
@@ -133,7 +140,10 @@ class Pairs:
                 best[pair.strategy] = pair
         if not best:
             raise ValueError(self._too_little(found))
-        return list(best.values())
+        ranked = list(best.values())
+        tied = (pair for pair in ranked if pair.seconds <= TIE * ranked[0].seconds)
+        simplest = min(tied, key=lambda pair: pair.complexity)
+        return [simplest, *(pair for pair in ranked if pair is not simplest)]
 
     def _apart(self) -> list[Pair]:
         """Each pass by itself, in the best plan of all and of every family."""
@@ -229,9 +239,8 @@ class Pairs:
             passes = product(self._common(self.forward), self._common(self.backward["replay"]))
             rough += [Pair(first, other, "replay") for first, other in passes]
         exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
-        for pair in sorted(
-            rough, key=lambda pair: pair.seconds * (1 if pair.one_plan else ROUGHLY)
-        ):
+        two = ROUGHLY if self.forward.model.alike is None else 1.0
+        for pair in sorted(rough, key=lambda pair: pair.seconds * (1 if pair.one_plan else two)):
             backward = self.backward[pair.save]
             spent = min(self.forward.messages_left, backward.messages_left) <= 0
             if exact and (spent or TIE * ratio * pair.seconds >= best):

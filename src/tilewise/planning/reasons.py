@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 HARDLY = 1 + 5e-5
 """What takes less than so many times as long takes as long, to a hundredth of a percent."""
 
+TIE = 1.003
+"""Times of which none is so many times another are taken as equal: a simulation errs by more."""
+
+LINKS = {"inside": "inside its node", "between": "between nodes", "across": "across racks"}
+
 
 def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
     """Of a row of a ranked table.
@@ -20,19 +25,24 @@ def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
     Args:
         ring: seconds of the ring, and whether they are a lower bound only.
     """
-    if row is not rows[0] and row != rows[0]:
-        best = rows[0]
+    best = rows[0]
+    if row is not best and row != best:
         longer = _longer(row.seconds / best.seconds, best.strategy)
         return f"{longer[0].upper()}{longer[1:]}: it {_against(row, best)}."
     first = (
         f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits "
         f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages."
     )
+    tied = [other.strategy for other in rows[1:] if other.seconds <= TIE * best.seconds]
+    if tied:
+        names = ", ".join(tied[:4]) + f" and {len(tied) - 4} more" * (len(tied) > 4)
+        first += (
+            f" A tie, within {TIE - 1:.1%}, which is less than the model errs by: {names}; "
+            f"{row.strategy} is the simplest."
+        )
     if row.strategy == "ring":
-        second = next((other for other in rows if other.strategy != "ring"), None)
-        if second is None:
-            return first
-        return f"{first} {_next(second, row)}"
+        second = next((other for other in rows if other.strategy not in ("ring", *tied)), None)
+        return first if second is None else f"{first} {_next(second, row)}"
     seconds, at_least = ring
     known = next((other for other in rows if other.strategy == "ring"), None)
     if known is None or at_least:
@@ -55,31 +65,31 @@ def _longer(times: float, than: str = "") -> str:
     Args:
         than: what it is compared with, if that is to be named.
     """
-    if times < HARDLY:
+    if abs(times - 1) < HARDLY - 1:
         return "just as long" + f" as {than}" * bool(than)
     if times >= 2:
         more = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
         return f"{more} times as long" + f" as {than}" * bool(than)
-    return f"{100 * (times - 1):.3g}% longer" + f" than {than}" * bool(than)
+    word = "longer" if times > 1 else "shorter"
+    return f"{100 * abs(times - 1):.3g}% {word}" + f" than {than}" * bool(than)
 
 
 def _against(row: Row, best: Row) -> str:
-    """What sets a slower row apart from the best."""
-    links = sorted(
-        {*row.bytes_by_link, *best.bytes_by_link},
-        key=lambda x: best.bytes_by_link.get(x, 0) - row.bytes_by_link.get(x, 0),
-    )
+    """What sets a slower row apart from the best: the larger of its two costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
-    for link in links[:1]:
-        more, less = (one.bytes_by_link.get(link, 0) for one in (row, best))
-        if more > less:
-            return f"sends {_bytes(more)} {_where(link)} against {_bytes(less)} and {waits}"
     work, least = (one.seconds - one.exposed_seconds for one in (row, best))
-    return f"{waits}, and computes {_time(work)} against {_time(least)}"
-
-
-def _where(link: str) -> str:
-    return {"inside": "inside its node", "between": "between nodes", "across": "across racks"}[link]
+    computes = f"{_time(work)} against {_time(least)}"
+    waited = row.exposed_seconds - best.exposed_seconds
+    if work - least > max(waited, 0.0):
+        why = " in smaller and slower kernel calls" if row.seconds > best.seconds else ""
+        return f"computes {computes}{why}, and {waits}"
+    links = {*row.bytes_by_link, *best.bytes_by_link}
+    sent = {x: [one.bytes_by_link.get(x, 0) for one in (row, best)] for x in links}
+    link = max(sent, key=lambda x: sent[x][0] - sent[x][1], default="")
+    if link and sent[link][0] > sent[link][1]:
+        more, less = map(_bytes, sent[link])
+        return f"sends {more} {LINKS[link]} against {less} and {waits}"
+    return f"{waits}, and computes {computes}"
 
 
 def _time(seconds: float) -> str:

@@ -16,13 +16,10 @@ from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.planning.plan_bounds import PlanBounds
+from tilewise.planning.reasons import TIE
 from tilewise.planning.teams import simulate_teams, splits_into_teams
 from tilewise.simulation.engine import Timeline
 from tilewise.simulation.simulator import num_messages, simulate_pass
-
-TIE = 1.003
-"""Times of which none is so many times another are taken as equal: a simulation errs by more."""
-
 
 COPIES = 3
 """Times that what a rank holds of a shard is at most as large as its messages: operand and wire,
@@ -138,9 +135,15 @@ class Trials:
         self.bounds[order] = max(self.bounds[order], sharper)
 
     def expected(self, order: int) -> float:
-        """The time of an option; of one not tried its bound, times the root of its slowdown."""
+        """The time of an option; of one not tried its bound, times the root of its slowdown.
+
+        Of equal ones the simplest is tried first: bounds within a tie of each other are made equal.
+        """
+        if order in self.tried:
+            return self.bounds[order]
         slowdown = self.slowdowns.get(self.plans.options[order].degree, 1.0)
-        return self.bounds[order] * (1.0 if order in self.tried else math.sqrt(slowdown))
+        least = self.bounds[order] * math.sqrt(slowdown)
+        return TIE ** math.floor(math.log(least, TIE)) if least else least
 
     def trial(self, order: int) -> Trial:
         """Simulate an option, once; roughly where that takes much less time."""
@@ -191,7 +194,7 @@ class Trials:
             exact, of = False if rough else None, (model.machine, model.backward)
             timeline, symmetry = simulate_pass(plan, model.work, *of, exact)
             messages = num_messages(plan) // symmetry.members
-            if symmetry.members == 1 and plan.made_for is None:
+            if model.alike is None and plan.made_for is None:
                 pruned = model.work.resolve(plan)[model.backward].pruned
                 left = sum(len(step.transfers) for step in pruned.steps)
                 messages = left + (messages - left) // PRUNED_FOR_ONE

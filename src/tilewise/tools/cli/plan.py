@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewise.planning.candidate import Candidate
+from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
@@ -79,6 +80,7 @@ def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
         "least_bytes": distances.least_bytes,
         "seconds_over_least": best.seconds / distances.compute_seconds,
         "bytes_over_least": _over(sum(best.bytes_by_link.values()), distances.least_bytes),
+        "elsewhere": [setting._asdict() for setting in nearest_settings(best)],
     }
 
 
@@ -98,6 +100,14 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
     console.print(
         f"backward  {best.backward_plan.name}", highlight=False, markup=False, soft_wrap=True
     )
+    for setting in nearest_settings(best):
+        console.print(
+            f"{setting.library}: {setting.options}\n  does nearest, {setting.plan}: "
+            f"{setting.seconds * 1e3:.4g} ms, {setting.seconds / best.seconds - 1:+.1%}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if output is not None:
         console.print(f"written to {output}: tw.load_candidate reads it", highlight=False)
 
@@ -129,15 +139,17 @@ def _distance(best: Candidate) -> str:
     sent = sum(best.bytes_by_link.values())
     text = (
         f"Kernels alone, at their best and equally shared, take "
-        f"{distances.compute_seconds * 1e3:.4g} ms: "
-        f"it is {best.seconds / distances.compute_seconds:.3g} times that."
+        f"{distances.compute_seconds * 1e3:.4g} ms, "
+        f"{distances.compute_seconds / best.seconds:.1%} of it."
     )
     over = _over(sent, distances.least_bytes)
     if over is None:
         return text
+    hidden = 1 - best.exposed_seconds / best.seconds
     return (
         f"{text} Its busiest rank sends {as_bytes(sent)}; with equal shares none can do with less "
-        f"than {as_bytes(distances.least_bytes)} ({over:.3g} times that)."
+        f"than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
+        f"{over:.3g} times as much: {hidden:.0%} of its time no rank waits for a message."
     )
 
 
