@@ -246,3 +246,21 @@ def follow_a_random_schedule(rank: int, seed: int) -> int:
 
 def test_random_schedules_over_two_lanes_arrive_whole():
     assert all(run_processes(3, follow_a_random_schedule, 1))
+
+
+def outlive_a_rank(rank: int, folder: str) -> None:
+    transport = transport_for(None)
+    record = torch.zeros(8, dtype=torch.uint8)
+    transport.gather_records(record)
+    if rank == 2:
+        raise KeyError("this rank ends")
+    with pytest.raises(RuntimeError) as caught:
+        transport.gather_records(record)
+    (Path(folder) / str(rank)).write_text(str(caught.value))
+
+
+def test_every_rank_learns_which_one_is_lost(tmp_path: Path):
+    with pytest.raises(AssertionError, match="this rank ends"):
+        run_processes(4, outlive_a_rank, str(tmp_path))
+    for rank in (0, 1, 3):
+        assert "rank 2 failed" in (tmp_path / str(rank)).read_text()

@@ -226,3 +226,13 @@ def test_a_rank_may_run_a_loopback_of_its_own():
 
 def test_the_group_is_its_own_transport():
     assert loopback(2, lambda rank, group: transport_for(group) is group) == [True, True]
+
+
+def test_a_group_of_another_rank_is_refused():
+    groups: dict[str, LoopbackGroup] = {}
+
+    def use_the_first(rank: int, group: LoopbackGroup) -> None:
+        groups.setdefault("of all", group).gather_records(torch.zeros(1, dtype=torch.uint8))
+
+    with pytest.raises(RuntimeError, match="the group of rank 0 is used outside of its rank"):
+        loopback(3, use_the_first)

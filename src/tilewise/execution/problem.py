@@ -30,6 +30,7 @@ from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import check_dtype
+from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
 
 
@@ -69,6 +70,7 @@ class Problem(NamedTuple):
 
     Attributes:
         passes: forward and backward.
+        number: of the forward pass's agreement, the same on all ranks; None: not known.
         allocator: makes what hands out a pass its buffers; None: as the device of q asks.
     """
 
@@ -76,6 +78,7 @@ class Problem(NamedTuple):
     scores: Scores
     prune: bool
     kernel: Kernel
+    number: int | None = None
     allocator: Callable[[torch.device], Allocator] | None = None
 
     @property
@@ -140,6 +143,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
     (plan, mask, (q_layout, kv_layout), _, payload), backward = problem.passes
     scores = problem.scores
     fields: dict[str, Any] = {
+        PASS: "forward",
         "num_tokens": kv_layout.num_tokens,
         "dtype": payload.dtype,
         "num_dimensions": q.ndim,

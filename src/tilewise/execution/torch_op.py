@@ -20,7 +20,7 @@ from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import PASS, agree
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 
@@ -49,6 +49,8 @@ def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[
     if call.validate != "never":
         fields = agreement_fields(problem, q, k, call) if problem else None
         agree(transport, fields, None if error is None else str(error))
+        if problem is not None:
+            problem = problem._replace(number=getattr(transport, "agreement_number", None))
     assert problem is not None
     return problem, transport
 
@@ -149,6 +151,8 @@ def _backward(
     out, lse, kept, call, *seed = rest
     transport = transport_for(call.group)
     problem = _checked(q, k, v, _seeded(call, *seed), transport)
+    if call.validate != "never":
+        agree(transport, _backward_fields(problem, q, k, call))
     kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
     return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
 
@@ -156,6 +160,17 @@ def _backward(
 def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
     """The call as it was made outside of compiled code."""
     return call if call.problem or seed is None else replace(call, dropout_seed=seed)
+
+
+def _backward_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:
+    """What ranks compare before backward: calls may be alike in all but the order of their passes.
+
+    Compiled code does not know which forward pass it follows, hence compares the call alone.
+    """
+    if problem.number is None:
+        return {**agreement_fields(problem, q, k, call), PASS: "backward"}
+    name = problem.passes[1].plan.name
+    return {PASS: f"backward of call {problem.number} ({name})"}
 
 
 def _fake_backward(

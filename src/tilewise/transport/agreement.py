@@ -14,6 +14,8 @@ RECORD_BYTES = 2048
 _DIGEST_BYTES = 16
 _FIELD, _ERROR = b"F", b"E"
 _ABSENT = "nothing"
+PASS = "pass"
+"""The field that says which pass a rank is about to run."""
 # Per field: name length (1), text length (2), digest.
 _FIELD_BYTES = 3 + _DIGEST_BYTES
 
@@ -84,9 +86,9 @@ def _difference(name: str, first: _Value | None, rank: int, other: _Value | None
             f"{value.text} (digest {value.digest.hex()[:8]})" if value else _ABSENT
             for value in (first, other)
         )
+    fix = "pass the same value" if name != PASS else "run passes in the same order"
     return (
-        f"ranks disagree on {name}: rank 0 has {left}, rank {rank} has {right}; "
-        "pass the same value on every rank"
+        f"ranks disagree on {name}: rank 0 has {left}, rank {rank} has {right}; {fix} on every rank"
     )
 
 

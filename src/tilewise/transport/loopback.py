@@ -7,6 +7,7 @@ when they posted it, a receiver's stream for the copy, a sender's before it may 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -81,9 +82,25 @@ class LoopbackGroup:
         self._world = world
         self._all = _Outstanding(world.scheduler, rank)
         self._num_gathers = 0
+        self._thread = get_ident()
         self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
 
+    @property
+    def agreement_number(self) -> int:
+        """Of the last agreement, the same on all ranks."""
+        return self._num_gathers
+
+    def _check_thread(self) -> None:
+        """A rank that waits in another one's place would never be woken."""
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                f"the group of rank {self.rank} is used outside of its rank, perhaps by another "
+                "one: give every rank the group that loopback passes to it, and objects of its own "
+                "that keep a group (a ContextParallel, a model and its config)"
+            )
+
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        self._check_thread()
         sends = travelling(sends, self.rank, self.world_size)
         recvs = travelling(recvs, self.rank, self.world_size)
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
@@ -111,6 +128,7 @@ class LoopbackGroup:
             launched.popleft().wait()
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
+        self._check_thread()
         self._num_gathers += 1
         return self._world.gather(self._num_gathers, self.rank, record)
 

@@ -101,6 +101,11 @@ def agreed_node_size(group: dist.ProcessGroup, node_size: int | None) -> int | N
     return node_size if same else None
 
 
+def lost_ranks(group: dist.ProcessGroup) -> Store:
+    """Where ranks write down, by their number, which rank failed them."""
+    return _store(group, "lost")
+
+
 def _companion(
     group: dist.ProcessGroup,
     name: str,

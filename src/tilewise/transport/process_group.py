@@ -3,7 +3,9 @@
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from hashlib import blake2b
+from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.nccl_groups import (
     agreed_node_size,
     lane_group,
+    lost_ranks,
     records_group,
     team_group,
     warm_up,
@@ -27,6 +30,7 @@ _DIGEST_BYTES = 16
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
 _BRANCHES = 4
+_PATIENCE_SECONDS = 0.3  # for what another rank knows of a failure
 _DIGEST, _VERDICT = "agreement digest", "agreement verdict"
 # An NCCL group of operations fails above 256; half of them are sends.
 _NCCL_PAIRS = 128
@@ -35,8 +39,11 @@ _NCCL_PAIRS = 128
 class _Posted:
     """One torch.distributed Work, waited for at most once (on gloo a second wait blocks)."""
 
-    def __init__(self, work: dist.Work, messages: Sequence[Message], verb: str) -> None:
+    def __init__(
+        self, work: dist.Work, messages: Sequence[Message], verb: str, group: dist.ProcessGroup
+    ) -> None:
         self._work: dist.Work | None = work
+        self._group = group
         self._messages: Sequence[Message] = messages  # keeps the tensors alive
         self._verb = verb
 
@@ -51,16 +58,53 @@ class _Posted:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failure(self._messages, self._verb, error) from error
+            raise _failure(self._messages, self._verb, error, self._group) from error
         self._messages = ()
 
 
-def _failure(messages: Sequence[Message], verb: str, error: RuntimeError) -> RuntimeError:
+class LostRankError(RuntimeError):
+    """Another rank ended, or does not answer.
+
+    Attributes:
+        rank: which one it is, as far as this rank could learn; -1: not known.
+    """
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+def _failure(
+    messages: Sequence[Message], verb: str, error: RuntimeError, group: dist.ProcessGroup
+) -> LostRankError:
     """One operation's failure; where it is with several ranks, it is not known whose."""
     peers = sorted({message.peer for message in messages})
     whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
     label = messages[0].label if messages else "an exchange of a team"
-    return RuntimeError(f"{label}: {verb} {whom} failed: {error}")
+    rank = _first_lost(group, peers[0]) if len(peers) == 1 else -1
+    also = f"; rank {rank} failed before" if rank not in (-1, *peers) else ""
+    return LostRankError(f"{label}: {verb} {whom} failed{also}: {error}", rank)
+
+
+def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
+    """The rank that a failure goes back to.
+
+    Every rank writes down in the group's store which one failed it. One that wrote nothing was
+    failed by nobody.
+    """
+    store = lost_ranks(group)
+    try:
+        store.set(str(group.rank()), str(peer))
+        for _ in range(group.size()):
+            until = monotonic() + _PATIENCE_SECONDS
+            while not store.check([str(peer)]):
+                if monotonic() > until:
+                    return peer
+                sleep(0.02)
+            peer = int(store.get(str(peer)))
+    except (RuntimeError, ValueError):  # the store is gone as well
+        return peer
+    return peer
 
 
 class _Shared:
@@ -114,6 +158,7 @@ class DistTransport:
         self.rank, self.world_size = group.rank(), group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
+        self.agreement_number: int | None = None  # of the last one, the same on all ranks
         config = str(dist.get_backend_config(group))
         self._backends = dict(part.split(":") for part in config.split(","))
         batched = self._backends.get("cuda") == "nccl"
@@ -176,7 +221,9 @@ class DistTransport:
         arrived = out.new_empty(sum(sizes[0]))
         group = team_group(self._lanes[0], team)
         work = group.alltoall_base(arrived, out, *sizes)
-        received = _Shared(_Posted(work, [*recvs, *sends], "exchanging with"), arrived, recvs)
+        received = _Shared(
+            _Posted(work, [*recvs, *sends], "exchanging with", self._lanes[0]), arrived, recvs
+        )
         self._receiving.append(received)
         return _Exchange([received])
 
@@ -198,32 +245,47 @@ class DistTransport:
         """Whether all ranks have the same record; all of them get the same answer.
 
         Digests go up a tree, with whether all below were the same; the verdict comes down: few
-        messages, 2 (n - 1), since where ranks share cores each one costs all of them.
+        messages, 2 (n - 1), since where ranks share cores each one costs all of them. The verdict
+        also numbers the agreement, or says which rank is lost.
         """
         digest = blake2b(record.numpy().tobytes(), digest_size=_DIGEST_BYTES).digest()
         first = self.rank * _BRANCHES + 1
         children = range(first, min(first + _BRANCHES, self.world_size))
         parent = (self.rank - 1) // _BRANCHES
         heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in children]
-        verdict = torch.zeros(1, dtype=torch.uint8)
+        verdict = torch.zeros(3, dtype=torch.int64)  # same, the agreement's number, the rank lost
         coming = [Message(x, peer, _DIGEST) for x, peer in zip(heard, children, strict=True)]
         above = [Message(verdict, parent, _VERDICT)] if self.rank else []
         receives, _ = self._post_each((), [*coming, *above], self._records, _RECORD_TAG)
+        failure = None
         for receive in receives[: len(coming)]:
-            receive.wait()
-        same = all(x.numpy().tobytes() == digest + b"\1" for x in heard)
+            try:
+                receive.wait()
+            except RuntimeError as error:
+                failure = failure or error
+        same = failure is None and all(x.numpy().tobytes() == digest + b"\1" for x in heard)
         sending: list[_Posted] = []
-        if self.rank:
+        if self.rank and failure is None:
             told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
             up = [Message(told, parent, _DIGEST)]
             sending += self._post_each(up, (), self._records, _RECORD_TAG)[1]
             receives[-1].wait()
-            same = bool(verdict)
-        verdict = torch.tensor([same], dtype=torch.uint8)
-        down = [Message(verdict, child, _VERDICT) for child in children]
-        sending += self._post_each(down, (), self._records, _RECORD_TAG)[1]
+        else:
+            verdict[:2] = torch.tensor([same, int.from_bytes(os.urandom(4))])
+            verdict[2] = failure.rank if isinstance(failure, LostRankError) else -1
+        for child in children:
+            with suppress(RuntimeError) if failure else nullcontext():
+                down = [Message(verdict, child, _VERDICT)]
+                sending += self._post_each(down, (), self._records, _RECORD_TAG)[1]
+        if failure is not None or verdict[2] >= 0:
+            for posted in sending:  # before this process ends
+                with suppress(RuntimeError):
+                    posted.wait()
+            sleep(_PATIENCE_SECONDS)  # what a process that ends has not delivered is lost
+            raise failure or LostRankError(f"{_VERDICT}: rank {verdict[2]} failed", int(verdict[2]))
         self._sending[0].append(sending)  # waited for when later messages are
-        return same
+        self.agreement_number = int(verdict[1])
+        return bool(verdict[0])
 
     def finish(self) -> None:
         while self._receiving:
@@ -255,14 +317,14 @@ class DistTransport:
             if len(mine) > 1:
                 size = sum(message.tensor.nbytes for message in mine)
                 whole = whole._replace(tensor=whole.tensor.new_empty(size))
-            posted = _post(group.recv, whole, "receiving from", tag)
+            posted = _post(group.recv, whole, "receiving from", group, tag)
             receives.append(_Shared(posted, whole.tensor, mine) if len(mine) > 1 else posted)
         sending = []
         for mine in _shared(sends):
             whole = mine[0]
             if len(mine) > 1:
                 whole = whole._replace(tensor=torch.cat([one.tensor.view(-1) for one in mine]))
-            sending.append(_post(group.send, whole, "sending to", tag))
+            sending.append(_post(group.send, whole, "sending to", group, tag))
         return receives, sending
 
     def _post_batches(
@@ -272,7 +334,7 @@ class DistTransport:
         posted = []
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
-            posted.append(_Posted(_post_batch(group, batch), messages, "exchanging with"))
+            posted.append(_Posted(_post_batch(group, batch), messages, "exchanging with", group))
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:
@@ -301,14 +363,18 @@ def _shared(messages: Sequence[Message]) -> Sequence[Sequence[Message]]:
 
 
 def _post(
-    start: Callable[[list[Tensor], int, int], dist.Work], message: Message, verb: str, tag: int
+    start: Callable[[list[Tensor], int, int], dist.Work],
+    message: Message,
+    verb: str,
+    group: dist.ProcessGroup,
+    tag: int,
 ) -> _Posted:
     """Start one send or receive; gloo refuses it at once if the other end is known to be lost."""
     try:
         work = start([message.tensor], message.peer, tag)
     except RuntimeError as error:
-        raise _failure((message,), verb, error) from error
-    return _Posted(work, (message,), verb)
+        raise _failure((message,), verb, error, group) from error
+    return _Posted(work, (message,), verb, group)
 
 
 def _post_batch(group: dist.ProcessGroup, batch: Sequence[tuple[bool, Message]]) -> dist.Work:
