@@ -380,8 +380,8 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
         q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
-        options = {"softmax_scale": given.get("scaling"), "sink": given.get("s_aux")}
-        out = cp.attention(q, k, v, mask=mask, **options)
+        scale, sink = given.get("scaling"), given.get("s_aux")
+        out = cp.attention(q, k, v, mask=mask, softmax_scale=scale, sink=sink)
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend
