@@ -225,3 +225,20 @@ def test_a_group_that_is_none_of_these():
     q = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match=r"group \(int\) must be None, a ProcessGroup"):
         tw.attention(q, q, q, plan=tw.ring(1), layout=tw.contiguous(4, 1), mask=tw.Full(), group=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"softmax_scale": "0.5"}, r"softmax_scale \('0.5'\) must be a number"),
+        ({"softmax_scale": True}, r"softmax_scale \(True\) must be a number"),
+        ({"softmax_scale": torch.tensor(0.3, requires_grad=True)}, "softmax_scale .* a number"),
+        ({"prune": "no"}, r"prune \('no'\) must be a bool"),
+        ({"q": torch.ones(4, 1, 4).to_sparse()}, "q is torch.sparse_coo, but must be dense"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(changed: dict[str, Any], message: str):
+    x = torch.ones(4, 1, 4)
+    call = {"q": x, "k": x, "v": x, "plan": tw.ring(1), "layout": tw.contiguous(4, 1)}
+    with pytest.raises(ValueError, match=message):
+        tw.attention(**{**call, "mask": tw.Full(), **changed})

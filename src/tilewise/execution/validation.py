@@ -25,6 +25,8 @@ MOST_SEEDS = (1 << 63) - 1
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
             raise ValueError(
                 f"{name} is a DTensor; call attention through local_map of "
@@ -55,6 +57,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_kinds(call: AttentionCall) -> None:
     plan = "tw.ring(world_size)"
     require_type(Plan, "plan", call.plan, plan)
+    require_type(bool, "prune", call.prune, "True")
     require_type(Layout, "layout", call.layout)
     require_type(Mask, "mask", call.mask)
     if call.backward_plan is not None:
@@ -152,6 +155,8 @@ def checked_softcap(softcap: float | None) -> float | None:
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise ValueError(f"softmax_scale ({scale!r}) must be a number, as tensor.item() gives it")
     scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(

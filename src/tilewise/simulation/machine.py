@@ -24,6 +24,9 @@ from tilewise.simulation.machine_files import (
     write_toml,
 )
 
+MOST_SECONDS = 1e6
+"""Of one event: sums of absurd times overflow, and read as ranks that wait for ever."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -135,9 +138,10 @@ class Machine:
         if (self.rack_nodes is None) != (self.across is None):
             raise ValueError("rack_nodes and across describe racks together: give both or neither")
         for link in (self.inside, self.between, *([self.across] if self.across else [])):
-            if not (link.bandwidth > 0 and link.latency >= 0):
+            if not (link.bandwidth >= 1 and 0 <= link.latency <= MOST_SECONDS):
                 raise ValueError(
-                    f"{link} must have a bandwidth above 0 and a latency of at least 0"
+                    f"{link} must have a bandwidth of at least 1 byte per second and a latency of "
+                    f"0 to {MOST_SECONDS:g} s"
                 )
         _check_numbers(self)
         for kernel in self.kernels:
@@ -273,8 +277,9 @@ def _check_numbers(machine: Machine) -> None:
         *("launch_seconds", "message_seconds", "carry_seconds"),
         *("agree_seconds", "merge_seconds", "copy_cores"),
     ):
-        if not getattr(machine, what) >= 0:
-            raise ValueError(f"{what} ({getattr(machine, what)}) must be at least 0")
+        if not 0 <= getattr(machine, what) <= MOST_SECONDS:
+            value = getattr(machine, what)
+            raise ValueError(f"{what} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
     if len(machine.call_seconds) != 2 or not min(machine.call_seconds) >= 0:
         raise ValueError(f"call_seconds ({machine.call_seconds}) must be two numbers, 0 at least")
     for what in ("cores", "merge_bandwidth", "pack_bandwidth"):
