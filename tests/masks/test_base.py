@@ -205,6 +205,12 @@ def test_per_head_area_is_a_whole_number_where_it_can_be():
     assert PerHead([Full(), Causal()]).areas([0, 3], [0, 1, 3]).tolist() == [[3, 4.5]]
 
 
+@pytest.mark.parametrize("table", [[["0", "1"]], [[0.5, 1.0]], [[float("nan"), 1.0]], [[2, 1]]])
+def test_a_block_mask_of_anything_but_bools_is_refused(table: list):
+    with pytest.raises(ValueError, match=r"block_mask \(.*\) must hold True and False"):
+        Blocks(table, [0, 4], [0, 4, 8])
+
+
 @pytest.mark.parametrize(
     "use",
     [

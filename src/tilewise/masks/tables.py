@@ -109,7 +109,10 @@ class Blocks(Mask):
     overhang: int
 
     def __init__(self, block_mask: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
-        table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask, bool)
+        given = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask)
+        if given.size and (given.dtype.kind not in "biu" or not np.isin(given, (0, 1)).all()):
+            raise ValueError(f"block_mask ({given.dtype}) must hold True and False, or 1 and 0")
+        table = given.astype(bool)
         edges = {"q_edges": as_ints(q_edges), "k_edges": as_ints(k_edges)}
         for what, values in edges.items():
             if not values or values[0] != 0 or sorted(values) != list(values):
