@@ -87,6 +87,17 @@ def test_chunks_count_from_the_start_of_each_document(cu_seqlens: tuple[int, ...
     compare("llama4", case(cu_seqlens))
 
 
+def test_scores_are_capped_as_unsplit():
+    given, changes = case(PACKED), {"attn_logit_softcapping": 2.0}
+    want = run_whole(build("gemma2", **changes), given)
+
+    def on_rank(rank: int, group) -> Result:
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        return run_split(build("gemma2", hf.register(cp, f"tilewise_{rank}"), **changes), cp, given)
+
+    assert max(errors(summed(tw.loopback(N, on_rank)), want).values()) < 1e-5
+
+
 @pytest.mark.parametrize("cu_seqlens", [WHOLE, SHORT], ids=["whole", "short"])
 def test_sinks_take_part_in_the_softmax_of_all_ranks(cu_seqlens: tuple[int, ...]):
     compare("gpt_oss", case(cu_seqlens))

@@ -59,11 +59,6 @@ def llama(name: str, **changes: Any) -> Any:
     return build("llama", name, **changes)
 
 
-def test_softcap_is_refused_by_name():
-    soft = lambda name: build("gemma2", name, attn_logit_softcapping=50.0)  # noqa: E731
-    assert "softcap=50.0 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), soft)
-
-
 def test_dropout_is_refused_in_training_and_runs_in_evaluation():
     dropped = lambda name: llama(name, attention_dropout=0.1)  # noqa: E731
     assert "dropout=0.1 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), dropped)
@@ -76,7 +71,6 @@ def test_dropout_is_refused_in_training_and_runs_in_evaluation():
     ("more", "message"),
     [
         ({"head_mask": torch.ones(2)}, "head_mask=Tensor cannot be honoured"),
-        ({"softcap": 30.0}, "softcap=30.0 cannot be honoured"),
         ({"sliding_window": 4}, "sliding_window=4 cannot be honoured"),
         ({"output_attentions": True}, "output_attentions=True cannot be honoured"),
         ({"attention_mask": torch.zeros(1, 1, 11, 11)}, "an attention_mask of its own (Tensor)"),

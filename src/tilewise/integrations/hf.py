@@ -381,7 +381,8 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         spare = query.shape[2] if rows == 0 else 0
         q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
         scale, sink = given.get("scaling"), given.get("s_aux")
-        out = cp.attention(q, k, v, mask=mask, softmax_scale=scale, sink=sink)
+        softcap = given.get("softcap")
+        out = cp.attention(q, k, v, mask=mask, softmax_scale=scale, sink=sink, softcap=softcap)
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend

@@ -22,13 +22,12 @@ READ = frozenset(
         *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
         *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
         *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
-        *("is_training", "s_aux"),
+        *("is_training", "s_aux", "softcap"),
     )
 )
 # What else models ask for; the rest is not known here.
 ADVICE = MappingProxyType(
     {
-        "softcap": "it bounds the scores, which tilewise's kernels do not do",
         "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
         "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
         "output_attentions": "the scores are never in one place; leave it out",
