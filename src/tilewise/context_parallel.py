@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property
 from typing import Any, Literal, Unpack, overload
 
@@ -301,6 +302,18 @@ class ContextParallel:
             mask=mask,
             layout=self.layout,
         )
+
+
+def _signature() -> inspect.Signature:
+    """Of ContextParallel.attention, with the options by name, as help() shows them."""
+    own = inspect.signature(ContextParallel.attention).parameters
+    named = {name: p for name, p in own.items() if p.kind is not p.VAR_KEYWORD}
+    options = inspect.signature(attention).parameters
+    named |= {name: p for name, p in options.items() if name in Options.__annotations__}
+    return inspect.Signature([*named.values()])
+
+
+ContextParallel.attention.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _refuse_compiling() -> None:
