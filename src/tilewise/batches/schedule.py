@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from operator import index
@@ -35,14 +35,14 @@ class Step:
         documents: indices into the stream of lengths, in the order in which they are packed.
         cu_seqlens: where they start and end, and, where tokens are left over, the padding: one
             more document at the end.
-        workload: of a layer's attention, with mask and layout.
+        layer: the workload of a layer's attention, without mask and layout.
     """
 
     index: int
     documents: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
     world_size: int
-    heads: dict[str, int] = field(repr=False)
+    layer: Workload = field(repr=False)
     machine: Machine = field(repr=False)
 
     @property
@@ -71,9 +71,7 @@ class Step:
 
     @property
     def workload(self) -> Workload:
-        return Workload(
-            num_tokens=self.num_tokens, mask=self.mask, layout=self.layout, **self.heads
-        )
+        return replace(self.layer, mask=self.mask, layout=self.layout)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -101,11 +99,11 @@ class Schedule(IterableDataset[Step]):
         self,
         lengths: Iterable[int],
         sizes: tuple[int, int],
-        heads: dict[str, int],
+        layer: Workload,
         machine: Machine,
         order: tuple[int | None, int],
     ):
-        self._lengths, self._heads, self._machine = lengths, heads, machine
+        self._lengths, self._layer, self._machine = lengths, layer, machine
         self._world_size, self._num_tokens = sizes
         self._lookahead, self._seed = order
         self._first = self._done = 0
@@ -156,7 +154,7 @@ class Schedule(IterableDataset[Step]):
             if ends[-1] < self._num_tokens:
                 ends.append(self._num_tokens)
             yield Step(
-                number, tuple(taken), tuple(ends), self._world_size, self._heads, self._machine
+                number, tuple(taken), tuple(ends), self._world_size, self._layer, self._machine
             )
             number += 1
 
@@ -212,13 +210,14 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
         _at_least(what, value, 1)
         for what, value in (("world_size", world_size), ("tokens_per_rank", tokens_per_rank))
     )
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     machine = Machine.preset("h100x8") if machine is None else machine
     require_type(Machine, "machine", machine)
     ahead = None if lookahead is None else _at_least("lookahead", lookahead, 1)
     sizes = world_size, world_size * tokens_per_rank
-    Workload(num_tokens=sizes[1], **heads)  # raises for heads that do not fit
-    return Schedule(lengths, sizes, heads, machine, (ahead, seed))
+    layer = Workload(
+        num_tokens=sizes[1], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    return Schedule(lengths, sizes, layer, machine, (ahead, seed))
 
 
 def _fill(waiting: list[tuple[int, int]], room: int, rng: np.random.Generator) -> dict[int, int]:

@@ -290,10 +290,10 @@ def _shared(a: Array, b: Array) -> int:
 def _checked(i: int, tokens: Any) -> Array:
     try:
         array = positions(tokens)
-        whole = array.ndim == 1 and not np.any(np.asarray(tokens) != array)
+        right = array.ndim == 1 and not np.any(np.asarray(tokens) != array)
     except (TypeError, ValueError):
-        whole = False
-    if not whole or len(array) == 0 or array.min() < 0:
+        array, right = np.empty(0, np.int64), False
+    if not right or len(array) == 0 or array.min() < 0:
         raise ValueError(
             f"sequence {i} ({tokens!r:.60}) must be a list of one or more token ids from 0 on"
         )

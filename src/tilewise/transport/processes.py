@@ -9,13 +9,13 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def run_ranks(
 
 def gather_yields(
     world_size: int,
-    fn: Callable[..., Generator[Any, Any, Any]],
+    fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...] = (),
     *,
     timeout_seconds: float = 60.0,
@@ -78,7 +78,7 @@ def gather_yields(
     What is sent to this generator is sent to those of all ranks; it pickles.
 
     Args:
-        fn: all ranks yield equally often.
+        fn: a generator function; all ranks yield equally often.
         timeout_seconds: from one yield to the next.
         settle: as for run_ranks.
         preload: modules that fn needs, which the fork server then imports once for all ranks; only
@@ -183,7 +183,7 @@ def _rank(
     sender: Connection,
     rank: int,
     world: _Processes,
-    fn: Callable[..., Generator[Any, Any, Any]],
+    fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...],
 ) -> None:
     def send(kind: str, value: Any = None) -> None:
@@ -196,7 +196,7 @@ def _rank(
             world.settle(rank)
         _connect(rank, world)
         send("connected")
-        running, reply = fn(rank, *args), None
+        running, reply = cast(Generator[Any, Any, Any], fn(rank, *args)), None
         with suppress(StopIteration):
             while True:
                 send("value", running.send(reply))

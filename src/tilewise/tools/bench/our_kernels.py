@@ -59,7 +59,7 @@ class _WholeMask(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         q, k, v, kernel, calls = given
         scale = 1 / math.sqrt(q.shape[-1])
-        out, lse = no_keys(q[:, None], accumulator_dtype(q.dtype))
+        out, lse = no_keys(q[:, None], v, accumulator_dtype(q.dtype))
         for call, rows, keys in calls:
             found = kernel.forward(q[rows, None], k[keys, None], v[keys, None], call, scale)
             if len(calls) == 1 and len(found[0]) == len(out):

@@ -86,8 +86,8 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
     measured = {(m, n): bench.seconds(m, n) for m in rows for n in rows if m * n <= sizes.most}
     tables = []
     for backward, launch in enumerate(launches):
-        heads, widths = (sizes.num_heads,) * 2, (head_dim,) * 2
-        flop = Payload(bool(backward), *heads, *widths, dtype, dtype).flop
+        heads = sizes.num_heads
+        flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, dtype).flop
         speeds = {
             (m, n): flop * m * n / max(seconds[backward] - launch, seconds[backward] / 10)
             for (m, n), seconds in measured.items()
