@@ -1,5 +1,7 @@
 """Cells of shard pairs against brute force over dense tables."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from support.drawn_masks import NUM_TOKENS, boundaries, layouts, masks
 from tilewise.layouts import cells as shard_cells
 from tilewise.layouts.layout import Layout, Run, contiguous, from_positions, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
+from tilewise.masks.patterns import block_sparse
 from tilewise.masks.tables import PerHead
 
 
@@ -56,12 +59,13 @@ def test_cells_do_not_depend_on_how_they_are_counted(mask, q, k, at_once):
         assert shard_cells.cells(mask, q, k) == brute_force(mask, q, k)
 
 
-@given(masks(), layouts(), st.integers(1, 30))
-def test_many_strips_on_striped_keys_keep_their_areas(mask: Mask, q: Layout, n: int):
+@given(masks(), layouts(), st.integers(1, 30), st.sampled_from((1, 3, 50, 2**20)))
+def test_many_strips_on_striped_keys_keep_their_areas(mask: Mask, q: Layout, n: int, at_once: int):
     k = striped(NUM_TOKENS, n)
     exact = brute_force(mask, q, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_cells, "MAX_JOIN", 0)
+        patch.setattr(shard_cells, "AT_ONCE", at_once)
         found = shard_cells.cells(mask, q, k)
     assert {pair: cell.area for pair, cell in found.items()} == {
         p: c.area for p, c in exact.items()
@@ -69,6 +73,23 @@ def test_many_strips_on_striped_keys_keep_their_areas(mask: Mask, q: Layout, n: 
     for (i, j), cell in found.items():
         whole = shard_cells.Cell(cell.area, ((0, q.size(i)),), ((0, k.size(j)),))
         assert cell in (whole, exact[i, j])
+
+
+def test_memory_of_many_blocks_on_striped_shards_is_bounded():
+    """All rows of all blocks at once were gigabytes."""
+    num_tokens, block = 65536, 64
+    table = np.random.default_rng(0).random((num_tokens // block,) * 2) < 0.5
+    mask, layout = block_sparse(table, block), striped(num_tokens, 8)
+    allowed = int(table.sum()) * block * block
+    mask.strips()
+    tracemalloc.start()
+    try:
+        found = shard_cells.cells(mask, layout, layout)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(cell.area for cell in found.values()) == allowed
+    assert peak < 400 * shard_cells.AT_ONCE
 
 
 @given(st.lists(masks(), min_size=1, max_size=3), layouts())

@@ -59,25 +59,44 @@ def _search(strips: Strips, q_layout: Layout, k_layout: Layout) -> CellCounts:
     strides = np.unique(np.concatenate([x.stride[x.size > 1] for x in (q, k)]))
     if sloped and (len(strides) > 1 or (blocks and (q.stride > 1).any())):
         q = rows_of(q)
-    striped = not blocks and _is_striped(k, k_layout.num_tokens)
     limit = MAX_JOIN // len(k.start)
-    if striped and (q.stride > 1).any() and len(strips) * len(q.start) > limit:
-        q = rows_of(q)
-    pieces = pieces_of(strips, q)
-    if blocks:
-        for part in parts(pieces, AT_ONCE):
-            join_blocks(part, q, k, found)
-    elif striped and len(pieces.run) > limit:
-        _count_residues(pieces, q, k, k_layout.num_tokens, found)
+    residues = not blocks and _is_striped(k, k_layout.num_tokens)
+    if residues and (q.stride > 1).any() and len(strips) * len(q.start) > limit:
+        rows = int((np.minimum(strips.q1, q_layout.num_tokens) - strips.q0).sum())
+        q = rows_of(q) if rows <= len(strips) * len(q.start) else q
+    ends = np.cumsum(_num_pieces(strips, q))
+    residues = residues and ends[-1] > limit
+    for a, b in _groups_of(ends, AT_ONCE):
+        pieces = pieces_of(strips.take(slice(a, b)), q)
+        if residues and len(pieces.run):
+            _count_residues(pieces, q, k, k_layout.num_tokens, found)
+            continue
+        for part in parts(pieces, AT_ONCE if blocks else max(1, AT_ONCE // len(k.start))):
+            if blocks:
+                join_blocks(part, q, k, found)
+                continue
+            every = np.zeros_like(part.run)
+            join(part, q, k, expand(every, every + len(k.start)), found)
+    if residues:
         pairs = np.flatnonzero(found.area)
         for side, layout in enumerate((q_layout, k_layout)):
             shard = (pairs // k_layout.world_size, pairs % k_layout.world_size)[side]
             found.add(side, pairs, np.zeros_like(pairs), np.asarray(layout.sizes)[shard])
-    else:
-        for part in parts(pieces, max(1, AT_ONCE // len(k.start))):
-            every = np.zeros_like(part.run)
-            join(part, q, k, expand(every, every + len(k.start)), found)
     return found
+
+
+def _num_pieces(strips: Strips, q: Runs) -> Array:
+    """How many pieces each strip makes at most: exactly, if the runs do not interleave."""
+    if (q.stride == 1).all():
+        first = np.searchsorted(q.start + q.size, strips.q0, "right")
+        return np.maximum(np.searchsorted(q.start, strips.q1) - first, 0)
+    return np.minimum(strips.q1 - strips.q0, len(q.start))
+
+
+def _groups_of(ends: Array, size: int) -> list[tuple[int, int]]:
+    """Neighbours in groups that have at most size together, or are one; ends: running totals."""
+    cuts = np.searchsorted(ends, np.arange(0, ends[-1] + size, size))
+    return list(pairwise(np.unique(np.append(cuts, len(ends))).tolist()))
 
 
 def _is_striped(k: Runs, num_tokens: int) -> bool:
@@ -91,23 +110,24 @@ def _is_striped(k: Runs, num_tokens: int) -> bool:
 
 
 def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, found: CellCounts) -> None:
-    """Areas alone, row by row: w neighbouring keys are w // n of every residue mod n, and one more
-    of the w mod n residues from the first key's on."""
+    """Areas alone: w neighbouring keys are w // n of every residue mod n, and one more of the
+    w mod n residues from the first key's on. Flat pieces at once, others row by row."""
     n, num_q = len(k.start), found.num_q_shards
     marks = np.zeros(num_q * 2 * n, np.int64)
-    ends = np.cumsum(pieces.rows)
-    cuts = np.searchsorted(ends, np.arange(0, ends[-1] + AT_ONCE, AT_ONCE))
-    for a, b in pairwise(np.unique(np.append(cuts, len(ends))).tolist()):
+    flat = (pieces.lines[1] == 0) & (pieces.lines[3] == 0)
+    times = np.where(flat, pieces.rows, 1)
+    pieces = pieces._replace(rows=np.where(flat, 1, pieces.rows))
+    for a, b in _groups_of(np.cumsum(pieces.rows), AT_ONCE):
         part = pieces.take(slice(a, b))
         index, i = expand(part.first, part.first + part.rows)
         (lo, lo_slope, hi, hi_slope), _, _, run = part.take(index)
-        i = i * q.stride[run]
+        i, count = i * q.stride[run], times[a:b][index]
         lo, hi = np.clip(lo + lo_slope * i, 0, num_keys), np.clip(hi + hi_slope * i, 0, num_keys)
         keys, first, row = hi - lo, lo % n, q.shard[run] * 2 * n
-        np.add.at(marks, row, keys // n)
-        np.subtract.at(marks, row + n, keys // n)
-        np.add.at(marks, row + first, 1)
-        np.subtract.at(marks, row + first + keys % n, 1)
+        np.add.at(marks, row, keys // n * count)
+        np.subtract.at(marks, row + n, keys // n * count)
+        np.add.at(marks, row + first, count)
+        np.subtract.at(marks, row + first + keys % n, count)
     counts = np.cumsum(marks.reshape(num_q, 2 * n), axis=1)
     table = np.zeros((num_q, found.num_k_shards), np.int64)
     table[:, k.shard] = counts[:, :n] + counts[:, n:]
