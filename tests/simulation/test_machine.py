@@ -111,7 +111,11 @@ def test_a_wrong_file_is_named_with_what_is_wrong(text: str, message: str, tmp_p
         ({"launch_seconds": -1.0}, r"launch_seconds \(-1.0\) must be at least 0"),
         ({"cores": 0.0}, r"cores \(0.0\) must be above 0"),
         ({"kernels": (grid(keys=(64.0, 16.0)),)}, "keys .* must be positive and ascend"),
-        ({"kernels": (grid(flops=((1e9, 1e9),)),)}, "flops must be 2 rows of 2 positive"),
+        ({"kernels": (grid(flops=((1e9, 1e9),)),)}, "flops must be 2 rows of 2 numbers"),
+        ({"kernels": (grid(flops=((1e9, 1e-320),) * 2),)}, "flops must be 2 rows of 2 numbers"),
+        ({"kernels": (grid(launch_seconds=1e308),)}, r"launch_seconds \(1e\+308\) must be from 0"),
+        ({"kernels": (grid(edge_keys=1e308),)}, r"edge_keys \(1e\+308\) must be from 0"),
+        ({"call_seconds": (0.0, 1e308)}, r"call_seconds .* must be two numbers from 0 to"),
     ],
 )
 def test_a_field_out_of_range_is_named(fields: dict, message: str):

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tilewise.arguments import require_range
 from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine_files import (
     parse_toml,
@@ -26,6 +27,9 @@ from tilewise.simulation.machine_files import (
 
 MOST_SECONDS = 1e6
 """Of one event: sums of absurd times overflow, and read as ranks that wait for ever."""
+
+MOST_COUNT = 1e9
+"""Of a kernel's head_dim and edge_keys, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +284,9 @@ def _check_numbers(machine: Machine) -> None:
         if not 0 <= getattr(machine, what) <= MOST_SECONDS:
             value = getattr(machine, what)
             raise ValueError(f"{what} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
-    if len(machine.call_seconds) != 2 or not min(machine.call_seconds) >= 0:
-        raise ValueError(f"call_seconds ({machine.call_seconds}) must be two numbers, 0 at least")
+    calls = machine.call_seconds
+    if len(calls) != 2 or not all(0 <= seconds <= MOST_SECONDS for seconds in calls):
+        raise ValueError(f"call_seconds ({calls}) must be two numbers from 0 to {MOST_SECONDS:g}")
     for what in ("cores", "merge_bandwidth", "pack_bandwidth"):
         value = getattr(machine, what)
         if value is not None and not value > 0:
@@ -290,17 +295,19 @@ def _check_numbers(machine: Machine) -> None:
 
 def _check_kernel(kernel: KernelSpeed) -> None:
     ITEM_BYTES(kernel.dtype)
-    for what in ("head_dim", "launch_seconds", "edge_keys"):
-        if not getattr(kernel, what) >= 0:
-            raise ValueError(f"kernel {kernel.dtype}: {what} must be at least 0")
+    most = {"head_dim": MOST_COUNT, "launch_seconds": MOST_SECONDS, "edge_keys": MOST_COUNT}
+    for what, limit in most.items():
+        require_range(f"kernel {kernel.dtype}: {what}", getattr(kernel, what), 0, limit)
     for what, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
             raise ValueError(f"kernel {kernel.dtype}: {what} {sizes} must be positive and ascend")
     shape = [len(kernel.keys)] * len(kernel.queries)
-    if [len(row) for row in kernel.flops] != shape or not all(min(r) > 0 for r in kernel.flops):
+    if [len(row) for row in kernel.flops] != shape or not all(
+        1 <= flops < math.inf for row in kernel.flops for flops in row
+    ):
         raise ValueError(
             f"kernel {kernel.dtype}: flops must be {len(kernel.queries)} rows of "
-            f"{len(kernel.keys)} positive numbers, one row per number of queries"
+            f"{len(kernel.keys)} numbers from 1 on, one row per number of queries"
         )
 
 
