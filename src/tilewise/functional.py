@@ -174,6 +174,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         # compiled code takes it as a number that changes, not as a constant
         None if torch.compiler.is_compiling() else dropout_seed,
         return_max_logit,
+        return_lse,
     )
     if not torch.compiler.is_compiling():
         problem, _ = resolve_call(q, k, v, call)

@@ -234,6 +234,8 @@ def test_a_group_that_is_none_of_these():
         ({"softmax_scale": True}, r"softmax_scale \(True\) must be a number"),
         ({"softmax_scale": torch.tensor(0.3, requires_grad=True)}, "softmax_scale .* a number"),
         ({"prune": "no"}, r"prune \('no'\) must be a bool"),
+        ({"return_lse": "no"}, r"return_lse \('no'\) must be a bool"),
+        ({"return_max_logit": "no"}, r"return_max_logit \('no'\) must be a bool"),
         ({"q": torch.ones(4, 1, 4).to_sparse()}, "q is torch.sparse_coo, but must be dense"),
     ],
 )

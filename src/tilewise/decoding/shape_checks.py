@@ -46,7 +46,7 @@ class CacheShape:
 
     def one_each(self, name: str, given: Any) -> Lengths:
         """A number for each sequence."""
-        numbers = as_ints(given)
+        numbers = as_ints(given, name)
         if len(numbers) != self.batch or min(numbers) < 0:
             raise ValueError(
                 f"{name} {numbers} must be one number, 0 or more, for each of the {self.batch} "

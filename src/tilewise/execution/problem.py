@@ -62,6 +62,7 @@ class AttentionCall(OpaqueValue):
     dropout_p: float = 0.0
     dropout_seed: int | None = None
     max_logit: bool = False
+    return_lse: bool = False
     problem: Problem | None = None
 
 

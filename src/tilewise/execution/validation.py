@@ -57,7 +57,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_kinds(call: AttentionCall) -> None:
     plan = "tw.ring(world_size)"
     require_type(Plan, "plan", call.plan, plan)
-    require_type(bool, "prune", call.prune, "True")
+    flags = ("prune", call.prune), ("return_lse", call.return_lse)
+    for name, value in (*flags, ("return_max_logit", call.max_logit)):
+        require_type(bool, name, value, "True")
     require_type(Layout, "layout", call.layout)
     require_type(Mask, "mask", call.mask)
     if call.backward_plan is not None:

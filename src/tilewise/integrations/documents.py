@@ -49,7 +49,7 @@ def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) ->
 
 def checked_documents(cp: ContextParallel, cu_seqlens: Tensor, position_ids: Tensor) -> str | None:
     """What is wrong with cu_seqlens, or with this rank's position ids beside them; else None."""
-    boundaries = as_ints(cu_seqlens)
+    boundaries = as_ints(cu_seqlens, "cu_seqlens")
     if (boundaries[0], boundaries[-1]) != (0, cp.layout.num_tokens):
         return (
             f"cu_seq_lens_q goes from {boundaries[0]} to {boundaries[-1]}, but must go from 0 to "

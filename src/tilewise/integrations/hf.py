@@ -292,7 +292,7 @@ def _documents(
     layer: LayerMask, batch: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[int, ...]:
     if cu_seqlens is not None:
-        return as_ints(cu_seqlens)
+        return as_ints(cu_seqlens, "cu_seqlens")
     if position_ids is None:
         return 0, layer.cp.layout.num_tokens
     found = gathered_documents(layer.cp, position_ids, batch)

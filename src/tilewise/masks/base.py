@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tilewise.arguments import whole_number
 from tilewise.masks import area, strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
@@ -154,9 +155,7 @@ class Window(Mask):
             tokens = getattr(self, side)
             if tokens is None:
                 continue
-            if tokens < 0:
-                raise ValueError(f"Window {side} ({tokens}) must be at least 0, or None: no bound")
-            object.__setattr__(self, side, operator.index(tokens))
+            object.__setattr__(self, side, whole_number(f"Window {side}", tokens, 0))
 
     def dense(self, q_positions: Any, k_positions: Any) -> Array:
         offset = positions(k_positions)[None, :] - positions(q_positions)[:, None]
@@ -188,7 +187,7 @@ class Document(Mask):
     cu_seqlens: tuple[int, ...]
 
     def __init__(self, cu_seqlens: Any):
-        object.__setattr__(self, "cu_seqlens", as_ints(cu_seqlens))
+        object.__setattr__(self, "cu_seqlens", as_ints(cu_seqlens, "cu_seqlens"))
         if not self.cu_seqlens or self.cu_seqlens[0] != 0:
             start = self.cu_seqlens[0] if self.cu_seqlens else "nothing"
             raise ValueError(f"cu_seqlens starts at {start}, but must start at 0")
@@ -262,10 +261,17 @@ class Or(And):
         return strips.union(self.a.strips(), self.b.strips())
 
 
-def as_ints(values: Any) -> tuple[int, ...]:
-    """A list, tuple, array or tensor of whole numbers as a tuple of int."""
+def as_ints(values: Any, name: str = "values") -> tuple[int, ...]:
+    """A list, tuple, array or tensor of whole numbers as a tuple of int.
+
+    Raises:
+        ValueError: "cu_seqlens ([0, 3.5, 8]) must be whole numbers".
+    """
     values = values.tolist() if hasattr(values, "tolist") else values
-    return tuple(operator.index(x) for x in values)
+    try:
+        return tuple(operator.index(x) for x in values)
+    except TypeError:
+        raise ValueError(f"{name} ({values!r:.60}) must be whole numbers") from None
 
 
 def positions(values: Any) -> Array:

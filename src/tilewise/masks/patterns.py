@@ -130,7 +130,7 @@ def prefix_lm_causal(num_tokens: int, prefix: int) -> Mask:
 def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
     """Within each document, its first prefixes[i] keys are visible to all, the rest causally."""
     documents = Document(cu_seqlens)
-    spans, prefixes = list(pairwise(documents.cu_seqlens)), as_ints(prefixes)
+    spans, prefixes = list(pairwise(documents.cu_seqlens)), as_ints(prefixes, "prefixes")
     if len(prefixes) != len(spans):
         raise ValueError(
             f"{len(prefixes)} prefixes for {len(spans)} documents; give one for each (0: causal)"
@@ -187,7 +187,7 @@ def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) 
         ValueError: if blocks overlap or end past num_tokens, or window is below 0.
     """
     _at_least("num_tokens", num_tokens, 1)
-    ranges = [as_ints(block) for block in blocks]
+    ranges = [as_ints(block, "blocks") for block in blocks]
     for start, stop in ranges:
         if not 0 <= start <= stop <= num_tokens:
             raise ValueError(
@@ -251,7 +251,7 @@ def random(
         return _draw_blocks(name, num_tokens, num_kv_heads, share, rng)
     if cu_seqlens is None:
         cu_seqlens = lengths.sample("pile", num_tokens, seed=seed)
-    mask = _draw(name, num_tokens, as_ints(cu_seqlens), rng)
+    mask = _draw(name, num_tokens, as_ints(cu_seqlens, "cu_seqlens"), rng)
     mask.check_tokens(num_tokens)
     return mask
 

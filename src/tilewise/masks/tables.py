@@ -38,7 +38,7 @@ class Slices(Mask):
     slices: tuple[Slice, ...]
 
     def __init__(self, slices: Iterable[tuple[Sequence[int], Sequence[int], str]]):
-        checked = tuple(_checked_slice(i, *entry) for i, entry in enumerate(slices))
+        checked = tuple(_checked_slice(i, entry) for i, entry in enumerate(slices))
         object.__setattr__(self, "slices", checked)
         both = strips.first_overlap(self._pieces())
         if both:
@@ -113,7 +113,7 @@ class Blocks(Mask):
         if given.size and (given.dtype.kind not in "biu" or not np.isin(given, (0, 1)).all()):
             raise ValueError(f"block_mask ({given.dtype}) must hold True and False, or 1 and 0")
         table = given.astype(bool)
-        edges = {"q_edges": as_ints(q_edges), "k_edges": as_ints(k_edges)}
+        edges = {"q_edges": as_ints(q_edges, "q_edges"), "k_edges": as_ints(k_edges, "k_edges")}
         for what, values in edges.items():
             if not values or values[0] != 0 or sorted(values) != list(values):
                 raise ValueError(f"{what} must ascend from 0, not {values[:8]}")
@@ -232,15 +232,17 @@ class PerHead(Mask):
         return f"PerHead([{', '.join(repr(head) for head in self.heads)}])"
 
 
-def _checked_slice(i: int, q_range: Sequence[int], k_range: Sequence[int], kind: str) -> Slice:
-    ranges = []
-    for what, bounds in (("q_range", q_range), ("k_range", k_range)):
-        start, stop = as_ints(bounds)
-        if not 0 <= start <= stop:
+def _checked_slice(i: int, entry: Any) -> Slice:
+    if not isinstance(entry, Sequence) or len(entry) != 3:
+        raise ValueError(f"slice {i} ({entry!r:.60}) must be (q_range, k_range, kind)")
+    ranges, kind = [], entry[2]
+    for what, given in zip(("q_range", "k_range"), entry, strict=False):
+        bounds = as_ints(given, f"slice {i}: {what}")
+        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
             raise ValueError(
-                f"slice {i}: {what} ({start}, {stop}) must be (start, stop), 0 <= start <= stop"
+                f"slice {i}: {what} {bounds} must be (start, stop), 0 <= start <= stop"
             )
-        ranges.append((start, stop))
+        ranges.append(bounds)
     if kind not in KINDS:
         raise ValueError(f"slice {i}: kind {kind!r} must be one of {', '.join(KINDS)}")
     return ranges[0], ranges[1], kind
