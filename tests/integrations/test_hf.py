@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ from tilewise.integrations import hf
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3", "cohere2")
-MODELS = ("llama", "llama4", "qwen3", "mixtral", "gpt2", *WINDOWED)
+MODELS = ("llama", "llama4", "granite", "deepseek_v3", "qwen3", "mixtral", "gpt2", *WINDOWED)
 
 
 def compare(name: str, given: Case, **options: Any) -> None:
@@ -101,6 +102,11 @@ def test_scores_are_capped_as_unsplit():
 @pytest.mark.parametrize("cu_seqlens", [WHOLE, SHORT], ids=["whole", "short"])
 def test_sinks_take_part_in_the_softmax_of_all_ranks(cu_seqlens: tuple[int, ...]):
     compare("gpt_oss", case(cu_seqlens))
+
+
+@pytest.mark.parametrize("cu_seqlens", [WHOLE, PACKED, SHORT], ids=["whole", "packed", "short"])
+def test_values_of_another_width_than_keys(cu_seqlens: tuple[int, ...]):
+    compare("deepseek_v3", case(cu_seqlens))
 
 
 def test_packed_documents_of_a_model_with_sinks_are_documents_alone():
@@ -205,6 +211,73 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         return run_split(model, cp, given)
 
     assert max(errors(summed(tw.loopback(2, on_rank)), want).values()) < 1e-5
+
+
+def dropped(rank: int, group: Any, given: Case, drop: float, checkpoint: bool) -> list[Result]:
+    """Two steps of a model that drops weights of attention, its random state begun by the rank."""
+    cp = tw.ContextParallel(group, num_tokens=given.cu_seqlens[-1], mask=tw.Causal())
+    model = build("granite", hf.register(cp, f"tilewise_{rank}"), attention_dropout=drop)
+    if checkpoint:
+        model.activation_checkpointing_enable()
+    torch.manual_seed(rank)
+    steps = []
+    for _ in range(2):
+        steps.append(run_split(model, cp, given))
+        model.zero_grad()
+    return steps
+
+
+def dropped_over_gloo(rank: int, given: Case, drop: float, checkpoint: bool) -> list[Result]:
+    return dropped(rank, None, given, drop, checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "recomputed"])
+def test_dropout_is_that_of_one_rank(checkpoint: bool):
+    given = case(PACKED)
+    one = dropped(0, None, given, 0.4, checkpoint=False)
+    ranks = run_processes(N, dropped_over_gloo, given, 0.4, checkpoint)
+    for step, want in enumerate(one):
+        assert max(errors(summed([rank[step] for rank in ranks]), want).values()) < 1e-5
+    without = dropped(0, None, given, 0.0, checkpoint=False)[0]
+    for other in (one[1], without):  # of another step, of none
+        assert (one[0].logits - other.logits).abs().max() > 1e-2
+
+
+def test_ranks_of_a_loopback_drop_what_one_rank_drops():
+    given = case(PACKED)
+    whole = build("granite", attention_dropout=0.4)
+
+    def on_rank(rank: int, group) -> Result:
+        cp = tw.ContextParallel(group, num_tokens=22, mask=tw.Causal())
+        model = copy.deepcopy(whole)
+        model.set_attn_implementation(hf.register(cp, f"tilewise_{rank}"))
+        return run_split(model, cp, given)
+
+    found = []
+    for world_size in (1, N):
+        torch.manual_seed(5)
+        found.append(summed(tw.loopback(world_size, on_rank)))
+    assert max(errors(*found).values()) < 1e-5
+
+
+def test_recomputed_layers_drop_the_same_of_all_that_they_drop():
+    """A layer draws random numbers of its own after its attention has."""
+    found = []
+    for checkpoint in (False, True):
+        cp = tw.ContextParallel(num_tokens=22, mask=tw.Causal())
+        model = build("gpt2", hf.register(cp), attn_pdrop=0.3, resid_pdrop=0.3)
+        if checkpoint:
+            model.activation_checkpointing_enable()
+        torch.manual_seed(3)
+        found.append(run_split(model, cp, case(PACKED)))
+    assert max(errors(*found).values()) < 1e-6
+
+
+def test_layers_drop_different_pairs():
+    layer = hf.LayerMask(tw.ContextParallel(num_tokens=3), tw.Causal(), False)
+    first, second = torch.nn.Identity(), torch.nn.Identity()
+    seeds = [layer.dropout_seed(x) for x in (first, second, first, second)]
+    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
 
 
 def test_two_names_serve_two_contexts_in_one_process():

@@ -59,12 +59,13 @@ def llama(name: str, **changes: Any) -> Any:
     return build("llama", name, **changes)
 
 
-def test_dropout_is_refused_in_training_and_runs_in_evaluation():
+def test_ranks_that_do_not_all_drop_raise():
+    """One in training, one in evaluation: no rank waits, none gives a number."""
     dropped = lambda name: llama(name, attention_dropout=0.1)  # noqa: E731
-    assert "dropout=0.1 cannot be honoured" in refusal(lambda cp, m: m(**plain(cp)), dropped)
-    cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
-    model = dropped(hf.register(cp)).eval()
-    assert model(**plain(cp)).logits.shape == (1, NUM_TOKENS, 50)
+    text = refusal(lambda cp, m: m.train(cp.rank == 1)(**plain(cp)), dropped)
+    assert "ranks disagree" in text
+    text = refusal(lambda cp, m: m(**plain(cp)), lambda n: llama(n, attention_dropout=1.0))
+    assert "dropout_p (1.0) must be at least 0 and below 1" in text
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -71,6 +73,23 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
             SIZES | {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2},
         ),
         "cohere2": (Cohere2Config, SIZES | {"sliding_window": 4}),
+        "granite": (GraniteConfig, SIZES),
+        # Keys of 192, values of 128.
+        "deepseek_v3": (
+            DeepseekV3Config,
+            SIZES
+            | {
+                "num_key_value_heads": 4,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "moe_intermediate_size": 16,
+                "n_routed_experts": 4,
+                "n_group": 2,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "first_k_dense_replace": 1,
+            },
+        ),
         "gpt2": (GPT2Config, GPT2 | dict.fromkeys(DROPOUT, 0.0)),
         "gpt_oss": (GptOssConfig, SIZES | EXPERTS | {"head_dim": 8, "rope_parameters": ROPE}),
         "llama4": (

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
+from tilewise.execution.validation import MOST_SEEDS
+from tilewise.functional import Options
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import (
@@ -31,7 +34,7 @@ from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.masks.tables import Slices
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import agree, agree_on_largest
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.resolve import transport_for
 
@@ -210,6 +213,8 @@ class LayerMask:
         self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
         self.read = read or (lambda _: mask)
         self.settled: Mask | None = None
+        self.seed: int | None = None  # of dropout, in the first layer that drops
+        self.layers: dict[nn.Module, int] = {}  # those that drop, counted
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -235,6 +240,20 @@ class LayerMask:
         if self.settled is None:
             self.settled = self._settle(batch, given)
         return self.settled
+
+    def dropout_seed(self, module: nn.Module) -> int:
+        """The seed of a layer in this forward pass: rank 0's draw from torch's CPU generator.
+
+        A recomputed layer draws in vain, so that what else it draws is as in forward. Ranks of a
+        loopback share the generator: rank 0 alone draws.
+        """
+        rank, number = self.cp.rank, 0
+        if rank == 0 or not isinstance(self.cp.group, LoopbackGroup):
+            number = int(torch.randint(MOST_SEEDS, (), device="cpu"))
+        if self.seed is None:
+            transport = transport_for(self.cp.group)
+            self.seed = agree_on_largest(transport, "dropout seed", 0 if rank else number)
+        return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
     def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
         position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
@@ -380,9 +399,15 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
         q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
-        scale, sink = given.get("scaling"), given.get("s_aux")
-        softcap = given.get("softcap")
-        out = cp.attention(q, k, v, mask=mask, softmax_scale=scale, sink=sink, softcap=softcap)
+        dropout = float(given.get("dropout") or 0)
+        options: Options = {
+            "softmax_scale": given.get("scaling"),
+            "sink": given.get("s_aux"),
+            "softcap": given.get("softcap"),
+            "dropout_p": dropout,
+            "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
+        }
+        out = cp.attention(q, k, v, mask=mask, **options)
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend

@@ -22,13 +22,12 @@ READ = frozenset(
         *("scaling", "position_ids", "cu_seq_lens_q", "max_length_q", "max_length_k"),
         *("position_embeddings", "cache_position", "use_cache", "num_items_in_batch"),
         *("labels", "shift_labels", "logits_to_keep", "return_dict", "output_hidden_states"),
-        *("is_training", "s_aux", "softcap"),
+        *("is_training", "s_aux", "softcap", "dropout"),
     )
 )
 # What else models ask for; the rest is not known here.
 ADVICE = MappingProxyType(
     {
-        "dropout": "set attention_dropout to 0 in the configuration, or evaluate",
         "output_router_logits": "its loss needs the router's choices for all tokens; leave it out",
         "output_attentions": "the scores are never in one place; leave it out",
         "sliding_window": "the layer's mask does not have this window",
@@ -46,8 +45,6 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
     for name, value in given.items():
         match name, value:
             case _, None | False if name != "is_causal":
-                continue
-            case "dropout", rate if rate == 0:
                 continue
             case "sliding_window", width if _is_window(found, width):
                 continue
