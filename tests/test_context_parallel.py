@@ -151,15 +151,15 @@ def test_auto_keeps_a_split_by_heads_to_what_the_heads_allow():
 
 
 def test_auto_takes_a_plan_made_for_the_mask_where_it_wins_and_another_for_another_mask():
-    """A chain of windows: each rank needs little of its neighbour, over links that are slow."""
+    """Two documents longer than a rank's share, over links that are slow."""
     tokens = 1 << 12
-    mask, slow = tw.Causal() & tw.Window(40, 0), Link(1e6, 1e-4)
+    mask, slow = tw.Causal() & tw.Document([0, 100, 2500, tokens]), Link(1e6, 1e-4)
     link = replace(tw.Machine.preset("cpu-gloo"), inside=slow, between=slow)
 
     def on_rank(rank: int, group) -> list[str]:
-        layout = tw.contiguous(tokens, N)
+        layout = tw.balanced(mask, tokens, N)
         cp = tw.ContextParallel(group, num_tokens=tokens, mask=mask, layout=layout, machine=link)
-        q = cp.shard(torch.randn(tokens, 4, 4))
+        q = cp.shard(torch.randn(tokens, 3, 4))
         cp.attention(q, q, q)
         cp.attention(q, q, q, mask=tw.Causal())
         return [cp.plan(q, q).name.split("(")[0]]

@@ -105,7 +105,7 @@ def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
 def test_a_graph_takes_in_all_streams_and_nothing_from_before(nccl, device, monkeypatch):
     bind(monkeypatch, True)
     transport = over_nccl(monkeypatch, device, 2, blocking=False) if nccl else None
-    case = Case(PLANS["double ring"], MASKS["documents"], passes=2)
+    case = Case(PLANS["double ring"], MASKS["documents"], passes=3)
     kernel = WatchedKernel(tw.kernel("cpu"), device)
     run(case, device, transport, kernel)
     known = {*kernel.ways}

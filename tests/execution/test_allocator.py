@@ -11,7 +11,7 @@ from support.bound_passes import Case, Counting, on_ranks, uncounted
 import tilewise as tw
 from tilewise.execution import allocator, work
 from tilewise.execution.memory_plan import BufferSpec, MemoryPlan, WorkspacePool, places
-from tilewise.kernels.merge import merge_into
+from tilewise.kernels.protocol import deliver
 
 MASKS = {
     "causal": tw.Causal(),
@@ -61,7 +61,7 @@ def test_a_bound_call_allocates_its_results_and_nothing_else(plan, mask, dtype, 
 
     def merging(*tensors: torch.Tensor) -> None:
         counting = getattr(active, "counting", None)
-        (uncounted(merge_into, counting) if counting else merge_into)(*tensors)
+        (uncounted(deliver, counting) if counting else deliver)(*tensors)
 
     def counts(case: Case) -> Counting:
         for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_bound_call_allocates_its_results_and_nothing_else(plan, mask, dtype, 
         case.counted(counting)
         return counting
 
-    monkeypatch.setattr(work, "merge_into", merging)
+    monkeypatch.setattr(work, "deliver", merging)
     for counting in on_ranks(
         plan, tw.zigzag(61, 4), MASKS[mask], counts, dtype=dtype, save="replay"
     ):

@@ -22,7 +22,9 @@ def machine(**fields) -> Machine:
 
 def passes(plan: Plan, cluster: Machine, mask: tw.Mask | None = None) -> tuple[float, float]:
     tokens = ROWS * plan.world_size
-    work = tw.Workload(tokens, HEADS, HEADS, WIDTH, "float32", None, mask or tw.Full())
+    work = tw.Workload(
+        tokens, HEADS, HEADS, WIDTH, "float32", None, tw.Full() if mask is None else mask
+    )
     found = tw.simulate(plan, replace(work, layout="contiguous"), cluster)
     return found.forward_seconds, found.backward_seconds
 

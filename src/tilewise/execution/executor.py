@@ -100,10 +100,7 @@ def _recorded(program: Program) -> Iterator[Instruction]:
 
 
 def _launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
-    """Post every receive by itself, so that each can be waited for by itself.
-
-    But small ones from one rank together: they share a message.
-    """
+    """Post every receive by itself, to be waited for by itself; small ones of a rank together."""
     handle, _, lane, sends, recvs, _ = launch
     arrivals: list[Arrival] = []
     if recvs:

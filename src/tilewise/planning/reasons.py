@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ HARDLY = 1 + 5e-5
 TIE = 1.003
 """Times of which none is so many times another are taken as equal: a simulation errs by more."""
 
-LINKS = {"inside": "inside its node", "between": "between nodes", "across": "across racks"}
+LINKS: Mapping[str, str] = MappingProxyType(
+    {"inside": "inside its node", "between": "between nodes", "across": "across racks"}
+)
 
 
 def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:

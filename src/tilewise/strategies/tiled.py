@@ -4,7 +4,6 @@ Queries, keys and values, and partial results travel, whichever costs least, pas
 read them so that no owner sends to everybody.
 """
 
-from functools import partial
 from math import inf
 
 from tilewise.arguments import require_type
@@ -13,7 +12,7 @@ from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.placement import LEVEL, Balance
-from tilewise.strategies.tiling.planner import placed_layout, placed_plan
+from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
 
 MHA = 2.0  # bytes of a KV shard per byte of a query shard, as many KV heads as query heads
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
@@ -48,7 +47,7 @@ def tiled(
     balance = _balance(
         *(u if x is None else x for x, u in zip((slack, linear), usual, strict=True))
     )
-    make = partial(placed_plan, balance=balance)
+    make = PlacedPlans(balance)
     if suits(mask, layout) and balance == LEVEL:
         make = triangle_plan
     if kv_bytes is not None:

@@ -131,6 +131,15 @@ def placed_plan(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance = 
     return assemble(name, chosen.work, chosen.flows, (mask, layout), kv_bytes)
 
 
+class PlacedPlans(NamedTuple):
+    """placed_plan of a balance, as a value: plans that keep how they were made compare by it."""
+
+    balance: Balance
+
+    def __call__(self, mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
+        return placed_plan(mask, layout, kv_bytes, self.balance)
+
+
 def _least(
     mask: Mask, layout: Layout, kv_bytes: float, balance: Balance
 ) -> tuple[tuple[int, float], Choice | None]:
