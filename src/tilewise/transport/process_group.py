@@ -90,7 +90,7 @@ def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
     """The rank that a failure goes back to.
 
     Every rank writes down in the group's store which one failed it. One that wrote nothing was
-    failed by nobody.
+    failed by nobody, and who waited for that writes the rank down as failed by itself.
     """
     store = lost_ranks(group)
     try:
@@ -99,9 +99,12 @@ def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
             until = monotonic() + _PATIENCE_SECONDS
             while not store.check([str(peer)]):
                 if monotonic() > until:
+                    store.set(str(peer), str(peer))  # so that the next one need not wait
                     return peer
                 sleep(0.02)
-            peer = int(store.get(str(peer)))
+            before, peer = peer, int(store.get(str(peer)))
+            if peer == before:
+                return peer
     except (RuntimeError, ValueError):  # the store is gone as well
         return peer
     return peer
