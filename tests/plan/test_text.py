@@ -203,3 +203,18 @@ def test_an_entry_of_a_wrong_type_is_named_with_its_value():
         ValueError, match=r"steps\[0\]\.transfers\[1\]\.src \('x'\) must be a whole"
     ):
         tw.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, r"the plan's name \(''\) must be a line of text"),
+        ({"name": "two\nlines"}, "must be a line of text"),
+        ({"owners": {"Q": [], "KV": [[0], [1]]}}, "there are no q shards"),
+        ({"steps": [{"tiles": [[[[0], [], 0]], []], "transfers": []}]}, "a tile has no kv shards"),
+    ],
+)
+def test_a_plan_that_text_cannot_say_is_refused(change: dict, message: str):
+    data = json.loads(tw.to_json(tw.ring(2))) | change
+    with pytest.raises(ValueError, match=message):
+        tw.from_json(json.dumps(data))

@@ -9,8 +9,11 @@ def checked(plan: Plan) -> Plan:
     """A plan that was read.
 
     Raises:
+        ValueError: if its name is no line of text.
         PlanError: as check_numbers, above the plan's grid.
     """
+    if plan.name.strip().splitlines() != [plan.name]:
+        raise ValueError(f"the plan's name ({plan.name!r:.60}) must be a line of text")
     try:
         check_numbers(plan, plan.steps)
     except PlanError as error:
@@ -39,6 +42,8 @@ def check_numbers(plan: Plan, steps: Sequence[Step]) -> None:
 
 def _check_owners(plan: Plan) -> None:
     for side, owners in zip(Side, plan.owners, strict=True):
+        if not owners:
+            raise PlanError(f"there are no {_name(side)} shards", 0, 0, _first(side))
         for shard, holders in enumerate(owners):
             item = Item(side, Role.OPERAND, shard)
             if not holders:
@@ -68,6 +73,9 @@ def _check_transfer(plan: Plan, number: int, hop: Transfer) -> None:
 
 def _check_tile(plan: Plan, number: int, rank: int, tile: Tile) -> None:
     for side, shards in zip(Side, (tile.q, tile.kv), strict=True):
+        if not shards:
+            message = f"step {number}, rank {rank}: a tile has no {_name(side)} shards"
+            raise PlanError(message, number, rank, _first(side))
         for item in (Item(side, Role.OPERAND, shard, tile.heads) for shard in shards):
             if reason := _unknown(plan, item):
                 name = str(tile._replace(heads=0)).replace("xkv", " x kv")
