@@ -96,11 +96,20 @@ def _drop_a_tile(data: dict) -> None:
         (_drop_a_tile, "plan: "),
         (lambda data: data.update(world_size=5), "5"),
         (lambda data: data.update(world_size="4"), "world_size ('4') must be a whole number"),
-        (lambda data: data.pop("machine"), "machine lacks 'machine'"),
+        (lambda data: data.pop("machine"), "an object with the entry 'machine'"),
         (lambda data: data.update(save="never"), "save ('never') must be"),
         (lambda data: data.update(format="tilewise plan 1"), "format is 'tilewise plan 1'"),
         (lambda data: data["workload"].update(num_heads=9), "workload: num_heads (9)"),
-        (lambda data: data["predicted"].pop("peak_bytes"), "lacks 'peak_bytes'"),
+        (lambda data: data["predicted"].pop("peak_bytes"), "with the entry 'peak_bytes'"),
+        (
+            lambda data: data["rows"][0].update(seconds="x"),
+            "rows[0].seconds ('x') must be a finite",
+        ),
+        (lambda data: data["rows"][0].update(backward_plan=3), "backward_plan (3) must be text"),
+        (lambda data: data["workload"].update(num_tokens=1.5), "num_tokens (1.5) must be a whole"),
+        (lambda data: data.update(world_size=10**30), "world_size (1000000000"),
+        (lambda data: data.update(machine="x"), "machine ('x') must be a list"),
+        (lambda data: data.update(reason=None), "reason (None) must be text"),
     ),
 )
 def test_an_edited_file_is_refused(tmp_path: Path, change, message: str):

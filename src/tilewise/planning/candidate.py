@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tilewise.arguments import MOST_RANKS, whole_number
+from tilewise.json_shapes import OrNull, require_shape
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import check_dtype, head_groups
@@ -142,6 +144,31 @@ class Candidate:
 
 FORMAT = "tilewise candidate 1"
 
+# What a candidate's file must have, as json_shapes says it.
+_PLAN = {"name": str}
+_ROW = {
+    **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
+    **dict.fromkeys(PlanRow._fields[4:8], float),
+    "peak_bytes": int,
+    "bytes_by_link": {},
+}
+_SHAPE = {
+    "world_size": int,
+    **dict.fromkeys(("strategy", "reason", "save", "wire_dtype"), str),
+    "workload": {
+        **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
+        "dtype": str,
+        "mask": {},
+    },
+    "layout": {"name": str},
+    "plan": _PLAN,
+    "backward_plan": OrNull(_PLAN),
+    "predicted": {name: _ROW[name] for name in (*PlanRow._fields[4:8], *PlanRow._fields[8:])},
+    "distances": {"compute_seconds": float, "least_bytes": float},
+    "rows": [_ROW],
+    "machine": [str],
+}
+
 PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
     *("bytes_by_link", "peak_bytes"),
@@ -168,7 +195,9 @@ def load_candidate(path: str | Path) -> Candidate:
 
 
 def _candidate(data: dict[str, Any], path: str) -> Candidate:
-    world_size = _whole(data, "world_size", path)
+    with _reading(path, "its entries"):
+        require_shape(data, _SHAPE, "candidate")
+        world_size = whole_number("world_size", data["world_size"], most=MOST_RANKS)
     with _reading(path, "layout"):
         num_tokens = int(data["workload"]["num_tokens"])
         layout = candidate_format.read_layout(data["layout"], num_tokens, world_size)
@@ -220,13 +249,6 @@ def _plan(data: dict[str, Any], name: str, work: Workload, save: str, path: str)
         plan = candidate_format.read_plan(data[name], world_size, save, where)
         head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         return plan
-
-
-def _whole(data: dict[str, Any], name: str, path: str) -> int:
-    value = data.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{path}: {name} ({value!r}) must be a whole number, at least 1")
-    return value
 
 
 @contextmanager
