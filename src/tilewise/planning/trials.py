@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan, Side
@@ -73,7 +74,7 @@ class Trial:
         if self.plan.cuts is not None:
             return COPIES * model.world_size * own
         sizes, most = model.shard_bytes(degree, kept=True), 0
-        for rank in [0] if model.alike is not None else range(model.world_size):
+        for rank in find_symmetry(self.plan).firsts():  # the mask has no say in it
             steps = self.plan.rank_steps(rank)
             held = {hop.item[::2] for step in steps for hop in (*step.sends, *step.recvs)}
             for tile in (tile for step in steps for tile in step.tiles):
