@@ -227,3 +227,11 @@ def test_random_takes_documents_heads_and_densities():
 def test_bad_parameters_are_refused_with_the_numbers(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("entry", ["1", 0.5, float("nan"), 2])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_blocks_of_anything_but_true_and_false_are_refused(entry, by_head):
+    table = [[1, 0], [entry, 1]] if entry != "1" else [["1", "0"], ["1", "1"]]
+    with pytest.raises(ValueError, match="must hold True and False"):
+        masks.block_sparse([table, table] if by_head else table, 4)

@@ -309,7 +309,7 @@ def _by_head(table: np.ndarray, make: Callable[[np.ndarray], Mask]) -> Mask:
 
 
 def _table(block_mask: Any) -> np.ndarray:
-    table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask, bool)
+    table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask)
     if table.ndim not in (2, 3):
         raise ValueError(
             f"block_mask has {table.ndim} dimensions, but must be [q_blocks, k_blocks] "
