@@ -144,35 +144,37 @@ class Candidate:
 
 FORMAT = "tilewise candidate 1"
 
-# What a candidate's file must have, as json_shapes says it.
-_PLAN = {"name": str}
-_ROW = {
-    **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
-    **dict.fromkeys(PlanRow._fields[4:8], float),
-    "peak_bytes": int,
-    "bytes_by_link": {},
-}
-_SHAPE = {
-    "world_size": int,
-    **dict.fromkeys(("strategy", "reason", "save", "wire_dtype"), str),
-    "workload": {
-        **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
-        "dtype": str,
-        "mask": {},
-    },
-    "layout": {"name": str},
-    "plan": _PLAN,
-    "backward_plan": OrNull(_PLAN),
-    "predicted": {name: _ROW[name] for name in (*PlanRow._fields[4:8], *PlanRow._fields[8:])},
-    "distances": {"compute_seconds": float, "least_bytes": float},
-    "rows": [_ROW],
-    "machine": [str],
-}
-
 PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
     *("bytes_by_link", "peak_bytes"),
 )
+
+
+def _shape() -> dict[str, Any]:
+    """What a candidate's file must have, as json_shapes says it."""
+    plan = {"name": str}
+    row = {
+        **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
+        **dict.fromkeys(PlanRow._fields[4:8], float),
+        "peak_bytes": int,
+        "bytes_by_link": {},
+    }
+    return {
+        "world_size": int,
+        **dict.fromkeys(("strategy", "reason", "save", "wire_dtype"), str),
+        "workload": {
+            **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
+            "dtype": str,
+            "mask": {},
+        },
+        "layout": {"name": str},
+        "plan": plan,
+        "backward_plan": OrNull(plan),
+        "predicted": {name: row[name] for name in PREDICTED},
+        "distances": {"compute_seconds": float, "least_bytes": float},
+        "rows": [row],
+        "machine": [str],
+    }
 
 
 def load_candidate(path: str | Path) -> Candidate:
@@ -196,7 +198,7 @@ def load_candidate(path: str | Path) -> Candidate:
 
 def _candidate(data: dict[str, Any], path: str) -> Candidate:
     with _reading(path, "its entries"):
-        require_shape(data, _SHAPE, "candidate")
+        require_shape(data, _shape(), "candidate")
         world_size = whole_number("world_size", data["world_size"], most=MOST_RANKS)
     with _reading(path, "layout"):
         num_tokens = int(data["workload"]["num_tokens"])

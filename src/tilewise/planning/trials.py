@@ -76,9 +76,11 @@ class Trial:
         sizes, most = model.shard_bytes(degree, kept=True), 0
         for rank in find_symmetry(self.plan).firsts():  # the mask has no say in it
             steps = self.plan.rank_steps(rank)
-            held = {hop.item[::2] for step in steps for hop in (*step.sends, *step.recvs)}
+            hops = (hop for step in steps for hop in (*step.sends, *step.recvs))
+            held = {(hop.item.side, hop.item.shard) for hop in hops}
             for tile in (tile for step in steps for tile in step.tiles):
-                held.update((s, x) for s in Side for x in tile[s])
+                held.update((Side.Q, shard) for shard in tile.q)
+                held.update((Side.KV, shard) for shard in tile.kv)
             most = max(most, sum(sizes[side] for side, _ in held))
         return COPIES * (most + own)
 
