@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tilewise as tw
-from tilewise.batches.schedule import Schedule, Step
+from tilewise.batches.schedule import BatchStep, StepStream
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
@@ -19,7 +19,7 @@ def drawn_lengths(seed: int, count: int, longest: int) -> list[int]:
     return [int(x) for x in np.clip(np.exp(rng.normal(3, 1.5, count)), 1, longest)]
 
 
-def scheduled(lengths, world_size=4, tokens_per_rank=64, **options) -> Schedule:
+def scheduled(lengths, world_size=4, tokens_per_rank=64, **options) -> StepStream:
     return tw.schedule(
         lengths, world_size=world_size, tokens_per_rank=tokens_per_rank, **HEADS, **options
     )
@@ -78,7 +78,7 @@ def test_stop_and_resume_gives_the_same_steps():
     assert second.state_dict() == {"steps": len(whole)}
 
 
-def made_in_worker(step: Step) -> tuple[int, str, tuple[int, ...]]:
+def made_in_worker(step: BatchStep) -> tuple[int, str, tuple[int, ...]]:
     return step.index, step.plan.fingerprint, step.documents
 
 

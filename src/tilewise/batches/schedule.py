@@ -27,7 +27,7 @@ LEVEL = 1.02  # times the window's mean area that a step's documents may have, i
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchStep:
     """The documents of one training step, over all ranks as one sequence.
 
     Attributes:
@@ -83,7 +83,7 @@ class Step:
         return self.simulation.seconds
 
 
-class Schedule(IterableDataset[Step]):
+class StepStream(IterableDataset[BatchStep]):
     """Training steps from a stream of documents; made by `schedule`.
 
     An IterableDataset: a DataLoader with workers plans ahead, each worker every num_workers-th
@@ -108,7 +108,7 @@ class Schedule(IterableDataset[Step]):
         self._lookahead, self._seed = order
         self._first = self._done = 0
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[BatchStep]:
         worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker else (0, 1)
         self._done = self._first
@@ -131,7 +131,7 @@ class Schedule(IterableDataset[Step]):
         """
         self._first = self._done = _at_least("steps", state["steps"], 0)
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[BatchStep]:
         rng = np.random.default_rng(self._seed)
         stream = enumerate(self._lengths)
         waiting: list[tuple[int, int]] = []  # (index, length), in the stream's order
@@ -153,7 +153,7 @@ class Schedule(IterableDataset[Step]):
             tokens -= ends[-1]
             if ends[-1] < self._num_tokens:
                 ends.append(self._num_tokens)
-            yield Step(
+            yield BatchStep(
                 number, tuple(taken), tuple(ends), self._world_size, self._layer, self._machine
             )
             number += 1
@@ -185,7 +185,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     machine: Machine | None = None,
     lookahead: int | None = None,
     seed: int = 0,
-) -> Schedule:
+) -> StepStream:
     """Training steps from a stream of documents, over all ranks (dp x cp) as one world.
 
     Every step has tokens_per_rank tokens on every rank, so pipelines, captured graphs and FSDP see
@@ -198,7 +198,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
         lengths: tokens of each document. An iterator is read once: give a list to iterate again.
         world_size: dp x cp.
         num_heads, num_kv_heads, head_dim: of a layer's attention.
-        machine: what `Step.seconds` is simulated on; None: the preset "h100x8".
+        machine: what `BatchStep.seconds` is simulated on; None: the preset "h100x8".
         lookahead: from how many waiting documents a step is chosen (more, where so many do not
             fill it); default: as many as fill four steps.
         seed: of ties in the choice.
@@ -217,7 +217,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     layer = Workload(
         num_tokens=sizes[1], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
     )
-    return Schedule(lengths, sizes, layer, machine, (ahead, seed))
+    return StepStream(lengths, sizes, layer, machine, (ahead, seed))
 
 
 def _fill(waiting: list[tuple[int, int]], room: int, rng: np.random.Generator) -> dict[int, int]:
