@@ -45,14 +45,18 @@ def closed_form(
     """forward = x (u + w u + l) + y 2 rho u; backward = x (2u + 2l + w u) + y 2 rho u (1 + w).
 
     What is gathered in forward (q, k, v) falls away in backward: x (u + 2l + w u) + y 2 rho u w.
+    Rows of an odd number of heads have 8 bytes more, those of float64 none.
     """
     u = Fraction(ROWS * heads.num_heads * HEAD_DIM * BYTES[dtype])
     l = ROWS * heads.num_heads * (8 if dtype == "float64" else 4)  # noqa: E741
     w = Fraction(BYTES[wire], BYTES[dtype])
     rho = Fraction(max(heads.num_kv_heads, degree), heads.num_heads)
     kept = 1 if gathered else 0
+    odd = heads.num_heads // degree % 2 and dtype != "float64"
+    padding = ROWS * degree * 8 if odd else 0
     forward = hops.x * (u + w * u + l) + hops.y * 2 * rho * u
-    backward = hops.x * ((2 - kept) * u + 2 * l + w * u) + hops.y * 2 * rho * u * (1 - kept + w)
+    sent = (2 - kept) * u + 2 * l + padding + w * u
+    backward = hops.x * sent + hops.y * 2 * rho * u * (1 - kept + w)
     return forward, backward
 
 

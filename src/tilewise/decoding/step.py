@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.compiler.liveness import Lifetimes
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.executor import execute
-from tilewise.execution.forward_backward import with_unit_stride
+from tilewise.execution.forward_backward import loadable
 from tilewise.execution.gather import Tensors
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
@@ -155,7 +155,7 @@ class DecodingPass:
         kernel = self._frame.kernel
         cut = CallStyle(kernel.square_causal, kernel.whole_tile)
         calls = [*reads(mask, places, self._here, heads, cut)]
-        rows = with_unit_stride(q).transpose(0, 1)
+        rows = loadable(q).transpose(0, 1)
         work = Decode(self._frame, self._payload, (rows, *cached), calls)
         execute(self._program, work, self._transport)
         out, lse = work.final(partial(Side.Q, 0))

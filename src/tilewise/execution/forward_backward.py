@@ -12,6 +12,7 @@ from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
+from tilewise.plan.payload import ALIGNMENT_BYTES
 from tilewise.transport.protocol import Transport
 
 
@@ -26,7 +27,7 @@ def forward_pass(
         keep: a backward pass follows; save="gathered" then keeps what was received.
     """
     batched = q.ndim == 4
-    rows = [_rows_first(with_unit_stride(x), batched) for x in (q, k, v)]
+    rows = [_rows_first(loadable(x), batched) for x in (q, k, v)]
     run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     allocator = run.allocator(rows, keep)
@@ -72,8 +73,8 @@ def backward_pass(
         grads: dout and dlse; None: zero.
     """
     batched = saved[0].ndim == 4
-    q, k, v, out, lse = (_rows_first(with_unit_stride(x), batched) for x in saved)
-    dout, dlse = (None if x is None else _rows_first(with_unit_stride(x), batched) for x in grads)
+    q, k, v, out, lse = (_rows_first(loadable(x), batched) for x in saved)
+    dout, dlse = (None if x is None else _rows_first(loadable(x), batched) for x in grads)
     batch, device = q.shape[1], q.device
     gathered = {}
     if problem.gathered:
@@ -106,9 +107,14 @@ def _delta(
     return delta if dlse is None else delta.sub_(dlse)
 
 
-def with_unit_stride(x: Tensor) -> Tensor:
-    """x with the unit last stride that kernels ask for (of a single column, too)."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+def loadable(x: Tensor) -> Tensor:
+    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
+    be. Else a copy."""
+    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
+    places = (stride * x.itemsize for stride in x.stride()[:-1])
+    if x.stride(-1) == 1 and not any(at % unit for at in (x.data_ptr(), *places)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows_first(x: Tensor, batched: bool) -> Tensor:

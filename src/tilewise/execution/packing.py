@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.execution.allocator import Allocator, Source
 from tilewise.plan.ir import Item, Rows
-from tilewise.plan.payload import ITEM_BYTES, Field
+from tilewise.plan.payload import ITEM_BYTES, RowFormat
 
 STATISTICS = ("lse", "delta", "largest")
 
@@ -46,18 +46,18 @@ class Packing:
         in_place: whether packed fields can be used without a copy: all are aligned.
     """
 
-    def __init__(self, fields: Sequence[Field], heads: int):
+    def __init__(self, row: RowFormat, heads: int):
+        fields, starts, self.row_bytes, self.in_place = row
         self.names = [field.name for field in fields]
         self._dtypes = [getattr(torch, field.dtype) for field in fields]
-        self._sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
+        sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
+        self._columns = [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
         self._shapes = [
             (heads,) if field.name in STATISTICS else (heads, field.width) for field in fields
         ]
-        self.row_bytes = sum(self._sizes)
-        widest = max((dtype.itemsize for dtype in self._dtypes), default=1)
-        self.in_place = all(size % widest == 0 for size in self._sizes)
         # Fields of one shape are the slices of one tensor: fewer views than one by one.
         alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
+        alike = alike and sum(sizes) == self.row_bytes
         self._alike = self._dtypes[0] if alike else None
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
         self.row_shape = (*inner, self.row_bytes // math.prod(inner))
@@ -79,11 +79,9 @@ class Packing:
             for place, x in zip(self.unpack(wire).values(), tensors, strict=True):
                 place.copy_(x)
             return wire
-        for columns, x, dtype in zip(
-            wire.split(self._sizes, -1), tensors, self._dtypes, strict=True
-        ):
+        for columns, x, dtype in zip(self._columns, tensors, self._dtypes, strict=True):
             converted = allocator.take(x.shape, dtype)
-            columns.copy_(converted.copy_(x).flatten(2).view(torch.uint8))
+            wire[..., columns].copy_(converted.copy_(x).flatten(2).view(torch.uint8))
             allocator.give(converted)
         return wire
 
@@ -92,13 +90,12 @@ class Packing:
         if self._alike is not None:
             return dict(zip(self.names, wire.view(self._alike).unbind(2), strict=False))
         tensors = []
-        for columns, dtype, shape in zip(
-            wire.split(self._sizes, -1), self._dtypes, self._shapes, strict=True
-        ):
+        for columns, dtype, shape in zip(self._columns, self._dtypes, self._shapes, strict=True):
+            field = wire[..., columns]
             # contiguous() keeps a single row where it is, unaligned
             if not self.in_place:
-                columns = columns.clone(memory_format=torch.contiguous_format)
-            tensors.append(columns.view(dtype).unflatten(-1, shape))
+                field = field.clone(memory_format=torch.contiguous_format)
+            tensors.append(field.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
 
 

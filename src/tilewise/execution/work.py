@@ -56,7 +56,7 @@ class Frame:
 def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
     """How every kind of item is packed in a pass."""
     return {
-        (side, role): Packing(payload.fields(side, role), payload.heads(side))
+        (side, role): Packing(payload.row_format(side, role), payload.heads(side))
         for side in Side
         for role in Role
     }

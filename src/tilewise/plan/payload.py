@@ -5,7 +5,8 @@
             |                     | largest (maximum)  |            |
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
-One table for executor, volume and simulator, so that what is counted is what travels.
+One table for executor, volume and simulator, so that what is counted is what travels. Rows of
+operands are padded to 16 bytes where kernels load so many at once (see `Payload.row_format`).
 """
 
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from typing import NamedTuple
 from tilewise.plan.ir import Item, Plan, Role, Side
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
+ALIGNMENT_BYTES = 16
+"""What kernels load at once: operands begin at multiples of it, if their heads' rows are such."""
 
 
 class Field(NamedTuple):
@@ -21,6 +24,21 @@ class Field(NamedTuple):
     name: str
     width: int
     dtype: str
+
+
+class RowFormat(NamedTuple):
+    """How the fields of an item lie in one token's packed row, one after the other.
+
+    Attributes:
+        starts: first byte of each field.
+        num_bytes: of the row, padding counted.
+        in_place: whether fields are aligned, so that they can be used where they lie.
+    """
+
+    fields: tuple[Field, ...]
+    starts: tuple[int, ...]
+    num_bytes: int
+    in_place: bool
 
 
 class Payload(NamedTuple):
@@ -84,16 +102,24 @@ class Payload(NamedTuple):
     def heads(self, side: Side) -> int:
         return self.num_heads if side is Side.Q else self.num_kv_heads
 
-    def row_bytes(self, item: Item) -> int:
-        """Bytes of one token of an item."""
-        fields = self.fields(item.side, item.role)
-        return self.heads(item.side) * sum(f.width * ITEM_BYTES(f.dtype) for f in fields)
-
-    def in_place(self, item: Item) -> bool:
-        """Whether packed fields of an item are aligned, so that they can be used where they lie."""
-        fields, heads = self.fields(item.side, item.role), self.heads(item.side)
+    def row_format(self, side: Side, role: Role) -> RowFormat:
+        """How an item's row is packed; operands are padded for what kernels load at once."""
+        fields, heads = self.fields(side, role), self.heads(side)
+        starts, stop, row_unit = [], 0, 1
+        for field in fields:
+            head_bytes = field.width * ITEM_BYTES(field.dtype)
+            loads = role is Role.OPERAND and head_bytes % ALIGNMENT_BYTES == 0
+            unit = ALIGNMENT_BYTES if loads else 1
+            starts.append(-(-stop // unit) * unit)
+            stop, row_unit = starts[-1] + heads * head_bytes, max(unit, row_unit)
+        num_bytes = -(-stop // row_unit) * row_unit
         widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
-        return all(heads * f.width * ITEM_BYTES(f.dtype) % widest == 0 for f in fields)
+        in_place = all(at % widest == 0 for at in (*starts, num_bytes))
+        return RowFormat(fields, tuple(starts), num_bytes, in_place)
+
+    def row_bytes(self, item: Item) -> int:
+        """Bytes of one token of an item, padding counted."""
+        return self.row_format(item.side, item.role).num_bytes
 
 
 def accumulator(dtype: str) -> str:

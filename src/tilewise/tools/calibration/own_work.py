@@ -20,8 +20,8 @@ from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.registry import kernel_for
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
-from tilewise.plan.ir import Plan
-from tilewise.plan.payload import Field, Payload
+from tilewise.plan.ir import Plan, Role, Side
+from tilewise.plan.payload import Payload
 from tilewise.simulation.machine import KernelSpeed
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.ring import ring
@@ -274,6 +274,7 @@ def _merging(clock: SharedClock) -> tuple[float, float]:
 def _packing(clock: SharedClock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
-    packing = Packing([Field(name, 64, "float32") for name in ("k", "v")], 8)
+    payload = Payload(False, 8, 8, 64, 64, "float32", "float32")
+    packing = Packing(payload.row_format(Side.KV, Role.OPERAND), 8)
     allocator = FreshAllocator(k.device)
     return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator), 5, 2)
