@@ -1,6 +1,7 @@
 """Exact softmax attention over sequences split across many devices."""
 
 from tilewise import masks
+from tilewise import wires as wire
 from tilewise.batches.schedule import schedule
 from tilewise.batches.tree import Tree
 from tilewise.compiler.checker import check
@@ -113,5 +114,6 @@ __all__ = [
     "tree",
     "ulysses",
     "volume",
+    "wire",
     "zigzag",
 ]

@@ -15,6 +15,8 @@ LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 Moves: TypeAlias = Literal["kv", "q"]
 Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather"]
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
+
 MOST_RANKS = 1 << 17
 """More than any cluster has: a plan of a mistyped number of ranks would take minutes to make."""
 
@@ -31,7 +33,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> DtypeName:
-    """The name of a torch dtype, or a name as it is; plan/payload.py knows which there are."""
+    """The name of a torch dtype, or a name as it is; check_dtype knows which there are."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
@@ -72,3 +74,12 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     require_range(name, index(value), least)
     require_range(name, index(value), least, most)
     return index(value)
+
+
+def check_dtype(what: str, name: str) -> None:
+    try:
+        ITEM_BYTES(name)
+    except KeyError:
+        raise ValueError(
+            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
+        ) from None

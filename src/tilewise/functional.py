@@ -16,6 +16,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.transport.resolve import Group
+from tilewise.wires.wire import AnyWire
 
 
 class Options(TypedDict, total=False):
@@ -25,6 +26,7 @@ class Options(TypedDict, total=False):
     backward_plan: Plan | None
     kv_layout: Layout | None
     wire_dtype: torch.dtype | DtypeName | None
+    wire: AnyWire | None
     save: Save | None
     prune: bool
     q_positions: Sequence[int] | Tensor | None
@@ -93,6 +95,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     backward_plan: Plan | None = None,
     kv_layout: Layout | None = None,
     wire_dtype: torch.dtype | DtypeName | None = None,
+    wire: AnyWire | None = None,
     save: Save | None = None,
     prune: bool = True,
     q_positions: Sequence[int] | Tensor | None = None,
@@ -121,6 +124,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         softmax_scale: above 0; default 1 / sqrt(head_dim).
         return_lse: also return lse.
         wire_dtype: of travelling out, dq, dk, dv; default q's dtype. Merging is fp32 or wider.
+            Short for wire=tw.wire.Plain(wire_dtype).
+        wire: how what travels is encoded: one of tw.wire, or a tw.wire.Wires of several.
         save: "replay" operands' transfers in backward, or keep them "gathered"; default: replay,
             but gathered for ulysses alone, where it takes no more memory. Code that torch.compile
             compiles always replays.
@@ -161,6 +166,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         kv_layout,
         softmax_scale,
         wire_dtype,
+        wire,
         save,
         prune,
         q_positions,

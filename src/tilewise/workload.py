@@ -1,19 +1,21 @@
 """The workload, and the bytes that a plan moves for it."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import DtypeName, LayoutName, Save, dtype_name, require_type
+from tilewise.arguments import DtypeName, LayoutName, Save, check_dtype, dtype_name, require_type
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.shards import everything_needed
 from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan
-from tilewise.plan.payload import check_dtype, check_save, head_groups
+from tilewise.plan.payload import check_save, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
+from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
@@ -26,11 +28,13 @@ class Workload:
         num_tokens: length of the whole sequence.
         num_heads, num_kv_heads, head_dim: of the whole model layer.
         dtype: of q, k, v; a name, or torch's own.
-        wire_dtype: of travelling out, dq, dk, dv; None: dtype.
+        wire_dtype: of travelling out, dq, dk, dv; None: dtype; short for a wire.
         mask: which pairs attend.
         layout: "contiguous", "zigzag", "striped" or a Layout.
         v_head_dim: of v and out; None: head_dim.
         max_logit: attention is to return the largest scores, which travel with partial results.
+        wire: as attention takes it; a Latent needs its width. A lone Plain becomes wire_dtype, and
+            any other the tw.wire.Wires that it stands for.
         save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
             plan prefers (ulysses alone keeps them, all others replay).
     """
@@ -46,16 +50,20 @@ class Workload:
     save: Save | None = None
     v_head_dim: int | None = None
     max_logit: bool = False
+    wire: AnyWire | None = None
 
     def __post_init__(self) -> None:
-        for what in ("dtype", "wire_dtype"):
-            if getattr(self, what) is not None:
-                object.__setattr__(self, what, dtype_name(getattr(self, what)))
-        for what, name in (("dtype", self.dtype), ("wire_dtype", self.wire_dtype or self.dtype)):
-            check_dtype(what, name)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        check_dtype("dtype", self.dtype)
+        wires = wires_of(self.wire, self.wire_dtype)
+        plain = wires.only_wire_dtype
+        object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
+        object.__setattr__(self, "wire", None if plain else wires)
         for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
             if not width >= 1:
                 raise ValueError(f"{what} ({width}) must be at least 1")
+        if wires.latent is not None:
+            wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
         check_save(self.save)
         require_type(Mask, "mask", self.mask).check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
@@ -68,6 +76,13 @@ class Workload:
                 f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; "
                 "make them equal"
             )
+
+    @cached_property
+    def wires(self) -> Wires:
+        """How what travels is encoded."""
+        if self.wire is None:
+            return plain_wires(self.wire_dtype, self.dtype)
+        return wires_of(self.wire).resolved(self.dtype)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -94,7 +109,7 @@ class Workload:
             self.num_kv_heads,
             self.head_dim,
             self.dtype,
-            self.wire_dtype or self.dtype,
+            self.wires,
             self.save,
             v_head_dim=self.v_head_dim,
             max_logit=self.max_logit,

@@ -125,7 +125,7 @@ def test_padded_rows_give_the_same_gradients(heads: int):
     ],
 )
 def test_padding_of_a_row_is_counted(heads, dtype, widths, num_bytes):
-    payload = Payload(True, heads, heads, *widths, dtype, dtype)
+    payload = Payload(True, heads, heads, *widths, dtype, tw.wire.Wires().resolved(dtype))
     row = payload.row_format(Side.Q, Role.OPERAND)
     assert row.num_bytes == num_bytes == payload.row_bytes(tw.operand(Side.Q, 0))
     work = tw.Workload(
@@ -137,5 +137,5 @@ def test_padding_of_a_row_is_counted(heads, dtype, widths, num_bytes):
 
 
 def test_values_of_an_odd_width_leave_keys_aligned():
-    row = Payload(False, 3, 3, 8, 5, "bfloat16", "bfloat16").row_format(Side.KV, Role.OPERAND)
+    row = Payload(False, 3, 3, 8, 5, "bfloat16", tw.wire.Wires()).row_format(Side.KV, Role.OPERAND)
     assert row.starts == (0, 48) and row.num_bytes == 80

@@ -11,6 +11,7 @@ from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Transfer
 from tilewise.plan.payload import HeadGroups, Payload, check_gathered, head_groups, saving
 from tilewise.plan.row_ranges import count
+from tilewise.wires.wire import Wires
 
 
 class CallShape(NamedTuple):
@@ -27,8 +28,8 @@ class CallShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # of q, k, v; a name, as wire_dtype is: of travelling out, dq, dk, dv
-    wire_dtype: str
+    dtype: str  # of q, k, v; a name
+    wires: Wires
     save: str | None = None  # "replay", "gathered" or None: as the forward plan prefers
     kv_layout: Layout | None = None  # of k and v if it differs from the queries'
     q_positions: Sequence[int] | None = None
@@ -39,8 +40,8 @@ class CallShape(NamedTuple):
         """What travels forward where heads are cut into so many groups."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
         widths = self.head_dim, self.v_head_dim or self.head_dim
-        dtypes = self.dtype, self.wire_dtype
-        return Payload(False, *sizes, *widths, *dtypes, max_logit=self.max_logit)
+        dtype, wires = self.dtype, self.wires
+        return Payload(False, *sizes, *widths, dtype, wires, max_logit=self.max_logit)
 
 
 class ResolvedPass(NamedTuple):

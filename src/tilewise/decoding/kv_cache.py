@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Validate, dtype_name
+from tilewise.arguments import DtypeName, Validate, check_dtype, dtype_name
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
@@ -21,10 +21,10 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import check_dtype
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import Group, transport_for
+from tilewise.wires.wire import plain_wires
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]
@@ -336,7 +336,7 @@ class KVCache:
                 shape.num_kv_heads,
                 shape.head_dim,
                 dtype_name(shape.dtype),
-                self.wire_dtype,
+                plain_wires(self.wire_dtype, dtype_name(shape.dtype)),
                 q_positions=range(num_queries),
                 v_head_dim=shape.v_head_dim,
             )

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tilewise.execution.allocator import Allocator, Source
+from tilewise.execution.encoding import decode, encode
 from tilewise.plan.ir import Item, Rows
-from tilewise.plan.payload import ITEM_BYTES, RowFormat
+from tilewise.plan.payload import RowFormat
 
 STATISTICS = ("lse", "delta", "largest")
 
@@ -43,20 +44,22 @@ class Packing:
     Attributes:
         row_bytes: bytes of one token of one sequence.
         row_shape: shape of those bytes in a buffer.
-        in_place: whether packed fields can be used without a copy: all are aligned.
+        in_place: whether packed fields can be used without a copy: all are aligned, none encoded.
     """
 
     def __init__(self, row: RowFormat, heads: int):
         fields, starts, self.row_bytes, self.in_place = row
         self.names = [field.name for field in fields]
+        self._fields, self._heads = fields, heads
+        self._encodes = any(field.wire is not None for field in fields)
         self._dtypes = [getattr(torch, field.dtype) for field in fields]
-        sizes = [heads * field.width * ITEM_BYTES(field.dtype) for field in fields]
+        sizes = [heads * field.row_bytes for field in fields]
         self._columns = [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
         self._shapes = [
             (heads,) if field.name in STATISTICS else (heads, field.width) for field in fields
         ]
         # Fields of one shape are the slices of one tensor: fewer views than one by one.
-        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1
+        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1 and not self._encodes
         alike = alike and sum(sizes) == self.row_bytes
         self._alike = self._dtypes[0] if alike else None
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
@@ -69,8 +72,9 @@ class Packing:
         """
         first = tensors[0]
         shape = *first.shape[:2], *self.row_shape
-        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and first.is_contiguous()
-        if alone and first.numel():  # strides of empty tensors forbid the views below
+        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and not self._encodes
+        if alone and first.is_contiguous() and first.numel():
+            # strides of empty tensors forbid the views below
             return first.flatten(2).view(torch.uint8).view(shape)
         wire = allocator.take(shape, torch.uint8)
         if not wire.numel():
@@ -79,7 +83,12 @@ class Packing:
             for place, x in zip(self.unpack(wire).values(), tensors, strict=True):
                 place.copy_(x)
             return wire
-        for columns, x, dtype in zip(self._columns, tensors, self._dtypes, strict=True):
+        for field, columns, x, dtype in zip(
+            self._fields, self._columns, tensors, self._dtypes, strict=True
+        ):
+            if field.wire is not None:
+                wire[..., columns].copy_(encode(field, x))
+                continue
             converted = allocator.take(x.shape, dtype)
             wire[..., columns].copy_(converted.copy_(x).flatten(2).view(torch.uint8))
             allocator.give(converted)
@@ -90,12 +99,17 @@ class Packing:
         if self._alike is not None:
             return dict(zip(self.names, wire.view(self._alike).unbind(2), strict=False))
         tensors = []
-        for columns, dtype, shape in zip(self._columns, self._dtypes, self._shapes, strict=True):
-            field = wire[..., columns]
+        for field, columns, dtype, shape in zip(
+            self._fields, self._columns, self._dtypes, self._shapes, strict=True
+        ):
+            packed = wire[..., columns]
             # contiguous() keeps a single row where it is, unaligned
             if not self.in_place:
-                field = field.clone(memory_format=torch.contiguous_format)
-            tensors.append(field.view(dtype).unflatten(-1, shape))
+                packed = packed.clone(memory_format=torch.contiguous_format)
+            if field.wire is not None:
+                tensors.append(decode(field, packed, self._heads))
+                continue
+            tensors.append(packed.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
 
 

@@ -29,9 +29,9 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import check_dtype
 from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
+from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class AttentionCall(OpaqueValue):
     kv_layout: Layout | None = None
     softmax_scale: float | None = None
     wire_dtype: torch.dtype | str | None = None
+    wire: AnyWire | None = None
     save: Save | None = None
     prune: bool = True
     q_positions: Sequence[int] | Tensor | None = None
@@ -109,7 +110,7 @@ def make_problem(
         int(k.shape[-2]),
         head_dim,
         dtype,
-        dtype_name(call.wire_dtype or dtype),
+        resolved_wires(call, dtype),
         call.save,
         kv_layout,
         query_positions(call, num_queries, kv_layout.num_tokens),
@@ -121,11 +122,17 @@ def make_problem(
     check_rows(q, k, layouts, passes[0].plan, rank)
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
-    check_dtype("wire_dtype", shape.wire_dtype)
     check_sink(call.sink, num_heads, dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
     kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs)
     return Problem(passes, scores, call.prune, kernel)
+
+
+def resolved_wires(call: AttentionCall, dtype: str) -> Wires:
+    """What wire and wire_dtype of a call mean for tensors of a dtype."""
+    if call.wire is None:
+        return plain_wires(call.wire_dtype and dtype_name(call.wire_dtype), dtype)
+    return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 
 def _kernel(call: AttentionCall, q: Tensor, head_dim: int, needs: tuple[str, ...]) -> Kernel:
@@ -164,7 +171,8 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
         "dropout_p": scores.dropout_p,
         "dropout_seed": scores.dropout_seed,
         "return_max_logit": scores.max_logit,
-        "wire_dtype": payload.wire_dtype,
+        "wire_dtype": payload.wires.partials,
+        "wire": payload.wires,
         "save": "gathered" if problem.gathered else "replay",
         "prune": problem.prune,
         "requires_grad": call.needs_grad,

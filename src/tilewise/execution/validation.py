@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tilewise.arguments import dtype_name, require_type
+from tilewise.arguments import check_dtype, dtype_name, require_type
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.payload import check_dtype
 
 if TYPE_CHECKING:
     from tilewise.execution.problem import AttentionCall

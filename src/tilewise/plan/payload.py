@@ -5,25 +5,39 @@
             |                     | largest (maximum)  |            |
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
-One table for executor, volume and simulator, so that what is counted is what travels. Rows of
-operands are padded to 16 bytes where kernels load so many at once (see `Payload.row_format`).
+A latent travels in place of k and v, and dlatent in place of dk and dv. One table for executor,
+volume and simulator, so that what is counted is what travels. Rows of operands are padded to 16
+bytes where kernels load so many at once (see `Payload.row_format`).
 """
 
 from typing import NamedTuple
 
+from tilewise.arguments import ITEM_BYTES, dtype_name
 from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.wires.wire import Plain, Wire, Wires
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
 ALIGNMENT_BYTES = 16
 """What kernels load at once: operands begin at multiples of it, if their heads' rows are such."""
 
 
 class Field(NamedTuple):
-    """One tensor of an item: [rows, batch, heads, width] of a dtype."""
+    """One tensor of an item: [rows, batch, heads, width] of a dtype.
+
+    Attributes:
+        wire: how it is encoded on its way; None: its numbers travel as they are.
+    """
 
     name: str
     width: int
     dtype: str
+    wire: Wire | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of one head, as it travels."""
+        if self.wire is not None:
+            return self.wire.row_bytes(self.width, self.dtype)
+        return self.width * ITEM_BYTES(self.dtype)
 
 
 class RowFormat(NamedTuple):
@@ -49,7 +63,7 @@ class Payload(NamedTuple):
         num_heads, num_kv_heads: of one head group.
         head_dim, v_head_dim: of q, k, dq, dk; of v, out, dout, dv.
         dtype: of q, k, v; lse and delta are float32 (float64 for float64).
-        wire_dtype: of travelling out, dq, dk, dv.
+        wires: how all but statistics are encoded on their way.
         saved: operands gathered in the forward pass are still there, and do not travel again.
         max_logit: every row's largest score travels with out and lse, as they do.
     """
@@ -60,30 +74,45 @@ class Payload(NamedTuple):
     head_dim: int
     v_head_dim: int
     dtype: str
-    wire_dtype: str
+    wires: Wires
     saved: bool = False
     max_logit: bool = False
 
     def fields(self, side: Side, role: Role) -> tuple[Field, ...]:
         """The tensors of an item, in the order in which they are packed."""
-        statistic, widths = accumulator(self.dtype), (self.head_dim, self.v_head_dim)
-        inputs = ("q",) if side is Side.Q else ("k", "v")
+        statistic, inputs = accumulator(self.dtype), self.inputs(side)
         if role is Role.OPERAND:
-            gone = self.backward and self.saved
-            named = () if gone else zip(inputs, widths, strict=False)
-            kept = [Field(name, width, self.dtype) for name, width in named]
+            kept = () if self.backward and self.saved else inputs
             if self.backward and side is Side.Q:
-                kept.append(Field("dout", self.v_head_dim, self.dtype))
-                kept += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
-            return tuple(kept)
+                kept = *kept, ("dout", self.v_head_dim)
+            wire = self.wires.backward if self.backward else self.wires.forward
+            own = None if wire in (Plain(), Plain(dtype_name(self.dtype))) else wire
+            fields = [Field(name, width, self.dtype, own) for name, width in kept]
+            if self.backward and side is Side.Q:
+                fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
+            return tuple(fields)
         if self.backward:
-            named = zip(inputs, widths, strict=False)
-            return tuple(Field("d" + name, width, self.wire_dtype) for name, width in named)
+            return tuple(self._partial("d" + name, width) for name, width in inputs)
         if side is Side.KV:
             return ()
         statistics = ("lse", "largest") if self.max_logit else ("lse",)
-        out = Field("out", self.v_head_dim, self.wire_dtype)
+        out = self._partial("out", self.v_head_dim)
         return out, *(Field(name, 1, statistic) for name in statistics)
+
+    def inputs(self, side: Side) -> tuple[tuple[str, int], ...]:
+        """Name and width of the caller's tensors of a side."""
+        if side is Side.Q:
+            return (("q", self.head_dim),)
+        if self.wires.latent is not None:
+            return (("latent", self.wires.latent.row_width),)
+        return ("k", self.head_dim), ("v", self.v_head_dim)
+
+    def _partial(self, name: str, width: int) -> Field:
+        """A Plain one is merged as it arrives, any other is decoded to what it is merged in."""
+        wire = self.wires.partials
+        if isinstance(wire, Plain):
+            return Field(name, width, wire.dtype or self.dtype)
+        return Field(name, width, accumulator(self.dtype), wire)
 
     @property
     def flop(self) -> int:
@@ -100,6 +129,9 @@ class Payload(NamedTuple):
         return frozenset((side, role) for side in Side for role in Role if self.fields(side, role))
 
     def heads(self, side: Side) -> int:
+        """Of what travels: a latent is that of all heads."""
+        if side is Side.KV and self.wires.latent is not None:
+            return 1
         return self.num_heads if side is Side.Q else self.num_kv_heads
 
     def row_format(self, side: Side, role: Role) -> RowFormat:
@@ -107,14 +139,15 @@ class Payload(NamedTuple):
         fields, heads = self.fields(side, role), self.heads(side)
         starts, stop, row_unit = [], 0, 1
         for field in fields:
-            head_bytes = field.width * ITEM_BYTES(field.dtype)
-            loads = role is Role.OPERAND and head_bytes % ALIGNMENT_BYTES == 0
+            head_bytes, encoded = field.row_bytes, field.wire is not None
+            loads = role is Role.OPERAND and not encoded and head_bytes % ALIGNMENT_BYTES == 0
             unit = ALIGNMENT_BYTES if loads else 1
             starts.append(-(-stop // unit) * unit)
             stop, row_unit = starts[-1] + heads * head_bytes, max(unit, row_unit)
         num_bytes = -(-stop // row_unit) * row_unit
         widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
         in_place = all(at % widest == 0 for at in (*starts, num_bytes))
+        in_place = in_place and not any(field.wire for field in fields)
         return RowFormat(fields, tuple(starts), num_bytes, in_place)
 
     def row_bytes(self, item: Item) -> int:
@@ -190,12 +223,3 @@ def check_gathered(plan: Plan, backward_plan: Plan) -> None:
             "save='gathered' needs the same plan in backward, not "
             f"{plan.name} and {backward_plan.name}; use save='replay'"
         )
-
-
-def check_dtype(what: str, name: str) -> None:
-    try:
-        ITEM_BYTES(name)
-    except KeyError:
-        raise ValueError(
-            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
-        ) from None

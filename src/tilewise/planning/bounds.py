@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from tilewise.plan.ir import Item, Role, Side
-from tilewise.plan.payload import ITEM_BYTES, accumulator
+from tilewise.plan.payload import Payload
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.simulation.machine import Machine
@@ -24,14 +24,17 @@ def least_bytes(work: Workload, world_size: int) -> int:
 
 def prices(work: Workload) -> tuple[Price, Price]:
     """Of forward and of backward; operands that may have been kept cost nothing in backward."""
-    size, wire = ITEM_BYTES(work.dtype), ITEM_BYTES(work.wire_dtype or work.dtype)
-    statistic, (k, v) = ITEM_BYTES(accumulator(work.dtype)), work.widths
-    replayed = int(work.save == "replay")
-    forward = Price(k * size + v * wire + statistic * (1 + work.max_logit), (k + v) * size)
-    backward = Price(
-        (replayed * k + v) * size + 2 * statistic + k * wire, (k + v) * (replayed * size + wire)
-    )
-    return forward, backward
+    forward = work.call_shape(1).payload(1)
+    backward = forward._replace(backward=True, saved=work.save != "replay")
+
+    def price(payload: Payload, side: Side, num_heads: int) -> float:
+        """A latent's bytes are shared by the heads that are made of it."""
+        fields = (*payload.fields(side, Role.OPERAND), *payload.fields(side, Role.PARTIAL))
+        return payload.heads(side) * sum(field.row_bytes for field in fields) / num_heads
+
+    heads = (Side.Q, work.num_heads), (Side.KV, work.num_kv_heads)
+    first, second = (Price(*(price(p, *of) for of in heads)) for p in (forward, backward))
+    return first, second
 
 
 def _least(work: Workload, world_size: int, price: Price) -> float:

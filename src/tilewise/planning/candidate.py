@@ -12,9 +12,10 @@ from tilewise.arguments import MOST_RANKS, whole_number
 from tilewise.json_shapes import OrNull, require_shape
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import check_dtype, head_groups
+from tilewise.plan.payload import head_groups
 from tilewise.planning import candidate_format
 from tilewise.simulation.machine import Machine, read_machine
+from tilewise.wires.wire import Wires, read_wires, write_wires
 from tilewise.workload import Workload
 
 
@@ -55,7 +56,7 @@ class Candidate:
         plan, backward_plan: of the two passes; one object if they are equal.
         layout: which tokens each rank owns.
         save: "replay" or "gathered".
-        wire_dtype: of travelling out, dq, dk, dv.
+        wire: how what travels is encoded, for wire= of attention; a Latent needs its expand.
         seconds: of both passes; exposed_seconds and bytes_by_link are those of the simulation: of
             the busiest rank.
         reason: why it wins, in a sentence or two.
@@ -70,7 +71,7 @@ class Candidate:
     backward_plan: Plan
     layout: Layout
     save: str
-    wire_dtype: str
+    wire: Wires
     forward_seconds: float
     backward_seconds: float
     exposed_seconds: float
@@ -100,9 +101,14 @@ class Candidate:
 
     @property
     def own_work(self) -> Workload:
-        """The workload with this candidate's layout, save and wire_dtype."""
-        own = {"layout": self.layout, "save": self.save, "wire_dtype": self.wire_dtype}
-        return replace(self.work, **own)
+        """The workload with this candidate's layout, save and wire."""
+        own = {"layout": self.layout, "save": self.save, "wire": self.wire}
+        return replace(self.work, **own, wire_dtype=None)
+
+    @property
+    def wire_dtype(self) -> str | None:
+        """Of travelling out, dq, dk, dv, if they are plain."""
+        return self.wire.resolved(self.work.dtype).wire_dtype
 
     @property
     def row(self) -> PlanRow:
@@ -129,7 +135,7 @@ class Candidate:
             "strategy": self.strategy,
             "reason": self.reason,
             "save": self.save,
-            "wire_dtype": self.wire_dtype,
+            "wire": write_wires(self.wire),
             "workload": candidate_format.write_workload(self.work),
             "layout": candidate_format.write_layout(self.layout),
             "plan": candidate_format.write_plan(self.plan),
@@ -161,7 +167,8 @@ def _shape() -> dict[str, Any]:
     }
     return {
         "world_size": int,
-        **dict.fromkeys(("strategy", "reason", "save", "wire_dtype"), str),
+        **dict.fromkeys(("strategy", "reason", "save"), str),
+        "wire": {},
         "workload": {
             **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
             "dtype": str,
@@ -205,8 +212,8 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
         layout = candidate_format.read_layout(data["layout"], num_tokens, world_size)
     with _reading(path, "workload"):
         work = candidate_format.read_workload(data["workload"], layout)
-    with _reading(path, "save and wire_dtype"):
-        check_dtype("wire_dtype", data["wire_dtype"])
+    with _reading(path, "save and wire"):
+        wire = read_wires(data["wire"])
         plain = data["save"]
         if plain not in ("replay", "gathered"):
             raise ValueError(f"save ({plain!r}) must be 'replay' or 'gathered'")
@@ -230,7 +237,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             backward,
             layout,
             plain,
-            data["wire_dtype"],
+            wire,
             float(told["forward_seconds"]),
             float(told["backward_seconds"]),
             float(told["exposed_seconds"]),

@@ -16,6 +16,7 @@ from tilewise.masks.base import Mask
 from tilewise.masks.json import read_mask, write_mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import from_json, to_json
+from tilewise.wires.wire import read_wires, wires_of, write_wires
 from tilewise.workload import LAYOUTS, Workload
 
 FULL_RANKS = 16
@@ -24,12 +25,14 @@ FULL_RANKS = 16
 
 def write_workload(work: Workload) -> dict[str, Any]:
     """All but the layout."""
-    names = [field.name for field in fields(work) if field.name not in ("mask", "layout")]
-    return {**{name: getattr(work, name) for name in names}, "mask": write_mask(work.mask)}
+    apart = {"mask": write_mask(work.mask), "wire": work.wire and write_wires(wires_of(work.wire))}
+    names = [field.name for field in fields(work) if field.name not in (*apart, "layout")]
+    return {**{name: getattr(work, name) for name in names}, **apart}
 
 
 def read_workload(data: Any, layout: Layout) -> Workload:
-    return Workload(**{**data, "mask": read_mask(data["mask"])}, layout=layout)
+    apart = {"mask": read_mask(data["mask"]), "wire": data.get("wire") and read_wires(data["wire"])}
+    return Workload(**{**data, **apart}, layout=layout)
 
 
 def write_layout(layout: Layout) -> dict[str, Any]:

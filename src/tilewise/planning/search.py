@@ -22,6 +22,7 @@ from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS, Simulation
+from tilewise.wires.wire import wires_of
 from tilewise.workload import Workload
 
 QUICK_MESSAGES = 1000
@@ -136,7 +137,7 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         other,
         work.layout_for(plan.world_size),
         pair.save,
-        work.wire_dtype or work.dtype,
+        wires_of(work.wire, work.wire_dtype),
         found.forward_seconds,
         found.backward_seconds,
         found.exposed_seconds,

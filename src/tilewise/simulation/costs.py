@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from tilewise.arguments import ITEM_BYTES
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
-from tilewise.plan.payload import ITEM_BYTES, Payload, accumulator
+from tilewise.plan.payload import Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
 

@@ -15,8 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tilewise.arguments import require_range
-from tilewise.plan.payload import ITEM_BYTES
+from tilewise.arguments import ITEM_BYTES, require_range
 from tilewise.simulation.machine_files import (
     parse_toml,
     preset_fields,

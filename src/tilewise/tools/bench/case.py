@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tilewise import masks
-from tilewise.arguments import DtypeName, require_range
+from tilewise.arguments import DtypeName, check_dtype, require_range
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import check_dtype, head_groups
+from tilewise.plan.payload import head_groups
 from tilewise.tools.mask_report.figures import drawn
 
 KINDS = ("kernels", "strategies", "network")

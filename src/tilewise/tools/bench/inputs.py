@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.arguments import ITEM_BYTES
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import ITEM_BYTES
 from tilewise.tools.bench.case import BenchCase
 
 NAMES = ("out", "dq", "dk", "dv")

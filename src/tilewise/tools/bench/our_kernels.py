@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewise.arguments import ITEM_BYTES
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import ITEM_BYTES
 from tilewise.plan.row_ranges import Ranges, row_index
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring

@@ -28,6 +28,7 @@ from tilewise.strategies.ring import ring
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.transport.protocol import Message
 from tilewise.transport.resolve import LocalTransport
+from tilewise.wires.wire import Wires
 
 
 class SharedClock:
@@ -87,7 +88,7 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
     tables = []
     for backward, launch in enumerate(launches):
         heads = sizes.num_heads
-        flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, dtype).flop
+        flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, Wires()).flop
         speeds = {
             (m, n): flop * m * n / max(seconds[backward] - launch, seconds[backward] / 10)
             for (m, n), seconds in measured.items()
@@ -274,7 +275,7 @@ def _merging(clock: SharedClock) -> tuple[float, float]:
 def _packing(clock: SharedClock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
-    payload = Payload(False, 8, 8, 64, 64, "float32", "float32")
+    payload = Payload(False, 8, 8, 64, 64, "float32", Wires())
     packing = Packing(payload.row_format(Side.KV, Role.OPERAND), 8)
     allocator = FreshAllocator(k.device)
     return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator), 5, 2)

@@ -172,7 +172,7 @@ def run_laps(
             layout=layout,
             mask=work.mask,
             group=transport,
-            wire_dtype=work.wire_dtype,
+            wire=work.wires,
             save=work.save,
             prune=contest.prune,
         )

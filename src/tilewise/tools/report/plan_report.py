@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Plan
-from tilewise.plan.payload import ITEM_BYTES
 from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
@@ -41,7 +41,7 @@ class Subject:
     """
 
     plan: Plan
-    work: Workload  # with the candidate's own layout, save and wire_dtype
+    work: Workload  # with the candidate's own layout, save and wire
     machine: Machine
     backward_plan: Plan | None = None  # None: plan serves both passes
     reason: str = ""  # in words, why it was chosen
@@ -57,7 +57,7 @@ class Subject:
 
 
 def subject_of(candidate: Candidate) -> Subject:
-    """A candidate, for its own layout, save and wire_dtype."""
+    """A candidate, for its own layout, save and wire."""
     best = candidate.rows[0].seconds if candidate.rows else 1.0
     rows = tuple(
         (
@@ -204,7 +204,8 @@ def _inputs(subject: Subject) -> Section:
     rows = (
         ("tokens", f"{work.num_tokens:,}"),
         ("heads", f"{work.num_heads} query, {work.num_kv_heads} KV, {work.shown_widths} wide"),
-        ("dtype", f"{work.dtype}, {work.wire_dtype or work.dtype} on the wire"),
+        ("dtype", work.dtype),
+        ("on the wire", str(work.wires)),
         ("mask", repr(work.mask)[:LONGEST_MASK]),
         ("layout", _layout(subject)),
         ("operands for backward", work.save or subject.plan.default_save),

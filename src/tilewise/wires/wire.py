@@ -1,0 +1,168 @@
+"""A wire, and the set of them that a call has: one for each kind of tensor that travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+
+from tilewise.arguments import ITEM_BYTES, DtypeName, check_dtype, dtype_name, require_type
+from tilewise.wires.latent import Latent
+
+
+@runtime_checkable
+class Wire(Protocol):
+    """How one tensor is written into bytes, row by row: a row can be read without its neighbours.
+
+    A frozen value with == and hash.
+    """
+
+    def row_bytes(self, width: int, dtype: str) -> int:
+        """Bytes of one row of one head, so wide and of this dtype before it is encoded."""
+        ...
+
+    def alone(self) -> Wires:
+        """What `wire=` means where it is given this one alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The numbers themselves, converted to a dtype.
+
+    Given alone it is that of travelling out, dq, dk, dv, as wire_dtype is.
+
+    Args:
+        dtype: a name, or torch's own; None: that of q.
+    """
+
+    dtype: DtypeName | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+            check_dtype("wire_dtype", cast(str, self.dtype))
+
+    def row_bytes(self, width: int, dtype: str) -> int:
+        return width * ITEM_BYTES(self.dtype or dtype)
+
+    def alone(self) -> Wires:
+        return Wires(partials=self)
+
+    def __str__(self) -> str:
+        return self.dtype or "the dtype of q"
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The wires of a call.
+
+    Args:
+        forward: of q, k, v in the forward pass.
+        backward: of q, k, v and dout in the backward pass.
+        partials: of out, dq, dk, dv; merging is fp32 or wider. lse and the other statistics of a
+            row always travel as they are.
+        latent: what travels in place of k and v, and its gradient in place of dk and dv; encoded
+            as they would be.
+    """
+
+    forward: Wire = Plain()
+    backward: Wire = Plain()
+    partials: Wire = Plain()
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "partials"):
+            require_type(Wire, name, getattr(self, name), "tw.wire.Plain('bfloat16')")
+        if self.latent is not None:
+            require_type(Latent, "latent", self.latent, "tw.wire.Latent(expand, ...)")
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        object.__setattr__(self, "_hash", hash(values))  # of every key of a call's memos
+        text = f"{self.forward} forward, {self.backward} backward, {self.partials} for partials"
+        object.__setattr__(self, "_text", text + (f", {self.latent}" if self.latent else ""))
+
+    def __hash__(self) -> int:
+        return cast(int, self._hash)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __str__(self) -> str:
+        return cast(str, self._text)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def wire_dtype(self) -> DtypeName | None:
+        """What wire_dtype would say of the partials, if they are plain."""
+        return self.partials.dtype if isinstance(self.partials, Plain) else None
+
+    @property
+    def only_wire_dtype(self) -> bool:
+        """Whether wire_dtype says all there is to say."""
+        return self == Wires(partials=self.partials) and isinstance(self.partials, Plain)
+
+    def resolved(self, dtype: str) -> Wires:
+        """The same for operands of a dtype: every Plain has one."""
+
+        def named(wire: Wire) -> Wire:
+            return Plain(dtype_name(dtype)) if wire == Plain() else wire
+
+        own = (named(self.forward), named(self.backward), named(self.partials))
+        return Wires(*own, self.latent and self.latent.sizes)
+
+
+AnyWire: TypeAlias = Wire | Latent | Wires
+
+
+def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
+    """What the two arguments of a call mean.
+
+    Raises:
+        ValueError: if both are given, or wire is none.
+    """
+    if wire is None:
+        return Wires(partials=Plain(wire_dtype))
+    if wire_dtype is not None:
+        raise ValueError(
+            f"wire_dtype ({dtype_name(wire_dtype)}) is short for wire=tw.wire.Plain(...); beside "
+            f"wire ({wire}) leave it out, or pass tw.wire.Wires(...) with a partials of its own"
+        )
+    if isinstance(wire, Latent):
+        return Wires(latent=wire)
+    if isinstance(wire, Wires):
+        return wire
+    if isinstance(wire, type) or not isinstance(wire, Wire):
+        raise ValueError(f"wire ({wire!r}) must be a wire, such as tw.wire.Plain('bfloat16')")
+    return wire.alone()
+
+
+@lru_cache(maxsize=64)
+def plain_wires(wire_dtype: DtypeName | None, dtype: str) -> Wires:
+    """What wire_dtype means for operands of a dtype: one object for all calls."""
+    return wires_of(None, wire_dtype).resolved(dtype)
+
+
+KINDS = (Plain, Latent)
+
+
+def write_wires(wires: Wires) -> dict[str, Any]:
+    """A set of wires as plain values; the inverse of read_wires."""
+    own = {field.name: getattr(wires, field.name) for field in fields(wires)}
+    return {name: wire and _written(wire) for name, wire in own.items()}
+
+
+def _written(wire: Any) -> dict[str, Any]:
+    names = [field.name for field in fields(wire) if field.compare]
+    return {"kind": type(wire).__name__, **{name: getattr(wire, name) for name in names}}
+
+
+def read_wires(data: Any) -> Wires:
+    """The set of wires that write_wires wrote; the functions of a latent are not among it.
+
+    Raises:
+        ValueError, TypeError, KeyError: if it is none.
+    """
+    known = {kind.__name__: kind for kind in KINDS}
+
+    def read(wire: Any) -> Any:
+        if wire["kind"] not in known:
+            raise ValueError(f"wire {wire['kind']!r} is not known; take one of {', '.join(known)}")
+        return known[wire["kind"]](**{name: x for name, x in wire.items() if name != "kind"})
+
+    return Wires(**{name: wire and read(wire) for name, wire in data.items()})
