@@ -1,5 +1,6 @@
 """What every test shares: one thread per rank, repeatable hypothesis runs, the gpu marker."""
 
+import gc
 from pathlib import Path
 
 import hypothesis
@@ -24,3 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of collected tests consist of is not looked through by each collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

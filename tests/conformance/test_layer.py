@@ -188,7 +188,7 @@ def dropped(plan: Plan, layout: tw.Layout, heads: int, p: float, seed: int) -> t
 def test_the_same_pairs_are_dropped_at_every_world_size_in_every_strategy():
     want = dropped(tw.ring(1), tw.contiguous(37, 1), 4, 0.3, SEED)
     random = Random(0)
-    for n in (2, 3, 4, 8, 16):
+    for n in (2, 3, 8):
         for strategy in STRATEGIES:
             plan = random.choice(list(strategy.plans(n)))
             if not plan.replicated_queries and 4 % plan.num_head_groups == 0:

@@ -53,7 +53,7 @@ def test_a_pattern_is_exact_under_a_strategy(strategy, pattern):
 
 @pytest.mark.parametrize("pattern", tw.masks.NAMES)
 @pytest.mark.parametrize("name, build", MASK_AWARE)
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_a_mask_aware_plan_is_right_and_lean(seed, name, build, pattern):
     _, mask, layout = case(seed, pattern)
     plan = build(mask, layout)

@@ -19,13 +19,13 @@ from tilewise.tools.cli.options import read_bytes, read_count
 
 
 def test_a_narrow_terminal_gets_whole_numbers():
-    words = ["plan", "--world-size", "16", "--num-tokens", "64K"]
+    words = ["plan", "--world-size", "8", "--num-tokens", "16K"]
     wide, narrow = (
         CliRunner().invoke(app, words, env={"COLUMNS": columns}).stdout for columns in ("80", "40")
     )
     assert "gathered" in wide and "waits" in wide
     assert "\u2026" not in wide + narrow
-    assert re.search(r"ulysses\(8\) x ring +[\d.]+ +[\d.]+ MB", narrow)
+    assert re.search(r"ulysses\(4\) x ring +[\d.]+ +[\d.]+ MB", narrow)
 
 
 def test_a_candidate_runs_after_it_was_read(tmp_path: Path):

@@ -129,9 +129,9 @@ def check(
     [
         ("causal", "replay"),
         ("full", "gathered"),
-        ("documents", "replay"),
         ("documents", "gathered"),
-        ("by head", "replay"),
+        pytest.param("documents", "replay", marks=pytest.mark.slow),
+        pytest.param("by head", "replay", marks=pytest.mark.slow),
     ],
 )
 def test_peak_memory_is_the_planners_figure(mask, save, monkeypatch):

@@ -61,7 +61,10 @@ SIZES = cycle([(2, 37), (3, 64), (5, 101), (7, 33), (8, 96), (16, 80), (4, 5), (
 CASES = [(name, kind, *next(SIZES)) for name in tw.masks.NAMES for kind in LAYOUTS]
 
 
-@pytest.mark.parametrize(("name", "kind", "n", "num_tokens"), CASES)
+@pytest.mark.parametrize(
+    ("name", "kind", "n", "num_tokens"),
+    [pytest.param(*c, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, c in enumerate(CASES)],
+)
 def test_every_pattern_is_planned_on_every_layout(name, kind, n, num_tokens):
     mask = pattern(name, num_tokens, seed=n)
     layout = layout_of(kind, mask, num_tokens, n)
@@ -70,7 +73,7 @@ def test_every_pattern_is_planned_on_every_layout(name, kind, n, num_tokens):
     assert needs_all(plan, mask, layout)
 
 
-@pytest.mark.parametrize(("name", "kind", "n", "num_tokens"), CASES[::5])
+@pytest.mark.parametrize(("name", "kind", "n", "num_tokens"), CASES[::9])
 @pytest.mark.parametrize("heads", [pytest.param((2, 2), marks=pytest.mark.slow), (8, 1)])
 def test_tiled_is_exact(name, kind, n, num_tokens, heads):
     mask = pattern(name, num_tokens, seed=n)
@@ -102,7 +105,8 @@ def test_masks_by_head_are_tiled():
 
 
 @pytest.mark.parametrize("name", tw.masks.NAMES)
-@pytest.mark.parametrize("kind", [pytest.param("balanced", marks=pytest.mark.slow), "tiled"])
+@pytest.mark.parametrize("kind", ["balanced", "tiled"])
+@pytest.mark.slow
 def test_never_more_bytes_than_needed_where_that_is_as_level(name, kind):
     mask = tw.masks.random(name, 2048, seed=2, density=0.3 if "sparse" in name else None)
     layout = layout_of(kind, mask, 2048, 8)
@@ -121,7 +125,7 @@ def document_draw(workload: str, num_tokens: int, seed: int) -> tuple[int, ...]:
 def reference_cases() -> list:
     """World size, documents, KV heads and seed; those beyond the first seeds are slow."""
     keys = [(*(key.split("|")),) for key in REFERENCE]
-    quick = {("8", "0"), ("64", "0"), ("64", "1"), ("96", "0")}
+    quick = {("8", "0"), ("64", "0")}
     return [
         pytest.param(
             int(n),

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,10 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 class Module(NamedTuple):
     name: str
     path: Path
-    tree: ast.Module
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parsed(self.path)
 
     @property
     def stem(self) -> str:
@@ -24,10 +28,15 @@ class Module(NamedTuple):
         return str(self.path.relative_to(ROOT))
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
 def read(path: Path) -> Module:
     parts = ("tilewise", *path.relative_to(PACKAGE).with_suffix("").parts)
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    return Module(name, path, ast.parse(path.read_text(), str(path)))
+    return Module(name, path)
 
 
 MODULES = tuple(read(path) for path in sorted(PACKAGE.rglob("*.py")))

@@ -14,7 +14,7 @@ from tilewise.tools import demo
 from tilewise.transport.processes import START_SECONDS, RankError, gather_yields, run_ranks
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_strategy_is_exact_and_sends_what_the_formula_says(world_size: int):
     settings = demo.Demo(world_size=world_size, num_tokens=300, head_dim=4)
     rows = list(demo.run_demo(settings))
@@ -33,7 +33,7 @@ def test_the_demo_shows_every_strategy():
     assert shown == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 7, 12])
 def test_the_demos_heads_suit_its_degrees(world_size: int):
     settings = demo.Demo(world_size=world_size, num_tokens=64)
     heads = settings.num_heads, settings.num_kv_heads, settings.head_dim
