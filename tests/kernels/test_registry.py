@@ -94,7 +94,48 @@ def test_a_use_is_a_device_a_kind_of_mask_and_a_size(monkeypatch):
     assert use_of(torch.device("cpu"), Full(), 10) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU A")
-    assert use_of(torch.device("cuda"), Causal(), 10) == Use("GPU A", "causal", 10)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda")
+    assert use_of(cuda, Causal(), 10) == Use("GPU A", "causal", 10, 9)
+    assert use_of(cuda, Causal(), 10, square=False) == Use("GPU A", "slices", 10, 9)
+    assert use_of(cuda, Full(), 10, square=False) == Use("GPU A", "full", 10, 9)
+
+
+@pytest.mark.parametrize("capability", [8, 9, 10, 12])
+@pytest.mark.parametrize("mask", ["full", "causal", "slices"])
+def test_hopper_and_blackwell_take_cudnn_where_it_needs_no_dense_mask(
+    mask, capability, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    use = Use("GPU", mask, 16384, capability)
+    fast = "triton" if mask == "slices" else "cudnn"
+    names = [fast] if capability in (9, 10) else []
+    assert order(read_table(), "cuda", HALF, use) == [*names, "cuda", "efficient"]
+    first = names[0] if names else "cuda"
+    assert kernel_for("cuda", *HALF, use).name == first
+    assert kernel_for("cuda", torch.bfloat16, 192, use).name == (
+        "cuda" if first == "cudnn" else first
+    )
+    assert kernel_for("cuda", torch.float32, 128, use).name == "efficient"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert kernel_for("cuda", *HALF, use).name == ("cuda" if first == "cudnn" else first)
+
+
+def test_between_two_head_dims_relative_times_are_interpolated():
+    row = {"device": "GPU A", "dtype": "bfloat16", "mask": "full", "num_tokens": 1024}
+    rows = [
+        {**row, "head_dim": 64, "seconds": {"cuda": 1.0, "cudnn": 2.0, "flex": 2.5}},
+        {**row, "head_dim": 128, "seconds": {"cuda": 12.0, "cudnn": 8.0}},
+    ]
+    table = {"default": {"cuda": {"any": ["efficient"]}}, "row": rows}
+
+    def found(head_dim: int) -> list[str]:
+        return order(table, "cuda", (torch.bfloat16, head_dim), Use("GPU A", "full", 2000))
+
+    assert found(64) == found(32) == ["cuda", "cudnn", "flex", "efficient"]
+    assert found(80) == ["cuda", "cudnn", "flex", "efficient"]  # 1.125, 1.75
+    assert found(120) == ["cudnn", "cuda", "flex", "efficient"]  # 1.4375, 1.125
+    assert found(128) == found(256) == ["cudnn", "cuda", "efficient"]
 
 
 def test_measured_rows_can_be_read_back_and_decide(tmp_path):

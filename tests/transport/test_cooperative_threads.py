@@ -1,11 +1,16 @@
 """Who runs in a loopback, who is released, and what is raised."""
 
+import gc
+import threading
 import time
 import traceback
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tilewise.transport.cooperative_threads import _Pool
 from tilewise.transport.loopback import LoopbackGroup, loopback
 from tilewise.transport.protocol import Message
 
@@ -140,3 +145,74 @@ def test_exactly_one_rank_runs_at_a_time_in_a_fixed_order():
     first = trace()
     assert first == trace()
     assert [rank for rank, step in first if step == 0] == list(range(7))
+
+
+def test_threads_are_kept_for_the_next_call_also_of_nested_ones():
+    seen = threading.local()
+
+    def body(rank: int, group: LoopbackGroup) -> tuple[object, int, list[object]]:
+        if not hasattr(seen, "token"):
+            seen.token = object()
+        count = seen.count = getattr(seen, "count", 0) + 1
+        inner = loopback(2, lambda *_: id(threading.current_thread())) if rank == 1 else []
+        return seen.token, count, inner
+
+    first, second = loopback(3, body), loopback(3, body)
+    assert [token for token, _, _ in first] == [token for token, _, _ in second]
+    assert [count for _, count, _ in second] == [2, 2, 2]
+    assert first[1][2] == second[1][2] and len(set(second[1][2])) == 2
+
+
+def test_kept_threads_hold_nothing_of_a_rank():
+    class Value:
+        pass
+
+    value = Value()
+    gone = weakref.ref(value)
+
+    def body(rank: int, group: LoopbackGroup, value=value) -> None:
+        if rank:
+            raise ValueError(f"rank {rank}, {value}")
+
+    with pytest.raises(ValueError, match="rank 1"):
+        loopback(2, body)
+    del body, value
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_group_of_an_earlier_call_is_refused_on_the_same_thread():
+    groups = loopback(2, lambda rank, group: group)
+
+    def stale(rank: int, group: LoopbackGroup) -> None:
+        groups[rank].gather_records(filled(4, rank))
+
+    with pytest.raises(RuntimeError, match="outside of its rank"):
+        loopback(2, stale)
+
+
+def test_an_interrupt_ends_all_ranks_and_the_next_call_runs(monkeypatch):
+    puts, ended = [], []
+
+    def body(rank: int, group: LoopbackGroup) -> None:
+        try:
+            swap(group, filled(1, 0), "step 0")
+        finally:
+            ended.append(rank)
+
+    def interrupt(job) -> None:
+        puts.append(job)
+        if len(puts) == 3:
+            raise KeyboardInterrupt
+        threading.Thread(target=job.run).start()
+
+    def take(self, n):
+        return [SimpleNamespace(jobs=SimpleNamespace(put=interrupt)) for _ in range(n)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Pool, "take", take)
+        patch.setattr(_Pool, "give", lambda self, threads: None)
+        with pytest.raises(KeyboardInterrupt):
+            loopback(4, body)
+    assert set(ended) <= {0, 1, 2, 3} and len(puts) == 3
+    assert loopback(4, lambda rank, group: int(swap(group, filled(1, rank), "x"))) == [3, 0, 1, 2]

@@ -124,7 +124,8 @@ def make_problem(
     check_mask_heads(call.mask, shape.num_kv_heads)
     check_sink(call.sink, num_heads, dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
-    kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs)
+    square = layouts[0] == layouts[1]
+    kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs, square)
     return Problem(passes, scores, call.prune, kernel)
 
 
@@ -135,12 +136,15 @@ def resolved_wires(call: AttentionCall, dtype: str) -> Wires:
     return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 
-def _kernel(call: AttentionCall, q: Tensor, head_dim: int, needs: tuple[str, ...]) -> Kernel:
+def _kernel(
+    call: AttentionCall, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool
+) -> Kernel:
     """The one that the call names, or else the first choice of the device."""
     asked = q.device.type, q.dtype, head_dim
     if call.kernel is not None:
         return serving_kernel(call.kernel, *asked, backward=call.needs_grad, needs=needs)
-    return kernel_for(*asked, use_of(q.device, call.mask, int(q.shape[-3])), needs)
+    use = use_of(q.device, call.mask, int(q.shape[-3]), square=square)
+    return kernel_for(*asked, use, needs)
 
 
 def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:

@@ -54,7 +54,7 @@ class FlashAttn2(CudaFlash):
         _package()._flash_attn_backward(
             *(dout, q, k, v, out, lse, *grads),
             **_options(part, scores),
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
 

@@ -131,13 +131,21 @@ class Use(NamedTuple):
     device: str  # its name, as "NVIDIA H200"
     mask: str  # "full", "causal" or "slices"
     num_tokens: int  # of one rank
+    capability: int = 0  # first number of its compute capability
 
 
-def use_of(device: torch.device, mask: Mask, num_tokens: int) -> Use | None:
-    """The use that an attention call is; None on devices without measurements."""
+def use_of(device: torch.device, mask: Mask, num_tokens: int, *, square: bool = True) -> Use | None:
+    """The use that an attention call is; None on devices without measurements.
+
+    Args:
+        square: queries lie as keys do, so that a causal mask leaves squares and whole blocks.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return Use(torch.cuda.get_device_name(device), mask_kind(mask), num_tokens)
+    kind = mask_kind(mask)
+    kind = "slices" if kind == "causal" and not square else kind
+    name, (major, _) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    return Use(name, kind, num_tokens, major)
 
 
 def mask_kind(mask: Mask) -> str:
@@ -159,11 +167,12 @@ def kernel_for(
 ) -> Kernel:
     """The kernel of a device: the first in the table's order that can do both passes.
 
-    Where the use was measured on this device, that is by time; else the default: on cpu the cpu
-    kernel; on cuda flash attention for bf16 and fp16 (over head_dim 256 the memory-efficient
-    kernel), for fp32 the memory-efficient kernel, then triton, then the reference (quadratic in
-    memory), and for fp64 the reference. What needs more than these have (see `Scores.needs`) goes
-    to the first of a longer list that has it; it ends with the reference.
+    Where the use was measured on this device, that is by time. Then come, on compute capability 9
+    and 10 in bf16 and fp16, cuDNN for full and causal masks and triton for others. Then the
+    default: on cpu the cpu kernel; on cuda flash attention for bf16 and fp16 (over head_dim 256
+    the memory-efficient kernel), for fp32 the memory-efficient kernel, then triton, then the
+    reference (quadratic in memory), and for fp64 the reference. What needs more than these have
+    (see `Scores.needs`) goes to the first of a longer list that has it, the reference in the end.
 
     Raises:
         ValueError: if none of the order can, with each one's reason.
@@ -197,30 +206,55 @@ def choose(
 def order(
     table: Mapping[str, Any], device_type: str, numbers: tuple[torch.dtype, int], use: Use | None
 ) -> list[str]:
-    """Kernels by name, best first: as measured for a use, then the default."""
+    """Kernels by name, best first: as measured for a use, as its device prefers, the default."""
     dtype = str(numbers[0]).removeprefix("torch.")
     default = table["default"][device_type]
     default = default.get(dtype, default["any"])
-    measured = None if use is None else _nearest(table, (dtype, numbers[1]), use)
-    times = measured["seconds"] if measured else {}
-    return list(dict.fromkeys([*sorted(times, key=times.__getitem__), *default]))
-
-
-def _nearest(
-    table: Mapping[str, Any], numbers: tuple[str, int], use: Use
-) -> Mapping[str, Any] | None:
-    """The row of the nearest number of tokens, by ratio; all else must be equal."""
-    key = use.device, *numbers, use.mask
-    rows = [
-        row
-        for row in table.get("row", ())
-        if (row["device"], row["dtype"], row["head_dim"], row["mask"]) == key
+    if use is None:
+        return list(default)
+    times = _measured(table, (dtype, numbers[1]), use)
+    preferred = [
+        name
+        for rule in table.get("prefer", ())
+        if use.capability in rule["capability"] and dtype in rule["dtypes"]
+        for name in rule[use.mask]
     ]
-    return min(
-        rows,
-        key=lambda row: abs(math.log(row["num_tokens"] / max(1, use.num_tokens))),
-        default=None,
-    )
+    names = *sorted(times, key=times.__getitem__), *preferred, *default
+    return list(dict.fromkeys(names))
+
+
+def _measured(table: Mapping[str, Any], numbers: tuple[str, int], use: Use) -> dict[str, float]:
+    """Each kernel's time over that of the fastest, of the nearest number of tokens, by ratio.
+
+    Between two head_dims it is a mean of their rows, by distance; beyond them the nearest counts.
+    """
+    dtype, head_dim = numbers
+    nearest: dict[int, Mapping[str, Any]] = {}
+    for row in table.get("row", ()):
+        if (row["device"], row["dtype"], row["mask"]) == (use.device, dtype, use.mask):
+            known = nearest.setdefault(row["head_dim"], row)
+            nearest[row["head_dim"]] = min(known, row, key=lambda x: _far(x, use.num_tokens))
+    lower = max((d for d in nearest if d <= head_dim), default=None)
+    upper = min((d for d in nearest if d >= head_dim), default=lower)
+    lower = upper if lower is None else lower
+    if lower is None or upper is None:
+        return {}
+    share = (head_dim - lower) / (upper - lower) if upper > lower else 0.0
+    below, above = _relative(nearest[lower]), _relative(nearest[upper])
+    return {
+        name: (1 - share) * below.get(name, above.get(name, 0.0))
+        + share * above.get(name, below.get(name, 0.0))
+        for name in {**below, **above}
+    }
+
+
+def _far(row: Mapping[str, Any], num_tokens: int) -> float:
+    return abs(math.log(row["num_tokens"] / max(1, num_tokens)))
+
+
+def _relative(row: Mapping[str, Any]) -> dict[str, float]:
+    least = min(row["seconds"].values())
+    return {name: seconds / least for name, seconds in row["seconds"].items()}
 
 
 @lru_cache(maxsize=1)

@@ -106,6 +106,8 @@ class CudnnSdpa(_Sdpa):
             return "this torch has no cuDNN"
         if head_dim % 8 or head_dim > 128:
             return f"head_dim ({head_dim}) is no multiple of 8 up to 128"
+        if backward and torch.are_deterministic_algorithms_enabled():
+            return "its backward is not deterministic, which torch is told to be"
         return cuda_half_only(device_type, dtype, head_dim, needs)
 
     def run_forward(

@@ -87,7 +87,8 @@ def preset_fields(name: str) -> dict[str, Any] | None:
         return None
     node = dict(presets["machine"][name])
     device = presets["device"][node.pop("device")]
-    node["source"] = f"{device['source']} {node.get('source', presets['assumed'])}"
+    speeds = f"Speeds mean the kernel {device['kernel']}."
+    node["source"] = f"{device['source']} {speeds} {node.get('source', presets['assumed'])}"
     made = {"name": name, "memory_bytes": device["memory_bytes"], "inside": device["inside"]}
     if "launch_seconds" in device:
         made["launch_seconds"] = device["launch_seconds"]

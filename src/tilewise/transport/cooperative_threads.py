@@ -1,13 +1,21 @@
-"""Cooperative threads: exactly one runs at a time, and yields when it waits."""
+"""Cooperative threads: exactly one runs at a time, and yields when it waits.
 
+Threads are kept from one run to the next: what libraries keep by thread, as cuDNN its compiled
+graphs, is then made once.
+"""
+
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
 
 # Enough for torch's deepest calls; 256 threads with the usual 8 MiB would reserve 2 GiB.
 _STACK_BYTES = 4 * 2**20
+_MOST_IDLE = 256  # threads that are kept
 _WAITERS_SHOWN = 4
 
 
@@ -34,23 +42,26 @@ class CooperativeScheduler:
 
     def run(self, body: Callable[[int], None]) -> None:
         """Run body(rank) on a thread per rank, once; raise what the lowest rank raised."""
-        threads = [
-            threading.Thread(target=copy_context().run, args=(self._turn, rank, body), daemon=True)
+        jobs = [
+            _Job(partial(copy_context().run, self._turn, rank, body))
             for rank in range(len(self._turns))
         ]
+        threads = _POOL.take(len(jobs))
         try:
-            with _stack_size(_STACK_BYTES):
-                for thread in threads:
-                    thread.start()
-            for thread in threads:
-                thread.join()
+            for thread, job in zip(threads, jobs, strict=True):
+                thread.jobs.put(job)
+            for job in jobs:
+                job.over.wait()
         except BaseException:
-            self._cancel(threads, body)
+            self._cancel(jobs)
             raise
+        finally:
+            over = (job.over.is_set() for job in jobs)
+            _POOL.give([thread for thread, ended in zip(threads, over, strict=True) if ended])
         if self._failures:
             rank = min(self._failures)
             error = self._failures[rank]
-            error.add_note(f"raised on rank {rank} of {len(threads)}")
+            error.add_note(f"raised on rank {rank} of {len(jobs)}")
             raise error
 
     def wait(self, rank: int, reason: Callable[[], str]) -> None:
@@ -103,15 +114,69 @@ class CooperativeScheduler:
         ended = f"{len(self._turns) - len(ranks)} of {len(self._turns)} ranks have ended"
         return f"no rank can go on: {'; '.join(waits)}; {ended}"
 
-    def _cancel(self, threads: Sequence[threading.Thread], body: Callable[[int], None]) -> None:
-        """End all ranks at their next wait, after an interrupt or a thread that did not start."""
+    def _cancel(self, jobs: Sequence["_Job"]) -> None:
+        """End all ranks at their next wait, after an interrupt."""
         self._cancelled = True
-        for rank, thread in enumerate(threads):
-            if thread.ident is None:
-                self._turn(rank, body)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for job in jobs:
+            job.run()  # one that no thread was given
+        for job in jobs:
+            job.over.wait()
+
+
+class _Job:
+    """What a thread does for one rank; whoever comes first does it, and only once."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: list[Callable[[], object]] = [work]
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return
+        try:
+            work()
+        finally:
+            del work  # it holds a rank's tensors
+            self.over.set()
+
+
+class _Thread:
+    """A thread that does the jobs it is given, one after the other."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job.run()
+            del job
+
+
+class _Pool:
+    """The threads that have nothing to do; the same ranks take the same ones again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Thread] = []
+        os.register_at_fork(after_in_child=self.__init__)  # threads do not pass a fork
+
+    def take(self, n: int) -> list[_Thread]:
+        with self._lock:
+            taken = self._idle[:n]
+            del self._idle[:n]
+        with _stack_size(_STACK_BYTES):
+            return taken + [_Thread() for _ in range(n - len(taken))]
+
+    def give(self, threads: Sequence[_Thread]) -> None:
+        with self._lock:
+            self._idle[:0] = threads
+            spare = self._idle[_MOST_IDLE:]
+            del self._idle[_MOST_IDLE:]
+        for thread in spare:
+            thread.jobs.put(None)
 
 
 @contextmanager
@@ -121,3 +186,6 @@ def _stack_size(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+_POOL = _Pool()

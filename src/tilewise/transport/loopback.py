@@ -32,6 +32,8 @@ Result = TypeVar("Result")
 def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Result]:
     """Run fn(rank, group) on n ranks, each a thread of this process; return the n results.
 
+    Threads are kept: those of the next call are the same ones.
+
     A rank runs until it has to wait for a message; then the next one that can go on runs, in the
     order in which they became able to. Grad mode and context variables are the caller's. Backward
     passes run in the rank's own thread. If CUDA is in use, every rank has a stream of its own on
@@ -57,7 +59,11 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
         # would wait for ever.
         autograd = torch.autograd.set_multithreading_enabled(False)
         with torch.set_grad_enabled(grad_enabled), autograd, fork():
-            results[rank] = fn(rank, LoopbackGroup(world, rank))
+            group = LoopbackGroup(world, rank)
+            try:
+                results[rank] = fn(rank, group)
+            finally:
+                group.close()
 
     with forked() as fork:
         world.scheduler.run(run)
@@ -82,13 +88,17 @@ class LoopbackGroup:
         self._world = world
         self._all = _Outstanding(world.scheduler, rank)
         self._num_gathers = 0
-        self._thread = get_ident()
+        self._thread: int | None = get_ident()
         self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
 
     @property
     def agreement_number(self) -> int:
         """Of the last agreement, the same on all ranks."""
         return self._num_gathers
+
+    def close(self) -> None:
+        """The rank has ended, though its thread goes on with others."""
+        self._thread = None
 
     def _check_thread(self) -> None:
         """A rank that waits in another one's place would never be woken."""

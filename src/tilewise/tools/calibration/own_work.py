@@ -17,7 +17,7 @@ from tilewise.functional import attention
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel as LocalKernel
 from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.kernels.registry import kernel_for
+from tilewise.kernels.registry import kernel_for, use_of
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan, Role, Side
@@ -106,7 +106,8 @@ class _Bench:
     def __init__(self, dtype: str, head_dim: int, clock: SharedClock, num_heads: int):
         self.dtype, self.head_dim = getattr(torch, dtype), head_dim
         self.clock, self.num_heads = clock, num_heads
-        self.kernel: LocalKernel = kernel_for(clock.device.type, self.dtype, head_dim)
+        use = use_of(clock.device, Full(), 1 << 14)
+        self.kernel: LocalKernel = kernel_for(clock.device.type, self.dtype, head_dim, use)
 
     def seconds(
         self, num_queries: int, num_keys: int, kind: Kind = Kind.FULL
