@@ -1,6 +1,7 @@
 """What every test shares: one thread per rank, repeatable hypothesis runs, the gpu marker."""
 
 import gc
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +16,10 @@ hypothesis.settings.register_profile("tilewise", deadline=None, derandomize=True
 hypothesis.settings.load_profile("tilewise")
 
 
+# Imported once for all processes that a run of many tests starts, and not once by each.
+PRELOADED = ["torch.distributed", "hypothesis", "pytest", "tilewise", "transformers.trainer"]
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
 
@@ -27,8 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What thousands of collected tests consist of is not looked through by each collection."""
+    if len(session.items) > 100:
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
     gc.collect()
     gc.freeze()
 
