@@ -4,7 +4,8 @@ Both passes of one rank run on shapes (torch's device "meta"), with a kernel tha
 and a transport that moves nothing: what is left is the host's work, as on a GPU. The first call of
 a mask plans, prunes, lowers and cuts tiles, the second finds all that kept with the plan; shown is
 the difference, in seconds of processor time, the median over masks. `needed` and `tiled` are given
-their plan.
+their plan. `prepared` is what a worker process made of `needed`'s plan (BatchStep.prepare), of
+which unpickling counts as part of the first call.
 
     python benchmarks/first_use.py [--ranks 8,64,256] [--masks 3] [--json]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +22,8 @@ from collections.abc import Callable
 import torch
 
 import tilewise as tw
-from tilewise.planning.peak_memory import run_on_shapes
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.execution.prepare import NoKernel, NoTransport, prepare, run_on_shapes
 
 TOKENS_PER_RANK = 8192
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -51,6 +54,7 @@ STRATEGIES: dict[str, Callable[[tw.Mask, int, int], tuple[tw.Plan, tw.Layout]]] 
     "mesh": on_mesh,
     "needed": on_needed,
     "tiled": on_tiled,
+    "prepared": on_needed,
 }
 
 
@@ -65,12 +69,22 @@ def first_use(strategy: str, world_size: int, seed: int) -> tuple[float, float]:
     if plan.made_for is None:
         run(plan, before, layout, rank)
     mask = document_mask(world_size, seed)  # equal, with nothing derived from it
+    if strategy == "prepared":
+        return first_use_prepared(pickle.dumps(prepare(passes(plan, mask, layout), rank)))
     first, second = (run(plan, mask, layout, rank) for _ in range(2))
     return first, second
 
 
-def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
+def first_use_prepared(sent: bytes) -> tuple[float, float]:
+    """The same of a value that a worker process sends."""
     begin = time.process_time()
+    plan = pickle.loads(sent)
+    unpickling = time.process_time() - begin
+    first, second = (run(plan, *plan.made_for, plan.rank) for _ in range(2))
+    return unpickling + first, second
+
+
+def passes(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout) -> tuple[ResolvedPass, ResolvedPass]:
     work = tw.Workload(
         num_tokens=layout.num_tokens,
         num_heads=HEADS,
@@ -79,7 +93,14 @@ def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
         mask=mask,
         layout=layout,
     )
-    run_on_shapes(work.resolve(plan), rank)
+    return work.resolve(plan)
+
+
+def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
+    """Seconds of both passes of a call."""
+    begin = time.process_time()
+    transport = NoTransport(rank, plan.world_size, receives_ahead=1)
+    run_on_shapes(passes(plan, mask, layout), transport, NoKernel(square_causal=True))
     return time.process_time() - begin
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import dtype_name, require_type
+from tilewise.arguments import dtype_name, require_type, whole_number
 from tilewise.functional import Options, attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -20,6 +20,7 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
+from tilewise.plan.rank_plan import RankPlan
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
@@ -41,7 +42,8 @@ class ContextParallel:
         mesh_or_group: a one-dimensional DeviceMesh, or what attention takes as group.
         num_tokens: length of the whole sequence; need not divide by the number of ranks.
         mask: for all calls of attention that do not name another.
-        strategy: a plan, or "auto": at the first call the planner's choice, for its shapes.
+        strategy: a plan, or "auto": at the first call the planner's choice, for its shapes. Of what
+            `BatchStep.prepare` made, num_tokens, mask and layout are known, and may be left out.
         layout: None: contiguous for Full, zigzag for Causal and where else it gives every rank the
             same work, balanced for all other masks.
         machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
@@ -53,7 +55,7 @@ class ContextParallel:
         self,
         mesh_or_group: DeviceMesh | Group = None,
         *,
-        num_tokens: int,
+        num_tokens: int | None = None,
         mask: Mask | None = None,
         strategy: Literal["auto"] | Plan = "auto",
         layout: Layout | None = None,
@@ -66,6 +68,13 @@ class ContextParallel:
             raise ValueError(
                 f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
             )
+        if isinstance(strategy, RankPlan) and strategy.made_for:
+            mask, layout = (
+                own if given is None else given
+                for given, own in zip((mask, layout), strategy.made_for, strict=True)
+            )
+            num_tokens = strategy.made_for[1].num_tokens if num_tokens is None else num_tokens
+        num_tokens = whole_number("num_tokens", num_tokens)
         self.group = mesh_or_group
         transport = transport_for(mesh_or_group)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -230,7 +239,7 @@ class ContextParallel:
 
         Args:
             mask: instead of the one given at the start (layers with windows among full ones).
-            plan: instead of the strategy's, for this call.
+            plan: instead of the strategy's, for this call, and on cp's layout.
             options: of tw.attention; kernel instead of the one given at the start.
         """
         if plan is None:
@@ -246,7 +255,7 @@ class ContextParallel:
             v,
             plan=plan,
             layout=self.layout,
-            mask=self.mask if mask is None else mask,
+            mask=self.mask if mask is None and not isinstance(plan, RankPlan) else mask,
             group=self.group,
             return_lse=return_lse,
             return_max_logit=return_max_logit,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Required, TypedDict, Unpack, overload
+from typing import Literal, Required, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
+from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
@@ -42,8 +43,8 @@ class _Together(Options, total=False):
     """What every call of attention names, and its options."""
 
     plan: Required[Plan]
-    layout: Required[Layout]
-    mask: Required[Mask]
+    layout: Layout | None
+    mask: Mask | None
     group: Group
 
 
@@ -87,8 +88,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     v: Tensor,
     *,
     plan: Plan,
-    layout: Layout,
-    mask: Mask,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
     group: Group = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
@@ -117,7 +118,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
             rank's rows under layout; with a plan of replicated queries (tree) the same few on all.
         k, v: as q with num_kv_heads, a divisor of num_heads; v, and out, of any head_dim.
-        plan: from a strategy; of the backward pass too, unless backward_plan is given.
+        plan: from a strategy; of the backward pass too, unless backward_plan is given. Or what
+            `BatchStep.prepare` made, which knows layout and mask: they may then be left out.
         layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
         mask: acts on global positions.
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
@@ -158,10 +160,13 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         save = _save_when_compiled(save)
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
+    if isinstance(plan, RankPlan) and plan.made_for:
+        mask = plan.made_for[0] if mask is None else mask
+        layout = plan.made_for[1] if layout is None else layout
     call = AttentionCall(
         plan,
-        layout,
-        mask,
+        cast(Layout, layout),  # None is refused together with other wrong kinds
+        cast(Mask, mask),
         backward_plan,
         kv_layout,
         softmax_scale,

@@ -20,5 +20,6 @@ def test_rows_for_every_strategy():
         (4, "mesh"),
         (4, "needed"),
         (4, "tiled"),
+        (4, "prepared"),
     ]
     assert all(row["second_call_seconds"] > 0 for row in rows)

@@ -191,8 +191,8 @@ def test_all_kernels_copy_the_same(n):
     work = tw.Workload(layout.num_tokens, 8, 4, 64, mask=tw.Causal(), layout=layout)
     for plan in (tw.attention2d(2, n // 2), tw.mesh(n, q_tile=4), tw.mesh(n, n // 2, "gather")):
         problem = PassMemory(work.resolve(plan), backward=True)._problem
-        kernels = [peak_memory._NoKernel(*cut) for cut in ((False, False), (True, False))]
-        kernels.append(peak_memory._NoKernel(whole_tile=True))
+        kernels = [peak_memory.NoKernel(*cut) for cut in ((False, False), (True, False))]
+        kernels.append(peak_memory.NoKernel(whole_tile=True))
         for rank in (0, n // 2, n - 1):
             told = {
                 rank_peak_bytes(problem._replace(kernel=kernel), rank, True) for kernel in kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from itertools import islice
 from operator import index
 from typing import Any
@@ -13,10 +14,13 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilewise.arguments import require_type
+from tilewise.execution.prepare import prepare
+from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Mask
 from tilewise.plan.ir import Plan
+from tilewise.plan.rank_plan import RankPlan
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.needed import needed
@@ -68,6 +72,19 @@ class BatchStep:
     def plan(self) -> Plan:
         """Of both passes. Ranks that share no document neither send to nor wait for each other."""
         return needed(self.mask, self.layout)
+
+    def prepare(self, rank: int, kernel: Kernel | str | None = None) -> RankPlan:
+        """What a rank needs for the step's attention, in both passes; it pickles.
+
+        A DataLoader's worker makes it; `attention(q, k, v, plan=prepared, group=group)` then has
+        nothing to plan, and mask and layout come with it. All ranks must get the same step.
+
+        Args:
+            kernel: as of attention, where that is given; None: the device's first choice.
+        """
+        documents = sha256(repr(self.documents).encode()).hexdigest()[:8]
+        batch = f"step {self.index} ({len(self.documents)} documents, {documents})"
+        return prepare(self.workload.resolve(self.plan), rank, batch, kernel)
 
     @property
     def workload(self) -> Workload:
@@ -182,6 +199,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    v_head_dim: int | None = None,
     machine: Machine | None = None,
     lookahead: int | None = None,
     seed: int = 0,
@@ -197,7 +215,7 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     Args:
         lengths: tokens of each document. An iterator is read once: give a list to iterate again.
         world_size: dp x cp.
-        num_heads, num_kv_heads, head_dim: of a layer's attention.
+        num_heads, num_kv_heads, head_dim, v_head_dim: of a layer's attention.
         machine: what `BatchStep.seconds` is simulated on; None: the preset "h100x8".
         lookahead: from how many waiting documents a step is chosen (more, where so many do not
             fill it); default: as many as fill four steps.
@@ -215,7 +233,11 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     ahead = None if lookahead is None else _at_least("lookahead", lookahead, 1)
     sizes = world_size, world_size * tokens_per_rank
     layer = Workload(
-        num_tokens=sizes[1], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+        num_tokens=sizes[1],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
     )
     return StepStream(lengths, sizes, layer, machine, (ahead, seed))
 

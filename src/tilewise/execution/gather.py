@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,10 +48,16 @@ class Binder:
 
     Args:
         table: a mask that differs by KV head is bound head by head.
+        known: calls of tiles by (tile, rows held), for all devices.
     """
 
-    def __init__(self, table: TileCalls, device: torch.device):
-        self.table, self.device = table, device
+    def __init__(
+        self,
+        table: TileCalls,
+        device: torch.device,
+        known: dict[tuple[Tile, Held], tuple[CallParts[np.ndarray], ...]],
+    ):
+        self.table, self.device, self._known = table, device, known
         self._tiles: dict[Tile, BoundTile] = {}
         self._places: dict[int, Places] = {}  # by the id of a bound call, which is kept here
 
@@ -91,7 +98,9 @@ class Binder:
         return places
 
     def _bound(self, tile: Tile, held: Held) -> Iterator[BoundCall]:
-        for call, q, k, q_heads, kv_heads in self.table.calls(tile, held):
+        if (tile, held) not in self._known:
+            self._known[tile, held] = tuple(self.table.calls(tile, held))
+        for call, q, k, q_heads, kv_heads in self._known[tile, held]:
             q, k = (tuple(map(self._on_device, side)) for side in (q, k))
             yield BoundCall(call, q, k, q_heads, kv_heads)
 

@@ -36,6 +36,11 @@ MOST_AHEAD = 8
 
 
 @lru_cache(maxsize=64)
+def _carries(payload: Payload) -> frozenset[tuple[Side, Role]]:
+    return payload.carries
+
+
+@lru_cache(maxsize=64)
 def _row_bytes(payload: Payload) -> list[int]:
     """By side: bytes of a token's row of the item that has most."""
     return [max(payload.row_bytes(Item(side, role, 0)) for role in Role) for side in Side]
@@ -60,14 +65,15 @@ class PassRun:
         self.rank = transport.rank
         pruned = self.plan = resolved.pruned if problem.prune else resolved.plan
         self._cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
-        self.packing = pruned.memo("packing", self.payload, lambda: packings(self.payload))
+        self.packing = packings(self.payload)
         ahead, exchanges = transport.receives_ahead, ()
         shard_bytes = batch * self._largest_shard_bytes()
         if team_transport(transport) and shard_bytes <= SMALL_BYTES:
             exchanges = pruned.traits.exchanges
         if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
             ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, shard_bytes)))
-        self._key = self.rank, ahead, transport.node_size, self.payload, exchanges
+        carries = _carries(self.payload)
+        self._key = self.rank, ahead, transport.node_size, carries, exchanges
         self.program: Program = pruned.memo(
             "program",
             self._key,
@@ -76,7 +82,7 @@ class PassRun:
                 self.rank,
                 node_size=transport.node_size,
                 ahead=ahead,
-                carries=self.payload.carries,
+                carries=carries,
                 exchanges=exchanges,
             ),
             keep=4 * pruned.world_size,
@@ -105,7 +111,7 @@ class PassRun:
             return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
         calls = self.layouts, self.mask, self._cut
-        key = self._key, calls, self.batch, device, keep, strides
+        key = self._key, self.payload, calls, self.batch, device, keep, strides
         binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
         pool = problem.passes[0].plan.memo(
             "pool", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
@@ -119,8 +125,11 @@ class PassRun:
             allocator: None: of new memory.
         """
         problem = self.problem
-        key = TileCalls(self.layouts, self.mask, self.groups, self._cut), self.device
-        binder = self.plan.memo("binder", key, lambda: Binder(*key))
+        table = TileCalls(self.layouts, self.mask, self.groups, self._cut)
+        calls = self.plan.memo("calls", table, dict)
+        binder = self.plan.memo(
+            "binder", (table, self.device), lambda: Binder(table, self.device, calls)
+        )
         dtype = accumulator_dtype(getattr(torch, self.payload.dtype))
         return Frame(
             self.layouts,

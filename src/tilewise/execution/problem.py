@@ -29,6 +29,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
+from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
@@ -99,7 +100,7 @@ def make_problem(
     """
     check_tensors(q, k, v)
     check_kinds(call)
-    check_ranks(call, world_size)
+    check_ranks(call, rank, world_size)
     # int: a compiler's symbolic sizes become plain numbers.
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)
@@ -156,6 +157,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
     scores = problem.scores
     fields: dict[str, Any] = {
         PASS: "forward",
+        **({"training step": plan.batch} if isinstance(plan, RankPlan) else {}),
         "num_tokens": kv_layout.num_tokens,
         "dtype": payload.dtype,
         "num_dimensions": q.ndim,

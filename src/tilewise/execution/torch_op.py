@@ -20,6 +20,7 @@ from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
+from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS, agree
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
@@ -188,7 +189,7 @@ def _registered() -> torch.library.Library:
 
         OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
         register, kind = opaque_object.register_opaque_type, "value"
-    for value in (AttentionCall, Plan, Layout, *MASKS):
+    for value in (AttentionCall, Plan, RankPlan, Layout, *MASKS):
         register(value, typ=kind, members={"__eq__": opaque_object.MemberType.USE_REAL})
     library = torch.library.Library("tilewise", "DEF")
     call = f"{AttentionCall.__module__}.{AttentionCall.__qualname__} call"

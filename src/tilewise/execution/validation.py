@@ -14,6 +14,7 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
+from tilewise.plan.rank_plan import RankPlan
 
 if TYPE_CHECKING:
     from tilewise.execution.problem import AttentionCall
@@ -67,7 +68,7 @@ def check_kinds(call: AttentionCall) -> None:
         require_type(Layout, "kv_layout", call.kv_layout)
 
 
-def check_ranks(call: AttentionCall, world_size: int) -> None:
+def check_ranks(call: AttentionCall, rank: int, world_size: int) -> None:
     """Plans are for the group's ranks, and layouts give every token to one of them."""
     kv_layout = call.kv_layout or call.layout
     for plan in (call.plan, call.backward_plan or call.plan):
@@ -75,6 +76,11 @@ def check_ranks(call: AttentionCall, world_size: int) -> None:
             raise ValueError(
                 f"{plan.name} is for {plan.world_size} ranks, but the group has {world_size}; "
                 f"make the plan for {world_size}"
+            )
+        if isinstance(plan, RankPlan) and plan.rank != rank:
+            raise ValueError(
+                f"the plan was prepared for rank {plan.rank} ({plan.batch}), but this is rank "
+                f"{rank}; pass step.prepare({rank})"
             )
     for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
         if not layout.is_partition:

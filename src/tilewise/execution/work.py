@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ class Frame:
     allocator: Allocator
 
 
-def packings(payload: Payload) -> dict[tuple[Side, Role], Packing]:
+@lru_cache(maxsize=64)
+def packings(payload: Payload) -> Mapping[tuple[Side, Role], Packing]:
     """How every kind of item is packed in a pass."""
     return {
         (side, role): Packing(payload.row_format(side, role), payload.heads(side))

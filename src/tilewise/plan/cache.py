@@ -5,7 +5,7 @@ would drive out the pruned plan that they were made from.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal
 
 Kind = Literal[
@@ -24,10 +24,10 @@ Kind = Literal[
     "halves",  # rows of every transfer under a causal mask
     # of one rank's pass
     "program",
-    "packing",
     "arriving",
     "lifetimes",
-    "binder",  # kernel calls of tiles
+    "calls",  # of tiles
+    "binder",  # the same on a device
     "binding",  # buffers of a pass, recorded and played
     "pool",  # memory that passes take one after the other
     # of decoding
@@ -59,3 +59,9 @@ class PlanCache:
         while len(table) > keep:
             table.popitem(last=False)
         return value
+
+    def of(self, kinds: Iterable[Kind]) -> "PlanCache":
+        """A cache with the tables of some kinds."""
+        cache = PlanCache()
+        cache._tables = {kind: self._tables[kind] for kind in kinds if kind in self._tables}
+        return cache

@@ -1,7 +1,6 @@
 """Peak memory of a pass: the executor runs it on shapes, and the buffers that it takes are placed.
 
-Tensors are on torch's device "meta": they have shapes and no values. The kernel computes nothing,
-the transport moves nothing, and all else is the code that runs on a GPU. Counted is
+See execution/prepare.py for how it runs. Counted is
 
     q, k, v, out, lse; in backward dout, dq, dk, dv too    the caller's tensors
     operands that forward keeps for backward               with save="gathered"
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tilewise.compiler.liveness import aligned
 from tilewise.compiler.resolved import ResolvedPass
@@ -28,16 +26,14 @@ from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
+from tilewise.execution.prepare import NoKernel, NoTransport, Passes, operands_on_shapes
 from tilewise.execution.problem import Problem
-from tilewise.kernels.protocol import Accumulators, Gradients, accumulator_dtype
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan, Side
+from tilewise.plan.ir import Plan
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.simulation.zigzag_causal import halves_of
-
-Passes = tuple[ResolvedPass, ResolvedPass]
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
@@ -71,7 +67,7 @@ class PassMemory:
         plan, self._ranks = _pruned(resolved, alike)
         scores = _scores(passes)
         small = _with(passes, plan=plan, layouts=resolved.layouts)
-        self._problem = Problem(small, scores, prune=False, kernel=_NoKernel())
+        self._problem = Problem(small, scores, prune=False, kernel=NoKernel())
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -145,11 +141,11 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
     """
     asked: list[BufferSpec] = []
     problem = problem._replace(
-        kernel=_NoKernel(problem.kernel.square_causal, problem.kernel.whole_tile),
+        kernel=NoKernel(problem.kernel.square_causal, problem.kernel.whole_tile),
         allocator=lambda device: RecordingAllocator(device, asked.extend),
     )
-    transport = _NoTransport(rank, problem.passes[backward].plan.world_size)
-    q, k, v = _operands(problem, rank)
+    transport = NoTransport(rank, problem.passes[backward].plan.world_size)
+    q, k, v = operands_on_shapes(problem, rank)
     (out, lse), kept = empty_results(q, v), []
     if problem.gathered or not backward:
         out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
@@ -169,17 +165,6 @@ def _scores(passes: Passes) -> Scores:
     return Scores(1.0, max_logit=passes[0].payload.max_logit)
 
 
-def run_on_shapes(passes: Passes, rank: int) -> None:
-    """Run both passes of one rank on shapes: the host's work of a call, and nothing else."""
-    scores = _scores(passes)
-    problem = Problem(passes, scores, prune=True, kernel=_NoKernel(square_causal=True))
-    transport = _NoTransport(rank, passes[0].plan.world_size)
-    q, k, v = _operands(problem, rank)
-    out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
-    dout = torch.empty_like(out)
-    backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))
-
-
 def _slots(asked: Sequence[BufferSpec]) -> int:
     """Bytes in which buffers have room if only those of one size take each other's places."""
     changes: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -190,62 +175,3 @@ def _slots(asked: Sequence[BufferSpec]) -> int:
     return sum(
         size * max(accumulate(at[moment] for moment in sorted(at))) for size, at in changes.items()
     )
-
-
-def _operands(problem: Problem, rank: int) -> list[Tensor]:
-    """A rank's q, k, v."""
-    (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
-    for side, heads, width in (
-        (Side.Q, groups.num_heads, payload.head_dim),
-        (Side.KV, groups.num_kv_heads, payload.head_dim),
-        (Side.KV, groups.num_kv_heads, payload.v_head_dim),
-    ):
-        owners, layout = plan.owners[side], layouts[side]
-        rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
-        dtype = getattr(torch, payload.dtype)
-        tensors.append(torch.empty(rows, heads, width, dtype=dtype, device="meta"))
-    return tensors
-
-
-class _NoKernel:
-    """A kernel that computes nothing; see kernels.protocol.Kernel."""
-
-    name = "none"
-
-    def __init__(self, square_causal: bool = False, whole_tile: bool = False):
-        self.square_causal, self.whole_tile = square_causal, whole_tile
-
-    def supports(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def forward(self, *args: Any, **_: Any) -> Accumulators:
-        q, _, v, _, _, into, *told = args
-        out, lse = empty_results(q, v)
-        return into or (out, lse, *[lse] * sum(scores.max_logit for scores in told))
-
-    def backward(self, *args: Any, **_: Any) -> Gradients:
-        # Adopted are only results of its own; else into are buffers of the pass.
-        dq, dk, dv = (torch.empty_like(x, dtype=accumulator_dtype(x.dtype)) for x in args[:3])
-        return args[8] or (dq, dk, dv)
-
-
-class _NoTransport:
-    """A transport that moves nothing, as NCCL does it: no receive is posted ahead of its send."""
-
-    receives_ahead, node_size = 0, None
-    bytes_sent = messages_sent = 0
-
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
-
-    def exchange(self, *_: Any) -> _NoTransport:
-        return self
-
-    def wait(self) -> None:
-        return
-
-    def gather_records(self, record: Tensor) -> list[Tensor]:
-        return [record] * self.world_size
-
-    def finish(self) -> None:
-        return
