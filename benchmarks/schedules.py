@@ -4,18 +4,18 @@ An 8B model's layer on h100x8, 8,192 tokens a rank, documents of four mixes. The
 same documents, those of the first steps of a long stream:
 
     schedule      tw.schedule's steps: balanced layouts, needed plans, all ranks as one world
-    dynamic       BalancedCPScheduler of Megatron Core (see dynamic_scheduling.py): groups of a power
-                  of two of ranks; all wait for the slowest group before the next sub-batch
+    dynamic       BalancedCPScheduler of Megatron Core (see dynamic_scheduling.py): groups of a
+                  power of two ranks; all wait for the slowest before the next sub-batch
     static        groups of as many ranks as the longest document needs, a power of two; documents
                   packed into sequences (best fit), sequences dealt to the group that is done first
 
-In both baselines a group is a ring (tw.ring) over documents that are each cut in zigzag, in sequence
-order, simulated as if its ranks were neighbours. Seconds are those of attention, forward and backward,
-by tw.simulate, and of the layer's matrix products (6 FLOP a parameter and token, at attention's own
-best speed), summed over steps, sub-batches or sequences: of the slowest rank. Work is a
-rank's allowed pairs and its tokens' matrix products; max / mean is weighed over steps. Wasted are
-tokens of padding and those that ranks have room for while they wait. Planning is
-processor time of a step: choice of documents, layout, plan and one rank's share (prepare).
+In both baselines a group is a ring (tw.ring) over documents that are each cut in zigzag, in
+sequence order, simulated as if its ranks were neighbours. Seconds are those of attention, forward
+and backward, by tw.simulate, and of the layer's matrix products (6 FLOP a parameter and token, at
+attention's own best speed), summed over steps, sub-batches or sequences: of the slowest rank. Work
+is a rank's allowed pairs and its tokens' matrix products; max / mean is weighed over steps. Wasted
+are tokens of padding. Planning is processor time of a step, the longest: choice of documents,
+layout, plan and one rank's share (prepare).
 
     python benchmarks/schedules.py [--ranks 64,256] [--steps 3] [--json]
 """
@@ -27,7 +27,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,7 +128,7 @@ def ring_group(documents: Sequence[int], size: int) -> Share:
     runs: list[list[Run]] = [[] for _ in range(size)]
     for start, length in zip(cu, documents, strict=False):
         cuts = [start + i * length // (2 * size) for i in range(2 * size + 1)]
-        parts = [Run(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [Run(a, b - a) for a, b in pairwise(cuts)]
         for rank, mine in enumerate(runs):
             mine += [parts[rank], parts[2 * size - 1 - rank]]
     layout = tw.Layout(cu[-1], runs, "zigzag of documents")
