@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
 
 import pytest
@@ -258,3 +259,37 @@ def test_only_tree_has_results_and_replicated_queries(n: int):
 def test_bad_arguments_name_the_number_and_what_is_allowed(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def sent_by_tile(n: int, heads: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """Bytes of the busiest rank in both passes, by query shards of the tile."""
+    work = tw.Workload(4 * n, *heads, 128)
+    volumes = {a: tw.volume(tw.mesh(n, a, "gather"), work) for a in divisors(n)}
+    return {a: (max(sent.forward), max(sent.backward)) for a, sent in volumes.items()}
+
+
+@pytest.mark.parametrize("heads", [(64, 64), (64, 8), (48, 1)])
+@pytest.mark.parametrize("n", [1, 7, 12, 16, 60, 64])
+def test_a_mesh_without_a_tile_sends_least_for_the_heads_it_finds(n: int, heads: tuple[int, int]):
+    sent, work, kv_bytes = sent_by_tile(n, heads), tw.Workload(4 * n, *heads, 128), 2 * heads[1]
+    for plan in (tw.mesh(n), tw.mesh(n, kv_bytes=kv_bytes / heads[0])):
+        found = tw.volume(plan, work)
+        assert max(found.forward) + max(found.backward) == min(map(sum, sent.values()))
+    back = tw.volume(tw.mesh(n), work, tw.mesh(n, backward=True)).backward
+    assert max(back) == min(backward for _, backward in sent.values())
+
+
+def test_plans_inside_others_are_made_for_the_heads_too():
+    heads = 64, 8
+    made = [
+        (tw.ulysses(4, inner=tw.mesh(16)), tw.ulysses(4, inner=tw.mesh(16, kv_bytes=0.25))),
+        (tw.ulysses(16, inner=tw.mesh(4)), tw.ulysses(16, inner=tw.mesh(4, kv_bytes=0.5))),
+        (tw.hierarchical(tw.mesh(16), tw.ring(2)),
+         tw.hierarchical(tw.mesh(16, kv_bytes=0.25), tw.ring(2))),
+        (tw.ulysses(2, inner=tw.hierarchical(tw.ring(2), tw.mesh(16))),
+         tw.ulysses(2, inner=tw.hierarchical(tw.ring(2), tw.mesh(16, kv_bytes=0.25)))),
+    ]  # fmt: skip
+    for plan, wanted in made:
+        there = pickle.loads(pickle.dumps(plan))
+        assert plan.tuned(*heads) == wanted == there.tuned(*heads)
+        assert plan.tuned(64, 64) == plan

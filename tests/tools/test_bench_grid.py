@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from support.bench_contenders import Bad
 
+import tilewise as tw
 from tilewise import masks
 from tilewise.expressions import STRATEGIES as WRITABLE
 from tilewise.kernels.registry import PROVIDERS
+from tilewise.strategies.catalog import degrees, divisors
 from tilewise.tools.bench import environment
 from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.grid import entered, preset, read_cases
 from tilewise.tools.bench.our_kernels import DENSE
-from tilewise.tools.bench.our_strategies import STRATEGIES
+from tilewise.tools.bench.our_strategies import STRATEGIES, Strategy
 from tilewise.tools.doctor import examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,3 +145,40 @@ def test_unknown_strategies_are_refused_with_those_known():
         entered(run.narrowed({"contender": ["rings"]}))
     with pytest.raises(ValueError, match="take one of ring, all_gather"):
         entered(run.narrowed({"contender": ["rings(4)"]}))
+
+
+def sent(name: str, case: BenchCase) -> int:
+    """By the rank that sends most in what the case runs."""
+    plan, layout, _ = Strategy(name).planned(case)
+    work = tw.Workload(
+        case.num_tokens, *case.heads, dtype=case.dtype, mask=case.make_mask(), layout=layout
+    )
+    passes = tw.volume(plan, work)._asdict()
+    wanted = passes if case.which == "both" else [case.which]
+    return max(map(sum, zip(*(passes[which] for which in wanted), strict=True)))
+
+
+@pytest.mark.parametrize("mask, n, heads, which", [
+    ("full", 16, (16, 2), "both"), ("full", 12, (8, 8), "forward"), ("full", 6, (6, 6), "backward"),
+    ("causal_document", 6, (6, 2), "both"), ("causal_document", 4, (8, 8), "forward"),
+])  # fmt: skip
+def test_the_mesh_contenders_never_send_more_than_the_best_of_their_tiles(
+    mask: str, n: int, heads: tuple[int, int], which: str
+):
+    case = replace(CASE, mask=mask, num_tokens=16 * n, world_size=n, which=which)
+    case = replace(case, num_heads=heads[0], num_kv_heads=heads[1])
+    degree = max(d for d in degrees(n, *heads) if d < n)
+    meshes = [f"mesh({n}, q_tile={a})" for a in divisors(n)]
+    assert sent("mesh", case) == min(sent(mesh, case) for mesh in meshes)
+    inner = [f"mesh({n // degree}, q_tile={a})" for a in divisors(n // degree)]
+    hybrids = [f"ulysses({degree}, inner={mesh})" for mesh in inner]
+    assert sent("ulysses_mesh", case) == min(sent(hybrid, case) for hybrid in hybrids)
+
+
+def test_the_two_level_hybrid_splits_heads_as_far_as_two_factors_are_left():
+    case = replace(CASE, num_tokens=256, world_size=16)
+    assert Strategy("ulysses_double_ring").planned(case).plan == tw.ulysses(
+        4, inner=tw.double_ring(2, 2)
+    )
+    reason = Strategy("ulysses_double_ring").supports(replace(case, world_size=4))
+    assert reason and "degree above 1 that divides the ranks (4) with a product of two" in reason

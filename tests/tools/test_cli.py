@@ -145,8 +145,11 @@ def test_masks_are_read_with_their_precedence():
         (["foo"], "strategy 'foo' is not known; take one of ring, all_gather"),
         (["foo(3)"], "strategy 'foo' is not known"),
         (["ring"], "write ring(8), or --world-size 8"),
-        (["mesh", "--world-size", "4"], "more than a number of ranks: mesh(world_size, q_tile)"),
-        (["mesh(4)"], "missing a required argument: 'q_tile'"),
+        (
+            ["attention2d", "--world-size", "4"],
+            "than a number of ranks: attention2d(rows, columns)",
+        ),
+        (["attention2d(4)"], "missing a required argument: 'columns'"),
         (["mesh(4, q_tile=3)"], "q_tile (3) must divide world_size (4)"),
         (["ring(4)", "--world-size", "5"], "ring(4) is for 4 ranks, but --world-size is 5"),
         (["ring(0)"], "world_size (0) must be at least 1"),

@@ -16,7 +16,7 @@ Kind = Literal[
     "weighed",  # some ranks' steps, for a planner's bounds
     "collective",  # what all ranks call a part of a step
     # of the plan and heads, a mask and layouts
-    "tuned",  # the plan made anew, by bytes of KV
+    "tuned",  # the plan made anew, by heads
     "cells",  # what the mask leaves of the table
     "exact",  # whether for any mask and layout
     "checked",

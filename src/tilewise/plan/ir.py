@@ -154,17 +154,26 @@ def own_shards(world_size: int) -> Owners:
     return side, side
 
 
+MHA = 2.0  # kv_bytes of as many KV heads as query heads
+
+
 class HeadTuning(NamedTuple):
-    """How a mask-aware plan that was made before heads were known is made anew for them.
+    """How a plan that was made before heads were known is made anew for them.
 
     Attributes:
-        make: (mask, layout, kv_bytes) -> Plan, a module's function, so that it can be pickled.
-            Owners and cuts of the shards may differ from the plan's at hand.
+        make: (*known, num_heads, num_kv_heads) -> Plan, a module's function, so that it can be
+            pickled. Owners and cuts of the shards may differ from the plan's at hand.
+        known: what it was made of beside heads: values.
         kv_bytes: what that was made for: bytes of a KV shard per byte of a query shard.
     """
 
-    make: Callable[[Any, Any, float], Plan]
+    make: Callable[..., Plan]
+    known: tuple[Any, ...]
     kv_bytes: float
+
+    def plan(self, num_heads: int, num_kv_heads: int) -> Plan:
+        """The plan for these heads."""
+        return self.make(*self.known, num_heads, num_kv_heads)
 
 
 class TeamExchange(NamedTuple):
@@ -347,18 +356,14 @@ class Plan(OpaqueValue):
         return self.traits.made_for
 
     def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
-        """The plan for these heads: a strategy's own, a mask-aware one's weighed for them."""
-        if self.traits.tuning is None:
+        """The plan for these heads: itself, or made anew if it was made before they were known."""
+        tuning, heads = self.traits.tuning, (num_heads, num_kv_heads)
+        if tuning is None:
             return self
-        kv_bytes = 2 * num_kv_heads / num_heads
-        return self.memo("tuned", kv_bytes, lambda: self._remade(kv_bytes))
-
-    def _remade(self, kv_bytes: float) -> Plan:
-        tuning, made_for = self.traits.tuning, self.traits.made_for
-        assert tuning and made_for
-        if kv_bytes == tuning.kv_bytes:
-            return self.changed(traits=self.traits._replace(tuning=None))
-        return tuning.make(*made_for, kv_bytes)
+        if tuning.kv_bytes == 2 * num_kv_heads / num_heads:
+            known = self.traits._replace(tuning=None)
+            return self.memo("tuned", "same", lambda: self.changed(traits=known))
+        return self.memo("tuned", heads, lambda: tuning.plan(*heads))
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""

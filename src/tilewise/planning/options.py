@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import MHA, Plan
 from tilewise.simulation.simulator import MOST_APART
 from tilewise.strategies.catalog import (
     MASK_AWARE,
@@ -25,7 +25,6 @@ from tilewise.strategies.catalog import (
 )
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import MHA
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 

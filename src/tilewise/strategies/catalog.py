@@ -13,24 +13,20 @@ from typing import Literal, NamedTuple
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import MHA, Plan
 from tilewise.plan.payload import head_groups
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import SCHEDULES, mesh
+from tilewise.strategies.mesh import SCHEDULES, divisors, mesh
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
-from tilewise.strategies.tiled import MHA, tiled, tiled_layout
+from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def near_square(number: int) -> tuple[int, int]:

@@ -6,7 +6,19 @@ from typing import NamedTuple
 
 from tilewise.arguments import require_type
 from tilewise.plan.builder import RankBuilder
-from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Tile, Traits, Transfer, own_shards
+from tilewise.plan.ir import (
+    MHA,
+    HeadTuning,
+    Item,
+    Plan,
+    RankStep,
+    Role,
+    Side,
+    Tile,
+    Traits,
+    Transfer,
+    own_shards,
+)
 
 Shards = tuple[tuple[int, ...], ...]
 """Per side, shards of the outer plan."""
@@ -170,8 +182,17 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     name = f"hierarchical({outer.name}, {inner.name})"
     between = (shift.times(inner.world_size) for shift in outer.traits.shifts)
     proven = outer.traits.proven and inner.traits.proven
-    traits = Traits((*inner.traits.shifts, *between), proven=proven)
+    tuning = None
+    if any(plan.traits.tuning for plan in (outer, inner)):
+        tuning = HeadTuning(_for_heads, (outer, inner), MHA)
+    traits = Traits((*inner.traits.shifts, *between), tuning=tuning, proven=proven)
     return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
+
+
+def _for_heads(outer: Plan, inner: Plan, *heads: int) -> Plan:
+    tunings = outer.traits.tuning, inner.traits.tuning
+    made = (x.plan(*heads) if x else plan for x, plan in zip(tunings, (outer, inner), strict=True))
+    return hierarchical(*made)
 
 
 def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:

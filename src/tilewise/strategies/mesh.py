@@ -14,7 +14,7 @@ from typing import get_args
 
 from tilewise.arguments import Schedule, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.ir import MHA, HeadTuning, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh_schedules.greedy import (
     greedy_tile_steps,
@@ -28,10 +28,10 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 def mesh(
     world_size: int,
-    q_tile: int,
+    q_tile: int | None = None,
     schedule: Schedule | float = "greedy",
     *,
-    kv_bytes: float = 2.0,
+    kv_bytes: float | None = None,
     backward: bool = False,
     held: int | None = None,
 ) -> Plan:
@@ -42,29 +42,37 @@ def mesh(
 
     Args:
         world_size: number of ranks.
-        q_tile: query shards per tile, a divisor of world_size.
+        q_tile: query shards per tile, a divisor of world_size. None: the one that sends least in
+            both passes together, with backward=True in that pass, as least_tile counts.
         schedule: "greedy", "eager", "kv_first" (see docs/schedules.md) or "gather": all transfers,
             one call, scatter. A number: greedy for machines on which all blocks of a tile take so
             many times as long as all its messages.
-        kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads.
+        kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads. None:
+            2, of as many KV heads as query heads; without q_tile the plan is made anew for the
+            heads that volume, attention and all others find.
         backward: schedule for the backward pass, whose query shards are larger and whose KV
             partials travel too. Either plan serves either pass; only the overlap differs.
         held: query and KV shards that a rank may hold at once, its own and those under way to it
             included; None: all of its tile. The same bytes move. Only with "greedy" or a number.
     """
-    owners, n, a = own_shards(world_size), world_size, whole_number("q_tile", q_tile)
+    owners, n = own_shards(world_size), world_size
+    if q_tile is None and kv_bytes is None:
+        plan = mesh(n, None, schedule, kv_bytes=MHA, backward=backward, held=held)
+        tuning = HeadTuning(_for_heads, (n, schedule, backward, held), MHA)
+        return plan.changed(traits=plan.traits._replace(tuning=tuning))
+    kv_bytes = MHA if kv_bytes is None else kv_bytes
+    if not 0 < kv_bytes < inf:
+        raise ValueError(
+            f"kv_bytes ({kv_bytes}) must be a number above 0, 2 num_kv_heads / num_heads"
+        )
+    a = least_tile(n, kv_bytes, backward) if q_tile is None else whole_number("q_tile", q_tile)
     pace = None if isinstance(schedule, str | bool) else schedule
     if schedule not in SCHEDULES if pace is None else not 0 < pace < inf:
         raise ValueError(
             f"schedule ({schedule!r}) must be one of {', '.join(SCHEDULES)}, or a number above 0"
         )
     if n % a:
-        divisors = [d for d in range(1, n + 1) if n % d == 0]
-        raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors}")
-    if not 0 < kv_bytes < inf:
-        raise ValueError(
-            f"kv_bytes ({kv_bytes}) must be a number above 0, 2 num_kv_heads / num_heads"
-        )
+        raise ValueError(f"q_tile ({a}) must divide world_size ({n}): one of {divisors(n)}")
     costs = ShardWeights(2, kv_bytes, 1, kv_bytes) if backward else ShardWeights(1, kv_bytes, 1, 0)
     if held is not None:
         _check_held(held, (a, n // a), schedule)
@@ -74,7 +82,7 @@ def mesh(
         script = _tile_step_script(n, a, stepwise_tile_steps(a, n // a, str(schedule), costs))
     else:
         script = _tile_step_script(n, a, greedy_tile_steps((a, n // a), costs, held, pace))
-    tuned = "" if kv_bytes == 2 else f", kv_bytes={kv_bytes}"
+    tuned = "" if kv_bytes == MHA else f", kv_bytes={kv_bytes}"
     tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     free = schedule == "gather"
     return Plan(
@@ -85,6 +93,40 @@ def mesh(
         script=script,
         traits=Traits((Shift(1, a, free=free), Shift(a, n // a, free=free)), proven=True),
     )
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
+    """Query shards of the tile with which a rank sends least in both passes together.
+
+    Of x query and y KV shards: forward x (2 + l) + y kv_bytes, backward x (3 + 2 l) + 2 y kv_bytes,
+    with lse and delta l = 1 / 64 of a query shard, as in 16 bits and heads of 128.
+
+    Args:
+        world_size, kv_bytes: as for mesh.
+        backward: in the backward pass alone.
+    """
+    per_q, per_kv = (3 + 2 / 64, 2) if backward else (5 + 3 / 64, 3)
+
+    def sent(a: int) -> float:
+        return per_q * (a - 1) + per_kv * kv_bytes * (world_size // a - 1)
+
+    return min(divisors(world_size), key=sent)
+
+
+def _for_heads(
+    n: int,
+    schedule: Schedule | float,
+    backward: bool,
+    held: int | None,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Plan:
+    kv_bytes = 2 * num_kv_heads / num_heads
+    return mesh(n, None, schedule, kv_bytes=kv_bytes, backward=backward, held=held)
 
 
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:

@@ -4,17 +4,17 @@ Queries, keys and values, and partial results travel, whichever costs least, pas
 read them so that no owner sends to everybody.
 """
 
+from collections.abc import Callable
 from math import inf
 
 from tilewise.arguments import require_type
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
-from tilewise.plan.ir import HeadTuning, Plan
+from tilewise.plan.ir import MHA, HeadTuning, Plan
 from tilewise.strategies.tiling.causal.planner import suits, triangle_layout, triangle_plan
 from tilewise.strategies.tiling.placement import LEVEL, Balance
 from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
 
-MHA = 2.0  # bytes of a KV shard per byte of a query shard, as many KV heads as query heads
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
 
 
@@ -53,7 +53,18 @@ def tiled(
     if kv_bytes is not None:
         return make(mask, layout, _positive(kv_bytes))
     plan = make(mask, layout, MHA)
-    return plan.changed(traits=plan.traits._replace(tuning=HeadTuning(make, MHA)))
+    tuning = HeadTuning(_for_heads, (make, mask, layout), MHA)
+    return plan.changed(traits=plan.traits._replace(tuning=tuning))
+
+
+def _for_heads(
+    make: Callable[[Mask, Layout, float], Plan],
+    mask: Mask,
+    layout: Layout,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Plan:
+    return make(mask, layout, 2 * num_kv_heads / num_heads)
 
 
 def tiled_layout(

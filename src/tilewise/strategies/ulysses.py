@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from tilewise.arguments import require_type, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import (
+    HeadTuning,
     Item,
     Plan,
     RankStep,
@@ -21,6 +22,7 @@ from tilewise.plan.ir import (
     Transfer,
     own_shards,
 )
+from tilewise.plan.payload import head_groups
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.ring import ring
 
@@ -96,6 +98,14 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     )
     shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
     split = degree, inner
-    traits = Traits(shifts, head_split=split, proven=proven, exchanges=exchanges)
+    tuning = inner.traits.tuning
+    if tuning is not None:
+        tuning = HeadTuning(_for_heads, (degree, tuning), tuning.kv_bytes)
+    traits = Traits(shifts, head_split=split, tuning=tuning, proven=proven, exchanges=exchanges)
     made = {"script": script, "default_save": save, "traits": traits}
     return Plan(name, n, degree, own_shards(n), **made)
+
+
+def _for_heads(degree: int, tuning: HeadTuning, num_heads: int, num_kv_heads: int) -> Plan:
+    """With the inner plan for the heads of a group."""
+    return ulysses(degree, tuning.plan(*head_groups(num_heads, num_kv_heads, degree).size))

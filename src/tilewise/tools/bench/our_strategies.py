@@ -21,7 +21,8 @@ from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.strategies import catalog
-from tilewise.strategies.catalog import degrees, near_square
+from tilewise.strategies.catalog import degrees, divisors, near_square
+from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
@@ -106,6 +107,8 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
         raise ValueError(
             f"{strategy.name} is for decoding: its queries are a few tokens that every rank holds"
         )
+    if strategy.cut == "tile":
+        return _of_tiles(setting)
     factors = setting.nodes() if strategy.cut == "nodes" else near_square(setting.n)
     if strategy.cut in ("nodes", "grid"):
         _check_factors(strategy.name, factors)
@@ -113,6 +116,27 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
     if strategy.levels and setting.case.layout == "own":
         return Planned(plan, strategy.layout(setting.case.num_tokens, setting.n))
     return Planned(plan, setting.layout())
+
+
+def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
+    """Of the meshes of all tiles, split by heads first, the one whose busiest rank sends least in
+    what the case runs."""
+    layout, which = setting.layout(), setting.case.which
+    work = setting.work(layout)
+    kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
+
+    def made(q_tile: int) -> Plan:
+        inner = mesh(setting.n // degree, q_tile, kv_bytes=kv_bytes)
+        return ulysses(degree, inner) if degree > 1 else inner
+
+    def sent(plan: Plan) -> tuple[int, int]:
+        passes = volume(plan, work)
+        by_rank = [sum(both) for both in zip(*passes, strict=True)]
+        if which != "both":
+            by_rank = passes.forward if which == "forward" else passes.backward
+        return max(by_rank), sum(by_rank)
+
+    return Planned(min(map(made, divisors(setting.n // degree)), key=sent), layout)
 
 
 def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
@@ -145,39 +169,55 @@ def _hierarchical(setting: _Setting) -> Plan:
     """A tile of whole nodes, a ring inside each."""
     num_nodes, node_size = setting.nodes()
     _check_factors("hierarchical", (num_nodes, node_size))
-    return hierarchical(_square(num_nodes), ring(node_size))
+    return hierarchical(mesh(num_nodes), ring(node_size))
 
 
-def _square(n: int) -> Plan:
-    return mesh(n, q_tile=near_square(n)[0])
+def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
+    """The largest Ulysses degree that the heads allow and that leaves an inner plan its ranks.
 
-
-def _hybrid(setting: _Setting, inner: Callable[[int], Plan], name: str) -> Plan:
-    """The largest Ulysses degree that the heads allow and that leaves an inner plan two ranks."""
+    Args:
+        two_levels: the inner plan cuts its ranks in two factors.
+    """
     n, heads = setting.n, (setting.case.num_heads, setting.case.num_kv_heads)
-    degree = max((d for d in degrees(n, *heads) if d <= n // 2), default=1)
+    left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in degrees(n, *heads))
+    degree = max((d for d, inner in left if inner > 1), default=1)
     if degree > 1:
-        return ulysses(degree, inner=inner(n // degree))
+        return degree
+    what = "a product of two" if two_levels else "two"
     raise ValueError(
-        f"{name} needs a degree above 1 that divides the ranks ({n}) with two left over, and the "
-        f"heads ({heads[0]}:{heads[1]})"
+        f"{name} needs a degree above 1 that divides the ranks ({n}) with {what} left over, and "
+        f"the heads ({heads[0]}:{heads[1]})"
     )
 
 
-COMPOSED: Mapping[str, Callable[[_Setting], Plan]] = MappingProxyType(
+def _ulysses_ring(setting: _Setting) -> Plan:
+    """USP: heads first, a ring of what is left."""
+    degree = _degree(setting, "ulysses_ring")
+    return ulysses(degree, inner=ring(setting.n // degree))
+
+
+def _ulysses_double_ring(setting: _Setting) -> Plan:
+    """LoongTrain: heads first, a two-level ring of what is left."""
+    degree = _degree(setting, "ulysses_double_ring", two_levels=True)
+    return ulysses(degree, inner=double_ring(*near_square(setting.n // degree)))
+
+
+COMPOSED: Mapping[str, Callable[[_Setting], Plan | Planned]] = MappingProxyType(
     {
         "ring_moves_q": lambda s: ring(s.n, moves="q"),
         "hierarchical": _hierarchical,
         "ulysses": lambda s: ulysses(s.n),
-        "ulysses_ring": lambda s: _hybrid(s, ring, "ulysses_ring"),
-        "ulysses_mesh": lambda s: _hybrid(s, _square, "ulysses_mesh"),
+        "ulysses_ring": _ulysses_ring,
+        "ulysses_double_ring": _ulysses_double_ring,
+        "ulysses_mesh": lambda s: _of_tiles(s, _degree(s, "ulysses_mesh")),
     }
 )
 """Those that compose plans, and another form of one of the catalog's."""
 
 
-def _composed(make: Callable[[_Setting], Plan], setting: _Setting) -> Planned:
-    return Planned(make(setting), setting.layout())
+def _composed(make: Callable[[_Setting], Plan | Planned], setting: _Setting) -> Planned:
+    made = make(setting)
+    return made if isinstance(made, Planned) else Planned(made, setting.layout())
 
 
 STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
