@@ -12,6 +12,7 @@ from support.golden_plans import FOLDER, GOLDEN
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, Role, Side
+from tilewise.planning.peak_memory import PassMemory
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -208,6 +209,27 @@ def test_attention2d_gathers_residues(rows: int, columns: int):
         (tile,) = [tile for step in plan.steps for tile in step.tiles[rank]]
         assert set(tile.q) == set(range(row, rows * columns, rows))
         assert set(tile.kv) == set(range(column, rows * columns, columns))
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 3), (3, 1), (3, 3), (2, 4), (3, 2)])
+def test_attention2d_overlapped_moves_the_same_kv_first(rows: int, columns: int):
+    plan, n = tw.attention2d(rows, columns, overlap=True), rows * columns
+    work = tw.Workload(8 * n, 4, 2, 8, layout="striped")
+    assert tw.volume(plan, work) == tw.volume(tw.attention2d(rows, columns), work)
+    for rank in range(n):
+        queries = [tile.q for step in plan.rank_steps(rank) for tile in step.tiles]
+        assert queries[:rows] == [(rank,)] * rows
+        assert len(queries) == rows + columns - 1 and {len(q) for q in queries} == {1}
+
+
+def test_attention2d_overlapped_copies_nothing_under_a_causal_mask_on_striped_tokens():
+    def peak(mask: tw.Mask, overlap: bool) -> int:
+        work = tw.Workload(2048, 4, 4, 64, mask=mask, layout="striped")
+        passes = work.resolve(tw.attention2d(4, 4, overlap=overlap))
+        return PassMemory(passes, backward=True).peak_bytes
+
+    assert peak(tw.Causal(), True) == peak(tw.Full(), True) < peak(tw.Full(), False)
+    assert peak(tw.Causal(), False) > 1.8 * peak(tw.Full(), False)
 
 
 def test_ulysses_cuts_heads_and_keeps_what_it_gathered_if_alone():

@@ -2,27 +2,40 @@
 
 Rank = column * rows + row. Row r gathers the query shards = r mod rows, column c the KV shards
 = c mod columns, so positions keep a regular stride under the striped layout and one causal call
-covers a tile. Partials go straight to whoever they came from: one good collective each way.
-Source: ATTENTION2D (arXiv 2503.15758), variant NO. Departs from it: any rows and columns; a KV
-shard whose owner is in its column stays, and only the others are exchanged.
+covers a tile. Partials go straight to whoever they came from: one good collective each way. With
+overlap, shards go round instead: KV under the rank's own queries, then Q, partials right behind.
+Source: ATTENTION2D (arXiv 2503.15758), variants NO and O. Departs from it: any rows and columns; a
+KV shard whose owner is in its column stays, and only the others are exchanged.
 """
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 
 from tilewise.arguments import whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
-from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.ir import MHA, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
+from tilewise.strategies.mesh import pass_round
+from tilewise.strategies.mesh_schedules.greedy import stepwise_tile_steps
+from tilewise.strategies.mesh_schedules.model import ShardWeights
 
 
-def attention2d(rows: int, columns: int) -> Plan:
+def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
     """Gather queries in rows and KV in columns, one tile each, scatter the partials.
 
     Bytes per rank: columns - 1 query shards, rows - 1 KV shards (rows if the rank's own KV is not
     in its column), and as many partials.
+
+    Args:
+        rows, columns: their product is the number of ranks.
+        overlap: nothing is gathered; a ring of KV in the column runs under the rank's own queries,
+            then one of queries in the row, whose partials follow them. The same bytes move.
     """
     n = whole_number("rows", rows) * whole_number("columns", columns)
+    tile_steps = ()
+    if overlap:
+        tile_steps = stepwise_tile_steps(columns, rows, "kv_first", ShardWeights(1, MHA, 1, 0))
 
     def holders(column: int) -> dict[int, int]:
         """KV shard -> the member of the column that holds it during the gather.
@@ -49,30 +62,52 @@ def attention2d(rows: int, columns: int) -> Plan:
         held = holders(column)
         mine = next(shard for shard, member in held.items() if member == rank)
         away = holders(rank % columns)[rank]
-        partners = [(Side.Q, rank, other, other) for other in q_team if other != rank]
-        partners += [(Side.KV, mine, x, member) for x, member in held.items() if member != rank]
         if mine != rank:
             s.send(operand(Side.KV, rank), away)
             s.recv(operand(Side.KV, mine), mine)
         s.next()
-        for side, own, shard, member in partners:
-            s.send(operand(side, own), member)
-            s.recv(operand(side, shard), member)
-        s.next()
-        s.tile(q_team, sorted(held))
-        s.next()
-        for side, own, shard, member in partners:
-            s.send(partial(side, shard), member)
-            s.recv(partial(side, own), member)
-        s.next()
+        if tile_steps:
+            at = {member: shard for shard, member in held.items()}
+            q_ranks = [q_team[(column + k) % columns] for k in range(columns)]
+            kv_ranks = [column * rows + (row + k) % rows for k in range(rows)]
+            shards = q_ranks, [at[member] for member in kv_ranks]
+            pass_round(s, tile_steps, shards, (q_ranks, kv_ranks))
+        else:
+            partners = [(Side.Q, rank, other, other) for other in q_team if other != rank]
+            partners += [(Side.KV, mine, x, member) for x, member in held.items() if member != rank]
+            _gather_and_scatter(s, partners, q_team, sorted(held))
         if mine != rank:
             s.send(partial(Side.KV, mine), mine)
             s.recv(partial(Side.KV, rank), away)
         return s.done()
 
-    name = f"attention2d({rows}, {columns})"
-    traits = Traits(_shifts(rows, columns), proven=True)
+    name = f"attention2d({rows}, {columns}{', overlap=True' * overlap})"
+    shifts = _shifts(rows, columns)
+    if overlap:  # rings keep their order: only the highest digit of a row or a column is shifted
+        kept = (s for s in shifts if all(p * s.radix in (rows, n) for p in s.places))
+        shifts = tuple(shift._replace(free=False) for shift in kept)
+    traits = Traits(shifts, proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
+
+
+def _gather_and_scatter(
+    s: RankBuilder, partners: list[tuple[Side, int, int, int]], q: Iterable[int], kv: Iterable[int]
+) -> None:
+    """One tile between two exchanges.
+
+    Args:
+        partners: side, shard held here, shard held there, rank of every exchange.
+    """
+    for side, own, shard, member in partners:
+        s.send(operand(side, own), member)
+        s.recv(operand(side, shard), member)
+    s.next()
+    s.tile(q, kv)
+    s.next()
+    for side, own, shard, member in partners:
+        s.send(partial(side, shard), member)
+        s.recv(partial(side, own), member)
+    s.next()
 
 
 def _shifts(rows: int, columns: int) -> tuple[Shift, ...]:

@@ -99,6 +99,14 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
         yield Variant("mesh", made, shape, "held", backward)
 
 
+def _grids(rows: int, columns: int) -> Iterator[Variant]:
+    """Gathered; and overlapped, a kv_first mesh of other ranks with an exchange more."""
+    shape, thin = Shape(columns, rows, (columns, rows)), 1 in (rows, columns)
+    yield Variant("attention2d", partial(attention2d, rows, columns), shape, degenerate=thin)
+    rings = partial(attention2d, rows, columns, overlap=True)
+    yield Variant("attention2d overlap", rings, shape, "kv_first", degenerate=True)
+
+
 class StrategyEntry(NamedTuple):
     """A strategy whose plans are for any mask and layout.
 
@@ -169,7 +177,7 @@ STRATEGIES = (
     StrategyEntry(
         balanced_ring, lambda a, b: Shape(1, a * b, (1, 1)), layout=contiguous, levels=True
     ),
-    StrategyEntry(attention2d, lambda a, b: Shape(b, a, (b, a)), cut="grid", layout=striped),
+    StrategyEntry(attention2d, forms=lambda a, b, _: _grids(a, b), cut="grid", layout=striped),
     StrategyEntry(mesh, forms=_meshes, cut="tile", nests=True),
     StrategyEntry(hierarchical),
     StrategyEntry(ulysses),

@@ -149,29 +149,45 @@ def _shards(rank: int, n: int, a: int) -> tuple[list[int], list[int]]:
 def _tile_step_script(n: int, a: int, tile_steps: Sequence[TileStep]):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = RankBuilder(rank), _shards(rank, n, a)
-
-        def pass_on(side: Side, arriving: int, leaving: int) -> None:
-            """Move local indices to the left or upwards, as the other neighbour does to here."""
-            own = shards[side]
-            if arriving:
-                s.send(operand(side, own[arriving - 1]), own[-1])
-                s.recv(operand(side, own[arriving]), own[1])
-            if leaving and goes_home(leaving, len(own) - 1):
-                s.send(partial(side, own[leaving]), own[leaving])
-                s.recv(partial(side, rank), own[-leaving])
-            elif leaving:
-                s.send(partial(side, own[leaving]), own[-1])
-                s.recv(partial(side, own[leaving + 1]), own[1])
-
-        for tile_step in tile_steps:
-            for rows, columns in tile_step.tiles:
-                s.tile([shards[0][k] for k in rows], [shards[1][c] for c in columns])
-            pass_on(Side.Q, tile_step.q, tile_step.q_partial)
-            pass_on(Side.KV, tile_step.kv, tile_step.kv_partial)
-            s.next()
+        pass_round(s, tile_steps, shards, shards)
         return s.done()
 
     return script
+
+
+def pass_round(
+    s: RankBuilder,
+    tile_steps: Sequence[TileStep],
+    shards: Sequence[Sequence[int]],
+    ranks: Sequence[Sequence[int]],
+) -> None:
+    """Write a rank's steps of a tile whose shards go round two groups of ranks.
+
+    Args:
+        shards: the tile's, by side in local order; the first is the one held here.
+        ranks: that hold them. Operands and partials go to the last of a side, and come from the
+            second; a partial ends where its shard is held.
+    """
+
+    def pass_on(side: Side, arriving: int, leaving: int) -> None:
+        """Move local indices to the left or upwards, as the other neighbour does to here."""
+        own, at = shards[side], ranks[side]
+        if arriving:
+            s.send(operand(side, own[arriving - 1]), at[-1])
+            s.recv(operand(side, own[arriving]), at[1])
+        if leaving and goes_home(leaving, len(own) - 1):
+            s.send(partial(side, own[leaving]), at[leaving])
+            s.recv(partial(side, own[0]), at[-leaving])
+        elif leaving:
+            s.send(partial(side, own[leaving]), at[-1])
+            s.recv(partial(side, own[leaving + 1]), at[1])
+
+    for tile_step in tile_steps:
+        for rows, columns in tile_step.tiles:
+            s.tile([shards[0][k] for k in rows], [shards[1][c] for c in columns])
+        pass_on(Side.Q, tile_step.q, tile_step.q_partial)
+        pass_on(Side.KV, tile_step.kv, tile_step.kv_partial)
+        s.next()
 
 
 def _gather_script(n: int, a: int):

@@ -21,6 +21,7 @@ from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.strategies import catalog
+from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.catalog import degrees, divisors, near_square
 from tilewise.strategies.double_ring import double_ring
 from tilewise.strategies.hierarchical import hierarchical
@@ -172,6 +173,13 @@ def _hierarchical(setting: _Setting) -> Plan:
     return hierarchical(mesh(num_nodes), ring(node_size))
 
 
+def _attention2d_overlap(setting: _Setting) -> Plan:
+    """ATTENTION2D's variant O."""
+    factors = near_square(setting.n)
+    _check_factors("attention2d_overlap", factors)
+    return attention2d(*factors, overlap=True)
+
+
 def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
     """The largest Ulysses degree that the heads allow and that leaves an inner plan its ranks.
 
@@ -205,6 +213,7 @@ def _ulysses_double_ring(setting: _Setting) -> Plan:
 COMPOSED: Mapping[str, Callable[[_Setting], Plan | Planned]] = MappingProxyType(
     {
         "ring_moves_q": lambda s: ring(s.n, moves="q"),
+        "attention2d_overlap": _attention2d_overlap,
         "hierarchical": _hierarchical,
         "ulysses": lambda s: ulysses(s.n),
         "ulysses_ring": _ulysses_ring,
