@@ -17,7 +17,7 @@ from tilewise.tiles.calls import Kind, Slice
 def flash_mask(m: int, n: int, causal: bool, window: dict) -> torch.Tensor:
     """What flash attention computes: bottom-right aligned, windows inclusive."""
     distance = torch.arange(n) - torch.arange(m)[:, None] - (n - m)
-    left, right = window["window_size_left"], window["window_size_right"]
+    left, right = window.get("window_size_left"), window.get("window_size_right")
     mask = torch.ones(m, n, dtype=torch.bool) if not causal else distance <= 0
     if left is not None and left >= 0:
         mask &= distance >= -left
@@ -29,6 +29,7 @@ def flash_mask(m: int, n: int, causal: bool, window: dict) -> torch.Tensor:
 def emulated_forward(q, k, v, cum_q, cum_k, m, n, dropout, causal, debug, *, scale, **window):
     """The CUDA op's contract on a CPU, in fp64: [batch, rows, heads, head_dim], lse [b, h, r]."""
     assert cum_q is cum_k is None and dropout == 0.0 and debug is False
+    assert all(side is None or side >= 0 for side in window.values())  # FA4 takes -1 as a side
     assert (m, n) == (q.shape[1], k.shape[1]) and q.shape[-1] % 8 == 0
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2).double() for x in (k, v))
@@ -42,6 +43,7 @@ def emulated_forward(q, k, v, cum_q, cum_k, m, n, dropout, causal, debug, *, sca
 
 def emulated_backward(dout, q, k, v, out, lse, *arguments, scale, **window):
     cum_q, cum_k, m, n, dropout, causal, *_ = arguments
+    assert all(side is None or side >= 0 for side in window.values())
     assert cum_q is cum_k is None and dropout == 0.0 and lse.is_contiguous()
     heads, kv_heads = q.shape[2], k.shape[2]
     wide_k, wide_v = (x.repeat_interleave(heads // kv_heads, 2).double() for x in (k, v))
@@ -88,3 +90,13 @@ def test_flash_parts_cover_a_slice_exactly(data):
     mask = torch.zeros(s.q1, n, dtype=torch.bool)
     mask[part.q0 : part.q1, part.k0 : part.k1] = flash_mask(rows, part.k1 - part.k0, False, window)
     assert torch.equal(mask, call_mask(call)) and int(mask.sum()) == s.area
+
+
+def test_the_cuda_kernel_refuses_torchs_adapter_of_version_4(monkeypatch):
+    assert CudaFlash().supports("cuda", torch.bfloat16, 64) is None
+    for active, refused in (("FA2", False), ("FA3", False), ("FA4", True)):
+        monkeypatch.setattr(
+            torch.nn.attention, "current_flash_attention_impl", lambda active=active: active
+        )
+        reason = CudaFlash().supports("cuda", torch.bfloat16, 64)
+        assert (reason is not None and "kernel='flash_attn_4'" in reason) == refused

@@ -1,7 +1,4 @@
-"""The flash-attn package's version 2, where it is installed: for machines whose torch is older.
-
-Version 3 and 4 come through torch: activate_flash_attention_impl reroutes the cuda kernel to them.
-"""
+"""The flash-attn package's version 2, where it is installed: for machines whose torch is older."""
 
 from functools import lru_cache
 from importlib import import_module, metadata

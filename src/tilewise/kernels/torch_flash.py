@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn import functional as F
 
 from tilewise.kernels.delta import out_for_delta
@@ -63,9 +64,13 @@ class CudaFlash:
     """Flash attention of the installed PyTorch (reroutable by activate_flash_attention_impl).
 
     Yields the input dtype, fp32 where several slices are merged.
+
+    Attributes:
+        equal_widths: values, and dout, come as wide as queries and keys.
     """
 
     name = "cuda"
+    equal_widths = True
     square_causal = False
     whole_tile = False
 
@@ -77,6 +82,11 @@ class CudaFlash:
         backward: bool = True,
         needs: tuple[str, ...] = (),
     ) -> str | None:
+        if attention.current_flash_attention_impl() == "FA4":
+            return (
+                "torch's adapter does not fit the package flash-attn-4: call "
+                "torch.nn.attention.restore_flash_attention_impl() and take kernel='flash_attn_4'"
+            )
         return cuda_half_only(device_type, dtype, head_dim, needs)
 
     def forward(
@@ -115,11 +125,12 @@ class CudaFlash:
         scores = scores or Scores(scale)
         totals = into or no_gradients(q, k, v)
         parts = flash_parts(call) if len(q) and len(k) else ()
-        q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
-        dout, out = out_for_delta(dout, delta)
+        if self.equal_widths:
+            q, k, v, dout = widened(max(q.shape[-1], v.shape[-1]), q, k, v, dout)
+        dout, beside = self.beside_dout(dout, delta)
         for part in parts:
             rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
-            operands = (dout[rows], q[rows], k[keys], v[keys], out[rows])
+            operands = (dout[rows], q[rows], k[keys], v[keys], beside[rows])
             statistics = lse[rows].permute(1, 2, 0).contiguous()
             grads = self.run_backward(operands, statistics, part, scores)
             for total, rows_of, grad in zip(totals, (rows, keys, keys), grads, strict=True):
@@ -131,9 +142,14 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor]:
         rows, keys = slice(part.q0, part.q1), slice(part.k0, part.k1)
         width, v_width = operands[0].shape[-1], operands[2].shape[-1]
-        q, k, v = widened(max(width, v_width), *operands)
+        wide = widened(max(width, v_width), *operands) if self.equal_widths else operands
+        q, k, v = wide
         out, lse = self.run_forward((q[rows], k[keys], v[keys]), part, scores)
         return out[..., :v_width].transpose(0, 1), lse.permute(2, 0, 1)
+
+    def beside_dout(self, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """dout, and what `run_backward` takes beside it, by rows: an out of which delta follows."""
+        return out_for_delta(dout, delta)
 
     def run_forward(
         self, operands: tuple[Tensor, ...], part: FlashRect, scores: Scores
@@ -141,9 +157,9 @@ class CudaFlash:
         """out [batch, rows, ...] and lse [batch, heads, rows] of a part's own q, k, v."""
         sizes = part.q1 - part.q0, part.k1 - part.k0
         q, k, v = map(batch_first, operands)
-        window, causal = _window(part), is_causal(part)
+        sides = {} if is_causal(part) else window(part)
         out, lse, *_ = _forward(
-            q, k, v, None, None, *sizes, 0.0, causal, False, scale=scores.scale, **window
+            q, k, v, None, None, *sizes, 0.0, is_causal(part), False, scale=scores.scale, **sides
         )
         return out, lse
 
@@ -164,7 +180,7 @@ class CudaFlash:
             unused,
             unused,
             scale=scores.scale,
-            **_window(part),
+            **({} if is_causal(part) else window(part)),
         )
 
 
@@ -195,7 +211,7 @@ def is_causal(part: FlashRect) -> bool:
     return part.right == 0 and part.left < 0
 
 
-def _window(part: FlashRect) -> dict[str, int | None]:
-    if part.left < 0:
-        return {"window_size_left": None, "window_size_right": None}
-    return {"window_size_left": part.left, "window_size_right": part.right}
+def window(part: FlashRect) -> dict[str, int | None]:
+    """The sides of a part's window; None: without a bound, whose -1 not all versions know."""
+    sides = {"window_size_left": part.left, "window_size_right": part.right}
+    return {name: None if side < 0 else side for name, side in sides.items()}
