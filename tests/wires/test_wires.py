@@ -105,10 +105,16 @@ def test_ranks_that_disagree_on_wires_hear_both():
 
 def test_a_set_survives_json():
     latent = tw.wire.Latent(num_kv_heads=KV_HEADS, head_dim=WIDTH, v_head_dim=WIDTH, width=12)
-    for wire in (tw.wire.Wires(), tw.wire.Wires(forward=NARROW, latent=latent)):
+    for wire in (
+        tw.wire.Wires(),
+        tw.wire.Wires(forward=NARROW, latent=latent),
+        tw.wire.Wires(backward=tw.wire.Float8(64, stochastic=True, seed=5)),
+    ):
         assert read_wires(json.loads(json.dumps(write_wires(wire)))) == wire
         given = work(wire=wire, layout=tw.zigzag(TOKENS, N))
         text = json.dumps(candidate_format.write_workload(given))
         assert candidate_format.read_workload(json.loads(text), tw.zigzag(TOKENS, N)) == given
-    with pytest.raises(ValueError, match=r"wire 'morse' is not known; take one of Plain, Latent"):
+    with pytest.raises(
+        ValueError, match=r"wire 'morse' is not known; take one of Plain, Float8, Latent"
+    ):
         read_wires({"forward": {"kind": "morse"}})

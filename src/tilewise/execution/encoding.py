@@ -3,18 +3,30 @@
 import torch
 from torch import Tensor
 
+from tilewise.kernels import float8
+from tilewise.plan.ir import Item
 from tilewise.plan.payload import Field
+from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Plain
 
+_NUMBERS = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "latent", "dlatent")
+"""Fields that may be encoded, by their number in counters."""
 
-def encode(field: Field, x: Tensor) -> Tensor:
+
+def encode(field: Field, x: Tensor, item: Item, rank: int) -> Tensor:
     """A tensor [rows, batch, heads, width] of a field that has a wire, as uint8 [rows, batch, n].
 
     n is heads * field.row_bytes, and every row can be decoded by itself.
+
+    Args:
+        item, rank: whose rows these are, and who encodes them: for numbers of a counter.
     """
     wire = field.wire
     if isinstance(wire, Plain):
         return x.to(getattr(torch, wire.dtype or field.dtype)).flatten(2).view(torch.uint8)
+    if isinstance(wire, Float8):
+        number = _NUMBERS.index(field.name)
+        return float8.encode(wire, x, (item.shard << 15 | item.heads << 4 | number, rank))
     raise TypeError(f"{field.name} has a wire that nobody encodes: {wire!r}")
 
 
@@ -28,4 +40,6 @@ def decode(field: Field, columns: Tensor, heads: int) -> Tensor:
     if isinstance(wire, Plain):
         numbers = columns.view(getattr(torch, wire.dtype or field.dtype))
         return numbers.unflatten(-1, (heads, field.width)).to(getattr(torch, field.dtype))
+    if isinstance(wire, Float8):
+        return float8.decode(columns, heads, field.width, getattr(torch, field.dtype))
     raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")

@@ -65,10 +65,15 @@ class Packing:
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
         self.row_shape = (*inner, self.row_bytes // math.prod(inner))
 
-    def pack(self, tensors: Sequence[Tensor], allocator: Allocator) -> Tensor:
+    def pack(
+        self, tensors: Sequence[Tensor], allocator: Allocator, item: Item, rank: int = 0
+    ) -> Tensor:
         """Tensors [rows, batch, heads(, width)] as uint8 [rows, batch, *row_shape].
 
         Each is converted to its field's dtype; a lone one that is packed already is not copied.
+
+        Args:
+            item, rank: whose rows these are, and of a partial who packs them.
         """
         first = tensors[0]
         shape = *first.shape[:2], *self.row_shape
@@ -87,7 +92,7 @@ class Packing:
             self._fields, self._columns, tensors, self._dtypes, strict=True
         ):
             if field.wire is not None:
-                wire[..., columns].copy_(encode(field, x))
+                wire[..., columns].copy_(encode(field, x, item, rank))
                 continue
             converted = allocator.take(x.shape, dtype)
             wire[..., columns].copy_(converted.copy_(x).flatten(2).view(torch.uint8))

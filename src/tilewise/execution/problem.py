@@ -16,6 +16,7 @@ from tilewise.execution.sinks import SinkKind, check_sink
 from tilewise.execution.validation import (
     check_kinds,
     check_mask_heads,
+    check_numbers,
     check_ranks,
     check_rows,
     check_tensors,
@@ -32,7 +33,7 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
-from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
+from tilewise.wires.wire import AnyWire, Plain, Wires, plain_wires, wires_of
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def make_problem(
     check_mask_heads(call.mask, shape.num_kv_heads)
     check_sink(call.sink, num_heads, dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
+    if world_size > 1 and shape.wires.forward != Plain(dtype_name(dtype)):
+        check_numbers(shape.wires.forward, q=q, k=k, v=v)
     square = layouts[0] == layouts[1]
     kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs, square)
     return Problem(passes, scores, call.prune, kernel)

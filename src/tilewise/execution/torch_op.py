@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch._library import opaque_object
 
+from tilewise.arguments import dtype_name
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
+from tilewise.execution.validation import check_numbers
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.sequences import Growing
@@ -24,6 +26,8 @@ from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS, agree
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
+from tilewise.transport.streams import is_capturing
+from tilewise.wires.wire import Plain, wires_of
 
 # torch 2.11 looks up the very class, later ones a base class too.
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
@@ -38,22 +42,34 @@ def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[
     transport = transport_for(call.group)
     if call.problem is not None:
         return call.problem, transport
-    problem, error = None, None
+    problem, error, agrees = None, None, _agrees(q, call)
     try:
         if call.validate not in ("always", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always' or 'never'")
         problem = _checked(q, k, v, call, transport)
     except Exception as raised:  # whatever it is, the other ranks must learn of it
-        if call.validate == "never":
+        if not agrees:
             raise
         error = raised
-    if call.validate != "never":
+    if agrees:
         fields = agreement_fields(problem, q, k, call) if problem else None
         agree(transport, fields, None if error is None else str(error))
         if problem is not None:
             problem = problem._replace(number=getattr(transport, "agreement_number", None))
     assert problem is not None
     return problem, transport
+
+
+def _agrees(q: Tensor, call: AttentionCall) -> bool:
+    """Whether ranks compare their calls.
+
+    With wires that round also where it is to be left out, unless a graph is captured: bytes of
+    other wires would be read as numbers, and nobody would know.
+    """
+    if call.validate != "never" or (call.wire is None and call.wire_dtype is None):
+        return call.validate != "never"
+    wires = wires_of(call.wire, call.wire_dtype)
+    return wires.rounds(dtype_name(q.dtype)) and not is_capturing(q.device)
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, transport: Transport) -> Problem:
@@ -152,8 +168,16 @@ def _backward(
     out, lse, kept, call, *seed = rest
     transport = transport_for(call.group)
     problem = _checked(q, k, v, _seeded(call, *seed), transport)
-    if call.validate != "never":
-        agree(transport, _backward_fields(problem, q, k, call))
+    wire, error = problem.passes[1].payload.wires.backward, None
+    if transport.world_size > 1 and wire != Plain(dtype_name(q.dtype)):
+        try:
+            check_numbers(wire, q=q, k=k, v=v, dout=dout)
+        except ValueError as raised:
+            error = str(raised)
+    if _agrees(q, call):
+        agree(transport, _backward_fields(problem, q, k, call), error)
+    elif error:
+        raise ValueError(error)
     kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
     return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
 

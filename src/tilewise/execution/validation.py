@@ -15,6 +15,8 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
 from tilewise.plan.rank_plan import RankPlan
+from tilewise.wires.float8 import Float8
+from tilewise.wires.wire import Plain, Wire
 
 if TYPE_CHECKING:
     from tilewise.execution.problem import AttentionCall
@@ -52,6 +54,32 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not of(q) == of(k) == of(v):
             raise ValueError(f"q, k, v have {what} {of(q)}, {of(k)}, {of(v)}; they must be equal")
     check_dtype("dtype", dtype_name(q.dtype))
+
+
+def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:
+    """On the CPU refuse numbers that a wire cannot carry.
+
+    On other devices, where nobody looks, what is not finite arrives as NaN.
+
+    Args:
+        tensors: [..., tokens, heads, head_dim], by name.
+    """
+    for name, x in tensors.items():
+        if x is None or x.device.type != "cpu":
+            continue
+        most = torch.finfo(x.dtype).max
+        if isinstance(wire, Float8):  # a number is rounded up by a sixteenth of its power of two
+            most = 2.0 ** (15 if x.dtype == torch.float16 else 127) * (2 - 2**-4)
+        elif isinstance(wire, Plain):
+            most = min(most, torch.finfo(getattr(torch, wire.dtype or dtype_name(x.dtype))).max)
+        wrong = ~(x.detach().abs() <= most)
+        if wrong.any():
+            *_, row, head, column = place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} has {x[tuple(place)].item():g} at row {row}, head {head}, number "
+                f"{column}: {wire} carries finite numbers of at most {most:.4g}; mend it, or "
+                "leave out wire"
+            )
 
 
 def check_kinds(call: AttentionCall) -> None:

@@ -96,7 +96,7 @@ class PassWork(ABC):
             self.operands[item] = self._moved_in(item, own[item])
 
     def pack_send(self, transfer: Transfer) -> Tensor:
-        item, _, _, rows = transfer
+        item, rank, _, rows = transfer
         if item.role is Role.OPERAND:
             return self._operand_wire(item, rows)
         allocator, packing = self._allocator, self._packing[item.side, item.role]
@@ -104,14 +104,15 @@ class PassWork(ABC):
         if item.role is Role.RESULT:
             wire = self.results.get(item)
             if wire is None:
-                wire = self.results[item] = packing.pack(self._filled(source), allocator)
+                tensors = self._filled(source)
+                wire = self.results[item] = packing.pack(tensors, allocator, item, rank)
             self._sent(wire)
             return wire
         tensors = self._filled(source)
         self.partials.pop(source, None)
         self._totals.leave(source)
         cut = [take(x, self._whole(item), rows, allocator) for x in tensors]
-        wire = packing.pack(cut, allocator)
+        wire = packing.pack(cut, allocator, item, rank)
         self._sent(wire)
         for x in (*tensors, *cut, wire):
             allocator.give(x)
@@ -150,7 +151,8 @@ class PassWork(ABC):
         wire = block.wire
         if wire is None:
             packing = self._packing[item.side, item.role]
-            wire = packing.pack([block.fields[name] for name in packing.names], self._allocator)
+            fields = [block.fields[name] for name in packing.names]
+            wire = packing.pack(fields, self._allocator, item)
             self.operands[item] = block._replace(wire=wire)
         allocator, sends = self._allocator, self._sends
         part = wire

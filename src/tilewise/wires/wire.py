@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from tilewise.arguments import ITEM_BYTES, DtypeName, check_dtype, dtype_name, require_type
+from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
 
 
@@ -19,10 +20,6 @@ class Wire(Protocol):
 
     def row_bytes(self, width: int, dtype: str) -> int:
         """Bytes of one row of one head, so wide and of this dtype before it is encoded."""
-        ...
-
-    def alone(self) -> Wires:
-        """What `wire=` means where it is given this one alone."""
         ...
 
 
@@ -45,9 +42,6 @@ class Plain:
 
     def row_bytes(self, width: int, dtype: str) -> int:
         return width * ITEM_BYTES(self.dtype or dtype)
-
-    def alone(self) -> Wires:
-        return Wires(partials=self)
 
     def __str__(self) -> str:
         return self.dtype or "the dtype of q"
@@ -97,6 +91,11 @@ class Wires:
         """Whether wire_dtype says all there is to say."""
         return self == Wires(partials=self.partials) and isinstance(self.partials, Plain)
 
+    def rounds(self, dtype: str) -> bool:
+        """Whether anything of this dtype may arrive as another number than was sent."""
+        plain = Plain(dtype_name(dtype))
+        return any(w not in (Plain(), plain) for w in (self.forward, self.backward, self.partials))
+
     def resolved(self, dtype: str) -> Wires:
         """The same for operands of a dtype: every Plain has one."""
 
@@ -129,7 +128,7 @@ def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
         return wire
     if isinstance(wire, type) or not isinstance(wire, Wire):
         raise ValueError(f"wire ({wire!r}) must be a wire, such as tw.wire.Plain('bfloat16')")
-    return wire.alone()
+    return Wires(partials=wire) if isinstance(wire, Plain) else Wires(wire, wire)
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +137,7 @@ def plain_wires(wire_dtype: DtypeName | None, dtype: str) -> Wires:
     return wires_of(None, wire_dtype).resolved(dtype)
 
 
-KINDS = (Plain, Latent)
+KINDS = (Plain, Float8, Latent)
 
 
 def write_wires(wires: Wires) -> dict[str, Any]:

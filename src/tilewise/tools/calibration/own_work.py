@@ -20,6 +20,7 @@ from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.registry import kernel_for, use_of
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
+from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, Role, Side
 from tilewise.plan.payload import Payload
 from tilewise.simulation.machine import KernelSpeed
@@ -278,5 +279,5 @@ def _packing(clock: SharedClock) -> float:
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
     payload = Payload(False, 8, 8, 64, 64, "float32", Wires())
     packing = Packing(payload.row_format(Side.KV, Role.OPERAND), 8)
-    allocator = FreshAllocator(k.device)
-    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator), 5, 2)
+    allocator, item = FreshAllocator(k.device), operand(Side.KV, 0)
+    return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator, item), 5, 2)

@@ -1,0 +1,83 @@
+"""Tensors as e4m3 numbers times powers of two, and back; see wires.float8 and docs/wires.md.
+
+All scaling is by powers of two, hence exact: the only error is that of rounding to e4m3. What is
+not finite arrives as NaN, with the rest of its block.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tilewise.kernels.dropout import philox
+from tilewise.wires.float8 import Float8
+
+_BIAS = 127
+_LEAST, _MOST = -126, 120
+"""Exponents of the powers of two; a block's largest number is below 2^8 times its power."""
+_NORMAL = 2.0**-6
+"""The least normal number of e4m3; its subnormals are 2^-9 apart."""
+
+
+def encode(wire: Float8, x: Tensor, stream: tuple[int, int] = (0, 0)) -> Tensor:
+    """[rows, batch, heads, width] as uint8 [rows, batch, heads * width + heads].
+
+    Args:
+        stream: below 2^32 and 2^17; stochastic rounding is independent in every stream.
+    """
+    exponents, finite = _exponents(x, wire.block)
+    wide = x if x.dtype == torch.float64 else x.float()
+    factor = torch.where(finite, _power(-exponents), torch.nan)
+    scaled = (wide * factor[..., None].to(wide.dtype)).float()
+    if wire.stochastic:
+        scaled = _round_stochastically(scaled, wire.seed, stream)
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)
+    return torch.cat([codes, (exponents + _BIAS).to(torch.uint8)], -1)
+
+
+def decode(packed: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of encode: [rows, batch, heads, width] of a dtype, exact unless it overflows."""
+    codes, exponents = packed.split([heads * width, heads], -1)
+    numbers = codes.contiguous().view(torch.float8_e4m3fn).unflatten(-1, (heads, width)).float()
+    return (numbers * _power(exponents.int() - _BIAS)[..., None]).to(dtype)
+
+
+def spacing(wire: Float8, x: Tensor) -> Tensor:
+    """The distance of the two e4m3 numbers around each number, in x's units; at least that."""
+    exponents, _ = _exponents(x, wire.block)
+    least = _power(exponents.clamp_min(_LEAST + 9) - 9)[..., None]
+    return torch.maximum(_power(torch.frexp(x.float()).exponent.clamp(_LEAST, _MOST) - 4), least)
+
+
+def _exponents(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """int32 [rows, batch, heads], the same within a block, and whether all of it is finite."""
+    largest = x.abs().amax(-1).to(torch.promote_types(x.dtype, torch.float32))
+    rows = len(largest)
+    blocks = F.pad(largest, (0, 0, 0, 0, 0, -rows % block)).unflatten(0, (-1, block)).amax(1)
+    exponents = torch.frexp(blocks).exponent - 8
+    finite = blocks < 2.0**128
+    return (
+        exponents.clamp(_LEAST, _MOST).repeat_interleave(block, 0)[:rows],
+        finite.repeat_interleave(block, 0)[:rows],
+    )
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2^exponents in fp32, by its bits."""
+    return ((exponents + _BIAS).int() << 23).view(torch.float32)
+
+
+def _round_stochastically(x: Tensor, seed: int, stream: tuple[int, int]) -> Tensor:
+    """To 3 mantissa bits, up with the probability of the 20 bits behind; subnormals as well.
+
+    A subnormal number is lifted to where 3 bits are as far apart as it needs.
+    """
+    rows, batch, heads, width = x.shape
+    row, one, number = (
+        torch.arange(n, device=x.device).view(shape)
+        for n, shape in ((rows, (-1, 1, 1)), (batch, (-1, 1)), (heads * width, (-1,)))
+    )
+    word = philox((row, number, one + (stream[1] << 15), stream[0]), seed).view(x.shape)
+    magnitude = x.abs()
+    lift = (magnitude < _NORMAL).float() * _NORMAL
+    bits = (magnitude + lift).view(torch.int32) + (word >> 12).int()
+    return ((bits >> 20 << 20).view(torch.float32) - lift).copysign(x)
