@@ -3,7 +3,7 @@
 An 8B model's layer on h100x8, 8,192 tokens a rank, documents of four mixes. The three share the
 same documents, those of the first steps of a long stream:
 
-    schedule      tw.schedule's steps: balanced layouts, needed plans, all ranks as one world
+    schedule      tw.schedule's steps: balanced layouts, needed plans by nodes, over all ranks
     dynamic       BalancedCPScheduler of Megatron Core (see dynamic_scheduling.py): groups of a
                   power of two ranks; all wait for the slowest before the next sub-batch
     static        groups of as many ranks as the longest document needs, a power of two; documents
@@ -136,13 +136,13 @@ def ring_group(documents: Sequence[int], size: int) -> Share:
     return measured(plan, work, tw.simulate(plan, work, MACHINE, exact=True).seconds)
 
 
-def together(groups: Sequence[tuple[Sequence[Share], int]], n: int) -> Share:
+def together(groups: Sequence[tuple[Sequence[Share], int]]) -> Share:
     """Groups of so many ranks, each of which does its shares one after the other."""
     work = [sum(s.work for s in mine) if mine else np.zeros(size) for mine, size in groups]
     sent = [sum(s.sent for s in mine) if mine else np.zeros(size) for mine, size in groups]
     seconds = max(sum(s.seconds for s in mine) for mine, _ in groups)
-    rounds = max(len(mine) for mine, _ in groups)
-    return Share(np.concatenate(work), np.concatenate(sent), seconds, rounds * n * TOKENS)
+    tokens = sum(s.room for mine, _ in groups for s in mine)
+    return Share(np.concatenate(work), np.concatenate(sent), seconds, tokens)
 
 
 def dynamic(lengths: Sequence[int], n: int) -> list[Share]:
@@ -150,7 +150,7 @@ def dynamic(lengths: Sequence[int], n: int) -> list[Share]:
         return [ring_group(group.documents, group.size)]
 
     sub_batches = megatron(lengths, n, TOKENS)
-    return [together([(share(g), g.size) for g in groups], n) for groups in sub_batches]
+    return [together([(share(g), g.size) for g in groups]) for groups in sub_batches]
 
 
 def static(lengths: Sequence[int], n: int) -> list[Share]:
@@ -162,7 +162,8 @@ def static(lengths: Sequence[int], n: int) -> list[Share]:
     groups: list[list[Share]] = [[] for _ in range(n // size)]
     for share in sorted((ring_group(one, size) for one in sequences), key=lambda s: -s.seconds):
         min(groups, key=lambda mine: sum(s.seconds for s in mine)).append(share)
-    return [together([(mine, size) for mine in groups], n)]
+    rounds = max(map(len, groups))  # a group that has fewer sequences is given one of padding
+    return [together([(mine, size) for mine in groups])._replace(room=rounds * n * TOKENS)]
 
 
 def row(who: str, shares: Sequence[Share], useful: int, steps: int) -> dict[str, Any]:

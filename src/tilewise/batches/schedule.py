@@ -71,7 +71,7 @@ class BatchStep:
     @cached_property
     def plan(self) -> Plan:
         """Of both passes. Ranks that share no document neither send to nor wait for each other."""
-        return needed(self.mask, self.layout)
+        return needed(self.mask, self.layout, self.machine.node_size)
 
     def prepare(self, rank: int, kernel: Kernel | str | None = None) -> RankPlan:
         """What a rank needs for the step's attention, in both passes; it pickles.
@@ -216,7 +216,8 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
         lengths: tokens of each document. An iterator is read once: give a list to iterate again.
         world_size: dp x cp.
         num_heads, num_kv_heads, head_dim, v_head_dim: of a layer's attention.
-        machine: what `BatchStep.seconds` is simulated on; None: the preset "h100x8".
+        machine: of whose nodes plans take care, and `BatchStep.seconds` is simulated on; None: the
+            preset "h100x8".
         lookahead: from how many waiting documents a step is chosen (more, where so many do not
             fill it); default: as many as fill four steps.
         seed: of ties in the choice.

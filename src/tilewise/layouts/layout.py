@@ -137,6 +137,10 @@ class Layout(OpaqueValue):
     @cached_property
     def is_partition(self) -> bool:
         """Whether every token belongs to exactly one shard."""
+        runs = sorted(run for shard in self.runs for run in shard)
+        if all(run.stride == 1 for run in runs):
+            ends = [0, *(run.start + run.count for run in runs)]
+            return [*(run.start for run in runs), self.num_tokens] == ends
         rows = np.concatenate([self.rows(shard) for shard in range(self.world_size)])
         return len(rows) == self.num_tokens and bool((np.sort(rows) == np.arange(len(rows))).all())
 
