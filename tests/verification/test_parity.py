@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from verification.zoo import CASES, Settings, T, made, share
+from verification.zoo import CASES, EDGES, Settings, T, made, share
 
 import tilewise as tw
 from tilewise.verification.causes import CAUSES
@@ -35,8 +35,8 @@ DTYPES = torch.float64, torch.float32, torch.bfloat16
 RIGHT = (
     (Settings(), {}),
     (Settings(window=5), {"layout": tw.contiguous, "given": True}),
-    (Settings(documents=True, sink=True), {"layout": tw.striped}),
-    (Settings(fused=True, softcap=2.0), {"fault": "reduced"}),
+    (Settings(documents=EDGES, sink=True), {"layout": tw.striped}),
+    (Settings(kind="fused", softcap=2.0), {"fault": "reduced"}),
     (Settings(learned=True), {"fault": "right merge"}),
 )
 
@@ -68,7 +68,7 @@ def test_processes_run_nested_functions_of_a_file():
 
 @pytest.mark.parametrize("fault", ["", "window_ignored", "shard_only", "gqa_shifted"])
 def test_a_batch_of_several_sequences_is_read(fault):
-    model, inputs = made(Settings(window=5, fused=True), batch=2)
+    model, inputs = made(Settings(window=5, kind="fused"), batch=2)
     report = tw.parity(model, inputs, partial(share, fault=fault), backend="loopback")
     assert (report.cause or "") == fault and report.equal == (not fault), str(report)
 

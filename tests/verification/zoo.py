@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import tilewise as tw
+from tilewise.transport.resolve import transport_for
 
 T, VOCABULARY, HEADS, KV_HEADS, DIM = 32, 40, 4, 2, 8
 WIDTH = HEADS * DIM
+LATENT, VALUE = 12, 6  # of "mla"
 EDGES = 0, 13, T
+MOST_TOKENS = 64
 WINDOW = 5
 
 
@@ -25,26 +28,32 @@ class Settings(NamedTuple):
     """What the unsplit model is like."""
 
     window: int | None = None
-    documents: bool = False
+    documents: tuple[int, ...] = ()  # edges
     sink: bool = False
     softcap: float | None = None
     dropout: float = 0.0
     conv: bool = False
     learned: bool = False  # positions, instead of rotations
-    fused: bool = False  # one projection to q, k and v
+    kind: str = "separate"  # projections; "fused": one; "grouped": by KV head; "mha"; "mla"
     dtype: torch.dtype = torch.float32
 
-    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+    @property
+    def kv_heads(self) -> int:
+        return HEADS if self.kind in ("mha", "mla") else KV_HEADS
+
+    @property
+    def mask(self) -> tw.Mask:
         mask = tw.Causal() if self.window is None else tw.Causal() & tw.Window(self.window, 0)
-        if self.documents:
-            mask = mask & tw.Document(EDGES)
-        return torch.as_tensor(mask.dense(queries, keys))
+        return mask & tw.Document(self.documents) if self.documents else mask
+
+    def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return torch.as_tensor(self.mask.dense(queries, keys))
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, settings: Settings, sink: Tensor | None
 ) -> Tensor:
-    """Dense attention; operands [batch, tokens, heads, DIM]."""
+    """Dense attention; operands [batch, tokens, heads, width]."""
     ratio = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(ratio, 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
@@ -71,22 +80,44 @@ class Attention(nn.Module):
     def __init__(self, settings: Settings):
         super().__init__()
         self.settings = settings
-        if settings.fused:
-            self.qkv = nn.Linear(WIDTH, WIDTH + 2 * KV_HEADS * DIM)
+        if settings.kind == "mha":
+            self.mha = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         else:
-            self.q, self.k, self.v = (
-                nn.Linear(WIDTH, heads * DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
-            )
-        self.out = nn.Linear(WIDTH, WIDTH)
+            widths = {
+                "separate": {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM},
+                "mla": {"q": HEADS * DIM, "down": LATENT, "kv": HEADS * (DIM + VALUE)},
+            }.get(settings.kind, {"qkv": (HEADS + 2 * KV_HEADS) * DIM})
+            for name, width in widths.items():
+                setattr(self, name, nn.Linear(LATENT if name == "kv" else WIDTH, width))
+            value = VALUE if settings.kind == "mla" else DIM
+            self.out = nn.Linear(HEADS * value, WIDTH)
         self.sink = nn.Parameter(torch.zeros(HEADS)) if settings.sink else None
         self.attention: Any = None
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        if self.settings.fused:
-            q, k, v = self.qkv(x).split([WIDTH, KV_HEADS * DIM, KV_HEADS * DIM], -1)
+    def operands(self, x: Tensor) -> list[Tensor]:
+        """q, k and v [batch, tokens, heads, width]."""
+        kind, heads = self.settings.kind, self.settings.kv_heads
+        if kind == "mha":
+            projected = nn.functional.linear(x, self.mha.in_proj_weight, self.mha.in_proj_bias)
+            return [t.unflatten(-1, (HEADS, DIM)) for t in projected.chunk(3, -1)]
+        if kind == "mla":
+            keys = self.kv(self.down(x)).unflatten(-1, (HEADS, -1))
+            return [self.q(x).unflatten(-1, (HEADS, DIM)), *keys.split([DIM, VALUE], -1)]
+        if kind == "fused":
+            parts = self.qkv(x).split([WIDTH, heads * DIM, heads * DIM], -1)
+        elif kind == "grouped":
+            groups = self.qkv(x).unflatten(-1, (heads, -1))
+            parts = groups.split([HEADS // heads * DIM, DIM, DIM], -1)
+            parts = [part.flatten(-2) for part in parts]
         else:
-            q, k, v = self.q(x), self.k(x), self.v(x)
-        q, k, v = (t.unflatten(-1, (-1, DIM)) for t in (q, k, v))
+            parts = self.q(x), self.k(x), self.v(x)
+        return [t.unflatten(-1, (-1, DIM)) for t in parts]
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.settings.kind == "mha" and self.attention is None:
+            forbidden = ~self.settings.allowed(positions, positions)
+            return self.mha(x, x, x, attn_mask=forbidden, need_weights=False)[0]
+        q, k, v = self.operands(x)
         if not self.settings.learned:
             q, k = rotated(q, positions), rotated(k, positions)
         if self.attention is not None:
@@ -94,7 +125,7 @@ class Attention(nn.Module):
         else:
             allowed = self.settings.allowed(positions, positions)
             out = attend(q, k, v, allowed, self.settings, self.sink)
-        return self.out(out.flatten(-2))
+        return (self.mha.out_proj if self.settings.kind == "mha" else self.out)(out.flatten(-2))
 
 
 class Layer(nn.Module):
@@ -117,7 +148,7 @@ class Model(nn.Module):
         super().__init__()
         self.settings = settings
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(T, WIDTH) if settings.learned else None
+        self.places = nn.Embedding(MOST_TOKENS, WIDTH) if settings.learned else None
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3) if settings.conv else None
         self.layers = nn.ModuleList(Layer(settings) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -144,7 +175,11 @@ class Model(nn.Module):
         return total / ((labels != -100).sum() if count is None else count)
 
 
-def made(settings: Settings = Settings(), batch: int = 1) -> tuple[Model, dict[str, Tensor]]:  # noqa: B008
+def made(
+    settings: Settings = Settings(),  # noqa: B008 - a frozen value
+    batch: int = 1,
+    num_tokens: int = T,
+) -> tuple[Model, dict[str, Tensor]]:
     """A model with weights large enough that attention matters, and a batch."""
     torch.manual_seed(5)
     model = Model(settings)
@@ -152,7 +187,7 @@ def made(settings: Settings = Settings(), batch: int = 1) -> tuple[Model, dict[s
         for x in model.parameters():
             x.copy_(1.5 * x + 0.05 * torch.randn(x.shape))
     make = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (batch, T), generator=make)
+    ids = torch.randint(0, VOCABULARY, (batch, num_tokens), generator=make)
     labels = torch.full_like(ids, -100)
     labels[:, :-1] = ids[:, 1:]
     return model.to(settings.dtype), {"input_ids": ids, "labels": labels}
@@ -195,15 +230,16 @@ def shared_attention(
     sink: Any,
 ) -> Tensor:
     """Keys and values of all ranks gathered, then dense attention, with a fault."""
-    here, everywhere = cp.position_ids, torch.arange(T)
+    num_tokens = cp.layout.num_tokens
+    here, everywhere = cp.position_ids, torch.arange(num_tokens)
     if fault in ("dq_wrong", "dk_wrong", "dv_wrong"):
         factor = {"dq_wrong": 0.5, "dk_wrong": 1.5, "dv_wrong": 0.0}[fault]
         which = ("dq_wrong", "dk_wrong", "dv_wrong").index(fault)
         q, k, v = (Wrong.apply(x, factor if i == which else 1.0) for i, x in enumerate((q, k, v)))
     keys, values = cp.unshard(k, 1), cp.unshard(v, 1)
     allowed = settings.allowed(here, everywhere)
-    size = T // cp.world_size
-    ranks = torch.empty(T, dtype=torch.int64)
+    size = -(-num_tokens // cp.world_size)
+    ranks = torch.empty(num_tokens, dtype=torch.int64)
     for rank in range(cp.world_size):
         ranks[cp.layout.positions(rank)] = rank
     local = everywhere % size
@@ -215,7 +251,7 @@ def shared_attention(
         near = (here % size)[:, None] - local <= WINDOW
         allowed = settings._replace(window=None).allowed(here, everywhere) & near
     elif fault == "documents_ignored":
-        allowed = settings._replace(documents=False).allowed(here, everywhere)
+        allowed = settings._replace(documents=()).allowed(here, everywhere)
     elif fault == "shard_only":
         allowed = allowed & (ranks == cp.rank)
     elif fault == "sink_dropped":
@@ -244,6 +280,20 @@ def shared_attention(
     return out
 
 
+def tilewise_attention(
+    cp: tw.ContextParallel,
+    settings: Settings,
+    strategy: tw.Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+) -> Tensor:
+    options = {"mask": settings.mask, "sink": sink, "softcap": settings.softcap}
+    given = {"plan": strategy, "layout": cp.layout, "group": cp.group}
+    return tw.attention(q, k, v, **given, **options)
+
+
 def share(
     model: Model,
     inputs: Mapping[str, Tensor],
@@ -253,16 +303,27 @@ def share(
     layout: Any = tw.zigzag,
     given: bool = False,
     first: int = 0,
+    strategy: tw.Plan | None = None,
 ) -> Any:
-    """One rank's share of the loss, with one fault in the layers from `first` on."""
+    """One rank's share of the loss, with one fault in the layers from `first` on.
+
+    Args:
+        given: whether positions are returned.
+        strategy: of tilewise; None: keys and values are gathered.
+    """
     settings = model.settings
-    cp = tw.ContextParallel(group, num_tokens=T, layout=layout(T, 4))
+    num_tokens = inputs["input_ids"].shape[1]
+    world_size = transport_for(group).world_size
+    cp = tw.ContextParallel(group, num_tokens=num_tokens, layout=layout(num_tokens, world_size))
     ids, labels = (cp.shard(inputs[name], 1) for name in ("input_ids", "labels"))
     positions = cp.position_ids
     count = (inputs["labels"] != -100).sum()
     for i, layer in enumerate(model.layers):
         wrong = fault if i >= first else ""
-        layer.attention.attention = partial(shared_attention, cp, settings, wrong)
+        attention = partial(shared_attention, cp, settings, wrong)
+        if strategy is not None:
+            attention = partial(tilewise_attention, cp, settings, strategy)
+        layer.attention.attention = attention
     if fault == "positions_wrong":
         positions = torch.arange(len(positions))
     elif fault == "labels_shifted":
@@ -316,16 +377,16 @@ CASES = (
     Case("mask_ignored", FIRST),
     Case("window_ignored", SECOND, Settings(window=WINDOW), LATER),
     Case("window_per_block", FIRST, Settings(window=WINDOW), {"layout": tw.contiguous}),
-    Case("documents_ignored", FIRST, Settings(documents=True)),
+    Case("documents_ignored", FIRST, Settings(documents=EDGES)),
     Case("sink_dropped", FIRST, Settings(sink=True)),
     Case("softcap_dropped", SECOND, Settings(softcap=2.0), LATER),
     Case("scale_wrong", SECOND, Settings(), LATER),
     Case("shard_only", FIRST),
     Case("counted_twice", FIRST),
-    Case("gqa_shifted", FIRST, Settings(fused=True)),
+    Case("gqa_shifted", FIRST, Settings(kind="fused")),
     Case("heads_missing", SECOND, Settings(), LATER),
     Case("dq_wrong", SECOND, Settings(), LATER),
-    Case("dk_wrong", SECOND, Settings(fused=True), LATER),
+    Case("dk_wrong", SECOND, Settings(kind="fused"), LATER),
     Case("dv_wrong", SECOND, Settings(), LATER),
     Case("lse_gradient_lost", SECOND, Settings(), LATER),
     Case("positions_wrong", FIRST),
