@@ -40,25 +40,26 @@ class Bug(NamedTuple):
     layout: Any = tw.contiguous
 
 
-LAYER0 = "model.layers.0.self_attn"
+FIRST, LAST = "model.layers.0.self_attn", "model.layers.2.self_attn"
+WINDOW, SOFTCAP = {"sliding_window": 6}, {"attn_logit_softcapping": 5.0}
 BUGS = (
-    Bug("accelerate #4177", "no window", "gpt_oss", LAYER0, ("window_ignored",), {"sliding_window": 6}),
-    Bug("accelerate #4177", "no window", "gemma3", LAYER0, ("window_ignored",)),
-    Bug("accelerate #4177", "full", "mistral", LAYER0, ("mask_ignored",)),
-    Bug("ring-flash-attention #35", "block window", "mistral", LAYER0, ("window_per_block",)),
-    Bug("axolotl #3608", "no documents", "llama", LAYER0, ("documents_ignored",)),
+    Bug("accelerate #4177", "no window", "gpt_oss", FIRST, ("window_ignored",), WINDOW),
+    Bug("accelerate #4177", "no window", "gemma3", FIRST, ("window_ignored",)),
+    Bug("accelerate #4177", "full", "mistral", FIRST, ("mask_ignored",)),
+    Bug("ring-flash-attention #35", "block window", "mistral", FIRST, ("window_per_block",)),
+    Bug("axolotl #3608", "no documents", "llama", FIRST, ("documents_ignored",)),
     Bug("axolotl #3608", "no documents", "gpt2", "transformer.h.0.attn", ("documents_ignored",)),
-    Bug("prime-rl #3397", "no sink", "gpt_oss", LAYER0, ("sink_dropped",)),
-    Bug("ringmaster", "no softcap", "gemma2", LAYER0, ("softcap_dropped",), {"attn_logit_softcapping": 5.0}),
-    Bug("granite's multiplier", "default scale", "gemma2", LAYER0, ("scale_wrong",)),
-    Bug("axolotl #3928", "own shard", "qwen3", LAYER0, ("shard_only",), {}, tw.zigzag),
-    Bug("sglang #33353", "half the ranks", "llama", LAYER0, ("shard_only",)),
-    Bug("sglang #33327", "text again", "llama", LAYER0, ("counted_twice",)),
-    Bug("vllm-omni #5716", "padded heads", "llama", LAYER0, ("gqa_shifted",)),
-    Bug("DeepSpeed #8316", "last head", "qwen3", LAYER0, ("heads_missing",)),
-    Bug("ISEEKYAN #111", "own shard", "deepseek_v3", LAYER0, ("shard_only",)),
-    Bug("Megatron #1464", "no reduction", "llama", "model.layers.2.self_attn", ("dk_wrong", "dv_wrong")),
-    Bug("TE #1557", "half dk", "gpt2", "transformer.h.1.attn", ("dk_wrong",)),
+    Bug("prime-rl #3397", "no sink", "gpt_oss", FIRST, ("sink_dropped",)),
+    Bug("ringmaster", "no softcap", "gemma2", FIRST, ("softcap_dropped",), SOFTCAP),
+    Bug("a config's own scale", "default scale", "gemma2", FIRST, ("scale_wrong",)),
+    Bug("axolotl #3928", "own shard", "qwen3", FIRST, ("shard_only",), {}, tw.zigzag),
+    Bug("sglang #33353", "half the ranks", "llama", FIRST, ("shard_only",)),
+    Bug("sglang #33327", "text again", "llama", FIRST, ("counted_twice",)),
+    Bug("vllm-omni #5716", "padded heads", "llama", FIRST, ("gqa_shifted",)),
+    Bug("DeepSpeed #8316", "last head", "qwen3", FIRST, ("heads_missing",)),
+    Bug("ISEEKYAN/Megatron #111", "own shard", "deepseek_v3", FIRST, ("shard_only",)),
+    Bug("Megatron #1464", "no reduction", "llama", LAST, ("dk_wrong", "dv_wrong")),
+    Bug("TransformerEngine #1557", "half dk", "gpt2", "transformer.h.1.attn", ("dk_wrong",)),
     Bug("Automodel #1482", "own positions", "llama", "model.rotary_emb", ("positions_wrong",)),
     Bug("Automodel #1482", "own positions", "gpt2", "transformer.wpe", ("positions_wrong",)),
     Bug("verl #4250", "labels shifted", "llama", None, ("labels_shifted",)),
@@ -66,11 +67,11 @@ BUGS = (
     Bug("Megatron #906", "mean of means", "llama", None, ("loss_scaled",)),
     Bug("Megatron #1764", "no labels", "llama", None, ("no_label_nan",)),
     Bug("Megatron #673", "gradients averaged", "llama", None, ("gradient_scaled",)),
-    Bug("gpt-oss, tensor parallel", "sinks not reduced", "gpt_oss", LAYER0, ("missing_all_reduce",)),
-    Bug("transformers #42496", "padding", "llama", LAYER0, ("padding_attended",)),
+    Bug("a sink a rank", "sinks not reduced", "gpt_oss", FIRST, ("missing_all_reduce",)),
+    Bug("transformers #42496", "padding", "llama", FIRST, ("padding_attended",)),
     Bug("rtp-llm #876", "scan", "scan", "scan", ("order_sensitive_layer",), {}, tw.zigzag),
     Bug("Automodel #1441", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.zigzag),
-)  # fmt: skip
+)
 
 
 class Neighbours(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from verification.zoo import CASES, EDGES, Settings, T, made, share
+from verification.zoo import CASES, EDGES, WINDOW, Settings, T, made, share
 
 import tilewise as tw
 from tilewise.verification.causes import CAUSES
@@ -29,6 +29,22 @@ def test_a_fault_of_the_zoo_is_found_and_named(case):
 
 def test_the_zoo_has_every_cause():
     assert {case.fault for case in CASES} == set(CAUSES) - {"unknown"}
+
+
+@pytest.mark.parametrize("kind", ["grouped", "mla", "mha"])
+@pytest.mark.parametrize("fault", ["window_ignored", "gqa_shifted", "dk_wrong"])
+def test_attention_is_read_behind_other_projections(kind, fault):
+    settings = Settings(kind=kind, window=WINDOW, learned=kind == "mha")
+    report = tw.parity(*made(settings), partial(share, fault=fault), backend="loopback")
+    layer = "layers.1.attention" if fault == "dk_wrong" else "layers.0.attention"
+    assert report.cause == fault and str(report.layer).removesuffix(".mha") == layer, str(report)
+
+
+@pytest.mark.parametrize("cap", [2.0, 10.0])
+def test_a_softcap_that_is_weak_in_bf16_is_named(cap):
+    settings = Settings(softcap=cap, dtype=torch.bfloat16)
+    report = tw.parity(*made(settings), partial(share, fault="softcap_dropped"), backend="loopback")
+    assert report.cause == "softcap_dropped", str(report)
 
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16

@@ -7,229 +7,158 @@ whose rows reach others; q changes its own row alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tilewise.verification.records import Record, Setting
+from tilewise.verification.records import Record, Setting, rows_of_one
+from tilewise.verification.weights import (
+    Heads,
+    Read,
+    UnreadableError,
+    Weights,
+    find_heads,
+    read_weights,
+)
 
-Run = Callable[[Setting], Tensor | None]
-"""What a setting reads: rows of the whole sequence [num_tokens, numbers]; None if it fails."""
+Run = Callable[[Setting], Tensor]
+"""What a setting reads: rows of the whole sequence [num_tokens, numbers]; or UnreadableError."""
 
 ANCESTORS = 3  # modules around a layer, in which its projections may lie
+MOST_HEADS = 128  # between whose columns v is looked for
 
 
 class Part(NamedTuple):
-    """Columns of a module's output."""
+    """Columns of a module's output, and their rows [num_tokens, columns] in the unsplit model."""
 
     module: str
     columns: tuple[int, ...]
+    rows: Tensor
+
+    def reader(self, run: Run, read: str) -> Read:
+        """What is read somewhere, by what these columns are set to."""
+        return lambda values: run(Setting(self.module, self.columns, values, read))
 
 
 class Path(NamedTuple):
-    """Where v enters a layer's attention and its result can be read."""
+    """Where v enters a layer's attention, where its result is read, and what was read there."""
 
     v: Part
     read: str
     candidates: tuple[Part, ...]  # of q and k
+    heads: Heads
+    weights: Weights
 
 
-class Weights(NamedTuple):
-    """Weights [num_heads, num_tokens, num_tokens], and the columns of v that each head reads."""
+def find_path(layer: str, whole: Record, run: Run, num_tokens: int) -> Path | None:
+    """The path of attention in a layer; or from projections around it to its output.
 
-    weights: Tensor
-    sources: tuple[tuple[int, ...], ...]
-    is_exact: bool  # whether no attention reads as exactly 0
-
-    def allowed(self, eps: float) -> Tensor:
-        """Which weights are more than what rounding leaves of a zero, beside the row's largest."""
-        least = 1e-30 if self.is_exact else eps
-        return self.weights > self.weights.amax(-1, keepdim=True).clamp(min=1e-30) * least
-
-
-def find_path(
-    model: nn.Module, layer: str, whole: Record, run: Run, num_tokens: int
-) -> Path | None:
-    """The path of attention in a layer; or from projections around it to its output."""
-    modules, before = dict(model.named_modules()), list(whole.outputs)
-    for scope in _around(layer):
-        prefix = f"{scope}." if scope else ""
-        inside = [
-            name
-            for name in (before if scope == layer else before[: before.index(layer)])
-            if name.startswith(prefix)
-            and getattr(getattr(modules.get(name), "weight", None), "ndim", 0) == 2
-            and not isinstance(modules[name], nn.Embedding)
-            and whole.outputs[name].shape[-2] == num_tokens
-        ]
-        for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
-            for name in reversed([x for x in inside if x != read]):
-                path = _path(name, read, inside, whole, run)
-                if path is not None:
-                    return path
-    return None
-
-
-def _around(layer: str) -> list[str]:
-    """A module's name and those around it, the whole model's "" included."""
+    Weights of attention are shares of 1 that queries decide, unlike those of a scan.
+    """
+    before = list(whole.outputs)
+    parts = {}
+    for name in before:
+        rows = rows_of_one(whole.outputs[name], num_tokens) if name in whole.projections else None
+        if rows is not None:
+            parts[name] = Part(name, tuple(range(whole.outputs[name].shape[-1])), rows)
     names = layer.split(".")
-    found = [".".join(names[: len(names) - i]) for i in range(len(names))]
-    return [*found, ""][:ANCESTORS]
-
-
-def _path(name: str, read: str, inside: list[str], whole: Record, run: Run) -> Path | None:
-    width = whole.outputs[name].shape[-1]
-    probe = run(Setting(name, (), torch.zeros(len(_rows(whole, name)), 0), read))
-    if probe is None:
-        return None
-    for v, others in _columns(width, probe.shape[1]):
-        if _is_value(Setting(name, v, _rows(whole, name)[:, list(v)], read), run):
-            rest = [Part(x, tuple(range(whole.outputs[x].shape[-1]))) for x in inside]
-            rest = [part for part in rest if part.module not in (name, read)]
-            return Path(Part(name, v), read, (*(Part(name, c) for c in others), *rest))
+    scopes = [".".join(names[:i]) for i in range(len(names), 0, -1)]
+    for scope in [*scopes, ""][:ANCESTORS]:
+        known = before if scope == layer else before[: before.index(layer)]
+        inside = [x for x in known if x in parts and (not scope or x.startswith(f"{scope}."))]
+        for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
+            others = [parts[name] for name in inside if name != read]
+            for part in reversed(others):
+                with suppress(UnreadableError):
+                    path = _path(part, read, others, run, num_tokens)
+                    if path and q_and_k(path, run)[0]:
+                        return path
     return None
 
 
-def _columns(
-    width: int, result: int
-) -> Iterator[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Where v may stand among a projection's columns, and where q and k then do."""
-    every = tuple(range(width))
-    yield every, ()
-    if width > result and (width - result) % 2 == 0:  # q, then k, then v
-        kv = (width - result) // 2
-        yield every[-kv:], (every[: width - 2 * kv], every[width - 2 * kv : -kv])
-    if width % 2 == 0:  # k, then v
-        yield every[width // 2 :], (every[: width // 2],)
-    if width == 3 * result:  # q, k, v of one head after the other
-        for size in (d for d in range(1, result) if result % d == 0):
-            thirds = torch.arange(width).view(-1, 3, size).unbind(1)
-            q, k, v = (tuple(x.flatten().tolist()) for x in thirds)
-            yield v, (q, k)
+def _path(part: Part, read: str, others: list[Part], run: Run, num_tokens: int) -> Path | None:
+    """Attention whose v is in a projection, if it is."""
+    whole = part.reader(run, read)
+    given = whole(part.rows)
+    if not _reaches(given - whole(part.rows - _first_rows(part.rows))):
+        return None
+    for v, rest in _columns(len(part.columns), given.shape[1]):
+        value, *beside = (Part(part.module, c, part.rows[:, list(c)]) for c in (v, *rest))
+        reader = value.reader(run, read)
+        with suppress(UnreadableError):
+            if not _is_linear(reader, value.rows):
+                continue
+            heads = find_heads(reader, num_tokens, len(v))
+            found = read_weights(reader, num_tokens, heads)
+            shares = found.weights
+            if bool((shares > -0.02).all() and (shares.sum(-1) < 1.05).all()):
+                candidates = (*beside, *(x for x in others if x is not part))
+                return Path(value, read, candidates, heads, found)
+    return None
 
 
-def _rows(whole: Record, name: str) -> Tensor:
-    return (
-        whole.outputs[name].flatten(0, -3)[0]
-        if whole.outputs[name].ndim > 2
-        else whole.outputs[name]
-    )
+Columns = tuple[int, ...]
 
 
-def _is_value(setting: Setting, run: Run) -> bool:
-    """Whether the result is linear in these columns, and a row of them reaches other rows."""
-    n = len(setting.values)
-    make = torch.Generator().manual_seed(2)
-    values = torch.randn(setting.values.shape, generator=make, dtype=torch.float64)
-    values[n // 3 :] = 0
-    nothing, once, twice = (run(setting._replace(values=x * values)) for x in (0, 1, 2))
-    if nothing is None or once is None or twice is None:
-        return False
+def _columns(width: int, result: int) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
+    """Where v may stand among a projection's columns, and where q and k then do.
+
+    In each of some equal groups of columns, which are heads or all there is, v stands last: after
+    q and k, or after k, which may be as wide as v or not.
+    """
+    yield tuple(range(width)), ()
+    tried = set()
+    for count in (n for n in range(1, min(width, MOST_HEADS + 1)) if width % n == 0):
+        group, out = width // count, result // count
+        # v as wide as k: after all of q, or without q; as wide as the result, and k the rest
+        for size, keys in (
+            ((group - out) // 2, (group - out) // 2),
+            (group // 2, group // 2),
+            (out, group - out),
+        ):
+            if min(size, keys) < 1 or result % size or (count, size) in tried:
+                continue
+            tried.add((count, size))
+            edges = 0, group - size - keys, group - size, group
+            table = torch.arange(width).view(count, group)
+            parts = (tuple(table[:, a:b].flatten().tolist()) for a, b in pairwise(edges))
+            q, k, v = parts
+            yield v, tuple(x for x in (q, k) if x)
+
+
+def _first_rows(x: Tensor) -> Tensor:
+    """Zero but for the first third of the rows."""
+    return x * (torch.arange(len(x)) < len(x) // 3)[:, None]
+
+
+def _reaches(change: Tensor) -> bool:
+    """Whether a change of the first rows shows in others."""
+    return bool((change[len(change) // 3 :].abs() > 1e-6 * change.abs().max()).any())
+
+
+def _is_linear(read: Read, rows: Tensor) -> bool:
+    """Whether the result is linear in these columns, and the first rows reach others."""
+    values = torch.randn(rows.shape, generator=torch.Generator().manual_seed(2)).double()
+    nothing, once, twice = (read(x * _first_rows(values)) for x in (0, 1, 2))
     change = once - nothing
-    size = float(change.abs().max())
-    linear = float((twice - nothing - 2 * change).abs().max()) <= 0.02 * size
-    return size > 0 and linear and bool((change[n // 3 :].abs() > 1e-6 * size).any())
+    error = float((twice - nothing - 2 * change).abs().max())
+    return error <= 0.02 * float(change.abs().max()) and _reaches(change)
 
 
-def is_attention(weights: Weights, path: Path, whole: Record, run: Run) -> bool:
-    """Whether weights are shares of 1 that queries decide, unlike those of a scan."""
-    shares, sums = weights.weights, weights.weights.sum(-1)
-    return bool((shares > -0.02).all() and (sums < 1.05).all()) and bool(
-        q_and_k(path, whole, run)[0]
-    )
-
-
-def q_and_k(path: Path, whole: Record, run: Run) -> tuple[Part | None, Part | None]:
+def q_and_k(path: Path, run: Run) -> tuple[Part | None, Part | None]:
     """The columns whose row changes its own row of the result alone, and those of keys."""
     found: dict[bool, Part] = {}
     for part in path.candidates:
-        rows = _rows(whole, part.module)[:, list(part.columns)]
-        moved, at = rows.clone(), len(rows) // 3
-        moved[at] += rows.std() * torch.randn(
-            rows.shape[1], generator=torch.Generator().manual_seed(3)
-        )
-        settings = (Setting(part.module, part.columns, x, path.read) for x in (rows, moved))
-        before, after = map(run, settings)
-        if before is None or after is None or before.shape != after.shape:
-            continue
-        change = (after - before).abs().amax(1)
-        others = torch.cat([change[:at], change[at + 1 :]]).max()
-        if float(change.max()) > 0:
-            found.setdefault(float(others) <= 1e-3 * float(change.max()), part)
+        moved, at = part.rows.clone(), len(part.rows) // 3
+        make = torch.Generator().manual_seed(3)
+        moved[at] += part.rows.std() * torch.randn(moved.shape[1], generator=make)
+        with suppress(UnreadableError):
+            before, after = map(part.reader(run, path.read), (part.rows, moved))
+            change = (after - before).abs().amax(1)
+            others = torch.cat([change[:at], change[at + 1 :]]).max()
+            if float(change.max()) > 0:
+                found.setdefault(float(others) <= 1e-3 * float(change.max()), part)
     return found.get(True), found.get(False)
-
-
-def read_weights(
-    path: Path, run: Run, num_tokens: int, heads: Weights | None = None
-) -> Weights | None:
-    """The weights of a layer's attention, by one-hot values.
-
-    Args:
-        heads: of the unsplit model, whose columns of the result are grouped by head.
-    """
-    width = len(path.v.columns)
-
-    def read(values: Tensor) -> Tensor | None:
-        return run(Setting(path.v.module, path.v.columns, values, path.read))
-
-    ones = torch.ones(num_tokens, width, dtype=torch.float64)
-    nothing, sums, codes = read(0 * ones), read(ones), read(ones * (1 + torch.arange(width)))
-    if nothing is None or sums is None or codes is None:
-        return None
-    sums, codes = sums - nothing, codes - nothing
-    column = (codes / sums - 1).nanmedian(0).values.nan_to_num(nan=-1).round().long()
-    groups = _groups(read, ones, nothing) if heads is None else _split(column, heads.sources)
-    sources = tuple(tuple(column[list(group)].tolist()) for group in groups)
-    if any(not 0 <= c < width for group in sources for c in group) and heads is None:
-        return None
-    size, slots = min(map(len, groups)), torch.zeros(width, dtype=torch.int64)
-    for group in sources if heads is None else heads.sources:
-        slots[torch.tensor(group)] = torch.arange(len(group))
-    tables = []
-    for start in range(0, num_tokens, size):
-        values = torch.zeros_like(ones)
-        keys = start + slots
-        kept = (slots < size) & (keys < num_tokens)
-        values[keys[kept], kept.nonzero().flatten()] = 1
-        got = read(values)
-        if got is None:
-            return None
-        places = [[g[i] for i in range(len(g))] for g in groups]
-        table = torch.zeros(
-            len(groups), num_tokens, min(size, num_tokens - start), dtype=torch.float64
-        )
-        for h, group in enumerate(places):
-            for o in group:
-                slot = int(slots[column[o].clamp(0, width - 1)])
-                if slot < table.shape[2]:
-                    table[h, :, slot] = (got - nothing)[:, o]
-        tables.append(table)
-    return Weights(torch.cat(tables, -1), sources, not nothing.any())
-
-
-def _groups(
-    read: Callable[[Tensor], Tensor | None], ones: Tensor, nothing: Tensor
-) -> list[list[int]]:
-    """Columns of the result by head: those of one are equal if all columns of v are."""
-    rows = torch.randn(
-        len(ones), 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
-    got = read(ones * rows)
-    assert got is not None
-    marks = got - nothing
-    groups: list[list[int]] = []
-    for o in range(marks.shape[1]):
-        last = marks[:, groups[-1][0]] if groups else None
-        if last is not None and float((marks[:, o] - last).abs().max()) <= 1e-4 * float(
-            last.abs().max()
-        ):
-            groups[-1].append(o)
-        else:
-            groups.append([o])
-    return groups
-
-
-def _split(column: Tensor, sources: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-    sizes = [len(group) for group in sources]
-    return [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.verification.records import Record
+from tilewise.verification.records import Record, token_dim
 
 FACTORS = 4.0, 1.5  # times what rounding does to the worst row, and to all: a deviation
 MATCHED = 0.9  # of all tokens, at least, for matching by value to count
@@ -28,19 +28,24 @@ class Rows(NamedTuple):
         error = (self.got - self.want).norm(dim=1) / size.clamp(min=_middle(size))
         return error.nan_to_num(nan=torch.inf)
 
+    def sizes(self) -> tuple[float, float]:
+        """The error of the worst row, and the root mean square of all."""
+        errors = self.errors()
+        return float(errors.max()), float(errors.square().mean().sqrt())
+
     def ratios(self) -> Tensor:
         """Per row the number that got is want times, nan where want is nothing."""
-        product = (self.got * self.want).sum(1) / self.want.square().sum(1)
-        return product.masked_fill(
-            self.want.norm(dim=1) < 1e-3 * _middle(self.want.norm(dim=1)), torch.nan
-        )
+        size = self.want.norm(dim=1)
+        product = (self.got * self.want).sum(1) / size.square()
+        return product.masked_fill(size < 1e-3 * _middle(size), torch.nan)
 
-    def of_rank(self, rank: int) -> Rows:
-        return Rows(*(x[self.ranks == rank] for x in self))
+    def scaled(self, scales: Sequence[float]) -> Rows:
+        """What is wanted, times the scale of each row's rank."""
+        factors = torch.tensor(scales, dtype=torch.float64)[self.ranks, None]
+        return self._replace(want=self.want * factors)
 
-
-def _sizes(errors: Tensor) -> tuple[float, float]:
-    return float(errors.max()), float(errors.square().mean().sqrt())
+    def where(self, kept: Tensor) -> Rows:
+        return Rows(*(x[kept] for x in self))
 
 
 def _middle(size: Tensor) -> float:
@@ -58,24 +63,19 @@ def rows_of(
     for dim in sorted(range(whole.ndim), key=lambda d: d != whole.ndim - 2):
         if whole.shape[dim] != num_tokens:
             continue
-        at = []
+        want, got, at = whole.movedim(dim, 0).reshape(num_tokens, -1), [], []
         for part, own in zip(parts, positions, strict=True):
-            rest = part.shape[:dim] + part.shape[dim + 1 :]
-            if part.ndim != whole.ndim or rest != whole.shape[:dim] + whole.shape[dim + 1 :]:
-                break
-            if part.shape[dim] == len(own):
-                at.append(own)
-            elif part.shape[dim] == num_tokens:
-                at.append(torch.arange(num_tokens))
+            for where in (own, torch.arange(num_tokens)):
+                along = token_dim(part, len(where), dim)
+                if along is not None and part.numel() == len(where) * want.shape[1]:
+                    got.append(part.movedim(along, 0).reshape(len(where), -1))
+                    at.append(where)
+                    break
         if len(at) == len(parts):
-            table = whole.movedim(dim, 0).flatten(1) if whole.ndim > 1 else whole[:, None]
-            got = [p.movedim(dim, 0).flatten(1) if p.ndim > 1 else p[:, None] for p in parts]
-            where, ranks = (
-                torch.cat(at),
-                torch.cat([torch.full_like(x, r) for r, x in enumerate(at)]),
-            )
+            where = torch.cat(at)
+            ranks = torch.cat([torch.full_like(x, rank) for rank, x in enumerate(at)])
             kept = where >= 0
-            return Rows(table[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
+            return Rows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
     return None
 
 
@@ -104,61 +104,58 @@ class Comparison:
 
     def rows(self, kind: str, name: str, key: str | None = None) -> Rows | None:
         """Rows of outputs, grads, or inputs (by key) of a module; None if they do not compare."""
-        found = self._read([self.whole, *self.ranks], kind, name, key)
-        if found is None:
+        return self._rows(self.ranks, self.positions, kind, name, key)
+
+    def _rows(
+        self,
+        records: Sequence[Record],
+        positions: Sequence[Tensor],
+        kind: str,
+        name: str,
+        key: str | None,
+    ) -> Rows | None:
+        tables: list[Any] = [getattr(record, kind).get(name) for record in (self.whole, *records)]
+        if key is not None:
+            tables = [None if table is None else table.get(key) for table in tables]
+        if any(table is None for table in tables):
             return None
-        return self._counted(rows_of(found[0], found[1:], self.positions, self.num_tokens))
+        rows = rows_of(tables[0], tables[1:], positions, self.num_tokens)
+        rows = rows and rows.where(self.counted[rows.positions])
+        return rows if rows and len(rows.want) else None
 
-    def tolerance(self, kind: str, name: str, key: str | None = None) -> float:
-        """The largest error of a row that rounding explains."""
-        return self._tolerances(kind, name, key)[0]
-
-    def _tolerances(self, kind: str, name: str, key: str | None) -> tuple[float, float]:
-        """Of the worst row, and of the root mean square of all."""
-        worst = self.eps, self.eps
-        for record in self.noisy:
-            found = self._read([self.whole, record], kind, name, key)
-            if found is None:
-                continue
-            rows = self._counted(rows_of(found[0], found[1:], self.everything, self.num_tokens))
-            if rows is not None and len(rows.want):
-                worst = tuple(map(max, worst, _sizes(rows.errors())))
-        return worst[0] * FACTORS[0], worst[1] * FACTORS[1]
+    def tolerances(self, kind: str, name: str, key: str | None = None) -> tuple[float, float]:
+        """What rounding explains: of the worst row, and of the root mean square of all."""
+        found = [self._rows([x], self.everything, kind, name, key) for x in self.noisy]
+        sizes = [(self.eps, self.eps), *(rows.sizes() for rows in found if rows)]
+        return tuple(f * max(x) for f, x in zip(FACTORS, zip(*sizes, strict=True), strict=True))  # pyright: ignore
 
     def error(self, kind: str, name: str, key: str | None = None) -> float:
         """How far a module is off, as a multiple of its tolerance; 0 if nothing compares."""
         rows = self.rows(kind, name, key)
-        if rows is None or not len(rows.want):
+        if rows is None:
             return 0.0
-        tolerances = self._tolerances(kind, name, key)
-        return max(x / y for x, y in zip(_sizes(rows.errors()), tolerances, strict=True))
+        limits = self.tolerances(kind, name, key)
+        return max(x / y for x, y in zip(rows.sizes(), limits, strict=True))
 
     def forward_layer(self) -> str | None:
-        """The first module whose output deviates although its inputs do not."""
-        deviating = self.deviating("outputs")
+        """The first module whose output deviates although its inputs do not.
+
+        A module that gets its rows in an order of its own, as an expert does, is no evidence: the
+        module around it has to deviate too.
+        """
+        names = [name for name in self.whole.outputs if self.error("outputs", name) > 1]
+        deviating = [name for name in names if self._around(name) in (None, *names)]
         for name in deviating:
-            inputs = self.whole.inputs[name]
-            if all(
-                self.error("inputs", name, key) <= 1
-                for key, x in inputs.items()
-                if x.is_floating_point()
-            ):
+            inputs = self.whole.inputs[name].items()
+            if all(self.error("inputs", name, k) <= 1 for k, x in inputs if x.is_floating_point()):
                 return name
         return deviating[0] if deviating else None
 
-    def deviating(self, kind: str) -> list[str]:
-        """Modules whose outputs, or gradients, deviate, and those of the module around them too.
-
-        A module that gets its rows in an order of its own, as an expert does, is no evidence.
-        """
-        found = [name for name in self.whole.outputs if self.error(kind, name) > 1]
-        return [name for name in found if self._around(kind, name) in (None, *found)]
-
-    def _around(self, kind: str, name: str) -> str | None:
+    def _around(self, name: str) -> str | None:
         """The innermost module around one whose rows compare."""
         while "." in name:
             name = name.rpartition(".")[0]
-            if name in self.whole.outputs and self.rows(kind, name) is not None:
+            if name in self.whole.outputs and self.rows("outputs", name) is not None:
                 return name
         return None
 
@@ -168,17 +165,6 @@ class Comparison:
             rows = None if x.is_floating_point() else self.rows("inputs", name, key)
             if rows is not None and not torch.equal(rows.want, rows.got):
                 yield key, rows
-
-    def _read(
-        self, records: Sequence[Record], kind: str, name: str, key: str | None
-    ) -> list[Tensor] | None:
-        tables: list[Any] = [getattr(record, kind).get(name) for record in records]
-        if key is not None:
-            tables = [None if table is None else table.get(key) for table in tables]
-        return None if any(table is None for table in tables) else tables
-
-    def _counted(self, rows: Rows | None) -> Rows | None:
-        return rows and Rows(*(x[self.counted[rows.positions]] for x in rows))
 
 
 def matched_positions(
@@ -204,35 +190,31 @@ def matched_positions(
 def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
     size = float(whole.abs().max())
     same = [torch.cdist(part, whole) <= 1e-5 * size for part in parts]
-    found = [_in_runs(same, stride) for stride in (1, len(parts))]
-    positions, _ = min(found, key=lambda one: one[1])
+    positions, _ = min((_in_runs(same, stride) for stride in (1, len(parts))), key=lambda x: x[1])
     known = torch.cat(positions)
     return positions if len(torch.unique(known[known >= 0])) >= MATCHED * len(whole) else None
 
 
 def _in_runs(same: Sequence[Tensor], stride: int) -> tuple[list[Tensor], int]:
-    """Each rank's rows as few, long runs of positions; equal rows are told apart by neighbours."""
-    used = torch.zeros(same[0].shape[1], dtype=torch.bool)
+    """Each rank's rows as few, long runs of positions; equal rows are told apart by neighbours.
+
+    Args:
+        same: which rows of a rank, downward, are equal to which of the whole.
+    """
+    n = same[0].shape[1]
+    used = torch.zeros(n, dtype=torch.bool)
     positions, num_runs = [], 0
     for table in same:
-        own = torch.full((len(table),), -1)
-        at = 0
+        own, at = torch.full((len(table),), -1), 0
         while at < len(table):
-            best, length = -1, 0
+            best = torch.arange(0)
             for start in torch.nonzero(table[at] & ~used).flatten().tolist():
-                reach = 0
-                while (
-                    at + reach < len(table)
-                    and start + reach * stride < len(used)
-                    and table[at + reach, start + reach * stride]
-                    and not used[start + reach * stride]
-                ):
-                    reach += 1
-                best, length = (start, reach) if reach > length else (best, length)
-            if length:
-                run = best + stride * torch.arange(length)
-                own[at : at + length], used[run] = run, True
+                run = torch.arange(start, n, stride)[: len(table) - at]
+                fits = table[at + torch.arange(len(run)), run] & ~used[run]
+                run = run[: int(fits.long().cumprod(0).sum())]
+                best = run if len(run) > len(best) else best
+            own[at : at + len(best)], used[best] = best, True
             num_runs += 1
-            at += max(length, 1)
+            at += max(len(best), 1)
         positions.append(own)
     return positions, num_runs

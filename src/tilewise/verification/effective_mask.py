@@ -16,14 +16,16 @@ from tilewise.masks.base import Mask
 from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.gradients import Forward, facts_of_gradients
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.tables import facts_of_masks, facts_of_weights
+from tilewise.verification.tables import facts_of_masks, facts_of_weights, fitted_cap
+from tilewise.verification.weights import Heads, Weights, read_weights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SPREAD, WIDE = 0.25, 6.0  # standard deviation of scores: all weights show; a cap would show
 LEAST_CHANGE = 1e-3  # of a scale, to be called one
 ROUNDING = torch.finfo(torch.float32).eps
-MOST_NOISE = 0.05  # of a log weight, that a kernel's rounding may make
+MOST_NOISE = 0.05  # of a log weight, or a result, that a kernel's rounding may make
 LEAST_VISIBLE = 1e-6  # weight
+UNCAPPED = 1e9
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +84,12 @@ class EffectiveMask:
         gradients = "not read: not differentiable" if self._gradients is None else "as they must be"
         if self._gradients:
             gradients = ", ".join(f"{name} {text}" for name, text in self._gradients.items())
+        scales = ", ".join(dict.fromkeys(f"{x:.4g}" for x in self.scale))
         lines = [
-            f"{n} tokens, {num_heads} query heads on {self._probe.num_kv_heads} KV heads",
+            f"{n} tokens, {num_heads} query heads on {self._probe.k.shape[1]} KV heads",
             f"pairs attended by head: {counts} of {n * n:,}",
             f"weight lost: {float(lost.mean()) if len(lost) else 0:.2%} on average",
-            f"scale: {_number(self.scale)}, asked {self.softmax_scale:.4g}",
+            f"scale: {scales}, asked {self.softmax_scale:.4g}",
             f"softcap: {self.softcap and round(self.softcap, 2)}",
             f"gradients: {gradients}",
         ]
@@ -98,33 +101,27 @@ class EffectiveMask:
     def svg(self, mask: Mask | Tensor | None = None) -> str:
         """A picture of all heads: attended rightly, wrongly, and missed, if a mask says which."""
         got = self.allowed.any(0).numpy()
-        wanted = got if mask is None else np.asarray(self._dense(mask).any(0))
-        return drawn(got, wanted)
+        return drawn(got, got if mask is None else self._dense(mask).any(0))
 
     def _dense(self, mask: Mask | Tensor) -> np.ndarray:
         num_heads, n, _ = self.weights.shape
         if isinstance(mask, Mask):
             mask.check_tokens(n)
-            allowed = np.asarray(mask.dense(np.arange(n), np.arange(n)))
-        else:
-            allowed = np.asarray(mask, bool)
-        heads = allowed.shape[0] if allowed.ndim == 3 else 1
-        if allowed.shape[-2:] != (n, n) or num_heads % heads:
+        table = mask.dense(np.arange(n), np.arange(n)) if isinstance(mask, Mask) else mask
+        allowed = np.asarray(table, bool)
+        allowed = allowed[None] if allowed.ndim == 2 else allowed
+        if allowed.shape[1:] != (n, n) or num_heads % len(allowed):
             raise ValueError(
-                f"the mask is {allowed.shape}, but {num_heads} heads of {n} tokens were read; give "
-                "a mask of these tokens, for one or all heads"
+                f"the mask is {np.shape(table)}, but {num_heads} heads of {n} tokens were read; "
+                "give a mask of these tokens, for one or all heads"
             )
-        return (
-            np.broadcast_to(allowed, (num_heads, n, n))
-            if allowed.ndim == 2
-            else np.repeat(allowed, num_heads // heads, 0)
-        )
+        return np.repeat(allowed, num_heads // len(allowed), 0)
 
     def _facts(self, mask: Mask | Tensor) -> dict[str, Any]:
         asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
         facts = facts_of_masks(self._dense(mask), self.allowed.numpy(), asked)
-        right = self._probe.heads
-        pairs = zip(self.value_heads, self.key_heads, right.tolist(), strict=True)
+        right = self._probe.heads.tolist()
+        pairs = zip(self.value_heads, self.key_heads, right, strict=True)
         foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
         if foreign:
             h = foreign[0]
@@ -133,42 +130,64 @@ class EffectiveMask:
                 f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
             )
         else:
-            scores = self._probe.scores(self.softmax_scale, self.softcap)
+            products = [self._probe.products(h, own) for h, own in enumerate(right)]
+            scores = torch.stack(products) * self.softmax_scale
+            if self.softcap is not None:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
             masked = scores.masked_fill(~self.allowed, -torch.inf).softmax(-1).nan_to_num()
-            sums = self.weights.sum(-1, keepdim=True).clamp(max=1.0)
-            got = self.weights.numpy()
-            facts |= facts_of_weights((masked * sums).numpy(), got, self._tolerance)
+            want = masked * self.weights.sum(-1, keepdim=True).clamp(max=1.0)
+            facts |= facts_of_weights(want.numpy(), self.weights.numpy(), self._tolerance)
         return facts | (self._gradients or {})
 
 
 class _Probe(NamedTuple):
     """Queries and keys whose scores are small enough that every weight shows."""
 
+    attend: Attend
     q: Tensor
     k: Tensor
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def kv_range(self) -> range:
-        return range(self.num_kv_heads)
-
-    @property
     def heads(self) -> Tensor:
         """The KV head that each query head should read."""
-        return torch.arange(self.q.shape[1]) * self.num_kv_heads // self.q.shape[1]
+        return torch.arange(self.q.shape[1]) * self.k.shape[1] // self.q.shape[1]
 
     def products(self, query_head: int, kv_head: int) -> Tensor:
         """q k [num_tokens, num_tokens] in fp64."""
         return self.q[:, query_head].double() @ self.k[:, kv_head].double().T
 
-    def scores(self, scale: float, softcap: float | None = None) -> Tensor:
-        """[num_heads, num_tokens, num_tokens], as they should be."""
-        products = [self.products(h, g) for h, g in enumerate(self.heads.tolist())]
-        scores = torch.stack(products) * scale
-        return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        try:
+            out = self.attend(q, k, v)
+        except Exception as error:
+            raise ValueError(
+                f"attend failed on fp32 CPU tensors q {tuple(q.shape)} and k, v {tuple(k.shape)} "
+                f"({type(error).__name__}: {error}); if it needs a GPU or another dtype, convert "
+                "inside it and convert back what it returns"
+            ) from error
+        if not isinstance(out, Tensor) or out.shape != q.shape:
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"attend returned {got}, not the shape of q, {tuple(q.shape)}: tokens, heads, "
+                "head_dim of the whole sequence; unshard and transpose inside it"
+            )
+        return out
+
+    def read(self, values: Tensor) -> Tensor:
+        """The result [num_tokens, numbers] in fp64 for values [num_tokens, numbers]."""
+        with torch.no_grad():
+            out = self.call(self.q, self.k, values.float().view(self.k.shape))
+        if not torch.isfinite(out).all():
+            count = int((~torch.isfinite(out)).sum())
+            raise ValueError(
+                f"attend returned {count} values that are not finite for finite q, k and v"
+            )
+        return out.double().cpu().flatten(1)
+
+    def weights(self) -> Weights:
+        head_dim, width = self.q.shape[2], self.k[0].numel()
+        groups = torch.arange(self.q[0].numel()).split(head_dim)
+        return read_weights(self.read, len(self.q), Heads(groups, torch.arange(width) % head_dim))
 
 
 def effective_mask(
@@ -183,7 +202,7 @@ def effective_mask(
     """Which keys each query of a black box attends to, and with what weight.
 
     out is linear in v, so values that are rows of the identity read the weights themselves,
-    head_dim keys a call; two calls more find heads and a softcap, and one backward pass checks the
+    head_dim keys a call; more calls find heads and a softcap, and one backward pass checks the
     gradients against the weights. Operands are fp32 on the CPU.
 
     Args:
@@ -208,93 +227,53 @@ def effective_mask(
     make = torch.Generator().manual_seed(0)
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
-    probe = _Probe(*(size * torch.randn(shape, generator=make) for shape in shapes))
-    weights = _read(attend, probe, range(num_tokens))
-    value_heads = _value_heads(attend, probe, weights)
-    key_heads, lines = _key_heads(probe, weights)
-    scales = tuple(_rounded(line.slope, scale) for line in lines)
+    probe = _Probe(attend, *(size * torch.randn(shape, generator=make) for shape in shapes))
+    found = _checked(probe)
+    value_heads = tuple(source[0] // head_dim for source in found.sources)
+    key_heads, lines = _key_heads(probe, found.weights)
+    slopes = (scale if abs(x.slope / scale - 1) < LEAST_CHANGE else x.slope for x in lines)
+    scales = tuple(slopes)
     noise = max((line.misfit for line in lines), default=0.0)
     tolerance = min(max(4 * noise, ROUNDING**0.5), MOST_NOISE)
-    softcap = _softcap(attend, probe, scales)
-    q, k = (x.double() for x in probe)
+    softcap = _softcap(probe, scales)
+    q, k = probe.q.double(), probe.k.double()
     read = torch.tensor(scales, dtype=torch.float64).nan_to_num(scale)
-    forward = Forward(weights, q, k, k, key_heads, value_heads, read, softcap)
-    gradients = _gradients(attend, probe, forward, tolerance)
+    forward = Forward(found.weights, q, k, k, key_heads, value_heads, read, softcap)
+    gradients = _gradients(probe, forward, tolerance)
     return EffectiveMask(
-        weights, key_heads, value_heads, scales, softcap, scale, probe, tolerance, gradients
+        found.weights, key_heads, value_heads, scales, softcap, scale, probe, tolerance, gradients
     )
 
 
-def _call(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    try:
-        out = attend(q, k, v)
-    except Exception as error:
+def _checked(probe: _Probe) -> Weights:
+    """The weights, if the function is one of attention."""
+    n, width, head_dim = len(probe.k), probe.k[0].numel(), probe.q.shape[2]
+    make = torch.Generator().manual_seed(2)
+    values = torch.randn(n, width, generator=make, dtype=torch.float64)
+    out, again, nothing = map(probe.read, (values, values, 0 * values))
+    if not torch.equal(out, again):
         raise ValueError(
-            f"attend failed on fp32 CPU tensors q {tuple(q.shape)} and k, v {tuple(k.shape)} "
-            f"({type(error).__name__}: {error}); if it needs a GPU or another dtype, convert "
-            "inside it and convert back what it returns"
-        ) from error
-    if not isinstance(out, Tensor) or out.shape != q.shape:
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(
-            f"attend returned {got}, not the shape of q, {tuple(q.shape)}: tokens, heads, head_dim "
-            "of the whole sequence; unshard and transpose inside it"
+            "attend gives different results for the same input; turn off dropout, or seed it "
+            "inside, so that it can be read"
         )
-    return out
-
-
-def _read(attend: Attend, probe: _Probe, keys: range) -> Tensor:
-    """Weights [num_heads, num_tokens, len(keys)] by one-hot values, head_dim keys a call."""
-    head_dim, parts = probe.q.shape[2], []
-    for start in range(0, len(keys), head_dim):
-        some = keys[start : start + head_dim]
-        v = torch.zeros_like(probe.k)
-        v[list(some), :, : len(some)] = torch.eye(len(some))[:, None]
-        with torch.no_grad():
-            out = _call(attend, probe.q, probe.k, v)
-            if not torch.isfinite(out).all():
-                count = int((~torch.isfinite(out)).sum())
-                raise ValueError(
-                    f"attend returned {count} values that are not finite for finite q, k and v"
-                )
-            if start == 0 and not torch.equal(out, _call(attend, probe.q, probe.k, v)):
-                raise ValueError(
-                    "attend gives different results for the same input; turn off dropout, or seed "
-                    "it inside, so that it can be read"
-                )
-        parts.append(out[..., : len(some)].double().cpu().permute(1, 0, 2))
-    return torch.cat(parts, -1)
-
-
-def _value_heads(attend: Attend, probe: _Probe, weights: Tensor) -> tuple[int, ...]:
-    """By values that are 1 + the number of their head; and whether attend is linear in them."""
-    v = torch.ones_like(probe.k) * (1.0 + torch.arange(probe.num_kv_heads))[:, None]
-    with torch.no_grad():
-        out, nothing = (_call(attend, probe.q, probe.k, x).double().cpu() for x in (v, 0 * v))
-    sums = weights.sum(-1)
     if torch.equal(out, nothing):
         raise ValueError(
-            "the output of attend does not depend on v: values of 1 and of 0 give the same; "
-            "attend must return the weighted sums of v"
+            "the output of attend does not depend on v: two different v give the same; attend must "
+            "return the weighted sums of v"
         )
-    out = out[..., 0].T
-    found = []
-    for h, (row, total) in enumerate(zip(out, sums, strict=True)):
-        reached = total.abs() > 1e-6
-        numbers = (row[reached] / total[reached]) - 1
-        if not len(numbers):
-            found.append(-1)
-            continue
-        head = round(float(numbers.median()))
-        if float((numbers - head).abs().max()) > 0.05 or head not in probe.kv_range:
-            raise ValueError(
-                f"head {h} of attend is not a weighted sum of the values of one KV head: with "
-                f"values 1..{probe.num_kv_heads} by KV head and weights that sum to 1 it gives "
-                f"{1 + float(numbers.min()):.4g} to {1 + float(numbers.max()):.4g}; attend must be "
-                "linear in v"
-            )
-        found.append(head)
-    return tuple(found)
+    found = probe.weights()
+    heads = [source[0] // head_dim for source in found.sources]
+    wanted = [tuple(range(h * head_dim, (h + 1) * head_dim)) if h >= 0 else () for h in heads]
+    by_head = values.view(n, -1, head_dim)[:, [max(h, 0) for h in heads]]
+    want = torch.einsum("hqk,khd->qhd", found.weights, by_head).flatten(1)
+    error = max(float((out - want).abs().max()), float(nothing.abs().max()))
+    mixed = any(set(x) - {-1} and x != y for x, y in zip(found.sources, wanted, strict=True))
+    if mixed or error > MOST_NOISE * max(float(want.abs().max()), 1.0):
+        raise ValueError(
+            "attend must be linear in v, each head a weighted sum of one KV head's values; weights "
+            f"read from one-hot v do not explain its output for a random one (off by {error:.3g})"
+        )
+    return found
 
 
 class _Line(NamedTuple):
@@ -319,45 +298,41 @@ def _key_heads(probe: _Probe, weights: Tensor) -> tuple[tuple[int, ...], list[_L
     """The KV head whose keys explain each query head's weights; the right one if none does."""
     allowed, found, lines = _above_rounding(weights), [], []
     for h, own in enumerate(probe.heads.tolist()):
-        by_head = [_line(probe.products(h, g), weights[h], allowed[h]) for g in probe.kv_range]
-        best = min(probe.kv_range, key=lambda g: by_head[g].misfit)
+        by_head = [
+            _line(probe.products(h, g), weights[h], allowed[h]) for g in range(probe.k.shape[1])
+        ]
+        best = min(range(len(by_head)), key=lambda g: by_head[g].misfit)
         other = by_head[best].misfit < MOST_NOISE < by_head[own].misfit
         found.append(best if other else own)
         lines.append(by_head[found[-1]])
     return tuple(found), lines
 
 
-def _rounded(slope: float, asked: float) -> float:
-    return asked if abs(slope / asked - 1) < LEAST_CHANGE else slope
-
-
-def _softcap(attend: Attend, probe: _Probe, scales: tuple[float, ...]) -> float | None:
+def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
     """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
-    n, _, head_dim = probe.q.shape
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
-    keys = range(0, n, max(1, -(-n // head_dim)))
-    weights = _read(attend, wide, keys)
-    products = [wide.products(h, g)[:, list(keys)] for h, g in enumerate(probe.heads.tolist())]
-    scores = torch.stack(products) * torch.tensor(scales, dtype=torch.float64)[:, None, None]
-    visible = weights > LEAST_VISIBLE
-    rows = (visible.sum(-1) > 2) & torch.isfinite(scores).all(-1)
+    weights = wide.weights().weights
+    products = torch.stack([wide.products(h, g) for h, g in enumerate(probe.heads.tolist())])
+    scores = products * torch.tensor(scales, dtype=torch.float64)[:, None, None]
+    visible = (weights > LEAST_VISIBLE) & torch.isfinite(scores)
+    rows = visible.sum(-1) > 2
     if not rows.any():
         return None
-    x, y, hidden = scores[rows], weights[rows].log(), ~visible[rows]
+    hidden = ~visible[rows]
+    x, y = (t[rows].masked_fill(hidden, torch.nan).numpy() for t in (scores, weights.log()))
+    count = x.size - int(hidden.sum())
 
-    def misfit(cap: float) -> float:
-        off = (y - cap * torch.tanh(x / cap)).masked_fill(hidden, torch.nan)
-        return float((off - off.nanmedian(-1, keepdim=True).values).abs().nanmean())
+    def fitted(caps: np.ndarray) -> tuple[float, float]:
+        cap, left = fitted_cap(x, y, np.zeros(1), caps)
+        return cap, (left / count) ** 0.5
 
-    best = min(np.geomspace(1, 300, 200).tolist(), key=misfit)
-    best = min(np.linspace(0.97 * best, 1.03 * best, 121).tolist(), key=misfit)
-    uncapped = misfit(1e9)
-    return best if uncapped > MOST_NOISE and misfit(best) < uncapped / 10 else None
+    best, _ = fitted(np.geomspace(1, 300, 100))
+    best, error = fitted(np.linspace(0.95 * best, 1.05 * best, 81))
+    _, uncapped = fitted(np.array([UNCAPPED]))
+    return best if uncapped > MOST_NOISE and error < uncapped / 10 else None
 
 
-def _gradients(
-    attend: Attend, probe: _Probe, forward: Forward, tolerance: float
-) -> dict[str, Any] | None:
+def _gradients(probe: _Probe, forward: Forward, tolerance: float) -> dict[str, Any] | None:
     """What is wrong with the gradients, by one backward pass; None where there is none."""
     make = torch.Generator().manual_seed(1)
     v = torch.randn(probe.k.shape, generator=make)
@@ -365,9 +340,9 @@ def _gradients(
     at, dout = torch.arange(n), torch.zeros_like(probe.q)
     # One-hot rows: a column of dv is the weights of the queries t with t mod head_dim there.
     dout[at, :, at % head_dim] = 1.0 + 0.5 * torch.randn(n, num_heads, generator=make)
-    leaves = [x.clone().requires_grad_() for x in (*probe, v)]
+    leaves = [x.clone().requires_grad_() for x in (probe.q, probe.k, v)]
     with torch.enable_grad():
-        out = _call(attend, *leaves)
+        out = probe.call(*leaves)
         if not out.requires_grad:
             return None
         try:
@@ -383,9 +358,4 @@ def _gradients(
 
 def _above_rounding(weights: Tensor) -> Tensor:
     """Which weights are more than what rounding leaves of a zero, beside the row's largest."""
-    return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * (1e-3 * ROUNDING)
-
-
-def _number(scales: tuple[float, ...]) -> str:
-    shown = list(dict.fromkeys(f"{x:.4g}" for x in scales))
-    return shown[0] if len(shown) == 1 else ", ".join(shown)
+    return Weights(weights, ()).allowed(1e-3 * ROUNDING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,55 +40,45 @@ class Forward(NamedTuple):
             blocks: shard of each token: of partial results that are merged by weights without a
                 gradient, so that each has a sum of its own, ds = p (dp - sum_b p dp / sum_b p).
         """
-        key_heads, value_heads = (
-            torch.tensor(heads).clamp(min=0) for heads in (self.key_heads, self.value_heads)
-        )
-        keys, values = self.k[:, key_heads], self.v[:, value_heads]
-        p, products = self.weights, dout.transpose(0, 1) @ values.permute(1, 2, 0)
+        own = [torch.tensor(heads).clamp(min=0) for heads in (self.key_heads, self.value_heads)]
+        keys, values = self.k[:, own[0]], self.v[:, own[1]]
+        p, dp = self.weights, torch.einsum("qhd,khd->hqk", dout, values)
         if blocks is None:
-            delta = (p * products).sum(-1, keepdim=True) / p.sum(-1, keepdim=True).clamp(min=1)
+            delta = (p * dp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True).clamp(min=1)
         else:
             member = torch.nn.functional.one_hot(blocks).to(p)
-            sums = ((p * products) @ member) / (p @ member).clamp(min=1e-300)
-            delta = sums @ member.T
-        ds = p * (products - delta) * self.scale[:, None, None]
+            delta = ((p * dp) @ member / (p @ member).clamp(min=1e-300)) @ member.T
+        ds = p * (dp - delta) * self.scale[:, None, None]
         if self.softcap is not None:
             scores = torch.einsum("qhd,khd,h->hqk", self.q, keys, self.scale)
             ds = ds * (1 - torch.tanh(scores / self.softcap) ** 2)
         dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        dk.index_add_(1, key_heads, (ds.transpose(1, 2) @ self.q.transpose(0, 1)).transpose(0, 1))
-        dv.index_add_(1, value_heads, (p.transpose(1, 2) @ dout.transpose(0, 1)).transpose(0, 1))
-        dq = (ds @ keys.transpose(0, 1)).transpose(0, 1)
-        return {"dq": dq, "dk": dk, "dv": dv}
+        dk.index_add_(1, own[0], torch.einsum("hqk,qhd->khd", ds, self.q))
+        dv.index_add_(1, own[1], torch.einsum("hqk,qhd->khd", p, dout))
+        return {"dq": torch.einsum("hqk,khd->qhd", ds, keys), "dk": dk, "dv": dv}
 
 
 def facts_of_gradients(
     forward: Forward, dout: Tensor, got: Mapping[str, Tensor], tolerance: float
 ) -> dict[str, Any]:
     """What is wrong with dq, dk and dv: texts by their names; empty if nothing is."""
-    wrong = differences(forward.gradients(dout), got, tolerance)
+    wrong = _differences(forward.gradients(dout), got, tolerance)
     if set(wrong) == {"dq", "dk"}:
-        num_tokens = len(forward.q)
-        for name, blocks in _partitions(num_tokens):
-            if not differences(forward.gradients(dout, blocks), got, tolerance):
+        for name, blocks in _partitions(len(forward.q)):
+            if not _differences(forward.gradients(dout, blocks), got, tolerance):
                 return {"lse_lost": f"dq and dk are those of {name} whose shares are constants"}
     return wrong
 
 
-def differences(
+def _differences(
     want: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float
 ) -> dict[str, str]:
-    """By name what a gradient is instead of right; those within tolerance of the largest value."""
-    texts = {}
-    for name, right in want.items():
-        text = difference(right, got[name], tolerance)
-        if text:
-            texts[name] = text
-    return texts
+    texts = {name: difference(right, got[name], tolerance) for name, right in want.items()}
+    return {name: text for name, text in texts.items() if text}
 
 
 def difference(want: Tensor, got: Tensor, tolerance: float) -> str | None:
-    """How a tensor differs from what is right, in words; None if it does not."""
+    """How a tensor differs from what is right, in words; None within tolerance of the largest."""
     error = relative(want, got)
     if error <= tolerance:
         return None
@@ -114,13 +104,12 @@ def relative(want: Tensor, got: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _partitions(num_tokens: int) -> list[tuple[str, Tensor]]:
+def _partitions(num_tokens: int) -> Iterator[tuple[str, Tensor]]:
     """Ways in which keys may have been split; the whole as one part is a sink's merge."""
-    found = [("a merge with a sink", torch.zeros(num_tokens, dtype=torch.int64))]
+    yield "a merge with a sink", torch.zeros(num_tokens, dtype=torch.int64)
     for n in range(2, min(MOST_PARTS, num_tokens) + 1):
         for layout in (contiguous(num_tokens, n), zigzag(num_tokens, n), striped(num_tokens, n)):
             shards = torch.empty(num_tokens, dtype=torch.int64)
             for shard in range(n):
                 shards[layout.positions(shard)] = shard
-            found.append((f"{n} {layout.name} parts", shards))
-    return found
+            yield f"{n} {layout.name} parts", shards

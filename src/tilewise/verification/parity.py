@@ -18,7 +18,7 @@ from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Probes, diagnose
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.ranks import BACKENDS, Share, Split, World, serve_torchrun
+from tilewise.verification.ranks import BACKENDS, Share, Split, World
 from tilewise.verification.records import Job, Record, run_model
 
 NOISE_RUNS = 2
@@ -139,19 +139,21 @@ def parity(
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
     share = Share(model, inputs, split or _through_tilewise(model, inputs))
-    if backend == "torchrun" and dist.get_rank():
-        serve_torchrun(share)
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
     world = World(share, world_size, backend, timeout)
-    try:
-        report = _compare(model, inputs, world)
-    finally:
-        world.close()
-    if backend == "torchrun":
-        dist.broadcast_object_list([report], src=0)
-    return report
+    if backend == "torchrun" and dist.get_rank():
+        result = world.serve()
+    else:
+        try:
+            result = _compare(model, inputs, world)
+        except ValueError as error:
+            result = error
+        finally:
+            world.close()
+        if backend == "torchrun":
+            world.tell(result)
+    if isinstance(result, ValueError):
+        raise result
+    return result
 
 
 def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> ParityReport:
@@ -187,20 +189,19 @@ def _reported(found: Comparison, probes: Probes, notes: list[str]) -> ParityRepo
     errors += [("gradient", "grads", name) for name in reversed(names)]
     deviations = [Deviation(kind, name, found.error(table, name)) for kind, table, name in errors]
     deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
-    worse = tuple(d for d in deviations if d.error > 1)
-    if diagnosis.loss_is_right and diagnosis.layer is None and not diagnosis.facts:
-        return ParityReport(True, compared=len(deviations) + 1, notes=tuple(notes))
+    compared = len(deviations) + 1
+    if not diagnosis.facts:
+        return ParityReport(True, compared=compared, notes=tuple(notes))
     findings = classify(diagnosis.facts) or [
         Finding("unknown", "no cause of the list explains it, or its attention could not be read")
     ]
-    layer = None if diagnosis.layer is None else diagnosis.layer or "(the model)"
     return ParityReport(
-        False,
-        layer,
-        findings[0].cause,
-        tuple(findings),
-        worse,
-        len(deviations) + 1,
+        equal=False,
+        layer=None if diagnosis.layer is None else diagnosis.layer or "(the model)",
+        cause=findings[0].cause,
+        findings=tuple(findings),
+        deviations=tuple(d for d in deviations if d.error > 1),
+        compared=compared,
         notes=tuple(notes),
         allowed=diagnosis.allowed,
     )

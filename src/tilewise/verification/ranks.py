@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from tilewise.transport.loopback import loopback
 from tilewise.transport.processes import RankError, RankFailure, gather_yields
 from tilewise.verification import by_value
-from tilewise.verification.records import Job, Record, run_model
+from tilewise.verification.records import Job, Record, converted, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
 BACKENDS = ("gloo", "loopback", "torchrun")
+LATE = "no answer within the time limit"
+WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank waits for others
 
 
 class Share(NamedTuple):
@@ -31,6 +36,7 @@ class Share(NamedTuple):
 
     def run(self, rank: int, group: Any, job: Job) -> Record:
         model, inputs = copy.deepcopy(self.model), copy.deepcopy(dict(self.inputs))
+        model, inputs = converted(model, inputs, job.dtype)
         return run_model(model, lambda: self.split(model, inputs, rank, group), job)
 
 
@@ -46,6 +52,8 @@ class World:
         self.share, self.size, self.backend = share, world_size, backend
         self.deadline = time.monotonic() + seconds
         self._processes: Generator[tuple[Any, ...], Any, None] | None = None
+        # Apart from what the split sends, which may never arrive.
+        self._talk = dist.new_group(backend="gloo") if backend == "torchrun" else None
 
     @property
     def seconds_left(self) -> float:
@@ -61,85 +69,111 @@ class World:
         return run[self.backend](jobs)
 
     def close(self) -> None:
-        """End the processes, or let the other ranks go on."""
+        """End the processes."""
         if self._processes is not None:
             self._processes.close()
-        if self.backend == "torchrun":
-            dist.broadcast_object_list([None], src=0)
 
     def _gloo(self, jobs: list[Job]) -> list[Record]:
         message = by_value.dumps(jobs)
         if self._processes is None:
-            args = by_value.dumps(self.share), message
-            seconds = max(self.seconds_left, 1.0)
             kinds = {type(module).__module__ for module in self.share.model.modules()}
-            installed = sorted(kind for kind in kinds if by_value.is_installed(kind))
             self._processes = gather_yields(
-                self.size, _serve, args, timeout_seconds=seconds, preload=installed
+                self.size,
+                _serve,
+                (by_value.dumps(self.share), message),
+                timeout_seconds=max(self.seconds_left, 1.0),
+                preload=sorted(filter(by_value.is_installed, kinds)),
             )
-            answers = next(self._processes)
-        else:
-            answers = self._processes.send(message)
-        return [pickle.loads(answer) for answer in answers]
+            message = None
+        return [pickle.loads(answer) for answer in self._processes.send(message)]
 
     def _loopback(self, jobs: list[Job]) -> list[Record]:
-        found: list[Record] = []
-        errors: list[BaseException] = []
+        threads: dict[int, int] = {}
+
+        def on_rank(rank: int, group: Any) -> Record:
+            threads[rank] = threading.get_ident()
+            return self.share.run(rank, group, jobs[rank])
+
+        answer = self._in_time(lambda: loopback(self.size, on_rank))
+        if answer is None:
+            stuck = [rank for rank, thread in threads.items() if not _waits(thread)]
+            raise _error([RankFailure(rank, "late", LATE) for rank in stuck or [-1]])
+        if isinstance(answer, BaseException):
+            notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
+            rank = next((int(x) for x in notes.split() if x.isdigit()), -1)
+            raise _error([RankFailure(rank, "error", _text(answer))]) from answer
+        return answer
+
+    def _torchrun(self, jobs: list[Job]) -> list[Record]:
+        rank, thread = dist.get_rank(), 0
+        if rank == 0:
+            self.tell(jobs)
+
+        def on_rank() -> Record:
+            nonlocal thread
+            thread = threading.get_ident()
+            return self.share.run(rank, dist.group.WORLD, jobs[rank])
+
+        answer = self._in_time(on_rank)
+        if answer is None:
+            answer = RankFailure(rank, "waits" if _waits(thread) else "late", LATE)
+        elif isinstance(answer, BaseException):
+            answer = RankFailure(rank, "error", _text(answer))
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, answer, group=self._talk)
+        failures = [x for x in answers if isinstance(x, RankFailure)]
+        if failures:
+            raise _error([x for x in failures if x.kind != "waits"] or failures)
+        return answers
+
+    def tell(self, value: Any) -> Any:
+        """In a torchrun world: what rank 0 gives, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._talk)
+        return box[0]
+
+    def serve(self) -> Any:
+        """In a torchrun world on all ranks but 0: run jobs, until rank 0 tells its result."""
+        while isinstance(asked := self.tell(None), list):
+            with suppress(RankError):
+                self._torchrun(asked)
+        return asked
+
+    def _in_time(self, call: Callable[[], Any]) -> Any:
+        """What call gives or raises, in a thread of its own; None if it does not end in time."""
+        box: list[Any] = []
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def run() -> None:
             try:
-                found.extend(loopback(self.size, lambda r, g: self.share.run(r, g, jobs[r])))
+                if device is not None:
+                    torch.cuda.set_device(device)
+                box.append(call())
             except BaseException as error:
-                errors.append(error)
+                box.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(max(self.seconds_left, 1.0))
-        if thread.is_alive():
-            text = "some rank gave no answer within the time limit"
-            raise RankError(text, (RankFailure(-1, "late", text),))
-        if errors:
-            notes = " ".join(vars(errors[0]).pop("__notes__", ()))  # "raised on rank 2 of 4"
-            rank = next((int(x) for x in notes.split() if x.isdigit()), -1)
-            text = "".join(traceback.format_exception(errors[0]))
-            raise RankError(text, (RankFailure(rank, "error", text),)) from errors[0]
-        return found
-
-    def _torchrun(self, jobs: list[Job]) -> list[Record]:
-        dist.broadcast_object_list([jobs], src=0)
-        answers = serve_one(self.share, jobs)
-        failures = tuple(
-            RankFailure(rank, "error", x) for rank, x in enumerate(answers) if isinstance(x, str)
-        )
-        if failures:
-            raise RankError("\n".join(failure.text for failure in failures), failures)
-        return answers
+        return box[0] if box else None
 
 
-def serve_torchrun(share: Share) -> None:
-    """On all ranks of a torchrun world but 0: run jobs until there are no more."""
-    while True:
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is None:
-            return
-        serve_one(share, box[0])
+def _error(failures: list[RankFailure]) -> RankError:
+    return RankError("\n".join(failure.text for failure in failures), tuple(failures))
 
 
-def serve_one(share: Share, jobs: list[Job]) -> list[Any]:
-    """Run this rank's job; every rank's record, or the text of what it raised."""
-    try:
-        answer: Any = share.run(dist.get_rank(), dist.group.WORLD, jobs[dist.get_rank()])
-    except Exception:
-        answer = traceback.format_exc()
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
-    return answers
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _waits(thread: int) -> bool:
+    """Whether a thread waits for other ranks, by where it stands."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    return any(part in frame.filename for frame in frames for part in WAITING)
 
 
 def _serve(rank: int, share: bytes, jobs: bytes) -> Generator[bytes, bytes, None]:
     """A process: answer jobs until it is ended. Records go by value, as bytes."""
     mine: Share = pickle.loads(share)
     while True:
-        record = mine.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank])
-        jobs = yield pickle.dumps(record)
+        jobs = yield pickle.dumps(mine.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 
 class Setting(NamedTuple):
@@ -27,22 +30,31 @@ class Setting(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One run: plain, or with a setting; positions: of this run's rows, -1 for padding."""
+    """One run: plain, or with a setting.
+
+    Attributes:
+        positions: of this run's rows, -1 for padding.
+        dtype: in which the model runs; None: its own.
+    """
 
     setting: Setting | None = None
     positions: Tensor | None = None
     noise: float = 0.0
     seed: int = 0
+    dtype: torch.dtype | None = None
 
 
 @dataclass
 class Record:
     """By module name, in the order in which modules returned; of a module's first call.
 
+    A projection that is no module, as in nn.MultiheadAttention, has its parameter's name.
+
     Attributes:
         outputs: the first floating-point tensor that a module returned.
         inputs: its tensors, by place or keyword.
         grads: the loss's gradient at its output.
+        projections: names of those that multiply rows by a matrix.
         parameters: gradients by parameter name.
         loss: of the whole, or a rank's share; None if the split returned none.
         positions: of a rank's rows, as the split said.
@@ -52,13 +64,45 @@ class Record:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
+    projections: list[str] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
     positions: Tensor | None = None
     reading: Tensor | None = None
 
 
-def loss_of(result: Any) -> Tensor | None:
+def converted(
+    model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs in another dtype."""
+    if dtype is None:
+        return model, dict(inputs)
+    floating = {k for k, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return model.to(dtype), {k: x.to(dtype) if k in floating else x for k, x in inputs.items()}
+
+
+def run_model(model: nn.Module, call: Callable[[], Any], job: Job) -> Record:
+    """Run call() forward and, unless it did so itself, backward; record what passes the model."""
+    torch.manual_seed(job.seed)
+    for parameter in model.parameters():
+        parameter.grad = None
+    recorder = _Recorder(model, job)
+    record = recorder.record
+    with torch.enable_grad(), recorder.watching():
+        result = call()
+        loss = _loss_of(result)
+        if isinstance(result, tuple) and len(result) == 2 and result[1] is not None:
+            record.positions = torch.as_tensor(result[1]).detach().cpu().reshape(-1)
+        undone = all(p.grad is None for p in model.parameters())
+        if job.setting is None and loss is not None and loss.requires_grad and undone:
+            loss.backward()
+    record.loss = None if loss is None else float(loss.detach())
+    grads = {name: x.grad for name, x in model.named_parameters()}
+    record.parameters = {name: _kept(grad) for name, grad in grads.items() if grad is not None}
+    return record
+
+
+def _loss_of(result: Any) -> Tensor | None:
     """The loss in what a model or a split returned; None if there is none."""
     if isinstance(result, tuple | list) and result:
         result = result[0]
@@ -70,98 +114,129 @@ def loss_of(result: Any) -> Tensor | None:
     return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
 
-def run_model(model: nn.Module, call: Any, job: Job) -> Record:
-    """Run call() forward and, unless it did so itself, backward; record what passes the model."""
-    torch.manual_seed(job.seed)
-    for parameter in model.parameters():
-        parameter.grad = None
-    with torch.enable_grad(), _recording(model, job) as record:
-        result = call()
-        loss = loss_of(result)
-        if isinstance(result, tuple) and len(result) == 2 and result[1] is not None:
-            record.positions = torch.as_tensor(result[1]).detach().cpu().reshape(-1)
-        undone = all(p.grad is None for p in model.parameters())
-        if job.setting is None and loss is not None and loss.requires_grad and undone:
-            loss.backward()
-    record.loss = None if loss is None else float(loss.detach())
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            record.parameters[name] = _kept(parameter.grad)
-    return record
+def token_dim(x: Tensor, num_rows: int, first: int = -2) -> int | None:
+    """The dimension of that length; the first is preferred."""
+    dims = sorted(range(x.ndim), key=lambda d: d != first % x.ndim)
+    return next((d for d in dims if x.shape[d] == num_rows), None)
 
 
-@contextmanager
-def _recording(model: nn.Module, job: Job) -> Iterator[Record]:
-    record = Record()
-    draw = torch.Generator().manual_seed(job.seed)  # leaves the model's own random numbers alone
+def rows_of_one(x: Tensor, num_rows: int) -> Tensor | None:
+    """Rows [num_rows, numbers of a row] of the first sequence of a batch."""
+    if x.ndim > 2 and x.shape[0] != num_rows:
+        x = x[:1]
+    dim = token_dim(x, num_rows)
+    return None if dim is None else x.movedim(dim, 0).reshape(num_rows, -1)
 
-    def disturbed(x: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, x.shape, generator=draw) * 2 - 1
-        return x * (1 + job.noise * signs.to(x))
 
-    names: dict[int, str] = {}
-    strangers: dict[int, nn.Module] = {}  # held, so that no other module gets their ids
+class _Recorder(TorchFunctionMode):
+    """Sees what modules return, and what linear() gives for a weight of no nn.Linear's."""
 
-    def name_of(module: nn.Module) -> str | None:
-        if id(module) not in names and id(module) not in strangers:
-            names.update({id(m): name for name, m in model.named_modules()})
-            if id(module) not in names:
-                strangers[id(module)] = module
-        return names.get(id(module))
+    def __init__(self, model: nn.Module, job: Job):
+        super().__init__()
+        self.model, self.job, self.record = model, job, Record()
+        self.draw = torch.Generator().manual_seed(job.seed)  # leaves the model's own numbers alone
+        self.names: dict[int, str] = {}
+        self.strangers: dict[int, nn.Module] = {}  # held, so that no other module gets their ids
+        self.weights: dict[int, str] = {}
+        self.by_weight: set[str] = set()  # names that linear() gave
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                own = module.named_parameters(name, recurse=False)
+                self.weights |= {id(x): of for of, x in own if x.ndim == 2}
+            if isinstance(module, nn.MultiheadAttention):
+                self.weights[id(module.out_proj.weight)] = f"{name}.out_proj"
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        name = name_of(module)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handle = register_module_forward_hook(self._returned, with_kwargs=True)
+        try:
+            with self:
+                yield
+        finally:
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _OPEN_ATTENTION(*args, **kwargs)
+        out = func(*args, **kwargs)
+        weight = args[1] if func is F.linear and len(args) > 1 else kwargs.get("weight")
+        if func is not F.linear or not isinstance(weight, Tensor):
+            return out
+        name = self.weights.get(id(weight if weight._base is None else weight._base))
         if name is None:
+            return out
+        name += f"[{weight.storage_offset()}]" if weight.storage_offset() else ""
+        self.by_weight.add(name)
+        return self._seen(name, True, args[:1], {}, out)
+
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """A module's forward hook; modules of other ranks' models are left alone."""
+        if id(module) not in self.names and id(module) not in self.strangers:
+            self.names.update({id(m): name for name, m in self.model.named_modules()})
+            if id(module) not in self.names:
+                self.strangers[id(module)] = module
+        name = self.names.get(id(module))
+        weight = getattr(module, "weight", None)
+        if name is None or name in self.by_weight:
             return None
-        found = _first(output)
-        if job.setting is not None:
-            return _set(record, job, name, args, kwargs, output)
+        projects = getattr(weight, "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
+        changed = self._seen(name, projects, args, kwargs, output, bool(list(module.children())))
+        return None if changed is output else changed
+
+    def _seen(
+        self, name: str, projects: bool, args: Any, kwargs: Any, output: Any, outer: bool = False
+    ) -> Any:
+        """Record what a module took and gave; return what it should give instead."""
+        record, found = self.record, first_rows(output)
+        if projects and name not in record.projections:
+            record.projections.append(name)
+        if self.job.setting is not None:
+            return self._set(self.job.setting, name, args, kwargs, output)
         if name not in record.inputs:
             record.inputs[name] = dict(_tensors(args, kwargs))
             if found is not None:
                 record.outputs[name] = _kept(found)
-                _watch(record, name, found, disturbed if job.noise else None)
-        if job.noise and found is output and found is not None and not list(module.children()):
-            return disturbed(found)
-        return None
+                if found.requires_grad:
+                    found.register_hook(lambda grad: self._gradient(name, grad))
+        return self._disturbed(output) if found is output and not outer else output
 
-    handle = register_module_forward_hook(hook, with_kwargs=True)
-    try:
-        yield record
-    finally:
-        handle.remove()
+    def _gradient(self, name: str, grad: Tensor) -> Tensor:
+        known = self.record.grads.get(name)
+        self.record.grads[name] = _kept(grad) if known is None else known + _kept(grad)
+        return self._disturbed(grad)
+
+    def _disturbed(self, x: Tensor) -> Tensor:
+        if not self.job.noise:
+            return x
+        signs = torch.randint(0, 2, x.shape, generator=self.draw) * 2 - 1
+        return x * (1 + self.job.noise * signs.to(x))
+
+    def _set(self, setting: Setting, name: str, args: Any, kwargs: Any, output: Any) -> Any:
+        found = first_rows(output)
+        if self.record.reading is None and setting.read in (name, f"{name}()"):
+            own = found if setting.read != name else next(x for _, x in _tensors(args, kwargs))
+            self.record.reading = None if own is None else _kept(own)
+        at = self.job.positions
+        at = torch.arange(len(setting.values)) if at is None else at
+        if name != setting.module or found is None or found is not output:
+            return output
+        dim = token_dim(found, len(at))
+        if dim is None:  # a module that runs on other rows than those of this rank
+            return output
+        values = setting.values[at.clamp(min=0)] * (at >= 0)[:, None]
+        changed = found.clone()
+        rows = changed.movedim(dim, 0)
+        rows[..., list(setting.columns)] = values[:, *[None] * (rows.ndim - 2)].to(found)
+        return changed
 
 
-def _watch(
-    record: Record, name: str, output: Tensor, change: Callable[[Tensor], Tensor] | None
-) -> None:
-    def keep(grad: Tensor) -> Tensor | None:
-        known = record.grads.get(name)
-        record.grads[name] = _kept(grad) if known is None else known + _kept(grad)
-        return change(grad) if change else None
-
-    if output.requires_grad:
-        output.register_hook(keep)
-
-
-def _set(
-    record: Record, job: Job, name: str, args: Any, kwargs: Any, returned: Any
-) -> Tensor | None:
-    setting, output = job.setting, _first(returned)
-    assert setting is not None
-    if name == setting.read and record.reading is None:
-        record.reading = _kept(next(iter(dict(_tensors(args, kwargs)).values())))
-    if f"{name}()" == setting.read and record.reading is None and output is not None:
-        record.reading = _kept(output)
-    if name != setting.module or output is None or output is not returned:
-        return None
-    positions = torch.arange(len(setting.values)) if job.positions is None else job.positions
-    rows = setting.values[positions.clamp(min=0)] * (positions >= 0)[:, None]
-    if output.shape[-2] != len(rows):  # a module that runs on other rows than those of this rank
-        return None
-    changed = output.clone()
-    changed[..., list(setting.columns)] = rows.to(output)
-    return changed
+_OPEN_ATTENTION: Any = types.FunctionType(  # which does not hide its projections from a mode
+    F.multi_head_attention_forward.__code__,
+    vars(F) | {"has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +247,7 @@ def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple
                 yield f"{name}.{i}" if values is value else name, _kept(x)
 
 
-def _first(output: Any) -> Tensor | None:
+def first_rows(output: Any) -> Tensor | None:
     """The first floating-point tensor with rows."""
     if isinstance(output, Mapping):
         output = tuple(output.values())

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray
-LEAST_KEYS = 8  # of a query, to tell one curve from another
-MOSTLY = 0.1  # of a change that another scale leaves unexplained, where rounding is coarse
+LEAST_KEYS = 4  # of a query, to tell one curve from another
+MOSTLY = 0.1  # of a change that is left unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
+MOST_ROWS = 256  # that a curve is fitted to
 
 
 class Parts(NamedTuple):
@@ -18,48 +19,36 @@ class Parts(NamedTuple):
     Attributes:
         reach: of the window: keys to the left and to the right at most, None without one.
         edges: of the documents, 0 and num_tokens included.
-        exact: whether these parts are the mask.
     """
 
     causal: bool
     reach: tuple[int, int] | None
     edges: tuple[int, ...]
-    exact: bool
 
-    def dense(self, n: int, *, window: bool = True, documents: bool = True) -> Array:
-        """The mask of the parts, without those that are dropped."""
+    def dense(self, n: int) -> Array:
         at = np.arange(n)
         offset = at[None] - at[:, None]
         allowed = offset <= 0 if self.causal else np.ones((n, n), bool)
-        if window and self.reach:
+        if self.reach:
             allowed = allowed & (offset >= -self.reach[0]) & (offset <= self.reach[1])
-        if documents:
-            which = np.searchsorted(self.edges, at, "right")
-            allowed = allowed & (which[:, None] == which[None])
-        return allowed
+        which = np.searchsorted(self.edges, at, "right")
+        return allowed & (which[:, None] == which[None])
 
 
 def parts_of(allowed: Array) -> Parts:
-    """Which parts a table of allowed pairs is made of; rows and columns without any count not."""
+    """The parts that a table of allowed pairs is made of, if it is made of such parts."""
     n = len(allowed)
     rows, columns = np.nonzero(allowed)
-    offset = columns - rows
+    offset = np.append(columns - rows, 0)
     # An edge stands where no pair reaches over it.
     over = np.zeros(n + 1, np.int64)
     np.add.at(over, np.minimum(rows, columns) + 1, 1)
     np.add.at(over, np.maximum(rows, columns) + 1, -1)
     edges = (*np.flatnonzero(np.cumsum(over)[:n] == 0).tolist(), n)
-    causal = bool(len(offset)) and int(offset.max()) <= 0
-    reach = (-int(offset.min()), int(offset.max())) if len(offset) else (0, 0)
-    plain = Parts(causal, None, edges, False)
-    lengths = np.diff(edges)
-    longest = int(lengths.max()) - 1
-    if reach[0] >= longest and (causal or reach[1] >= longest):
-        found = plain
-    else:
-        found = plain._replace(reach=reach)
-    seen = np.logical_and.outer(allowed.any(1), allowed.any(0))
-    return found._replace(exact=bool((found.dense(n) & seen == allowed).all()))
+    causal, longest = bool(len(rows)) and int(offset.max()) <= 0, int(np.diff(edges).max()) - 1
+    reach = -int(offset.min()), int(offset.max())
+    wide = reach[0] >= longest and (causal or reach[1] >= longest)
+    return Parts(causal, None if wide else reach, edges)
 
 
 def facts_of_masks(want: Array, got: Array, asked: str = "the mask") -> dict[str, Any]:
@@ -90,44 +79,33 @@ def facts_of_masks(want: Array, got: Array, asked: str = "the mask") -> dict[str
 
 def _shape(want: Array, got: Array) -> dict[str, Any]:
     """What the tables of one head are like."""
-    n = len(want)
-    parts = parts_of(want)
-    facts: dict[str, Any] = {}
-    columns = ~want.any(0)
+    n, rows, columns = len(want), want.any(1), want.any(0)
+    seen, parts = np.logical_and.outer(rows, columns), parts_of(want)
     extra, missed = got & ~want, want & ~got
-    rows = want.any(1)
-    if extra.any() and not extra[rows][:, ~columns].any():
-        facts["padding_keys"] = int(extra[:, columns].any(0).sum())
+    found: dict[str, Any] = {}
+    if extra.any() and not (extra & seen)[rows].any():
+        found["padding_keys"] = int(extra[:, ~columns].any(0).sum())
     labels = _components(got)
-    if missed.any() and not extra.any():
-        cut = want & (labels[:, None] == labels[None])
-        if (cut == got).all():
-            facts["cut"] = len(np.unique(labels))
-    seen = np.logical_and.outer(rows, ~columns)
-    same = {
-        name: bool(((table & seen) == (got & seen)).all())
-        for name, table in {
-            "documents": parts.dense(n, documents=False),
-            "window": parts.dense(n, window=False),
-        }.items()
-    }
-    documents = len(np.unique(np.searchsorted(parts.edges, np.flatnonzero(rows), "right")))
-    if parts.exact and documents > 1 and same["documents"]:
-        facts["without_documents"] = documents
-    if parts.exact and parts.reach:
-        facts["window"] = f"({parts.reach[0]}, {parts.reach[1]})"
-        if same["window"]:
-            facts["without_window"] = facts["window"]
+    if missed.any() and not extra.any() and (want & (labels[:, None] == labels) == got).all():
+        found["cut"] = len(np.unique(labels))
+    window = f"({parts.reach[0]}, {parts.reach[1]})" if parts.reach else ""
+    if (parts.dense(n) & seen == want).all():
+        loose = parts._replace(edges=(0, n)), parts._replace(reach=None)
+        no_documents, no_window = ((x.dense(n) & seen == got & seen).all() for x in loose)
+        documents = len(np.unique(np.searchsorted(parts.edges, np.flatnonzero(rows), "right")))
+        if documents > 1 and no_documents:
+            found["without_documents"] = documents
+        if window and no_window:
+            found["without_window"] = window
+    else:
+        window = ""
+    found["as_a_whole"] = not found
     silent = rows & ~got.any(1)
     if missed[silent].any() and not extra.any() and not missed[~silent].any():
-        facts["silent_rows"] = int(silent.sum())
-    if facts.keys().isdisjoint(("without_documents", "without_window", "padding_keys", "cut")):
-        facts["as_a_whole"] = True
-    lower = np.tri(n, dtype=bool)
-    for name, table in (("Causal()", lower), ("Full()", np.ones((n, n), bool))):
-        if (got == table).all():
-            facts["is_plain"] = name
-    return facts
+        found["silent_rows"] = int(silent.sum())
+    plain = {"Causal()": np.tri(n, dtype=bool), "Full()": np.ones((n, n), bool)}
+    names = [name for name, table in plain.items() if (got == table).all()]
+    return found | {"window": window, "is_plain": names[0] if names else ""}
 
 
 def _components(allowed: Array) -> Array:
@@ -158,85 +136,86 @@ def facts_of_weights(
     more = sums - right
     if ((sums > 1 + tolerance) & (more > tolerance)).any():
         facts["row_sum"] = float(sums[more.argmax()])
-    elif len(more) and float(more.mean()) > tolerance / 8:
-        facts["sink_gone"] = float(more.mean())
-    elif len(more) and float(-more.mean()) > tolerance / 8:
-        facts["lost"] = float(-more.mean())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logs = np.where(both, np.log(np.where(both, want, 1)), np.nan)
-        ratio = np.where(both, np.log(np.where(both, got, 1)), np.nan) - logs
+    elif len(more) and abs(more.mean()) > tolerance / 8:
+        facts["sink_gone" if more.mean() > 0 else "lost"] = float(abs(more.mean()))
     rows = both.sum(-1) > 1
     if not rows.any():
         return facts
-    shift = ratio[rows] - np.nanmedian(ratio[rows], -1, keepdims=True)
-    if np.nanmax(np.abs(shift)) <= tolerance:
-        return facts
-    return facts | _values(logs[rows], ratio[rows], tolerance, _crossing(rows, blocks))
+    logs = [np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got)]
+    crossing = None
+    if blocks is not None:
+        crossing = blocks[np.nonzero(rows)[1]][:, None] != blocks[None]
+    return facts | _values(*logs, tolerance, crossing)
 
 
-def _crossing(rows: Array, blocks: Array | None) -> Array | None:
-    """Per chosen row and key: whether they lie in different shards."""
-    if blocks is None:
-        return None
-    _, queries = np.nonzero(rows)
-    return blocks[queries][:, None] != blocks[None]
-
-
-def _values(logs: Array, ratio: Array, tolerance: float, crossing: Array | None) -> dict[str, Any]:
+def _values(want: Array, got: Array, tolerance: float, crossing: Array | None) -> dict[str, Any]:
     """How rows of log weights differ from what is right; nan where nobody attends."""
-    centred = logs - np.nanmean(logs, -1, keepdims=True)
-    change = ratio - np.nanmean(ratio, -1, keepdims=True)
-    slope = float(np.nansum(centred * change) / max(np.nansum(centred**2), 1e-300))
-    if np.nanmax(np.abs(change - slope * centred)) <= tolerance + abs(slope) * tolerance:
+    ratio = got - want
+    if _largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
+        return {}
+    right, change = (x - np.nanmean(x, -1, keepdims=True) for x in (want, ratio))
+    slope = float(np.nansum(right * change) / max(np.nansum(right**2), 1e-300))
+    if _largest(change - slope * right) <= tolerance + abs(slope) * tolerance:
         return {"scale_ratio": 1 + slope}
-    lowest = ratio - np.nanmin(ratio, -1, keepdims=True)
-    times = np.exp(lowest)
+    times = np.exp(ratio - np.nanmin(ratio, -1, keepdims=True))
     whole = np.round(times)
     most = np.nanmax(whole)
-    if 2 <= most <= MOST_TIMES and np.nanmax(np.abs(times - whole)) <= 2 * tolerance * most:
-        values = np.isfinite(whole)
-        return {
-            "multiple": int(most),
-            "times": int((whole[values] > 1).sum()),
-            "values": int(values.sum()),
-        }
-    steepness = _in_order(logs, logs + ratio, tolerance)
-    if steepness:
-        centre, ends = steepness
-        if ends < centre:  # both are capped, after another scale
-            return {"scale_ratio": centre}
-        return {"curved": f"differences grow {centre:.3g} times amid a row, {ends:.3g} at its ends"}
+    if 2 <= most <= MOST_TIMES and _largest(times - whole) <= 2 * tolerance * most:
+        count = int(np.isfinite(whole).sum())
+        return {"multiple": int(most), "times": int((whole > 1).sum()), "values": count}
     if crossing is not None:
         home = np.where(crossing, np.nan, ratio)
-        with np.errstate(invalid="ignore"):
-            some = np.isfinite(home).sum(-1) > 1
-            inside = home[some] - np.nanmean(home[some], -1, keepdims=True)
-        if some.any() and np.nanmax(np.abs(inside)) <= tolerance:
+        home = home[np.isfinite(home).sum(-1) > 1]
+        if len(home) and _largest(home - np.nanmean(home, -1, keepdims=True)) <= tolerance:
             text = "weights between rows of one shard are right, those between shards are not"
             return {"moved_blocks": text}
-    if np.nanmean((change - slope * centred) ** 2) < MOSTLY * np.nanmean(change**2):
+    total, scaled = np.nansum(change**2), np.nansum((change - slope * right) ** 2)
+    cap, capped = _dropped_cap(want, got)
+    if capped < MOSTLY * min(total, 2 * scaled):
+        return {"curved": f"they are right if scores are capped with about {cap:.3g}"}
+    if scaled < MOSTLY * total:
         return {"scale_ratio": 1 + slope}
-    return {"values_differ": float(np.nanmax(np.abs(np.expm1(change))))}
+    return {"values_differ": float(np.expm1(_largest(change)))}
 
 
-def _in_order(want: Array, got: Array, tolerance: float) -> tuple[float, float] | None:
-    """How differences have grown amid a row and at its ends, if all rows order keys alike."""
-    middle, ends = [], []
-    for a, b in zip(want, got, strict=True):
-        kept = np.isfinite(a)
-        if kept.sum() < LEAST_KEYS:
-            continue
-        order = np.argsort(a[kept])
-        right, found = a[kept][order], b[kept][order]
-        if (np.diff(found) < -tolerance).any():
-            return None
-        quarter = len(order) // 4
-        inner, whole = right[-1 - quarter] - right[quarter], right[-1] - right[0]
-        grown, all_grown = found[-1 - quarter] - found[quarter], found[-1] - found[0]
-        if inner > 0 and whole > inner:
-            middle.append(grown / inner)
-            ends.append((all_grown - grown) / (whole - inner))
-    return (float(np.median(middle)), float(np.median(ends))) if middle else None
+def _dropped_cap(want: Array, got: Array) -> tuple[float, float]:
+    """The cap that best makes the right scores of those that were found, and what it leaves.
+
+    Scores are log weights but for a number a row, which is tried.
+    """
+    rows = np.flatnonzero(np.isfinite(got).sum(-1) >= LEAST_KEYS)
+    rows = rows[:: max(1, len(rows) // MOST_ROWS)]
+    if not len(rows):
+        return 0.0, np.inf
+    want, got = want[rows], got[rows] - np.nanmean(got[rows], -1, keepdims=True)
+    offsets = np.linspace(-2, 2, 33) * np.nanmax(np.abs(got))
+    share = np.isfinite(got).sum() / np.isfinite(got).any(-1).sum()
+    return (
+        fitted_cap(got, want, offsets, np.geomspace(0.3, 100, 48)) if share > 2 else (0.0, np.inf)
+    )
+
+
+def fitted_cap(scores: Array, logs: Array, offsets: Array, caps: Array) -> tuple[float, float]:
+    """The cap of log weights, logs = cap tanh((score + offset) / cap) + one number a row.
+
+    Args:
+        scores, logs: [rows, keys], nan where nobody attends.
+        offsets: of which each row takes the best.
+    Returns:
+        cap and the sum of squares that it leaves.
+    """
+    left = {}
+    moved = scores + offsets[:, None, None]
+    for cap in caps.tolist():
+        off = logs - cap * np.tanh(moved / cap)
+        off -= np.nanmean(off, -1, keepdims=True)
+        left[cap] = float(np.nansum(off**2, -1).min(0).sum())
+    best = min(left, key=lambda cap: left[cap])
+    return best, left[best]
+
+
+def _largest(x: Array) -> float:
+    return float(np.nanmax(np.abs(x)))
 
 
 def _some(values: Array, most: int = 4) -> str:
