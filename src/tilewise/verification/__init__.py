@@ -3,6 +3,7 @@
 `effective_mask.py` reads weights of attention out of any function. `parity.py` compares a split
 model with the unsplit one: `ranks.py` runs it, `by_value.py` sends it to processes, `records.py`
 keeps what passes its modules, `comparison.py` matches rows, `diagnosis.py` finds the first layer
-that deviates and `attention_path.py` the attention in it. `tables.py` and `gradients.py` say in
-which facts two results differ; `causes.py` is the closed list and the table from facts to causes.
+that deviates, `attention_path.py` the attention in it and `weights.py` its weights. `tables.py` and
+`gradients.py` say in which facts two results differ; `causes.py` is the closed list and the table
+from facts to causes.
 """
