@@ -14,7 +14,8 @@ from verification.zoo import CASES, Settings, made, share
 import tilewise as tw
 from tilewise.transport.processes import gather_yields
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+SLOWLY = pytest.mark.slow
+SLOW = [pytest.param(case, marks=SLOWLY) for case in CASES]
 
 
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{case.fault} in {case.layer}")
@@ -52,11 +53,11 @@ def on_all_ranks(function: Any, *args: Any) -> set[Any]:
 @pytest.mark.parametrize(
     "fault, cause, words",
     [
-        pytest.param("", None, "equal: ", marks=pytest.mark.slow),
+        pytest.param("", None, "equal: ", marks=SLOWLY),
         ("window_ignored", "window_ignored", "first deviates: layers.0.attention"),
-        pytest.param("dk_wrong", "dk_wrong", "first deviates: layers.1.attention", marks=pytest.mark.slow),
-        pytest.param("raises", "unknown", "rank 1 raised KeyError: 'no such shard'", marks=pytest.mark.slow),
-        pytest.param("hangs", "unknown", "rank 2 gave no answer in time", marks=pytest.mark.slow),
+        pytest.param("dk_wrong", "dk_wrong", "first deviates: layers.1.attention", marks=SLOWLY),
+        pytest.param("raises", "unknown", "rank 1 raised KeyError: 'no such shard'", marks=SLOWLY),
+        pytest.param("hangs", "unknown", "rank 2 gave no answer in time", marks=SLOWLY),
     ],
 )
 def test_all_ranks_of_a_torchrun_world_get_one_report(fault, cause, words):
