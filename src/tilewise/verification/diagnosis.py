@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from tilewise.verification.tables import facts_of_masks, facts_of_weights
 from tilewise.verification.weights import UnreadableError, Weights, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
-UNKNOWN = {"values_differ": 1.0}
+UNKNOWN = MappingProxyType({"values_differ": 1.0})
 BORDERS = 0.5  # of the rows, at most, may have another label: else it is the loss
 
 
@@ -43,7 +44,7 @@ class Diagnosis(NamedTuple):
         allowed: (split, unsplit), what any head of the layer attends to.
     """
 
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
     layer: str | None
     parameters: dict[str, float]
     allowed: tuple[Tensor, Tensor] | None = None
@@ -124,10 +125,10 @@ def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
     layer = _gradient_layer(found, scales)
     if layer is not None:
         layer = probes.around_projection(layer)
-        facts = UNKNOWN
+        texts: Mapping[str, Any] = UNKNOWN
         with suppress(UnreadableError):
-            facts = _backward(found, probes, layer, scales)
-        return Diagnosis(facts, layer, parameters)
+            texts = _backward(found, probes, layer, scales)
+        return Diagnosis(texts, layer, parameters)
     if common is not None:
         text = f"all gradients are {common:.4g} times what is right, on {len(found.ranks)} ranks"
         return Diagnosis({"gradient_ratio": text}, None, parameters)
@@ -337,7 +338,9 @@ def _gradient_layer(found: Comparison, scales: list[float]) -> str | None:
     return None
 
 
-def _backward(found: Comparison, probes: Probes, layer: str, scales: list[float]) -> dict[str, Any]:
+def _backward(
+    found: Comparison, probes: Probes, layer: str, scales: list[float]
+) -> Mapping[str, Any]:
     """Which gradients of a layer's attention are wrong."""
     path = find_path(layer, found.whole, probes.whole, found.num_tokens)
     if path is None:
