@@ -48,18 +48,15 @@ def read_plan(text: str, world_size: int | None = None) -> Plan:
     return plan
 
 
-def read_mask(text: str, also: Iterable[str] = ()) -> Mask:
+def read_mask(text: str, also: Mapping[str, Callable[[], Mask]] = MappingProxyType({})) -> Mask:
     """The mask of an expression such as "causal & document([0, 5, 9]) | window(2, 2)".
 
     Args:
-        also: names that the caller knows besides, when they stand alone; for the error's text.
+        also: masks that the caller knows besides, by names that stand without parentheses.
     Raises:
         ValueError: in one line, saying what can be written.
     """
-    node = _parsed(text, "causal & window(1023, 0)")
-    if isinstance(node, ast.Name):
-        _known(node.id, MASKS, "mask", also)
-    return _mask(node, text)
+    return _mask(_parsed(text, "causal & window(1023, 0)"), text, also)
 
 
 def read_heads(text: str) -> tuple[int, int]:
@@ -85,13 +82,16 @@ def _ranks_for(name: str, world_size: int | None) -> int:
     return world_size
 
 
-def _mask(node: ast.expr, text: str) -> Mask:
+def _mask(node: ast.expr, text: str, also: Mapping[str, Callable[[], Mask]]) -> Mask:
     match node:
         case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _mask(left, text) & _mask(right, text)
+            return _mask(left, text, also) & _mask(right, text, also)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _mask(left, text) | _mask(right, text)
-        case ast.Name():
+            return _mask(left, text, also) | _mask(right, text, also)
+        case ast.Name(id=name) if name in also:
+            return also[name]()
+        case ast.Name(id=name):
+            _known(name, MASKS, "mask", also)
             node = ast.Call(node, [], [])
     mask = _value(node, text, MASKS, "mask")
     if not isinstance(mask, Mask):

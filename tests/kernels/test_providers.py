@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.kernels import flash_attn, flash_attn_4, flex, torch_sdpa
 from tilewise.kernels.call_masks import Same, call_mask, row_intervals
-from tilewise.kernels.flash_attn import FlashAttn2
+from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
 from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
 from tilewise.kernels.flex import Flex
@@ -358,6 +358,37 @@ def test_version_4_says_where_it_runs(monkeypatch):
         kernel.forward(*case[:3], CALLS["full"], SCALE)
 
 
+def flash_options(q, k, causal, left, right):
+    """The arguments of an emulated operator, from those of version 3."""
+    none = {None, -1}
+    window = {"window_size_left": left, "window_size_right": right}
+    window = {key: None if value in none else value for key, value in window.items()}
+    return (None, None, q.shape[1], k.shape[1], 0.0, causal, False), window
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), call_of(3, 5, Kind.CAUSAL)])
+def test_flash_attn_3_is_called_as_torch_calls_it(call, monkeypatch):
+    def forward(q, k, v, *rest):
+        assert rest[:9] == (None,) * 9 and rest[9:11] == (q.shape[1], k.shape[1])
+        scale, causal, left, right = rest[20:24]
+        given, window = flash_options(q, k, causal, left, right)
+        out, lse, *_ = emulated_forward(q, k, v, *given, scale=scale, **window)
+        return out, lse, None, None
+
+    def backward(dout, q, k, v, out, lse, *rest):
+        places, scale, (causal, left, right) = rest[:3], rest[9], rest[10:13]
+        given, window = flash_options(q, k, causal, left, right)
+        grads = emulated_backward(dout, q, k, v, out, lse, *given, scale=scale, **window)
+        for place, grad in zip(places, grads, strict=True):
+            place.copy_(grad)
+
+    wrapper = flash_attn.import_module("torch.nn.attention._fa3")
+    monkeypatch.setattr(wrapper, "_fa3_import_module", lambda path: None)
+    monkeypatch.setattr(wrapper, "_FA3_CUDA_FWD", forward)
+    monkeypatch.setattr(wrapper, "_FA3_CUDA_BWD", backward)
+    agrees(FlashAttn3(), call, (4, 2), torch.bfloat16, 1e-2)
+
+
 @pytest.mark.parametrize("call", [*CALLS.values(), call_of(3, 5, Kind.CAUSAL)])
 def test_flashinfers_lse_in_base_2_becomes_natural(call, monkeypatch):
     def attend(q, k, v, *, custom_mask, causal, sm_scale, return_lse):
@@ -392,6 +423,7 @@ def test_kernels_say_what_they_cannot_do(monkeypatch):
         (Flex(), ("cpu", half, 64), "on cpu it yields no lse"),
         (Flex(), ("cuda", half, 8), "head_dim (8) is under 16"),
         (FlashAttn2(), ("cuda", half, 64), "flash-attn is not installed"),
+        (FlashAttn3(), ("cuda", half, 64), "flash_attn_interface is not installed"),
         (FlashInfer(), ("cuda", half, 64), "flashinfer is not installed"),
     ):
         assert reason in str(kernel.supports(*arguments))

@@ -73,4 +73,4 @@ class Misbehaving:
 
 
 def contenders() -> list[Bad]:
-    return [Bad("counted by others")]
+    return [Bad("counted by others"), Bad("dies")]

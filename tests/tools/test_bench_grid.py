@@ -1,6 +1,7 @@
 """What a run consists of: presets, case files, filters, keys."""
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from tilewise.strategies.catalog import degrees, divisors
 from tilewise.tools.bench import environment
 from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.grid import entered, preset, read_cases
-from tilewise.tools.bench.our_kernels import DENSE
+from tilewise.tools.bench.our_kernels import DENSE, OTHERS
 from tilewise.tools.bench.our_strategies import STRATEGIES, Strategy
 from tilewise.tools.doctor import examine
+from tilewise.tools.mask_report.named import Axes
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = BenchCase("strategies", "causal", 64, world_size=2, network=LabNetwork("loopback", 1, 2))
@@ -27,7 +29,7 @@ CASE = BenchCase("strategies", "causal", 64, world_size=2, network=LabNetwork("l
 def test_quick_has_all_masks_and_everybody(kind: str):
     plan = entered(preset(kind, "quick"))
     assert {case.mask for case, _ in plan} == set(masks.NAMES)
-    everybody = {*PROVIDERS, *DENSE} if kind == "kernels" else set(STRATEGIES)
+    everybody = {*PROVIDERS, *DENSE, *OTHERS} if kind == "kernels" else set(STRATEGIES)
     assert all({one.name for one in contenders} == everybody for _, contenders in plan)
 
 
@@ -61,15 +63,85 @@ def test_sources_that_are_only_on_the_path_have_no_version(kind: str, monkeypatc
 
 def test_a_filter_takes_the_place_of_a_list():
     run = preset("strategies", "quick")
-    (case,) = [case for case, _ in run.narrowed({"mask": ["causal"], "num_tokens": [100]}).cases()]
+    (case,) = [case for case, *_ in run.narrowed({"mask": ["causal"], "num_tokens": [100]}).cases()]
     assert (case.mask, case.num_tokens, case.world_size) == ("causal", 100, 4)
     two = run.narrowed({"mask": ["causal"], "world_size": [2, 3], "tokens_per_rank": [8]})
-    assert {(c.world_size, c.num_tokens) for c, _ in two.cases()} == {(2, 16), (3, 24)}
+    assert {(c.world_size, c.num_tokens) for c, *_ in two.cases()} == {(2, 16), (3, 24)}
+
+
+def test_axes_make_cases_of_the_masks_that_have_them():
+    run = preset("kernels", "quick").narrowed(
+        {
+            "mask": ["causal", "block_sparse_uniform", "sliding_window & causal_document"],
+            **{"block": [8, 16], "density": [0.2, 0.5], "window": [3], "cap": [9, 20]},
+        }
+    )
+    cases = [case for case, *_ in run.cases()]
+    by_mask = {mask: [c.axes for c in cases if c.mask == mask] for mask in {c.mask for c in cases}}
+    assert by_mask["causal"] == [Axes()]
+    assert set(by_mask["block_sparse_uniform"]) == {
+        Axes(block=block, density=density) for block in (8, 16) for density in (0.2, 0.5)
+    }
+    assert set(by_mask["sliding_window & causal_document"]) == {
+        Axes(window=3, cap=cap) for cap in (9, 20)
+    }
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("block", [8, 16])
+def test_a_block_mask_has_its_block_and_density(block: int, density: float):
+    axes = Axes(block=block, density=density)
+    case = BenchCase("kernels", "block_sparse_uniform", 160, axes=axes)
+    dense = case.make_mask().dense(range(160), range(160)).reshape(160 // block, block, -1, block)
+    blocks = dense.any((1, 3))
+    assert (dense.all((1, 3)) == blocks).all()
+    assert set(blocks.sum(1)) == {int(density * 160 / block)}
+    assert case.make_mask() == case.make_mask()
+
+
+def test_windows_caps_and_corpora_are_drawn_as_said(tmp_path: Path):
+    path = tmp_path / "c.csv"
+    path.write_text("name,length\na,5\nb,11\n")
+    made = BenchCase("kernels", "full_document", 64, axes=Axes(corpus=str(path))).make_mask()
+    assert isinstance(made, tw.Document)
+    lengths = [b - a for a, b in pairwise(made.cu_seqlens)]
+    assert set(lengths[:-1]) == {5, 11}
+    capped = BenchCase("kernels", "full_document", 64, axes=Axes(corpus=str(path), cap=7))
+    made = capped.make_mask()
+    assert isinstance(made, tw.Document)
+    assert max(b - a for a, b in pairwise(made.cu_seqlens)) == 7
+    for name in ("sliding_window", "sliding_window_causal", "global_sliding_window"):
+        mask = BenchCase("kernels", name, 64, axes=Axes(window=4)).make_mask()
+        assert mask == getattr(tw.masks, name)(64, 4)
+    axes = Axes(block=8, cap=16, corpus=str(path))
+    mask = BenchCase("kernels", "block_causal_document", 64, axes=axes).make_mask()
+    first = mask.dense([0], range(64)).sum()
+    assert first in (5, 8)  # a document of 5 tokens, or a block of 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: columns are none; there must be a column length"),
+        ("size\n3\n", "line 1: columns are size; there must be a column length"),
+        ("length\n", "line 2: there is no length"),
+        ("length\n3\nlong\n", r"line 3: length \('long'\) must be a whole number"),
+        ("length\n0\n", r"line 2: length \('0'\) must be"),
+        ("first_length,last_length,num_documents\n9,3,1\n", r"line 2: first_length .9. is above"),
+    ],
+)
+def test_a_corpus_with_mistakes_names_the_line(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "c.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        tw.lengths.sample(str(path), 64, seed=0)
+    with pytest.raises(ValueError, match="cannot be read"):
+        tw.lengths.histogram(str(tmp_path / "none.csv"))
 
 
 def test_network_cases_count_their_ranks():
     run = preset("network", "quick").narrowed({"hosts": [3], "ranks_per_host": [2], "mbit": [7]})
-    case, _ = next(run.cases())
+    case, *_ = next(run.cases())
     assert (case.world_size, case.network) == (6, LabNetwork("lab", 3, 2, 7.0))
 
 
@@ -77,6 +149,7 @@ CHANGES: dict[str, Any] = {
     **{"kind": "kernels", "mask": "full", "num_tokens": 65, "num_heads": 16, "num_kv_heads": 4},
     **{"head_dim": 32, "dtype": "bfloat16", "which": "forward", "world_size": 4},
     **{"layout": "zigzag", "seed": 1, "device": "cuda", "network": LabNetwork("lab", 2, 1, 50.0)},
+    "axes": Axes(block=8),
 }
 
 
@@ -115,6 +188,19 @@ GOOD = 'kind = "kernels"\n[[grid]]\nnum_tokens = [64]\n'
         (GOOD + "dtype = ['int8']\n", "dtype"),
         (GOOD + "layout = ['odd']\n", "layout 'odd' is not known; take one of own"),
         (GOOD + "hosts = [2]\n", "hosts: not of kernels"),
+        (GOOD + "density = [1.5]\n", r"cases.toml, line 4: density \(1.5\) must be above 0"),
+        (GOOD + "\nblock = [0]\n", r"cases.toml, line 5: block \(0\) must be at least 1"),
+        (GOOD + "window = ['8']\n", r"cases.toml, line 4, grid: window .* must be a list of int"),
+        (GOOD + "sparsity = [1]\n", "line 4, grid: 'sparsity' is not known; take one of mask"),
+        (GOOD + "corpus = ['web']\n", "line 4: corpus 'web' is not known; take one of .*csv"),
+        (
+            GOOD + "mask = ['causal']\nblock = [8]\n",
+            "line 5: block is of block_sparse_uniform, .* mask .causal. names none of them",
+        ),
+        (GOOD + "mask = ['causal & windows(1, 0)']\n", "line 4: mask 'windows' is not known"),
+        (GOOD + "mask = ['document([0, 9])']\n", "line 4: .*9.*64"),
+        (GOOD + "kernel = ['fast']\n", "line 4: kernel 'fast' is not known"),
+        (GOOD + "heads = ['8:3']\n", "line 4: num_heads"),
         (GOOD + "contender = ['fast']\n", "kernel 'fast' is not known; take one of cpu, cuda"),
         ('kind = "kernels"\n[[grid]]\nhead_dim = [64]\n', "needs num_tokens or tokens_per_rank"),
         (GOOD + "[timing]\nrepeats = 0\n", r"repeats \(0\) must be at least 1"),

@@ -78,7 +78,8 @@ def test_strategies_count_the_bytes_that_the_formula_gives(tmp_path: Path):
     assert rows["ring"]["volume_bytes_max_rank"] == max(map(sum, zip(*sent(), strict=True)))
 
     theirs = rows["counted by others"]
-    assert theirs["exposed_seconds"] is None and theirs["pairs"] is None
+    assert theirs["exposed_seconds"] is None and theirs["pairs"] == rows["ring"]["pairs"]
+    assert theirs["total_tflops"] == pytest.approx(2 * theirs["tflops"])
 
     for which, row in zip(passes, (forward, backward), strict=True):
         assert row["bytes_max_rank"] == max(getattr(sent(), which))

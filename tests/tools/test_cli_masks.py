@@ -20,11 +20,11 @@ from tilewise.tools.mask_report.figures import (
     PLANS,
     MaskCase,
     RankLoad,
-    drawn,
     imbalance,
     load,
     planned,
 )
+from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.mask_report.table import (
     PatternRow,
     by_draw,

@@ -1,16 +1,24 @@
-"""The flash-attn package's version 2, where it is installed: for machines whose torch is older."""
+"""Flash attention's packages of versions 2 and 3, where they are installed; version 4 is apart."""
 
 from functools import lru_cache
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.kernels.scores import Scores
-from tilewise.kernels.torch_flash import CudaFlash, FlashRect, batch_first, cuda_half_only
+from tilewise.kernels.torch_flash import (
+    CudaFlash,
+    FlashRect,
+    batch_first,
+    cuda_half_only,
+    is_causal,
+)
 
 OLDEST = (2, 7)  # whose functions take a window's two sides one by one
+OLDEST_TORCH = (2, 13)  # whose calls of versions 3 and 4 were read
 
 
 class FlashAttn2(CudaFlash):
@@ -29,7 +37,7 @@ class FlashAttn2(CudaFlash):
         version = _version()
         if version is None:
             return "flash-attn is not installed"
-        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        if _numbers(version) < OLDEST:
             return f"flash-attn ({version}) must be {'.'.join(map(str, OLDEST))} or later"
         return cuda_half_only(device_type, dtype, head_dim, needs, "softcap")
 
@@ -54,6 +62,64 @@ class FlashAttn2(CudaFlash):
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
+
+
+class FlashAttn3(CudaFlash):
+    """Flash attention 3, called as torch does when it reroutes its own operator; Hopper."""
+
+    name = "flash_attn_3"
+    module = "flash_attn_interface"
+
+    def supports(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
+    ) -> str | None:
+        if find_spec(self.module) is None:
+            return f"its module {self.module} is not installed"
+        if _numbers(torch.__version__) < OLDEST_TORCH:
+            return f"torch ({torch.__version__}) must be 2.13 or later to call it"
+        if device_type == "cuda" and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            if major != 9:
+                return f"compute capability {major}.{minor} is not 9.0"
+        return cuda_half_only(device_type, dtype, head_dim, needs)
+
+    def run_forward(
+        self, operands: tuple[Tensor, ...], part: FlashRect, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        sizes = part.q1 - part.q0, part.k1 - part.k0
+        q, k, v = map(batch_first, operands)
+        given = (q, k, v, None, None, *sizes, scores.scale)
+        return _wrapper()._fa3_run_forward(*given, *_shape(part), None)
+
+    def run_backward(
+        self, operands: tuple[Tensor, ...], lse: Tensor, part: FlashRect, scores: Scores
+    ) -> tuple[Tensor, ...]:
+        sizes = part.q1 - part.q0, part.k1 - part.k0
+        given = (*map(batch_first, operands), lse, None, None)
+        return _wrapper()._fa3_run_backward(*given, *sizes, scores.scale, *_shape(part))
+
+
+def _shape(part: FlashRect) -> tuple[bool, int, int]:
+    """Whether a part is causal, and its window, -1 where unbounded."""
+    window = (part.left, part.right) if part.left >= 0 else (-1, -1)
+    return is_causal(part), *window
+
+
+@lru_cache(maxsize=1)
+def _wrapper() -> Any:
+    """torch's calls of version 3, made ready as its activation does, but nothing rerouted."""
+    found = import_module("torch.nn.attention._fa3")
+    found._fa3_import_module(FlashAttn3.module)
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _options(part: FlashRect, scores: Scores) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.kernels.flash_attn import FlashAttn2
+from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
 from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
 from tilewise.kernels.flex import Flex
@@ -33,6 +33,7 @@ PROVIDERS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
         "efficient": EfficientSdpa,
         "flex": Flex,
         "flash_attn": FlashAttn2,
+        "flash_attn_3": FlashAttn3,
         "flash_attn_4": FlashAttn4,
         "flashinfer": FlashInfer,
         "reference": Reference,

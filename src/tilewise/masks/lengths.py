@@ -4,8 +4,10 @@ Packed training sees documents of wildly different lengths, and every cost of a 
 on them. The histograms are published figures, kept in data/lengths.toml with their source.
 """
 
+import csv
 import tomllib
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,16 +34,24 @@ def corpora() -> tuple[str, ...]:
 
 
 def histogram(corpus: str) -> tuple[Bin, ...]:
-    """Published histogram of a corpus's document lengths, shortest first.
+    """Published histogram of a corpus's document lengths, shortest first; or that of a CSV file.
 
     Source: LongCA-bench (arXiv 2510.17896). One word is taken as one token.
 
+    Args:
+        corpus: one of `corpora()`; or the path of a .csv whose column `length` has the tokens of a
+            document a line, or whose columns are those of `Bin`.
     Raises:
-        ValueError: if there is none for this corpus.
+        ValueError: if there is none for this corpus; of a file, naming the line.
     """
+    if corpus.endswith(".csv"):
+        return _read_csv(Path(corpus))
     tables = _tables()
     if corpus not in tables:
-        raise ValueError(f"corpus {corpus!r} is not known; take one of {', '.join(tables)}")
+        raise ValueError(
+            f"corpus {corpus!r} is not known; take one of {', '.join(tables)}, or the path of a "
+            ".csv with a column length"
+        )
     return tuple(Bin(*row) for row in tables[corpus])
 
 
@@ -54,7 +64,7 @@ def sample(
     that reaches past the end is cut.
 
     Args:
-        corpus: one of `corpora()`.
+        corpus: as for `histogram`.
         num_tokens: tokens to fill, at least 1.
         seed: the same seed gives the same documents.
         cap: longest document; longer ones are cut to it. None: no limit.
@@ -110,6 +120,40 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
     last = sorted({stop - 1 for stop in boundaries if stop > 0})
     labels[..., last] = ignore_index
     return labels
+
+
+def _read_csv(path: Path) -> tuple[Bin, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"corpus {path} cannot be read: {error}") from None
+    reader = csv.DictReader(lines)
+    named = tuple(reader.fieldnames or ())
+    names = next((x for x in (("length",), Bin._fields) if set(x) <= set(named)), None)
+    if names is None:
+        raise ValueError(
+            f"corpus {path}, line 1: columns are {', '.join(named) or 'none'}; there must be a "
+            f"column length, the tokens of a document a line, or {', '.join(Bin._fields)}"
+        )
+    found: list[Bin] = []
+    for row in reader:
+        texts = [(row[name] or "").strip() for name in names]
+        values = [int(text) if text.isdecimal() else 0 for text in texts]
+        bad = [f"{n} ({t!r})" for n, t, v in zip(names, texts, values, strict=True) if v < 1]
+        if bad:
+            raise ValueError(
+                f"corpus {path}, line {reader.line_num}: {', '.join(bad)} must be a whole number, "
+                "at least 1"
+            )
+        if len(values) == 3 and values[0] > values[1]:
+            raise ValueError(
+                f"corpus {path}, line {reader.line_num}: first_length ({values[0]}) is above "
+                f"last_length ({values[1]})"
+            )
+        found.append(Bin(*values) if len(values) == 3 else Bin(values[0], values[0], 1))
+    if not found:
+        raise ValueError(f"corpus {path}, line 2: there is no length; give one a line")
+    return tuple(sorted(found))
 
 
 def _tables() -> dict[str, list[list[int]]]:

@@ -12,6 +12,8 @@ from tilewise.arguments import MOST_RANKS, whole_number
 from tilewise.json_shapes import OrNull, require_shape
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
+from tilewise.plan.json import FORMAT as PLAN_FORMAT
+from tilewise.plan.json import from_json
 from tilewise.plan.payload import head_groups
 from tilewise.planning import candidate_format
 from tilewise.simulation.machine import Machine, read_machine
@@ -184,6 +186,19 @@ def _shape() -> dict[str, Any]:
     }
 
 
+def load_plan(path: str | Path) -> Plan | Candidate:
+    """What a plan file holds: a plan that `tw.to_json` wrote, or a candidate of a search.
+
+    Raises:
+        ValueError, OSError: as load_candidate.
+    """
+    data = _read_json(path)
+    if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
+        with _reading(str(path), "plan"):
+            return from_json(json.dumps(data))
+    return load_candidate(path)
+
+
 def load_candidate(path: str | Path) -> Candidate:
     """The candidate that to_json wrote.
 
@@ -193,14 +208,18 @@ def load_candidate(path: str | Path) -> Candidate:
             split.
         OSError: if the file cannot be read.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no complete JSON: {error}") from None
+    data = _read_json(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"{path} is no candidate: its format is {found!r}, not {FORMAT!r}")
     return _candidate(data, str(path))
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no complete JSON: {error}") from None
 
 
 def _candidate(data: dict[str, Any], path: str) -> Candidate:

@@ -26,6 +26,23 @@ OTHERS_SECONDS = 5.0
 """For the other ranks to answer when one has failed."""
 
 
+class Share(NamedTuple):
+    """The ranks of a world that one call starts.
+
+    Attributes:
+        first: how many ranks of the world come before them.
+        store: host and port of a TCPStore by which all meet, and the world's name in it; None: all
+            ranks are here, and meet by a file.
+        gpus: of this machine, each one rank's, joined by NCCL; 0: the world is gloo alone.
+    """
+
+    count: int
+    first: int
+    world_size: int
+    store: tuple[str, int, str] | None = None
+    gpus: int = 0
+
+
 class RankFailure(NamedTuple):
     """How one rank failed."""
 
@@ -65,7 +82,7 @@ def run_ranks(
 
 
 def gather_yields(
-    world_size: int,
+    world: int | Share,
     fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...] = (),
     *,
@@ -73,11 +90,12 @@ def gather_yields(
     settle: Callable[[int], None] | None = None,
     preload: Collection[str] = (),
 ) -> Generator[tuple[Any, ...], Any, None]:
-    """Run the generator fn(rank, *args) on every rank; yield what all ranks yielded, in turn.
+    """Run the generator fn(rank, *args) on every rank; yield what all of them yielded, in turn.
 
     What is sent to this generator is sent to those of all ranks; it pickles.
 
     Args:
+        world: how many ranks; or those of a larger world, then the others are started elsewhere.
         fn: a generator function; all ranks yield equally often.
         timeout_seconds: from one yield to the next.
         settle: as for run_ranks.
@@ -86,20 +104,21 @@ def gather_yields(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tilewise", *preload])
+    share = world if isinstance(world, Share) else Share(world, 0, world)
     with tempfile.TemporaryDirectory() as folder:
-        world = _Processes(world_size, str(Path(folder) / "store"), timeout_seconds, settle)
+        started = _Processes(share, str(Path(folder) / "store"), timeout_seconds, settle)
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
         try:
-            for rank in range(world_size):
+            for rank in range(share.first, share.first + share.count):
                 receiver, sender = context.Pipe()
                 receivers.append(receiver)
-                start = (sender, rank, world, fn, args)
+                start = (sender, rank, started, fn, args)
                 processes.append(context.Process(target=_rank, args=start, daemon=True))
                 processes[-1].start()
                 sender.close()
-            _await_connected(receivers)
-            while rows := _next_row(receivers, timeout_seconds):
+            _await_connected(receivers, share.first)
+            while rows := _next_row(receivers, timeout_seconds, share.first):
                 reply = pickle.dumps((yield rows))
                 for receiver in receivers:
                     with suppress(OSError):  # it has ended, which its next answer says
@@ -116,10 +135,10 @@ def gather_yields(
 
 
 class _Processes(NamedTuple):
-    """What every rank starts with; store is a file's path."""
+    """What every rank starts with; file is that of a store."""
 
-    size: int
-    store: str
+    share: Share
+    file: str
     timeout_seconds: float
     settle: Callable[[int], None] | None
 
@@ -128,7 +147,7 @@ def _returning(rank: int, fn: Callable[..., Any], *args: Any) -> Generator[Any, 
     yield fn(rank, *args)
 
 
-def _await_connected(receivers: list[Connection]) -> None:
+def _await_connected(receivers: list[Connection], first: int) -> None:
     """Return when all ranks are connected; raise as soon as one fails: the others wait for it."""
     deadline = time.monotonic() + START_SECONDS
     waiting = list(receivers)
@@ -138,11 +157,11 @@ def _await_connected(receivers: list[Connection]) -> None:
         waiting.remove(receiver)
         kind, value = _receive(receiver, deadline)
         if kind != "connected":
-            failure = RankFailure(receivers.index(receiver), kind, value)
+            failure = RankFailure(first + receivers.index(receiver), kind, value)
             raise RankError(f"rank {failure.rank}: {failure.text}", (failure,))
 
 
-def _next_row(receivers: list[Connection], timeout_seconds: float) -> tuple[Any, ...]:
+def _next_row(receivers: list[Connection], timeout_seconds: float, first: int) -> tuple[Any, ...]:
     """What every rank sent next, empty when all have ended.
 
     A message is (kind, value): "value", "end", or a kind of RankFailure with its text.
@@ -160,7 +179,7 @@ def _next_row(receivers: list[Connection], timeout_seconds: float) -> tuple[Any,
     messages = [answers[receiver] for receiver in receivers]
     failures = tuple(
         RankFailure(rank, kind, value)
-        for rank, (kind, value) in enumerate(messages)
+        for rank, (kind, value) in enumerate(messages, first)
         if kind not in ("value", "end")
     )
     kinds = {kind for kind, _ in messages}
@@ -213,20 +232,31 @@ def _rank(
 def _connect(rank: int, world: _Processes) -> None:
     """Make the default group, and return when every rank has made it.
 
-    The ranks meet by a file, which a rank that ends leaves behind. They meet before, because a rank
-    that starts late is not a lost one; and after, because no rank's function may run, and end its
-    process, while another rank still connects.
+    The ranks meet by a store, which a rank that ends leaves behind. They meet before, because a
+    rank that starts late is not a lost one; and after, because no rank's function may run, and end
+    its process, while another rank still connects.
     """
+    share = world.share
     # Half the time: a rank that waits for a lost one still answers before the caller gives up.
     timeout = timedelta(seconds=world.timeout_seconds / 2)
-    store = dist.FileStore(world.store, world.size)  # pyright: ignore[reportPrivateImportUsage]
+    store: Any
+    if share.store is None:
+        store = dist.FileStore(world.file, share.world_size)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        host, port, name = share.store
+        store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False))
     store.set_timeout(timeout)
+    backend = "gloo"
+    if share.gpus:
+        torch.cuda.set_device(rank % share.gpus)
+        backend = "cpu:gloo,cuda:nccl"
 
     def meet(where: str) -> None:
         store.set(f"{where} {rank}", "")
-        names = [f"{where} {other}" for other in range(world.size)]
+        names = [f"{where} {other}" for other in range(share.world_size)]
         store.wait(names, timedelta(seconds=START_SECONDS))
 
     meet("started")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world.size, timeout=timeout)
+    sizes = {"rank": rank, "world_size": share.world_size}
+    dist.init_process_group(backend, store=store, timeout=timeout, **sizes)
     meet("connected")

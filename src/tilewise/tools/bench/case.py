@@ -8,15 +8,15 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilewise import masks
 from tilewise.arguments import DtypeName, check_dtype, require_range
+from tilewise.masks import ALL_NAMES
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import head_groups
-from tilewise.tools.mask_report.figures import drawn
+from tilewise.tools.mask_report.named import USUAL, Axes, mask_of
 
 KINDS = ("kernels", "strategies", "network")
 PASSES = ("forward", "backward", "both")
-NETWORKS = ("none", "loopback", "lab", "limited")
+NETWORKS = ("none", "loopback", "cluster", "lab", "limited")
 LAYOUTS = ("own", "contiguous", "zigzag", "striped", "balanced")
 
 
@@ -25,9 +25,10 @@ class LabNetwork:
     """What the messages of a case travel over.
 
     Args:
-        name: "none" (one rank), "loopback" (sockets inside one machine), "lab" (namespaces whose
-            NICs have a rate), or "limited" (a transport that waits as a slow link would).
-        hosts, ranks_per_host: of the lab and the limited transport; loopback is one host.
+        name: "none" (one rank), "loopback" (sockets inside one machine), "cluster" (hosts that
+            torchrun joined), "lab" (namespaces whose NICs have a rate), or "limited" (a transport
+            that waits as a slow link would).
+        hosts, ranks_per_host: loopback is one host.
     """
 
     name: str = "none"
@@ -42,7 +43,7 @@ class LabNetwork:
         if self.hosts < 1 or self.ranks_per_host < 1:
             sizes = f"hosts ({self.hosts}) and ranks_per_host ({self.ranks_per_host})"
             raise ValueError(f"{sizes} must be at least 1")
-        if self.name in NETWORKS[2:] and not self.mbit > 0:
+        if self.name in NETWORKS[3:] and not self.mbit > 0:
             raise ValueError(f"mbit ({self.mbit:g}) must be above 0")
 
 
@@ -51,7 +52,7 @@ class BenchCase:
     """One attention problem; contenders of the same case are measured side by side.
 
     Args:
-        mask, seed: one of tw.masks.ALL_NAMES, drawn as `mask_figures.drawn` does.
+        mask, seed, axes: the mask as `mask_of` reads it; axes that it has not are None.
     """
 
     kind: str  # one of KINDS
@@ -67,10 +68,10 @@ class BenchCase:
     seed: int = 0
     device: str = "cpu"  # "cpu" or "cuda"
     network: LabNetwork = LabNetwork()
+    axes: Axes = USUAL
 
     def __post_init__(self) -> None:
         for what, value, known in (
-            ("mask", self.mask, masks.ALL_NAMES),
             ("pass", self.which, PASSES),
             ("layout", self.layout, LAYOUTS),
             ("device", self.device, ("cpu", "cuda")),
@@ -81,6 +82,9 @@ class BenchCase:
             require_range(what, getattr(self, what))
         check_dtype("dtype", self.dtype)
         head_groups(self.num_heads, self.num_kv_heads, 1)
+        self.axes.check()
+        if self.mask not in ALL_NAMES:
+            self.make_mask()
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -88,7 +92,7 @@ class BenchCase:
 
     def make_mask(self) -> Mask:
         """The mask, the same on every rank."""
-        return drawn(self.mask, self.num_tokens, self.seed)
+        return mask_of(self.mask, self.num_tokens, self.seed, self.axes)
 
     def flops(self, pairs: float) -> float:
         """Floating-point operations of so many (query, key, head) triples in the timed pass.

@@ -9,18 +9,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tilewise.masks.lengths import histogram
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing, key_of
 from tilewise.tools.bench.contender import Contender, Prediction
 from tilewise.tools.bench.environment import available_bytes, environment, versions
 from tilewise.tools.bench.grid import Plan
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
+from tilewise.tools.bench.launched import Launched, LaunchedWorld
 from tilewise.tools.bench.measure import Job, RankPlacement
 from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
 from tilewise.tools.bench.worlds import Blamed, World
 from tilewise.tools.lab.lab import Lab
 from tilewise.tools.lab.rate_limited import LINE_SHARE, nics
+from tilewise.tools.outside import is_outside, version
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class EngineSettings:
     timing: Timing
     machine: Machine | None = None
     retry: bool = False  # rows that are not ok count as not finished
+    launched: Launched | None = None  # whose ranks run the cases; None: processes made here
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,14 @@ def run_cases(plan: Plan, results: Results, settings: EngineSettings) -> Iterato
 
 
 def _network(entry: tuple[BenchCase, tuple[Contender, ...]]) -> tuple[Any, ...]:
-    return entry[0].world_size, *astuple(entry[0].network)
+    return entry[0].world_size, entry[0].device, *astuple(entry[0].network)
 
 
 def _on_one_network(
     plan: Plan, results: Results, settings: EngineSettings
 ) -> Iterator[Started | Row]:
     with ExitStack() as stack:
-        made = _world(plan[0][0], settings.timing.timeout_seconds)
+        made = _world(plan[0][0], settings)
         world = cache(lambda: stack.enter_context(made))  # a lab is made if a case must run
         for case, contenders in plan:
             entries = [_entry(case, contender, settings) for contender in contenders]
@@ -77,9 +83,19 @@ def _on_one_network(
 
 def _entry(case: BenchCase, contender: Contender, settings: EngineSettings) -> PlannedRow:
     who = {"name": contender.name, "library": contender.library, "version": contender.version}
-    key = key_of(case, settings.timing, who, versions(case.device))
-    machine = settings.machine or assumed_machine(case.network)
+    key = key_of(case, settings.timing, who, versions(case.device) | _files(case))
+    machine = settings.machine or assumed_machine(case.network, case.device)
     return PlannedRow(key, case, settings.timing, contender, machine, Prediction())
+
+
+def _files(case: BenchCase) -> dict[str, str]:
+    """What a row depends on beside: the contents of files that the case names."""
+    found = {}
+    if is_outside(case.mask):
+        found["mask"] = version(case.mask)
+    if case.axes.corpus is not None:
+        found["corpus"] = repr(histogram(case.axes.corpus))
+    return found
 
 
 def _is_finished(entry: PlannedRow, results: Results, settings: EngineSettings) -> bool:
@@ -122,13 +138,14 @@ def _case_rows(
 
 def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
     """An outcome that needs no run ("" if it must run), its message, and what is expected."""
-    case, free = entry.case, available_bytes(entry.case.device)
+    case = entry.case
+    reason = _device_missing(case) or entry.contender.supports(case)
+    if reason is not None:
+        return "unsupported", reason, Prediction()
+    free = available_bytes(case.device)
     inputs = needed_bytes(case)
     if inputs > free:
         return "out_of_memory", _too_large(inputs, free, "inputs"), Prediction()
-    reason = entry.contender.supports(case)
-    if reason is not None:
-        return "unsupported", reason, Prediction()
     prediction = entry.contender.predict(case, entry.machine)
     wanted = inputs + case.world_size * (prediction.peak_bytes or 0)
     if wanted > free:
@@ -136,10 +153,20 @@ def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
     return "", "", prediction
 
 
-def assumed_machine(network: LabNetwork) -> Machine:
-    """The CPU preset, its links as fast as the NICs of a lab."""
-    machine = Machine.preset("cpu-gloo")
-    if network.name in ("none", "loopback"):
+def _device_missing(case: BenchCase) -> str | None:
+    """Why this machine has not the devices of a case; None if it has."""
+    if case.device != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    here, wanted = torch.cuda.device_count(), case.network.ranks_per_host
+    return f"{wanted} ranks here need {wanted} GPUs, there are {here}" if here < wanted else None
+
+
+def assumed_machine(network: LabNetwork, device: str = "cpu") -> Machine:
+    """A preset; the CPU's with links as fast as the NICs of a lab."""
+    machine = Machine.preset("h100x8" if device == "cuda" else "cpu-gloo")
+    if not network.mbit:
         return machine
     link = replace(machine.between, bandwidth=network.mbit * 1e6 / 8 * LINE_SHARE)
     name = f"{machine.name}, {network.mbit:g} Mbit/s"
@@ -154,9 +181,13 @@ def _too_large(wanted: int, free: int, what: str) -> str:
 
 
 @contextmanager
-def _world(case: BenchCase, timeout_seconds: float) -> Iterator[World]:
+def _world(case: BenchCase, settings: EngineSettings) -> Iterator[World]:
     """The processes of a case's network."""
-    network = case.network
+    network, timeout_seconds = case.network, settings.timing.timeout_seconds
+    if settings.launched is not None:
+        with LaunchedWorld(settings.launched, timeout_seconds, case.device) as world:
+            yield world
+        return
     sizes = network.hosts, network.ranks_per_host
     with ExitStack() as stack:
         place = RankPlacement()
@@ -166,4 +197,5 @@ def _world(case: BenchCase, timeout_seconds: float) -> Iterator[World]:
         elif network.name == "limited":
             speeds = stack.enter_context(nics(*sizes, network.mbit * LINE_SHARE))
             place = RankPlacement(nics=speeds)
-        yield stack.enter_context(World(case.world_size, timeout_seconds, place))
+        world = World(case.world_size, timeout_seconds, place, case.device)
+        yield stack.enter_context(world)

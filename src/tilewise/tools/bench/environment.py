@@ -21,7 +21,7 @@ def versions(device: str) -> dict[str, str]:
         "tilewise": installed("tilewise"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
+        "device": _gpu() if device == "cuda" else _cpu(),
     }
 
 
@@ -50,6 +50,10 @@ def installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
 
 
 @cache

@@ -78,6 +78,7 @@ class Figures(NamedTuple):
     seconds: list[tuple[float, float, float]]  # of each timed run: forward, backward, both
     waited: list[float] | None
     traffic: Traffic | None  # of one run; None if it could not be counted
+    uncounted: tuple[str, ...]  # operations whose bytes are not known
     nic_bytes: tuple[int, ...]  # sent in one run by each host of a lab, on rank 0
     facts: Facts
     peak_bytes: int
@@ -148,6 +149,7 @@ class _Entrant:
             self.seconds,
             self.waited if self._waited() is not None else None,
             self.traffic,
+            self.uncounted,
             self.nic_bytes,
             self.running.facts(),
             self.peak,
@@ -205,7 +207,10 @@ class _Entrant:
         mine, nics = before[0]
         sent = (b - a for a, b in zip(nics, self.place.nic_bytes(self.rank), strict=True))
         after = self.running.traffic()
-        traffic = counter.traffic() if mine is None or after is None else after.since(mine)
+        if mine is None or after is None:
+            traffic, self.uncounted = counter.traffic(), tuple(counter.unknown)
+        else:
+            traffic, self.uncounted = after.since(mine), ()
         return traffic, tuple(sent), peak
 
     def _run(self, begin: Callable[[], None]) -> tuple[float, float, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from tilewise.arguments import ITEM_BYTES
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
-from tilewise.kernels.registry import PROVIDERS
+from tilewise.kernels.registry import PROVIDERS, given_kernel, kernel_named
+from tilewise.kernels.self_check import check_kernel, place
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.masks.base import Mask
 from tilewise.plan.row_ranges import Ranges, row_index
@@ -26,9 +29,10 @@ from tilewise.strategies.ring import ring
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.contender import Facts, Prediction, Traffic
+from tilewise.tools.bench.contender import Facts, Prediction, Running, Traffic
 from tilewise.tools.bench.environment import installed
 from tilewise.tools.mask_report.figures import report
+from tilewise.tools.outside import is_outside, load, version
 
 Index = slice | Tensor
 
@@ -104,34 +108,62 @@ QUADRATIC = MappingProxyType({"reference": 5, "naive": 5, "sdpa": 2})
 """Tables of scores that a kernel holds at once, over all heads: [heads, queries, keys]; else 0."""
 
 
+def provided(name: str) -> Kernel:
+    """The kernel that a registered name, "module:name" or "FILE.py:name" stands for; of a class
+    of a file, an instance."""
+    if not is_outside(name):
+        return kernel_named(name)
+    found = load(name)
+    try:
+        made = found() if isinstance(found, type) else found
+        return given_kernel(made)
+    except (TypeError, ValueError) as error:
+        kind = found if isinstance(found, type) else type(found)
+        raise ValueError(f"{name}{place(kind)}: {error}") from None
+
+
+def asked_of(case: BenchCase) -> tuple[str, torch.dtype, int, bool]:
+    """What a kernel is asked for by a case, as `Kernel.supports` takes it."""
+    return case.device, getattr(torch, case.dtype), case.head_dim, case.which != "forward"
+
+
+@lru_cache(maxsize=256)
+def check_outside(name: str, version: str, *asked: Any) -> None:
+    """Check a version of a kernel of a file outside once for what it is asked for."""
+    if asked[0] == "cpu" or torch.cuda.is_available():
+        check_kernel(provided(name), *asked[:3], backward=asked[3])
+
+
+def version_of(*names: str | None) -> str:
+    """The library's version, with those of the files outside that names are of."""
+    return " ".join([installed("tilewise"), *(version(n) for n in names if n and is_outside(n))])
+
+
 @dataclass(frozen=True)
-class OurContender:
-    """What all contenders of this library say of themselves."""
+class ProviderKernel:
+    """A kernel, of this library or of a file outside it, run on a world of one rank."""
 
     name: str
 
     @property
     def library(self) -> str:
-        return "tilewise"
+        return "outside" if is_outside(self.name) else "tilewise"
 
     @property
     def version(self) -> str:
-        return installed("tilewise")
+        return version_of(self.name)
 
-
-class ProviderKernel(OurContender):
-    """A kernel of this library, run on a world of one rank."""
+    def check(self, case: BenchCase) -> None:
+        """Refuse a kernel of a file that is none."""
+        if is_outside(self.name):
+            check_outside(self.name, self.version, *asked_of(case))
 
     def supports(self, case: BenchCase) -> str | None:
-        if case.device == "cuda" and not torch.cuda.is_available():
-            return "no CUDA device here"
-        dtype = getattr(torch, case.dtype)
-        provider, backward = PROVIDERS[self.name](), case.which != "forward"
-        return provider.supports(case.device, dtype, case.head_dim, backward)
+        return provided(self.name).supports(*asked_of(case))
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         size = _statistic(case)
-        provider = PROVIDERS[self.name]()
+        provider = provided(self.name)
         calls = _calls(provider, case)
         tables = max((call.num_q * call.num_k for call in calls), default=0)
         small = [] if provider.whole_tile else [c for c in calls if c.kind is Kind.SLICES]
@@ -143,7 +175,7 @@ class ProviderKernel(OurContender):
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> _OneRank:
         mask, layout = case.make_mask(), contiguous(case.num_tokens, 1)
-        provider = PROVIDERS[self.name]()
+        provider = provided(self.name)
         calls = _calls(provider, case)
         return _OneRank(case, mask, layout, provider, placed(calls, case.device))
 
@@ -182,9 +214,10 @@ class DenseKernel:
     def version(self) -> str:
         return torch.__version__
 
+    def check(self, case: BenchCase) -> None:
+        return
+
     def supports(self, case: BenchCase) -> str | None:
-        if case.device == "cuda" and not torch.cuda.is_available():
-            return "no CUDA device here"
         return None
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
@@ -234,14 +267,80 @@ DENSE: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = Mappin
 )
 
 
-def kernel(name: str) -> ProviderKernel | DenseKernel:
+@dataclass(frozen=True)
+class Absent:
+    """Another library's kernel that no adapter is verified for: its rows say why it has no figures.
+
+    One is added from outside the package by a contender of one's own, see docs/extending.md.
+    """
+
+    name: str
+
+    @property
+    def library(self) -> str:
+        return OTHERS[self.name].module
+
+    @property
+    def version(self) -> str:
+        return "installed" if find_spec(self.library) else "not installed"
+
+    def check(self, case: BenchCase) -> None:
+        return
+
+    def supports(self, case: BenchCase) -> str | None:
+        return self.reason
+
+    @property
+    def reason(self) -> str:
+        module, what = OTHERS[self.name]
+        if find_spec(module) is None:
+            return f"{module} is not installed; {what}"
+        return f"{module} is here, but tilewise has no adapter; {what}"
+
+    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
+        raise AssertionError(f"{self.name} supports no case")
+
+    def prepare(self, case: BenchCase, rank: int, group: Any) -> Running:
+        raise AssertionError(f"{self.name} supports no case")
+
+
+class Other(NamedTuple):
+    """The module that another library's kernel is probed by, and what must be known of it."""
+
+    module: str
+    what: str
+
+
+OTHERS: Mapping[str, Other] = MappingProxyType(
+    {
+        "flashinfer_block_sparse": Other(
+            "flashinfer", "its BlockSparseAttentionWrapper runs on CUDA and has no backward"
+        ),
+        "mit_block_sparse": Other(
+            "block_sparse_attn", "MIT's Block-Sparse-Attention runs on CUDA, built from source"
+        ),
+        "video_sparse": Other(
+            "fastvideo_kernel", "Video Sparse Attention runs on CUDA, on blocks it chooses itself"
+        ),
+        "flashmask": Other("paddle", "FlashMask is of PaddlePaddle, whose tensors are not torch's"),
+    }
+)
+"""Block-sparse kernels of others; FlexAttention is among PROVIDERS."""
+
+
+def kernel(name: str) -> ProviderKernel | DenseKernel | Absent:
     """A kernel by name."""
-    if name in PROVIDERS:
+    if name in PROVIDERS or is_outside(name):
+        provided(name)
         return ProviderKernel(name)
     if name in DENSE:
         return DenseKernel(name)
-    known = ", ".join([*PROVIDERS, *DENSE])
-    raise ValueError(f"kernel {name!r} is not known; take one of {known}")
+    if name in OTHERS:
+        return Absent(name)
+    known = ", ".join([*PROVIDERS, *DENSE, *OTHERS])
+    raise ValueError(
+        f"kernel {name!r} is not known; take one of {known}, or write module:name or FILE.py:name"
+    )
 
 
 def _calls(provider: Kernel, case: BenchCase) -> tuple[KernelCall, ...]:

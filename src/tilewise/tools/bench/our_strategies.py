@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tilewise.arguments import require_type
+from tilewise.compiler.checker import check
 from tilewise.expressions import read_plan
 from tilewise.functional import attention
+from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.balanced import balanced, default_layout
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan
-from tilewise.planning.candidate import load_candidate
+from tilewise.plan.ir import Plan, PlanError
+from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
@@ -30,9 +33,10 @@ from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
-from tilewise.tools.bench.our_kernels import OurContender
+from tilewise.tools.bench.our_kernels import asked_of, check_outside, provided, version_of
 from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.mask_report.figures import report
+from tilewise.tools.outside import is_outside, load
 from tilewise.transport.resolve import transport_for
 from tilewise.workload import Workload, volume
 
@@ -45,9 +49,14 @@ class Planned(NamedTuple):
     backward_plan: Plan | None = None
 
 
-def from_file(path: str, case: BenchCase) -> Planned:
-    """The candidate that tilewise plan wrote."""
-    found = load_candidate(path)
+def from_file(path: str, setting: _Setting) -> Planned:
+    """The plan that to_json wrote, or the candidate that tilewise plan wrote."""
+    case = setting.case
+    found = load_plan(path)
+    if isinstance(found, Plan):
+        if found.world_size != case.world_size:
+            raise ValueError(f"{path} is for {found.world_size} ranks, not {case.world_size}")
+        return Planned(found, setting.layout())
     for what, told, wanted in (
         ("ranks", found.world_size, case.world_size),
         ("tokens", found.work.num_tokens, case.num_tokens),
@@ -240,19 +249,48 @@ STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
 """What each name means for a case."""
 
 
-class Strategy(OurContender):
-    """A strategy by its name in STRATEGIES, written as a call: "ulysses(2, inner=ring(2))", or the
-    file of a candidate: "plan.json"."""
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy by its name in STRATEGIES, written as a call: "ulysses(2, inner=ring(2))", the
+    file of a plan or a candidate: "plan.json", or a function of a file outside the package.
+
+    Args:
+        kernel: what its tiles are computed with, a name or "FILE.py:name"; None: what suits.
+    """
+
+    text: str
+    kernel: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.text if self.kernel is None else f"{self.text}, {self.kernel}"
+
+    @property
+    def library(self) -> str:
+        return "tilewise"
+
+    @property
+    def version(self) -> str:
+        return version_of(self.text, self.kernel)
+
+    def check(self, case: BenchCase) -> None:
+        """Refuse a plan or a kernel of a file outside the package that is none."""
+        if is_outside(self.text):
+            _check_plan(self.text, self.version, case.world_size)
+        if self.kernel is not None and is_outside(self.kernel):
+            check_outside(self.kernel, self.version, *asked_of(case))
 
     def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
         """Its plan and layout."""
         setting = _Setting(case, case.make_mask() if mask is None else mask)
-        if self.name in STRATEGIES:
-            planned = STRATEGIES[self.name](setting)
-        elif self.name.endswith(".json"):
-            return from_file(self.name, case)
+        if self.text in STRATEGIES:
+            planned = STRATEGIES[self.text](setting)
+        elif self.text.endswith(".json"):
+            planned = from_file(self.text, setting)
+        elif is_outside(self.text):
+            planned = Planned(_outside_plan(self.text, case.world_size), setting.layout())
         else:
-            planned = Planned(read_plan(self.name, case.world_size), setting.layout())
+            planned = Planned(read_plan(self.text, case.world_size), setting.layout())
         forward, _ = setting.work(planned.layout).resolve(planned.plan)
         return planned._replace(plan=forward.plan)
 
@@ -261,7 +299,8 @@ class Strategy(OurContender):
             _asked(self, case)
         except ValueError as error:
             return " ".join(str(error).split())
-        return None
+        reason = provided(self.kernel).supports(*asked_of(case)) if self.kernel else None
+        return reason and f"kernel {self.kernel}: {reason}"
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
@@ -287,7 +326,8 @@ class Strategy(OurContender):
         mask = case.make_mask()
         plan, layout, backward = self.planned(case, mask)
         transport = WatchedTransport(transport_for(group))
-        return _Prepared(case, mask, plan, layout, backward, transport)
+        kernel = None if self.kernel is None else provided(self.kernel)
+        return _Prepared(case, mask, plan, layout, backward, transport, kernel)
 
 
 @lru_cache(maxsize=8)
@@ -305,10 +345,12 @@ class _Prepared:
     layout: Layout
     backward_plan: Plan | None
     transport: WatchedTransport
+    kernel: Kernel | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
-        return attention(q, k, v, mask=self.mask, group=self.transport, **chosen)
+        where = {"group": self.transport, "kernel": self.kernel}
+        return attention(q, k, v, mask=self.mask, **where, **chosen)
 
     def facts(self) -> Facts:
         (waste,) = report(self.mask, self.layout, self.plan, ranks=[self.transport.rank])
@@ -319,13 +361,35 @@ class _Prepared:
         return self.transport.traffic()
 
 
-def strategy(text: str) -> Strategy:
-    """A strategy by what a user writes."""
-    if text not in STRATEGIES and not text.endswith(".json"):
+def _outside_plan(text: str, n: int) -> Plan:
+    """The plan of a file outside the package: a plan, or what a function of n returns."""
+    found = load(text)
+    return require_type(Plan, text, found if isinstance(found, Plan) else found(n), "tw.ring(n)")
+
+
+@lru_cache(maxsize=64)
+def _check_plan(text: str, version: str, n: int) -> None:
+    plan = _outside_plan(text, n)
+    if plan.world_size != n:
+        raise ValueError(f"strategy {text} made a plan for {plan.world_size} ranks, not for {n}")
+    try:
+        check(plan)
+    except PlanError as error:
+        raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
+
+
+def strategy(text: str, kernel: str | None = None) -> Strategy:
+    """A strategy by what a user writes, and the kernel that it computes with."""
+    if is_outside(text):
+        load(text)
+    elif text not in STRATEGIES and not text.endswith(".json"):
         if "(" not in text:
             raise ValueError(
                 f"strategy {text!r} is not known; take one of {', '.join(STRATEGIES)}, write a "
-                "call, as in ulysses(2, inner=ring(2)), or name a candidate's file, plan.json"
+                "call, as in ulysses(2, inner=ring(2)), name a plan's file, plan.json, or a "
+                "function of a module, module:name or FILE.py:name"
             )
         read_plan(text)
-    return Strategy(text)
+    if kernel is not None:
+        provided(kernel)
+    return Strategy(text, kernel)

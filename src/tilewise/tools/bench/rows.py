@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median, quantiles
 
 from tilewise.simulation.machine import Machine
@@ -73,6 +74,7 @@ def _about(entry: PlannedRow) -> Row:
         **{name: getattr(case, name) for name in ("mask", "seed", "num_tokens")},
         "tokens_per_rank": case.num_tokens / case.world_size,
         **{name: getattr(case, name) for name in (*HEADS, "dtype")},
+        **case.axes._asdict(),
         "pass": case.which,
         **{name: getattr(case, name) for name in ("world_size", "layout", "device")},
         "network": network.name,
@@ -80,6 +82,7 @@ def _about(entry: PlannedRow) -> Row:
         "repeats": timing.repeats,
         "warmups": timing.warmups,
         "plan": prediction.plan,
+        "kernel": getattr(entry.contender, "kernel", None),
         "machine": entry.machine.name,
         "predicted_seconds": prediction.seconds,
         "predicted_exposed_seconds": prediction.exposed_seconds,
@@ -132,8 +135,10 @@ def _work(case: BenchCase, ranks: Sequence[Figures]) -> Row:
         "padded_tokens": sum(rank.facts.padded_tokens for rank in ranks),
     }
     pairs = [rank.facts.pairs for rank in ranks if rank.facts.pairs is not None]
-    if len(pairs) < len(ranks):
-        return row
+    if len(pairs) < len(ranks):  # a contender that does not count: all pairs, shared evenly
+        row["pairs"] = total = _allowed(case)
+        row["total_tflops"] = case.flops(total) / max(by_rank) / 1e12
+        return row | {"tflops": row["total_tflops"] / len(ranks)}
     row["pairs"] = sum(pairs)
     row["tflops"] = case.flops(pairs[slowest]) / by_rank[slowest] / 1e12
     row["total_tflops"] = case.flops(sum(pairs)) / max(by_rank) / 1e12
@@ -146,11 +151,19 @@ def _work(case: BenchCase, ranks: Sequence[Figures]) -> Row:
     return row
 
 
+@lru_cache(maxsize=4)
+def _allowed(case: BenchCase) -> int:
+    """Allowed (query, key, query head) triples of the whole case."""
+    return round(case.make_mask().area(*[(0, case.num_tokens)] * 2) * case.num_heads)
+
+
 def _bytes(ranks: Sequence[Figures]) -> Row:
     """What one run sent, where it could be counted."""
     names = "bytes_by_rank", "bytes_by_link", "messages_by_rank", "bytes_max_rank", "bytes_total"
     row: Row = dict.fromkeys((*names, "bytes_max_link", "messages_max_rank"))
     row["nic_bytes_by_host"] = list(ranks[0].nic_bytes) or None
+    unknown = sorted({name for rank in ranks for name in rank.uncounted})
+    row["bytes_reason"] = f"not counted: {', '.join(unknown)}" if unknown else None
     traffic = [rank.traffic for rank in ranks if rank.traffic is not None]
     if len(traffic) < len(ranks):
         return row

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
-from tilewise.transport.processes import RankError, RankFailure, gather_yields
+from tilewise.transport.processes import RankError, RankFailure, Share, gather_yields
+
+Answers = Generator[tuple[Any, ...], Any, None]
 
 
 class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an error of this program
@@ -27,13 +29,16 @@ class World:
         timeout_seconds: for each step of a job.
         place: loopback, a transport that keeps to NICs' speeds, or the hosts of a lab, which must
             be there for as long as the world is.
+        device: "cuda": every rank has a GPU of its own.
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float, place: RankPlacement):
+    def __init__(
+        self, world_size: int, timeout_seconds: float, place: RankPlacement, device: str = "cpu"
+    ):
         self.world_size, self.timeout_seconds = world_size, timeout_seconds
-        self._place = place
+        self.device, self._place = device, place
         self._senders: list[Connection] = []
-        self._answers: Iterator[tuple[Any, ...]] | None = None
+        self._answers: Answers | None = None
 
     def __enter__(self) -> World:
         return self
@@ -67,24 +72,36 @@ class World:
             raise
 
     def _start(self) -> None:
-        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(self.world_size)]
+        share = self._share()
+        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(share.count)]
         self._senders = [sender for _, sender in pairs]
         receivers = [receiver for receiver, _ in pairs]
         site = self._place.site
-        self._answers = gather_yields(
-            self.world_size,
-            _serve,
-            (receivers, self._place),
-            timeout_seconds=self.timeout_seconds,
-            settle=site.enter if site else None,
+        self._answers = self._gathered(
+            gather_yields(
+                share,
+                _serve,
+                (receivers, self._place),
+                timeout_seconds=self.timeout_seconds,
+                settle=site.enter if site else None,
+            )
         )
+
+    def _share(self) -> Share:
+        """The ranks that this process starts."""
+        n = self.world_size
+        return Share(n, 0, n, gpus=n if self.device == "cuda" else 0)
+
+    def _gathered(self, answers: Answers) -> Answers:
+        """What all ranks of the world answer, from what these do."""
+        return answers
 
     def _stop(self) -> None:
         for sender in self._senders:
             sender.close()
         answers, self._answers, self._senders = self._answers, None, []
         if answers is not None:
-            answers.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
+            answers.close()
 
 
 def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iterator[Any]:
@@ -92,7 +109,7 @@ def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iter
     joined = place.joined()
     while True:
         try:
-            job = receivers[rank].recv()
+            job = receivers[rank % len(receivers)].recv()
         except EOFError:
             return
         yield from measure(rank, job, joined)

@@ -19,6 +19,7 @@ from tilewise.tools.bench.grid import (
     preset,
     read_cases,
 )
+from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.cli.options import command_of, read_machine_option
 from tilewise.tools.cli.output import (
@@ -114,11 +115,26 @@ class BenchOptions(NamedTuple):
     output: Annotated[Path, typer.Option("--output", "-o", help="Results, JSON lines.")] = Path(
         "results.jsonl"
     )
-    mask: Annotated[Many, typer.Option(help="One of the 14 patterns; may be repeated.")] = None
-    contender: Annotated[Many, typer.Option("--kernel", "--strategy", help="Who.")] = None
+    mask: Annotated[
+        Many,
+        typer.Option(help="A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated."),
+    ] = None
+    block: Annotated[Numbers, typer.Option(help="Tokens of a block, of block patterns.")] = None
+    density: Annotated[
+        list[float] | None, typer.Option(help="Of block-sparse patterns, up to 1.")
+    ] = None
+    window: Annotated[Numbers, typer.Option(help="Tokens, of sliding windows.")] = None
+    cap: Annotated[Numbers, typer.Option(help="Tokens of the longest document.")] = None
+    corpus: Annotated[Many, typer.Option(help="Of document lengths, or a CSV.")] = None
+    contender: Annotated[
+        Many, typer.Option("--strategy", help="A name, a call, plan.json or FILE.py:name.")
+    ] = None
+    kernel: Annotated[
+        Many, typer.Option(help="A name of tilewise doctor, module:name or FILE.py:name.")
+    ] = None
     num_tokens: Annotated[Numbers, typer.Option(help="Of the whole sequence.")] = None
     tokens_per_rank: Annotated[Numbers, typer.Option(help="Instead of --num-tokens.")] = None
-    world_size: Annotated[Numbers, typer.Option(help="Local processes.")] = None
+    world_size: Annotated[Numbers, typer.Option(help="Ranks: local processes.")] = None
     hosts: Annotated[Numbers, typer.Option(help="Hosts of the network lab.")] = None
     ranks_per_host: Annotated[Numbers, typer.Option(help="Ranks on each.")] = None
     mbit: Annotated[list[float] | None, typer.Option(help="Of a host's NIC, each way.")] = None
@@ -158,8 +174,18 @@ def kernels(options: BenchOptions) -> None:
 
 
 def strategies(options: BenchOptions) -> None:
-    """Every strategy on every mask, over local processes joined by gloo."""
-    _bench("strategies", options)
+    """Every strategy on every mask, over local processes, or over those that torchrun started."""
+    with refusing_bad_input():
+        launched = Launched.joined()
+    if launched is None:
+        return _bench("strategies", options)
+    try:
+        if launched.rank:
+            launched.serve()
+        else:
+            _bench("strategies", options, launched)
+    finally:
+        launched.close()
 
 
 def network(options: BenchOptions) -> None:
@@ -167,13 +193,20 @@ def network(options: BenchOptions) -> None:
     _bench("network", options)
 
 
-def _bench(kind: str, options: BenchOptions) -> None:
+def _bench(kind: str, options: BenchOptions, launched: Launched | None = None) -> None:
     with refusing_bad_input():
         run = _run(kind, options)
+        if launched is not None:
+            n = launched.world_size
+            if set(options.world_size or ()) - {n}:
+                raise ValueError(f"--world-size ({options.world_size}) must be {n}, as launched")
+            run = run.narrowed({"world_size": [n]})
         others = [one for module in options.also or () for one in contenders_of(module)]
         plan = entered(run, others)
         machine = read_machine_option(options.machine) if options.machine else None
-        settings = EngineSettings(run.timing, machine, options.retry)
+        if launched is not None:
+            plan = [(replace(case, network=launched.network), who) for case, who in plan]
+        settings = EngineSettings(run.timing, machine, options.retry, launched)
         with Results(options.output) as results:
             keys = follow(plan, results, settings)
             rows = [results.rows[key] for key in keys]
@@ -204,8 +237,8 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 for run, without in (
-    (kernels, ("world_size", "tokens_per_rank", "layout", *LAB)),
-    (strategies, ("device", *LAB)),
+    (kernels, ("contender", "world_size", "tokens_per_rank", "layout", *LAB)),
+    (strategies, LAB),
     (network, ("device", "world_size")),
 ):
     bench_app.command()(command_of(run, BenchOptions, without=without))

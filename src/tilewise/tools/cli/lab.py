@@ -12,7 +12,7 @@ import typer
 from tilewise.arguments import dtype_name
 from tilewise.strategies.catalog import near_square
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import command_of, layout_of, mask_of
+from tilewise.tools.cli.options import command_of, layout_of
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
@@ -36,6 +36,7 @@ from tilewise.tools.lab.comparison import (
 )
 from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
+from tilewise.tools.mask_report.named import mask_of
 from tilewise.transport.processes import RankError
 from tilewise.workload import Workload, volume
 

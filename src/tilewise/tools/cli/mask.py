@@ -15,10 +15,10 @@ from tilewise.arguments import require_range
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
-from tilewise.masks.lengths import corpora
+from tilewise.masks.lengths import histogram
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
-from tilewise.tools.cli.options import TOKENS, command_of, mask_of, read_count
+from tilewise.tools.cli.options import TOKENS, command_of, read_count
 from tilewise.tools.cli.output import (
     AsJson,
     as_bytes,
@@ -37,6 +37,7 @@ from tilewise.tools.mask_report.figures import (
     load,
     planned,
 )
+from tilewise.tools.mask_report.named import CORPUS, Axes, mask_of
 from tilewise.tools.mask_report.view import MaskView, colours, draw, painted, view
 
 SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -111,7 +112,7 @@ class MaskOptions(NamedTuple):
         typer.Option(help="Who owns which tokens; with tiled, also who computes which cell."),
     ] = "balanced"
     seed: Annotated[int, typer.Option(min=0, help="Of documents and random parameters.")] = 0
-    corpus: Annotated[str, typer.Option(help="Of document lengths.")] = "prolong512k"
+    corpus: Annotated[str, typer.Option(help="Of document lengths; or a CSV.")] = CORPUS
     png: Annotated[
         Path | None, typer.Option(help="Write a picture here instead of text.", dir_okay=False)
     ] = None
@@ -159,9 +160,8 @@ def _drawn(options: MaskOptions) -> Drawn:
     n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
     require_range("--num-tokens", num_tokens, 1, MOST_TOKENS)
     require_range("world_size", n, 1, 1024)
-    if options.corpus not in corpora():
-        raise ValueError(f"corpus {options.corpus!r} is not known; take one of {corpora()}")
-    found = mask_of(options.name, num_tokens, options.seed, options.corpus)
+    histogram(options.corpus)  # refused here, also for masks without documents
+    found = mask_of(options.name, num_tokens, options.seed, Axes(corpus=options.corpus))
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
         plan, layout = planned(found, case, "tiled")

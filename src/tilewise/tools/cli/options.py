@@ -11,16 +11,17 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from tilewise import masks
-from tilewise.expressions import MASKS, STRATEGIES, read_heads, read_mask, read_plan
+from tilewise.expressions import MASKS, STRATEGIES, read_heads, read_plan
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
-from tilewise.planning.candidate import Candidate, load_candidate
+from tilewise.planning.candidate import Candidate, load_plan
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import MASK_AWARE
 from tilewise.strategies.tiled import tiled_layout
-from tilewise.tools.mask_report.figures import LAYOUTS, drawn
+from tilewise.tools.mask_report.figures import LAYOUTS
+from tilewise.tools.mask_report.named import mask_of
 from tilewise.workload import Workload
 
 _COUNT = re.compile(r"(\d+)([kKmM]?)$")
@@ -42,15 +43,6 @@ def read_bytes(what: str, text: str) -> int:
         raise ValueError(f"{what} ({text!r}) must be a number of bytes such as 20GiB or 80GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-
-
-def mask_of(text: str, num_tokens: int, seed: int = 0, corpus: str = "prolong512k") -> Mask:
-    """A named pattern, drawn, or the mask of an expression."""
-    if text in masks.ALL_NAMES:
-        return drawn(text, num_tokens, seed, corpus)
-    mask = read_mask(text, also=masks.ALL_NAMES)
-    mask.check_tokens(num_tokens)
-    return mask
 
 
 def command_of(
@@ -84,7 +76,7 @@ PlanText = Annotated[
     str,
     typer.Argument(
         help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; needed and tiled, which '
-        "see the mask; or a file that tilewise plan wrote."
+        "see the mask; or a file of tw.to_json or tilewise plan."
     ),
 ]
 WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where only a name is given.")]
@@ -187,7 +179,7 @@ def layout_of(name: str, mask: Mask, num_tokens: int, n: int) -> Layout:
 def read_plans(
     text: str, world_size: int | None, about: WorkOptions | None = None
 ) -> tuple[Plan, Candidate | None]:
-    """A strategy's plan; or that of a file that tilewise plan wrote, and the file's candidate.
+    """A strategy's plan; or that of a file, with its candidate where tilewise plan wrote it.
 
     Args:
         about: what a strategy that sees the mask is made for; None: it needs none.
@@ -207,14 +199,13 @@ def read_plans(
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
     try:
-        found = load_candidate(text)
+        found = load_plan(text)
     except OSError as error:
         raise ValueError(f"{text} cannot be read: {error.strerror}") from None
-    if world_size not in (None, found.plan.world_size):
-        raise ValueError(
-            f"{text} is for {found.plan.world_size} ranks, but --world-size is {world_size}"
-        )
-    return found.plan, found
+    plan, candidate = (found, None) if isinstance(found, Plan) else (found.plan, found)
+    if world_size not in (None, plan.world_size):
+        raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")
+    return plan, candidate
 
 
 def read_machine_option(name: str | None) -> Machine:

@@ -20,11 +20,11 @@ from tilewise.tools.cli.options import (
     WorldSize,
     command_of,
     layout_of,
-    mask_of,
     read_plans,
 )
 from tilewise.tools.cli.output import AsJson, print_plain, refusing_bad_input
 from tilewise.tools.mask_report.figures import LAYOUTS
+from tilewise.tools.mask_report.named import mask_of
 
 STYLES = (("x", "bold cyan"), ("*", "yellow"), ("!", "magenta"))  # a word that holds the sign
 OPERAND = "green"

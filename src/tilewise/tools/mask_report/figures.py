@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise import lengths, masks
 from tilewise.compiler.pruning import prune
 from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.balanced import balanced
@@ -127,8 +126,6 @@ def _masks(mask: Mask, plan: Plan, tile: Tile) -> Sequence[Mask]:
     return by_head[groups.slice(Side.KV, tile.heads)]
 
 
-DENSITY = 0.2  # of the block-sparse patterns, one of those that the benchmark draws
-CAP = 4  # the longest document is this part of the sequence
 MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
 PLANS = ("ring", "mesh", "needed", "tiled")
 
@@ -162,18 +159,6 @@ class RankLoad(NamedTuple):
 
     mean: float
     busiest: float
-
-
-def drawn(name: str, num_tokens: int, seed: int, corpus: str = "prolong512k") -> Mask:
-    """One of the 14 patterns: documents of a corpus, capped at a quarter; block tables at 0.2."""
-    cap = max(1, num_tokens // CAP)
-    return masks.random(
-        name,
-        num_tokens,
-        seed=seed,
-        cu_seqlens=lengths.sample(corpus, num_tokens, seed=seed, cap=cap),
-        density=DENSITY,
-    )
 
 
 LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(

@@ -17,12 +17,12 @@ from tilewise.tools.mask_report.figures import (
     PLANS,
     MaskCase,
     RankLoad,
-    drawn,
     imbalance,
     kernel_calls,
     load,
     planned,
 )
+from tilewise.tools.mask_report.named import drawn
 
 FIXED = ("full", "causal", "sliding_window", "sliding_window_causal")  # the same with every seed
 CORPORA = (("prolong512k", 4, 0.0), ("pile", 4, 0.0), ("prolong512k", 1, 0.6), ("pile", 1, 0.6))

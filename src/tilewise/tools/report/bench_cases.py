@@ -13,6 +13,7 @@ IDENTITY = (
     *("kind", "mask", "seed", "num_tokens", "sparsity_ratio", "num_heads", "num_kv_heads"),
     *("head_dim", "dtype", "pass", "world_size", "layout", "device"),
     *("network", "hosts", "ranks_per_host", "mbit"),
+    *("block", "density", "window", "cap", "corpus"),
 )
 """Fields that make a case; rows that differ in another one are of different contenders."""
 FAVOURITES = ("causal", "full", "both")
@@ -137,6 +138,7 @@ def described(fields: Mapping[str, Any]) -> str:
     """A case, or what is the same in several, in words."""
     said = [
         f"{fields['mask']} mask" if fields.get("mask") else "",
+        *(f"{axis} {fields[axis]}" for axis in IDENTITY[-5:] if fields.get(axis) is not None),
         PASSES.get(fields.get("pass") or "", str(fields.get("pass") or "")),
         f"{count(int(fields['num_tokens']))} tokens" if fields.get("num_tokens") else "",
         _per_rank(fields.get("tokens_per_rank")),

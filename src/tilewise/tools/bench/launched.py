@@ -1,0 +1,135 @@
+"""Ranks that torchrun or a scheduler started, on any hosts: rank 0 runs the benchmark for all.
+
+Every launched process keeps one rank process of its own, which joins the others' over the store
+that the launcher has set up. So a contender that dies or hangs costs its own row here too.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from contextlib import closing, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tilewise.tools.bench.case import LabNetwork
+from tilewise.tools.bench.inputs import write_inputs
+from tilewise.tools.bench.measure import Job, RankPlacement
+from tilewise.tools.bench.worlds import Answers, Blamed, World
+from tilewise.transport.process_group import local_world_size
+from tilewise.transport.processes import RankError, RankFailure, Share
+
+_CONTROL_TIMEOUT = timedelta(days=7)  # rank 0 may be busy with what needs no ranks
+
+
+class LaunchedWorld(World):
+    """A world whose ranks are those of all launched processes, this one's among them."""
+
+    def __init__(self, launched: Launched, timeout_seconds: float, device: str):
+        super().__init__(launched.world_size, timeout_seconds, RankPlacement(), device)
+        self.launched, self._starts = launched, 0
+
+    def run(self, job: Job) -> list[tuple[Any, ...]]:
+        if self.launched.rank == 0:
+            self.launched.tell((job, self.timeout_seconds, self.device))
+        return super().run(replace(job, inputs=self.launched.inputs_of(job)))
+
+    def _share(self) -> Share:
+        mine = self.launched
+        self._starts += 1  # a world that starts again meets under another name
+        store = mine.store.host, mine.store.port, f"bench {self.device} {self._starts}"
+        gpus = mine.network.ranks_per_host if self.device == "cuda" else 0
+        return Share(1, mine.rank, self.world_size, store, gpus)
+
+    def _gathered(self, answers: Answers) -> Answers:
+        """What all ranks answered, or how some failed, the same in every launched process."""
+        with closing(answers):
+            while True:
+                mine: tuple[Any, ...] = ()
+                failures: tuple[RankFailure, ...] = ()
+                try:
+                    mine = next(answers, ())
+                except RankError as error:
+                    failures = error.failures
+                found = self.launched.gather((mine, failures))
+                failed = tuple(failure for _, many in found for failure in many)
+                if failed or not all(answer for answer, _ in found):
+                    raise RankError("some ranks failed", failed)
+                yield tuple(answer[0] for answer, _ in found)
+
+
+class Launched:
+    """The processes that were launched together, and what they tell each other.
+
+    Attributes:
+        network: hosts and ranks on each; one host is loopback.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        control = dist.PrefixStore("control", store)
+        sizes = {"rank": rank, "world_size": world_size}
+        dist.init_process_group("gloo", store=control, timeout=_CONTROL_TIMEOUT, **sizes)
+        local = local_world_size()
+        host = self.rank // local if local else socket.gethostname()
+        self._hosts = self.gather(host)
+        counts = [self._hosts.count(one) for one in dict.fromkeys(self._hosts)]
+        if len(set(counts)) > 1:
+            raise ValueError(f"hosts have {counts} ranks; start as many on each")
+        name = "loopback" if len(counts) == 1 else "cluster"
+        self.network = LabNetwork(name, len(counts), counts[0])
+        self._folder = tempfile.TemporaryDirectory()
+
+    @classmethod
+    def joined(cls) -> Launched | None:
+        """These processes; None where nothing launched this one."""
+        try:
+            return cls(*next(dist.rendezvous("env://")))
+        except ValueError as error:
+            if "RANK expected" in str(error):
+                return None
+            raise
+
+    def close(self) -> None:
+        """End the others' serving, if this is rank 0."""
+        if self.rank == 0:
+            self.tell(None)
+        self._folder.cleanup()
+        dist.destroy_process_group()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def tell(self, value: Any) -> None:
+        dist.broadcast_object_list([value])
+
+    def inputs_of(self, job: Job) -> str:
+        """A job's inputs on this host: where rank 0 left them, or made again by its first rank."""
+        first, path = self._hosts.index(self._hosts[self.rank]), job.inputs
+        if first == self.rank and first:
+            path = str(Path(self._folder.name) / "inputs")
+            write_inputs(job.case, job.case.make_mask(), job.timing.truth_pairs, Path(path))
+        return self.gather(path)[first]
+
+    def serve(self) -> None:
+        """The life of all processes but rank 0's: its jobs, until it ends."""
+        world: LaunchedWorld | None = None
+        while True:
+            told: list[Any] = [None]
+            dist.broadcast_object_list(told)
+            if world is not None and (told[0] is None or world.device != told[0][2]):
+                world.__exit__()
+                world = None
+            if told[0] is None:
+                return
+            job, *about = told[0]
+            world = world or LaunchedWorld(self, *about)
+            with suppress(Blamed):
+                world.run(job)

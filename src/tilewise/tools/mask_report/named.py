@@ -1,0 +1,111 @@
+"""A mask by what a user writes: a pattern, drawn; an expression; a function of a module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise import masks
+from tilewise.arguments import require_range
+from tilewise.expressions import read_mask
+from tilewise.masks import lengths
+from tilewise.masks.base import Mask
+from tilewise.masks.patterns import BLOCK_NAMES, top_blocks
+from tilewise.tools.outside import is_outside, load
+
+DENSITY = 0.2  # of the block-sparse patterns, one of those that the benchmark draws
+CAP = 4  # the longest document is this part of the sequence
+CORPUS = "prolong512k"
+WINDOWED = "sliding_window", "sliding_window_causal", "global_sliding_window"
+OF_DOCUMENTS = tuple(
+    name
+    for name in masks.ALL_NAMES
+    if "document" in name or name in ("share_question", "causal_blockwise", *masks.ALL_NAMES[-2:])
+)
+
+
+class Axes(NamedTuple):
+    """What patterns are drawn with; None: as the benchmark's paper has it."""
+
+    block: int | None = None  # tokens; the paper draws 64 or 128, and 1024 of causal blocks
+    density: float | None = None  # share of the key blocks that a query block sees; 0.2
+    window: int | None = None  # tokens to each side; 1024
+    cap: int | None = None  # tokens of the longest document; a quarter of the sequence
+    corpus: str | None = None  # of `lengths.corpora()`, or the path of a CSV; prolong512k
+
+    def check(self) -> None:
+        """Refuse values out of range, naming the axis; a corpus is read."""
+        for name, least, most in (("block", 1, None), ("window", 0, None), ("cap", 1, None)):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, least, most)
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ValueError(f"density ({self.density}) must be above 0 and at most 1")
+        if self.corpus is not None:
+            lengths.histogram(self.corpus)
+
+    def of(self, text: str) -> Axes:
+        """Those that a mask has, so that others do not make one mask several cases."""
+        named = set(re.findall(r"\w+", text))
+        return self._replace(**{axis: None for axis in HAVE if not named & set(HAVE[axis])})
+
+
+USUAL = Axes()
+HAVE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "block": ("block_sparse_uniform", "block_causal_document"),
+        "density": BLOCK_NAMES,
+        "window": WINDOWED,
+        "cap": OF_DOCUMENTS,
+        "corpus": OF_DOCUMENTS,
+    }
+)
+"""The patterns that each axis is of."""
+
+
+def drawn(name: str, num_tokens: int, seed: int, axes: Axes = USUAL) -> Mask:
+    """One of the named patterns: documents of a corpus, capped at a quarter; blocks at 0.2."""
+    cap = axes.cap or max(1, num_tokens // CAP)
+    cu = lengths.sample(axes.corpus or CORPUS, num_tokens, seed=seed, cap=cap)
+    density = axes.density or DENSITY
+    if axes.window is not None and name in WINDOWED:
+        return getattr(masks, name)(num_tokens, axes.window)
+    if axes.block and name == "block_causal_document":
+        return masks.block_causal_document(cu, axes.block)
+    if axes.block and name == "block_sparse_uniform":
+        count = -(-num_tokens // axes.block)
+        table = top_blocks((count, count), None, density, np.random.default_rng(seed))
+        return masks.block_sparse(table, axes.block)
+    return masks.random(name, num_tokens, seed=seed, cu_seqlens=cu, density=density)
+
+
+def mask_of(text: str, num_tokens: int, seed: int = 0, axes: Axes = USUAL) -> Mask:
+    """The mask of a pattern's name, of an expression of names and masks, or of "FILE.py:name":
+    a function of num_tokens, or a mask.
+
+    Raises:
+        ValueError: in one line, saying what can be written.
+    """
+    if is_outside(text):
+        found = load(text)
+        mask = found if isinstance(found, Mask) else found(num_tokens)
+        if not isinstance(mask, Mask):
+            raise ValueError(
+                f"mask {text} is a {type(mask).__name__}; give a mask such as tw.Causal(), or a "
+                "function of num_tokens that returns one"
+            )
+    else:
+        mask = read_mask(text, also=_patterns(num_tokens, seed, axes))
+    try:
+        mask.check_tokens(num_tokens)
+    except ValueError as error:
+        raise ValueError(f"mask {text!r}: {error}") from None
+    return mask
+
+
+def _patterns(num_tokens: int, seed: int, axes: Axes) -> Mapping[str, Callable[[], Mask]]:
+    return {name: partial(drawn, name, num_tokens, seed, axes) for name in masks.ALL_NAMES}
