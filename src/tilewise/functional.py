@@ -10,14 +10,14 @@ from torch import Tensor
 from tilewise.arguments import DtypeName, Save, Validate
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import resolve_call
+from tilewise.execution.torch_op import latent_attention, resolve_call
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.resolve import Group
-from tilewise.wires.wire import AnyWire
+from tilewise.wires.wire import AnyWire, latent_of
 
 
 class Options(TypedDict, total=False):
@@ -52,7 +52,7 @@ class _Together(Options, total=False):
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
@@ -62,7 +62,7 @@ def attention(
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
@@ -72,7 +72,7 @@ def attention(
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     return_lse: bool = False,
     return_max_logit: bool,
@@ -85,7 +85,7 @@ def attention(
 def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     plan: Plan,
     layout: Layout | None = None,
@@ -117,7 +117,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     Args:
         q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
             rank's rows under layout; with a plan of replicated queries (tree) the same few on all.
-        k, v: as q with num_kv_heads, a divisor of num_heads; v, and out, of any head_dim.
+        k, v: as q with num_kv_heads, a divisor of num_heads; v, and out, of any head_dim. With
+            wire=tw.wire.Latent(...) the latents [(batch,) num_tokens, width], and None.
         plan: from a strategy; of the backward pass too, unless backward_plan is given. Or what
             `BatchStep.prepare` made, which knows layout and mask: they may then be left out.
         layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
@@ -188,11 +189,14 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         return_max_logit,
         return_lse,
     )
-    if not torch.compiler.is_compiling():
-        problem, _ = resolve_call(q, k, v, call)
-        call, dropout_seed = replace(call, problem=problem), None
-    given = q, k, v, call, dropout_seed, return_max_logit
-    out, lse, kept = torch.ops.tilewise.attention(*given)
+    if latent_of(wire) is not None:
+        out, lse, kept = latent_attention(q, k, v, call)
+    else:
+        if not torch.compiler.is_compiling():
+            problem, _ = resolve_call(q, k, v, call)
+            call, dropout_seed = replace(call, problem=problem), None
+        given = q, k, v, call, dropout_seed, return_max_logit
+        out, lse, kept = torch.ops.tilewise.attention(*given)
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + kept[:1] * return_max_logit

@@ -58,7 +58,7 @@ class Workload:
         wires = wires_of(self.wire, self.wire_dtype)
         plain = wires.only_wire_dtype
         object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
-        object.__setattr__(self, "wire", None if plain else wires)
+        object.__setattr__(self, "wire", None if plain else wires.sizes)
         for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
             if not width >= 1:
                 raise ValueError(f"{what} ({width}) must be at least 1")

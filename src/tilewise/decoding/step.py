@@ -15,8 +15,8 @@ from torch import Tensor
 from tilewise.compiler.liveness import Lifetimes
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.executor import execute
-from tilewise.execution.forward_backward import loadable
 from tilewise.execution.gather import Tensors
+from tilewise.execution.packing import loadable
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.sinks import with_sink

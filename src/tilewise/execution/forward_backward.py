@@ -7,36 +7,37 @@ from torch import Tensor
 
 from tilewise.execution.allocator import Allocator, FreshAllocator
 from tilewise.execution.executor import execute
+from tilewise.execution.packing import loadable
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
-from tilewise.plan.payload import ALIGNMENT_BYTES
 from tilewise.transport.protocol import Transport
 
 
 def forward_pass(
-    problem: Problem, transport: Transport, q: Tensor, k: Tensor, v: Tensor, keep: bool
+    problem: Problem, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
     Before these stands the largest score of every head over this rank's rows, if it is asked for.
 
     Args:
+        kv: k and v, or latents [(batch,) tokens, 1, width].
         keep: a backward pass follows; save="gathered" then keeps what was received.
     """
     batched = q.ndim == 4
-    rows = [_rows_first(loadable(x), batched) for x in (q, k, v)]
+    rows = [_rows_first(loadable(x), batched) for x in (q, *kv)]
     run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     allocator = run.allocator(rows, keep)
     # What backward is to find again is no buffer of this pass.
     lasting = FreshAllocator(q.device) if keep else allocator
-    named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
+    named = {"q": rows[0]}, run.named_kv(rows[1:])
     work = Forward(run.frame(keep, allocator), run.payload, *run.start(named, allocator=lasting))
     execute(run.program, work, transport)
-    out, lse = results = empty_results(q, v)
+    out, lse = results = empty_results(q, run.payload.v_head_dim)
     if run.payload.max_logit:
         results = *results, torch.empty_like(lse)
     run.collect(work, Side.Q, [_rows_first(x, batched) for x in results])
@@ -45,10 +46,10 @@ def forward_pass(
     return out, lse, [*map(_largest, results[2:]), *kept]
 
 
-def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
     """out and lse, of any content."""
     lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+    return q.new_empty((*q.shape[:-1], v_head_dim)), lse
 
 
 def _largest(scores: Tensor) -> Tensor:
@@ -64,16 +65,16 @@ def backward_pass(
     saved: Sequence[Tensor],
     kept: Sequence[Tensor],
     grads: tuple[Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv.
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv; or dq and that of latents.
 
     Args:
-        saved: q, k, v, out, lse of the forward pass.
+        saved: q, k, v (or latents), out, lse of the forward pass.
         kept: what forward_pass kept.
         grads: dout and dlse; None: zero.
     """
     batched = saved[0].ndim == 4
-    q, k, v, out, lse = (_rows_first(loadable(x), batched) for x in saved)
+    q, *kv, out, lse = (_rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else _rows_first(loadable(x), batched) for x in grads)
     batch, device = q.shape[1], q.device
     gathered = {}
@@ -81,20 +82,20 @@ def backward_pass(
         before = PassRun(problem, transport, backward=False, batch=batch, device=device)
         gathered = before.found(kept)
     run = PassRun(problem, transport, backward=True, batch=batch, device=device)
-    allocator = run.allocator((q, k, v, out, lse, dout, dlse))
+    allocator = run.allocator((q, *kv, out, lse, dout, dlse))
     if dout is None:
         dout = allocator.take(out.shape, q.dtype).zero_()
     delta = _delta(out, dout, dlse, lse.dtype, allocator)
-    named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, {"k": k, "v": v})
+    named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, run.named_kv(kv))
     work = Backward(
         run.frame(False, allocator), run.payload, *run.start(named, gathered, allocator)
     )
     execute(run.program, work, transport)
-    dq, dk, dv = (x.new_empty(x.shape) for x in saved[:3])
+    dq, *dkv = (x.new_empty(x.shape) for x in saved[:-2])
     run.collect(work, Side.Q, [_rows_first(dq, batched)])
-    run.collect(work, Side.KV, [_rows_first(x, batched) for x in (dk, dv)])
+    run.collect(work, Side.KV, [_rows_first(x, batched) for x in dkv])
     allocator.end()
-    return dq, dk, dv
+    return dq, *dkv
 
 
 def _delta(
@@ -105,16 +106,6 @@ def _delta(
     delta = torch.sum(product, -1, out=allocator.take(out.shape[:-1], dtype))
     allocator.give(product)
     return delta if dlse is None else delta.sub_(dlse)
-
-
-def loadable(x: Tensor) -> Tensor:
-    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
-    be. Else a copy."""
-    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
-    places = (stride * x.itemsize for stride in x.stride()[:-1])
-    if x.stride(-1) == 1 and not any(at % unit for at in (x.data_ptr(), *places)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows_first(x: Tensor, batched: bool) -> Tensor:

@@ -87,6 +87,11 @@ class Binder:
             known = self._places[id(bound)] = Places(q, k, first)
         return known
 
+    def kv_heads(self, bound: BoundCall) -> slice:
+        """A bound call's KV heads, of all."""
+        heads = self.table.groups.slice(Side.KV, bound.k[0].item.heads)
+        return heads if bound.kv_heads is None else _within(heads, bound.kv_heads)
+
     def _positions(self, layout: Layout, parts: Sequence[TensorPart]) -> Tensor:
         """Global positions of a call's rows of one side, in the order of the call."""
         own = [torch.from_numpy(layout.rows(part.item.shard)).to(self.device) for part in parts]
@@ -110,6 +115,11 @@ class Binder:
             for x in part[2:]
         )
         return RowSelection(part.shard, part.item, *index)
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """A slice of a slice, of the whole."""
+    return slice(outer.start + inner.start, outer.start + inner.stop)
 
 
 def pick(x: Tensor, index: Index, allocator: Source) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.execution.allocator import Allocator, Source
 from tilewise.execution.encoding import decode, encode
 from tilewise.plan.ir import Item, Rows
-from tilewise.plan.payload import RowFormat
+from tilewise.plan.payload import ALIGNMENT_BYTES, RowFormat
 
 STATISTICS = ("lse", "delta", "largest")
 
@@ -116,6 +116,16 @@ class Packing:
                 continue
             tensors.append(packed.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
+    be. Else a copy."""
+    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
+    places = (stride * x.itemsize for stride in x.stride()[:-1])
+    if x.stride(-1) == 1 and not any(at % unit for at in (x.data_ptr(), *places)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def take(x: Tensor, held: Rows, wanted: Rows | None, allocator: Source) -> Tensor:

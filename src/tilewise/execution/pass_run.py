@@ -61,6 +61,9 @@ class PassRun:
         self.problem, self.batch, self.device = problem, batch, device
         resolved = problem.passes[backward]
         self.groups, self.payload = resolved.groups, resolved.payload
+        # A latent is of all heads: every group has the whole.
+        latent = self.payload.wires.latent is not None
+        self._carried = self.groups._replace(num_kv_heads=1) if latent else self.groups
         self.mask, self.layouts = resolved.mask, resolved.layouts
         self.rank = transport.rank
         pruned = self.plan = resolved.pruned if problem.prune else resolved.plan
@@ -141,8 +144,14 @@ class PassRun:
             self.device,
             keep,
             self.packing,
+            problem.expansion,
             allocator or FreshAllocator(self.device),
         )
+
+    def named_kv(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The caller's tensors of the KV side by the names of their fields."""
+        names = (name for name, _ in self.payload.inputs(Side.KV))
+        return dict(zip(names, tensors, strict=True))
 
     def start(
         self,
@@ -157,7 +166,7 @@ class PassRun:
         for side, tensors in zip(Side, named, strict=True):
             for shard, rows in self._held(side):
                 for group in range(self.groups.groups):
-                    item, heads = operand(side, shard, group), self.groups.slice(side, group)
+                    item, heads = operand(side, shard, group), self._carried.slice(side, group)
                     fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
                     operands[item] = PackedRows(((0, rows.stop - rows.start),), fields)
         allocator = allocator or FreshAllocator(self.device)
@@ -185,12 +194,12 @@ class PassRun:
             sums: dict[int, tuple[Tensor, ...]] = {}  # by first head
             for group in range(self.groups.groups):
                 values = work.final(partial(side, shard, group))
-                heads = self.groups.slice(side, group)
+                heads = self._carried.slice(side, group)
                 # Groups may share a KV head, whose gradients sum.
                 for total, value in zip(sums.setdefault(heads.start, values), values, strict=True):
                     if total is not value:
                         total.add_(value)
-            width = self.groups.slice(side, 0).stop
+            width = self._carried.slice(side, 0).stop
             for first, values in sums.items():
                 for result, value in zip(results, values, strict=True):
                     result[rows][:, :, first : first + width].copy_(value)

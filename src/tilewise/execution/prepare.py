@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.arguments import require_range
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.execution.expansion import Expansion
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, Kernel, accumulator_dtype
@@ -85,22 +86,29 @@ def run_on_shapes(passes: Passes, transport: NoTransport, kernel: NoKernel) -> N
     """Run both passes of one rank on shapes: the host's work of a call, and nothing else."""
     scores = Scores(1.0, max_logit=passes[0].payload.max_logit)
     problem = Problem(passes, scores, prune=True, kernel=kernel)
-    q, k, v = operands_on_shapes(problem, transport.rank)
-    out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
+    problem = problem._replace(expansion=expansion_on_shapes(passes))
+    q, *kv = operands_on_shapes(problem, transport.rank)
+    out, lse, kept = forward_pass(problem, transport, q, *kv, keep=True)
     dout = torch.empty_like(out)
     kept = kept[scores.max_logit :]
-    backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))
+    backward_pass(problem, transport, (q, *kv, out, lse), kept, (dout, None))
+
+
+def expansion_on_shapes(passes: Passes) -> Expansion | None:
+    """Of a call with latents; what expand takes beside its results is nowhere."""
+    payload = passes[0].payload
+    if payload.wires.latent is None:
+        return None
+    like = torch.empty(0, dtype=getattr(torch, payload.dtype), device="meta")
+    return Expansion(payload.wires.latent, like, learns=False)
 
 
 def operands_on_shapes(problem: Problem, rank: int) -> list[Tensor]:
-    """A rank's q, k, v."""
+    """A rank's q, k, v, or its q and latents."""
     (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
-    for side, heads, width in (
-        (Side.Q, groups.num_heads, payload.head_dim),
-        (Side.KV, groups.num_kv_heads, payload.head_dim),
-        (Side.KV, groups.num_kv_heads, payload.v_head_dim),
-    ):
-        owners, layout = plan.owners[side], layouts[side]
+    heads_of = groups.num_heads, 1 if payload.wires.latent else groups.num_kv_heads
+    for side, width in ((side, width) for side in Side for _, width in payload.inputs(side)):
+        heads, owners, layout = heads_of[side], plan.owners[side], layouts[side]
         rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
         dtype = getattr(torch, payload.dtype)
         tensors.append(torch.empty(rows, heads, width, dtype=dtype, device="meta"))
@@ -120,7 +128,7 @@ class NoKernel:
 
     def forward(self, *args: Any, **_: Any) -> Accumulators:
         q, _, v, _, _, into, *told = args
-        out, lse = empty_results(q, v)
+        out, lse = empty_results(q, v.shape[-1])
         return into or (out, lse, *[lse] * sum(scores.max_logit for scores in told))
 
     def backward(self, *args: Any, **_: Any) -> Gradients:

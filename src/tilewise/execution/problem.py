@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.arguments import Save, Validate, dtype_name
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.execution.allocator import Allocator
+from tilewise.execution.expansion import PROBED_ROWS, Expansion
 from tilewise.execution.sinks import SinkKind, check_sink
 from tilewise.execution.validation import (
     check_kinds,
@@ -21,6 +23,7 @@ from tilewise.execution.validation import (
     check_rows,
     check_tensors,
     checked_scores,
+    named_operands,
     query_positions,
 )
 from tilewise.kernels.protocol import Kernel
@@ -33,7 +36,8 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
-from tilewise.wires.wire import AnyWire, Plain, Wires, plain_wires, wires_of
+from tilewise.wires.latent import Latent
+from tilewise.wires.wire import AnyWire, Plain, Wires, latent_of, plain_wires, wires_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Problem(NamedTuple):
     Attributes:
         passes: forward and backward.
         number: of the forward pass's agreement, the same on all ranks; None: not known.
+        expansion: of latents, if k and v are made of some.
         allocator: makes what hands out a pass its buffers; None: as the device of q asks.
     """
 
@@ -84,6 +89,12 @@ class Problem(NamedTuple):
     kernel: Kernel
     number: int | None = None
     allocator: Callable[[torch.device], Allocator] | None = None
+    expansion: Expansion | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether what makes k and v of latents gets gradients."""
+        return self.expansion is not None and bool(self.expansion.leaves)
 
     @property
     def gathered(self) -> bool:
@@ -92,31 +103,39 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, rank: int, world_size: int
+    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, rank: int, world_size: int
 ) -> Problem:
     """Check one rank's call.
 
+    Args:
+        k, v: or latents [(batch,) tokens, 1, width] and None.
     Raises:
         ValueError: with both numbers and the fix.
     """
-    check_tensors(q, k, v)
+    latent = latent_of(call.wire)
+    check_tensors(q, k, v, latent)
     check_kinds(call)
     check_ranks(call, rank, world_size)
     # int: a compiler's symbolic sizes become plain numbers.
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)
+    num_kv_heads, v_head_dim = int(k.shape[-2]), int(k.shape[-1] if v is None else v.shape[-1])
+    wires = resolved_wires(call, dtype)
+    if latent is not None:
+        num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
+        wires = replace(wires, latent=replace(latent.sizes, width=int(k.shape[-1])))
     shape = CallShape(
         call.mask,
         call.layout,
         num_heads,
-        int(k.shape[-2]),
+        num_kv_heads,
         head_dim,
         dtype,
-        resolved_wires(call, dtype),
+        wires,
         call.save,
         kv_layout,
         query_positions(call, num_queries, kv_layout.num_tokens),
-        int(v.shape[-1]),
+        v_head_dim,
         call.max_logit,
     )
     passes = resolve_passes(shape, call.plan, call.backward_plan)
@@ -127,10 +146,30 @@ def make_problem(
     check_sink(call.sink, num_heads, dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
     if world_size > 1 and shape.wires.forward != Plain(dtype_name(dtype)):
-        check_numbers(shape.wires.forward, q=q, k=k, v=v)
+        check_numbers(shape.wires.forward, **named_operands(q, k, v))
+    expansion = None if latent is None else probed(latent, k, call, kv_layout.rows(rank))
+    if expansion is not None and expansion.leaves:
+        call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
-    kernel = _kernel(call, q, max(head_dim, int(v.shape[-1])), scores.needs, square)
-    return Problem(passes, scores, call.prune, kernel)
+    kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
+    return Problem(passes, scores, call.prune, kernel, expansion=expansion)
+
+
+def probed(latent: Latent, x: Tensor, call: AttentionCall, places: np.ndarray) -> Expansion:
+    """The expansion of this rank's latents [(batch,) tokens, 1, width], tried on a few of them.
+
+    That expand is deterministic is tried where it costs no wait for a device.
+    """
+    learns = torch.is_grad_enabled()
+    expansion = Expansion(latent, x, learns=learns)
+    rows = (x if x.ndim == 3 else x[:1].flatten(0, 1))[:PROBED_ROWS, 0]
+    rows = rows[: len(rows) - 1 + len(rows) % 2]  # an odd number
+    positions = torch.from_numpy(places[: len(rows)]).to(x.device)
+    if not len(rows):
+        rows, positions = x.new_zeros(1, x.shape[-1]), torch.zeros(1, dtype=torch.int64)
+    twice = call.validate != "never" and x.device.type == "cpu"
+    expansion.probe(rows, positions.to(x.device), twice=twice)
+    return expansion
 
 
 def resolved_wires(call: AttentionCall, dtype: str) -> Wires:
@@ -151,12 +190,12 @@ def _kernel(
     return kernel_for(*asked, use, needs)
 
 
-def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:
+def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
     """What all ranks must have in common, most telling first: "auto" plans for the shapes.
 
     The kernel is not among it: what ranks exchange does not depend on who computed it.
     """
-    (plan, mask, (q_layout, kv_layout), _, payload), backward = problem.passes
+    (plan, mask, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
     fields: dict[str, Any] = {
         PASS: "forward",
@@ -166,7 +205,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
         "num_dimensions": q.ndim,
         "batch": q.shape[0] if q.ndim == 4 else 1,
         "num_heads": q.shape[-2],
-        "num_kv_heads": k.shape[-2],
+        "num_kv_heads": groups.num_kv_heads,
         "head_dim": payload.head_dim,
         "v_head_dim": payload.v_head_dim,
         "plan": plan.fingerprint,
@@ -184,7 +223,7 @@ def agreement_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall
         "wire": payload.wires,
         "save": "gathered" if problem.gathered else "replay",
         "prune": problem.prune,
-        "requires_grad": call.needs_grad,
+        "requires_grad": call.needs_grad or problem.learns,
         "sink": "none" if call.sink is None else call.sink.dtype,
         "device": q.device.type,
     }

@@ -15,7 +15,7 @@ from torch._library import opaque_object
 from tilewise.arguments import dtype_name
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
-from tilewise.execution.validation import check_numbers
+from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.sequences import Growing
@@ -33,7 +33,9 @@ from tilewise.wires.wire import Plain, wires_of
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
 
-def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Problem, Transport]:
+def resolve_call(
+    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall
+) -> tuple[Problem, Transport]:
     """The checked call, which all ranks have agreed on.
 
     Raises:
@@ -52,7 +54,7 @@ def resolve_call(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[
             raise
         error = raised
     if agrees:
-        fields = agreement_fields(problem, q, k, call) if problem else None
+        fields = agreement_fields(problem, q, call) if problem else None
         agree(transport, fields, None if error is None else str(error))
         if problem is not None:
             problem = problem._replace(number=getattr(transport, "agreement_number", None))
@@ -72,7 +74,9 @@ def _agrees(q: Tensor, call: AttentionCall) -> bool:
     return wires.rounds(dtype_name(q.dtype)) and not is_capturing(q.device)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, transport: Transport) -> Problem:
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, transport: Transport
+) -> Problem:
     """The checked call of this rank alone."""
     if call.problem is not None:
         return call.problem
@@ -99,7 +103,7 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call, ctx.seed)
         if torch.is_grad_enabled():  # create_graph
-            grads = _OnceDifferentiable.apply(*grads, q, k, v, dout, dlse)
+            grads = _OnceDifferentiable.apply(len(grads), *grads, q, k, v, dout, dlse)
         return *grads, None, None, None
 
 
@@ -111,10 +115,9 @@ class _OnceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+    def forward(ctx: Any, count: int, *tensors: Any) -> tuple[Tensor, ...]:
+        """The first so many, of all that they were made of."""
+        return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
@@ -122,6 +125,54 @@ class _OnceDifferentiable(torch.autograd.Function):
             "attention has no second derivative: its gradients can be computed, but not be "
             "differentiated (create_graph=True, hvp, hessian); take dense attention for that"
         )
+
+
+class _LatentAttention(torch.autograd.Function):
+    """Attention whose keys and values are made of latents; outside of compiled code alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, x: Tensor, call: AttentionCall, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        assert call.problem is not None
+        transport, keep = transport_for(call.group), call.needs_grad or bool(leaves)
+        out, lse, kept = forward_pass(call.problem, transport, q, x, keep=keep)
+        largest = kept[: call.problem.scores.max_logit]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*largest)
+        ctx.save_for_backward(q, x, out, lse, *leaves, *kept[len(largest) :])
+        ctx.call, ctx.num_leaves = call, len(leaves)
+        return out, lse, *largest
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        q, x, out, lse, *rest = ctx.saved_tensors
+        leaves, kept = rest[: ctx.num_leaves], rest[ctx.num_leaves :]
+        problem, transport = ctx.call.problem, transport_for(ctx.call.group)
+        _agree_backward(problem, transport, ctx.call, q, dout, x)
+        problem.expansion.begin_backward()
+        with torch.no_grad():
+            saved = q, x, out, lse
+            dq, dx = backward_pass(problem, transport, saved, kept, (dout, dlse))
+            grads = dq, dx, *problem.expansion.gradients()
+        if torch.is_grad_enabled():  # create_graph
+            grads = _OnceDifferentiable.apply(len(grads), *grads, q, x, *leaves, dout, dlse)
+        return *grads[:2], None, *grads[2:]
+
+
+@torch.compiler.disable
+def latent_attention(
+    q: Tensor, latent: Tensor, v: None, call: AttentionCall
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out, lse and what is asked for besides, of latents [(batch,) tokens, width]."""
+    latents = latent.unsqueeze(-2) if isinstance(latent, Tensor) and latent.ndim else latent
+    problem, _ = resolve_call(q, latents, v, call)
+    leaves = problem.expansion.leaves if problem.expansion else ()
+    given = q, latents, replace(call, problem=problem), *leaves
+    out, lse, *kept = _LatentAttention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
+    return out, lse, kept
 
 
 def _autograd(
@@ -159,27 +210,39 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Shapes alone; a compiler does not let it look into the call, hence nothing is kept."""
     kept = [q.new_empty(q.shape[-2:-1], dtype=torch.float32)] * largest
-    return *empty_results(q, v), kept
+    return *empty_results(q, v.shape[-1]), kept
 
 
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     out, lse, kept, call, *seed = rest
     transport = transport_for(call.group)
     problem = _checked(q, k, v, _seeded(call, *seed), transport)
+    _agree_backward(problem, transport, call, q, dout, k, v)
+    kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
+    return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
+
+
+def _agree_backward(
+    problem: Problem,
+    transport: Transport,
+    call: AttentionCall,
+    q: Tensor,
+    dout: Tensor | None,
+    *kv: Tensor,
+) -> None:
+    """Check what backward sends, and let ranks agree that they run it."""
     wire, error = problem.passes[1].payload.wires.backward, None
     if transport.world_size > 1 and wire != Plain(dtype_name(q.dtype)):
         try:
-            check_numbers(wire, q=q, k=k, v=v, dout=dout)
+            check_numbers(wire, **named_operands(q, *kv), dout=dout)
         except ValueError as raised:
             error = str(raised)
     if _agrees(q, call):
-        agree(transport, _backward_fields(problem, q, k, call), error)
+        agree(transport, _backward_fields(problem, q, call), error)
     elif error:
         raise ValueError(error)
-    kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
-    return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
 
 
 def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
@@ -187,13 +250,13 @@ def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
     return call if call.problem or seed is None else replace(call, dropout_seed=seed)
 
 
-def _backward_fields(problem: Problem, q: Tensor, k: Tensor, call: AttentionCall) -> dict[str, str]:
+def _backward_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
     """What ranks compare before backward: calls may be alike in all but the order of their passes.
 
     Compiled code does not know which forward pass it follows, hence compares the call alone.
     """
     if problem.number is None:
-        return {**agreement_fields(problem, q, k, call), PASS: "backward"}
+        return {**agreement_fields(problem, q, call), PASS: "backward"}
     name = problem.passes[1].plan.name
     return {PASS: f"backward of call {problem.number} ({name})"}
 

@@ -16,6 +16,7 @@ from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.wires.float8 import Float8
+from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wire
 
 if TYPE_CHECKING:
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
 MOST_SEEDS = (1 << 63) - 1
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None = None) -> None:
+    """Raise ValueError unless these can be attended with.
+
+    Args:
+        k, v: where latent is given, latents [(batch,) tokens, 1, width] and None.
+    """
+    named = (("q", q), ("k", k), ("v", v)) if latent is None else (("q", q), ("the latent", k))
+    for name, x in named:
         require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
         if x.layout is not torch.strided:
             raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
@@ -34,6 +41,41 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is a DTensor; call attention through local_map of "
                 "torch.distributed.tensor.experimental, which passes each rank its own rows"
             )
+    if latent is not None:
+        _check_latents(q, k, v, latent)
+    else:
+        assert v is not None
+        _check_keys_and_values(q, k, v)
+    for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device)):
+        found = [of(x) for _, x in named if x is not None]
+        if len(set(found)) > 1:
+            names = ", ".join(name for name, _ in named)
+            raise ValueError(
+                f"{names} have {what} {', '.join(map(str, found))}; they must be equal"
+            )
+    check_dtype("dtype", dtype_name(q.dtype))
+
+
+def _check_latents(q: Tensor, x: Tensor, v: Tensor | None, latent: Latent) -> None:
+    if v is not None:
+        raise ValueError(
+            f"v is {tuple(v.shape)}, but expand makes v of the latent; pass None as v, or leave "
+            "out wire=Latent(...)"
+        )
+    if latent.expand is None:
+        raise ValueError("the latent has no expand; pass tw.wire.Latent(expand, ...)")
+    given = tuple(x.shape[:-2] + x.shape[-1:])
+    if q.ndim not in (3, 4) or x.ndim != q.ndim or x.shape[-2] != 1:
+        raise ValueError(
+            f"q {tuple(q.shape)} and the latent {given} must be [tokens, heads, head_dim] and "
+            "[tokens, width], or both with a batch before"
+        )
+    if q.shape[:-3] != x.shape[:-3]:
+        raise ValueError(f"batch of q ({q.shape[0]}) and the latent ({x.shape[0]}) must be equal")
+    latent.check(latent.num_kv_heads, int(q.shape[-1]), latent.v_head_dim, int(x.shape[-1]))
+
+
+def _check_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
@@ -50,10 +92,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"batch of q ({q.shape[0]}) and k ({k.shape[0]}) must be equal")
-    for what, of in (("dtype", lambda x: x.dtype), ("device", lambda x: x.device)):
-        if not of(q) == of(k) == of(v):
-            raise ValueError(f"q, k, v have {what} {of(q)}, {of(k)}, {of(v)}; they must be equal")
-    check_dtype("dtype", dtype_name(q.dtype))
+
+
+def named_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, Tensor | None]:
+    """What a caller calls them: without v, k are latents."""
+    return {"q": q, "the latent": k} if v is None else {"q": q, "k": k, "v": v}
 
 
 def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes
 from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
+from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.gather import (
     Binder,
     BoundCall,
@@ -39,6 +40,7 @@ class Frame:
         batch: sequences side by side, all of the same layout and mask.
         keep: received operands stay for the next pass.
         packing: how each side's and role's tensors lie in a row of bytes.
+        expansion: of latents, if k and v are made of some.
         allocator: of the pass's buffers.
     """
 
@@ -51,6 +53,7 @@ class Frame:
     device: torch.device
     keep: bool
     packing: Mapping[tuple[Side, Role], Packing]
+    expansion: Expansion | None
     allocator: Allocator
 
 
@@ -82,6 +85,7 @@ class PassWork(ABC):
         # What stays for the next pass is no buffer of this one.
         self._operand_lender = FreshAllocator(frame.device) if frame.keep else frame.allocator
         self._scratch = Scratch(frame.allocator)
+        self._expansion = frame.expansion
         self._kernel, self._scale = frame.kernel, frame.scores.scale
         self._asks = bool(frame.scores.needs)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
@@ -214,6 +218,20 @@ class PassWork(ABC):
             return scores
         return scores._replace(places=self.frame.binder.places(bound))
 
+    def _expanded(self, bound: BoundCall, kv: list[PackedRows], learns: bool) -> Expanded:
+        """A call's keys and values, made of its latents."""
+        expansion, scratch = self._expansion, self._scratch
+        assert expansion is not None
+        rows = gather(kv, bound.k, "latent", None, scratch)
+        heads = self.frame.binder.kv_heads(bound)
+        if rows.is_meta:
+            shape, latent = (*rows.shape[:2], heads.stop - heads.start), expansion.latent
+            widths = latent.head_dim, latent.v_head_dim
+            k, v = (scratch.take((*shape, width), rows.dtype) for width in widths)
+            return Expanded(k, v, rows, (), bound)
+        positions = self.frame.binder.places(bound).k_positions
+        return expansion.expand(bound, rows, positions, heads, learns)
+
     @abstractmethod
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         """Compute one kernel call and add its results to the partials."""
@@ -327,8 +345,11 @@ class Forward(PassWork):
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
         queries = gather(q, q_parts, "q", q_heads, self._scratch)
-        k = gather(kv, k_parts, "k", kv_heads, self._scratch)
-        v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+        if self._expansion is None:
+            k = gather(kv, k_parts, "k", kv_heads, self._scratch)
+            v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+        else:
+            k, v, *_ = self._expanded(bound, kv, learns=False)
         into, scale = self._target(q_parts, q_heads), self._scale
         if self._asks:
             told = self._scores(bound)
@@ -363,11 +384,15 @@ class Backward(PassWork):
             gather(q, q_parts, name, q_heads, self._scratch)
             for name in ("q", "dout", "lse", "delta")
         )
-        k = gather(kv, k_parts, "k", kv_heads, self._scratch)
-        v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+        expanded = second = None
+        if self._expansion is None:
+            k = gather(kv, k_parts, "k", kv_heads, self._scratch)
+            v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+            second = self._target(k_parts, kv_heads)
+        else:
+            k, v, *_ = expanded = self._expanded(bound, kv, learns=True)
         operands = queries, k, v, dout, lse, delta, call, self._scale
-        first, second = self._target(q_parts, q_heads), self._target(k_parts, kv_heads)
-        into = None
+        first, into = self._target(q_parts, q_heads), None
         if (first and second) or not self._allocator.adopts:
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
             into = dq, dk, dv
@@ -377,9 +402,21 @@ class Backward(PassWork):
         if into is None or first is None:
             for part in q_parts:
                 self._add_part(part, (dq,), q_heads)
-        if into is None or second is None:
+        if expanded is not None:
+            dlatent = self._pulled(expanded, dk, dv)
+            for part in k_parts:
+                self._add_part(part, (dlatent,), None)
+        elif into is None or second is None:
             for part in k_parts:
                 self._add_part(part, (dk, dv), kv_heads)
+
+    def _pulled(self, expanded: Expanded, dk: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of a call's latents."""
+        rows = expanded.leaf
+        if rows.is_meta:
+            return self._scratch.take(rows.shape, rows.dtype)
+        assert self._expansion is not None
+        return self._expansion.pull(expanded, dk, dv)
 
     def _zeros(self, *like: Tensor) -> Tensors:
         """Where a kernel adds results that do not belong side by side."""
@@ -387,8 +424,7 @@ class Backward(PassWork):
         return tuple([take(x.shape, dtype).zero_() for x in like])
 
     def _blanks(self, side: Side) -> Sequence[tuple[float, *tuple[int, ...]]]:
-        dk = dq = (0.0, self.payload.head_dim)
-        return (dq,) if side is Side.Q else (dk, (0.0, self.payload.v_head_dim))
+        return [(0.0, width) for _, width in self.payload.inputs(side)]
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
         for total, value in zip(partials, values, strict=True):

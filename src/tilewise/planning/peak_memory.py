@@ -26,7 +26,13 @@ from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
-from tilewise.execution.prepare import NoKernel, NoTransport, Passes, operands_on_shapes
+from tilewise.execution.prepare import (
+    NoKernel,
+    NoTransport,
+    Passes,
+    expansion_on_shapes,
+    operands_on_shapes,
+)
 from tilewise.execution.problem import Problem
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
@@ -68,6 +74,7 @@ class PassMemory:
         scores = _scores(passes)
         small = _with(passes, plan=plan, layouts=resolved.layouts)
         self._problem = Problem(small, scores, prune=False, kernel=NoKernel())
+        self._problem = self._problem._replace(expansion=expansion_on_shapes(passes))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -145,15 +152,15 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
         allocator=lambda device: RecordingAllocator(device, asked.extend),
     )
     transport = NoTransport(rank, problem.passes[backward].plan.world_size)
-    q, k, v = operands_on_shapes(problem, rank)
-    (out, lse), kept = empty_results(q, v), []
+    q, *kv = operands_on_shapes(problem, rank)
+    (out, lse), kept = empty_results(q, problem.passes[0].payload.v_head_dim), []
     if problem.gathered or not backward:
-        out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
-    held = [q, k, v, out, lse, *kept]
+        out, lse, kept = forward_pass(problem, transport, q, *kv, keep=True)
+    held = [q, *kv, out, lse, *kept]
     if backward:
         asked.clear()
         dout = torch.empty_like(out)
-        saved = q, k, v, out, lse
+        saved = q, *kv, out, lse
         held += [dout, *backward_pass(problem, transport, saved, kept, (dout, None))]
     num_bytes = sum(x.nbytes for x in held)
     apart = num_bytes + _slots(asked)

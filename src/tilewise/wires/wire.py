@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -102,11 +102,20 @@ class Wires:
         def named(wire: Wire) -> Wire:
             return Plain(dtype_name(dtype)) if wire == Plain() else wire
 
-        own = (named(self.forward), named(self.backward), named(self.partials))
-        return Wires(*own, self.latent and self.latent.sizes)
+        return Wires(*map(named, (self.forward, self.backward, self.partials)), self.sizes.latent)
+
+    @property
+    def sizes(self) -> Wires:
+        """The set without the functions of its latent: a key of memos holds no weights."""
+        return replace(self, latent=self.latent and self.latent.sizes)
 
 
 AnyWire: TypeAlias = Wire | Latent | Wires
+
+
+def latent_of(wire: AnyWire | None) -> Latent | None:
+    """The latent of what is given as wire."""
+    return wire if isinstance(wire, Latent) else getattr(wire, "latent", None)
 
 
 def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
