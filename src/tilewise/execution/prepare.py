@@ -107,7 +107,7 @@ def operands_on_shapes(problem: Problem, rank: int) -> list[Tensor]:
     """A rank's q, k, v, or its q and latents."""
     (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
     heads_of = groups.num_heads, 1 if payload.wires.latent else groups.num_kv_heads
-    for side, width in ((side, width) for side in Side for _, width in payload.inputs(side)):
+    for side, width in [(of, width) for of in Side for _, width in payload.inputs(of)]:
         heads, owners, layout = heads_of[side], plan.owners[side], layouts[side]
         rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
         dtype = getattr(torch, payload.dtype)
