@@ -162,11 +162,15 @@ class _LatentAttention(torch.autograd.Function):
         return *grads[:2], None, *grads[2:]
 
 
-@torch.compiler.disable
 def latent_attention(
     q: Tensor, latent: Tensor, v: None, call: AttentionCall
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse and what is asked for besides, of latents [(batch,) tokens, width]."""
+    if torch.compiler.is_compiling():  # its expand is no constant, and uses what it likes
+        raise ValueError(
+            "attention with latents runs outside compiled code; wrap the function that calls it in "
+            "torch.compiler.disable"
+        )
     latents = latent.unsqueeze(-2) if isinstance(latent, Tensor) and latent.ndim else latent
     problem, _ = resolve_call(q, latents, v, call)
     leaves = problem.expansion.leaves if problem.expansion else ()
