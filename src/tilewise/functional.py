@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
+from tilewise.execution.error_bound import attention_bound, stochastic
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import latent_attention, resolve_call
@@ -16,7 +17,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.resolve import Group
+from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of
 
 
@@ -39,7 +40,7 @@ class Options(TypedDict, total=False):
     dropout_seed: int | None
 
 
-class _Together(Options, total=False):
+class Together(Options, total=False):
     """What every call of attention names, and its options."""
 
     plan: Required[Plan]
@@ -56,7 +57,7 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
-    **call: Unpack[_Together],
+    **call: Unpack[Together],
 ) -> Tensor: ...
 @overload
 def attention(
@@ -66,7 +67,7 @@ def attention(
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
-    **call: Unpack[_Together],
+    **call: Unpack[Together],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -76,11 +77,22 @@ def attention(
     *,
     return_lse: bool = False,
     return_max_logit: bool,
-    **call: Unpack[_Together],
+    **call: Unpack[Together],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[_Together]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    return_error_bound: bool,
+    **call: Unpack[Together],
+) -> Tensor | tuple[Tensor, ...]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[Together]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
     q: Tensor,
@@ -107,6 +119,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_max_logit: bool = False,
+    return_error_bound: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
@@ -149,10 +162,14 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
             are the same for any ranks, plan and layout, and in backward; pass another at every
             layer and step. None on one rank: drawn from torch's generator.
         return_max_logit: also return the largest score of every head, of this rank's queries.
+        return_error_bound: also return the largest |out - exact| that wires that round may bring to
+            a row. It takes a small exchange, with stochastic rounding one more forward pass.
     Returns:
         out as q, as wide as v; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads],
-        natural log, fp32 (fp64 for fp64); with return_max_logit last [num_heads], fp32, scaled and
-        capped, without sink, -inf where nothing is seen, and without a gradient. Rows that no key
+        natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled and
+        capped, without sink, -inf where nothing is seen, and without a gradient; with
+        return_error_bound last, as lse and without a gradient: proven, under stochastic rounding
+        but for a probability of 1e-9 a row (docs/wires.md). Rows that no key
         reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
@@ -162,6 +179,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         save = _save_when_compiled(save)
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
+        if return_error_bound:
+            raise ValueError("return_error_bound (True) is for code that is not compiled")
     if isinstance(plan, RankPlan) and plan.made_for:
         mask = plan.made_for[0] if mask is None else mask
         layout = plan.made_for[1] if layout is None else layout
@@ -188,6 +207,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         None if torch.compiler.is_compiling() else dropout_seed,
         return_max_logit,
         return_lse,
+        return_error_bound,
     )
     if latent_of(wire) is not None:
         out, lse, kept = latent_attention(q, k, v, call)
@@ -200,7 +220,27 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + kept[:1] * return_max_logit
+    if return_error_bound:
+        assert v is not None, "a latent was refused"
+        extras.append(_error_bound(*(x.detach() for x in (q, k, v, lse)), call))
     return (out, *extras) if extras else out
+
+
+@torch.no_grad()
+def _error_bound(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
+    """The bound of every row of a call's out; the lse of twice the scores tells squared weights."""
+    assert call.problem is not None
+    scores, squares = call.problem.scores, None
+    if stochastic(call.problem.passes[0].payload.wires.forward) and scores.softcap is None:
+        twice = {"softmax_scale": 2 * scores.scale, "dropout_p": 0.0, "max_logit": False}
+        again = replace(call, **twice, needs_grad=False, problem=None)
+        narrow = v[..., :16]
+        again = replace(again, problem=resolve_call(q, k, narrow, again)[0])
+        _, doubled, _ = torch.ops.tilewise.attention(q, k, narrow, again)
+        squares = torch.exp(doubled - 2 * lse)
+    return attention_bound(
+        call.problem, transport_for(call.group), (q, k, v), (lse, squares), call.sink is not None
+    )
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:

@@ -66,6 +66,13 @@ def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
     return dict(zip(("layout", "shape", "dim", "dtype"), texts, strict=True))
 
 
+def on_every_rank(transport: Transport, x: Tensor) -> list[Tensor]:
+    """What every rank passes here, by rank; all of one shape and dtype."""
+    return _exchange(
+        transport, [x.contiguous()] * transport.world_size, [len(x)] * transport.world_size
+    )
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport, dim: int) -> Tensor:

@@ -1,0 +1,88 @@
+"""Error bounds hold in random draws, and are not too far off."""
+
+import random
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+Float8, Wires, Plain = tw.wire.Float8, tw.wire.Wires, tw.wire.Plain
+PLANS = (
+    tw.ring(2),
+    tw.ring(3, moves="q"),
+    tw.all_gather(2),
+    tw.mesh(4, q_tile=2),
+    tw.ulysses(2),
+    tw.ulysses(2, inner=tw.ring(2)),
+)
+EIGHT = {
+    "nearest": (Float8(16), torch.float64),
+    "stochastic": (Float8(16, stochastic=True), torch.float64),
+}
+OTHERS = {
+    "partials": (Wires(partials=Float8()), torch.float64),
+    "all": (Wires(Float8(), Float8(), Float8(stochastic=True)), torch.float32),
+    "bfloat16": (Plain("bfloat16"), torch.float32),
+    "float16": (Wires(*[Plain("float16")] * 3), torch.float64),
+    "none": (None, torch.float32),
+    "low": (Float8(), torch.bfloat16),
+}
+
+
+def draw(seed: int, wire: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Bounds and errors of a drawn call, one a row and head."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = rng.choice(PLANS)
+    tokens, heads, kv_heads = rng.randint(12, 72), 4, rng.choice((2, 4))
+    width, v_width = rng.choice((8, 16, 32)), rng.choice((8, 16, 32))
+    layout = rng.choice((tw.contiguous, tw.zigzag, tw.striped))(tokens, plan.world_size)
+    mask = rng.choice((tw.Full(), tw.Causal(), tw.Window(9, 0), tw.Document([0, 7, tokens])))
+    shapes = (heads, width), (kv_heads, width), (kv_heads, v_width)
+    wholes = [torch.randn(tokens, *shape, dtype=torch.float64) for shape in shapes]
+    wholes = [(x * 10 ** rng.uniform(-1, 0.5) + rng.choice((0, 0, 1))).to(dtype) for x in wholes]
+    more = {"softcap": rng.choice((None, None, 5.0))}
+    if isinstance(wire, Float8) and wire.stochastic:
+        wire = Float8(wire.block, stochastic=True, seed=seed)
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, Tensor]:
+        mine = [layout.shard(x, rank, dim=0) for x in wholes]
+        given = {"plan": plan, "layout": layout, "mask": mask, "group": group, **more}
+        return tw.attention(*mine, wire=wire, return_error_bound=True, **given)  # pyright: ignore
+
+    out, bound = (
+        layout.unshard(list(xs), dim=0)
+        for xs in zip(*tw.loopback(plan.world_size, on_rank), strict=True)
+    )
+    whole = tw.contiguous(tokens, 1)
+    wide = [x.double() for x in wholes]
+    exact = tw.attention(*wide, plan=tw.ring(1), layout=whole, mask=mask, **more)
+    error = (out.double() - exact).abs().amax(-1)
+    assert bound.shape == error.shape
+    return bound, error
+
+
+def ratios(wire: Any, dtype: torch.dtype, draws: range) -> list[float]:
+    """Of the largest bound to the largest error of every draw."""
+    found = []
+    for seed in draws:
+        bound, error = draw(seed, wire, dtype)
+        assert (error <= bound).all(), (seed, float((error / bound).max()))
+        found.append(float(bound.max() / error.max()))
+    return found
+
+
+@pytest.mark.parametrize("kind", [*EIGHT, *OTHERS])
+def test_errors_stay_below_their_bounds(kind: str):
+    count = 60 if kind in EIGHT else 15
+    assert statistics.median(ratios(*{**EIGHT, **OTHERS}[kind], range(count))) < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EIGHT)
+def test_errors_stay_below_their_bounds_in_5000_draws(kind: str):
+    assert statistics.median(ratios(*EIGHT[kind], range(1000, 6000))) < 300
