@@ -86,3 +86,41 @@ def test_errors_stay_below_their_bounds(kind: str):
 @pytest.mark.parametrize("kind", EIGHT)
 def test_errors_stay_below_their_bounds_in_5000_draws(kind: str):
     assert statistics.median(ratios(*EIGHT[kind], range(1000, 6000))) < 300
+
+
+def test_a_bound_comes_last_and_is_asked_for_by_all():
+    layout, x = tw.contiguous(6, 1), torch.randn(2, 6, 4, 8)
+    given = {"plan": tw.ring(1), "layout": layout, "mask": tw.Causal(), "wire": Float8()}
+    extras = {"return_lse": True, "return_max_logit": True, "return_error_bound": True}
+    out, lse, largest, bound = tw.attention(x, x, x, **given, **extras)  # pyright: ignore
+    assert out.shape == x.shape and largest.shape == (4,) and bound.shape == lse.shape
+    assert bound.dtype == lse.dtype and not bound.requires_grad
+    assert (bound < 1e-3).all(), "nothing travels: only arithmetic is left"
+    with pytest.raises(ValueError, match=r"return_error_bound \(1\) must be a bool"):
+        tw.attention(x, x, x, **given, return_error_bound=1)  # pyright: ignore
+
+    def on_rank(rank: int, group: Any) -> str:
+        given = {"plan": tw.ring(2), "layout": tw.contiguous(6, 2), "mask": tw.Full()}
+        with pytest.raises(ValueError) as error:
+            x = torch.randn(3, 4, 8)
+            tw.attention(x, x, x, **given, group=group, return_error_bound=rank > 0)
+        return str(error.value)
+
+    first, second = tw.loopback(2, on_rank)
+    assert first == second and "ranks disagree on return_error_bound" in first
+
+
+def test_rows_without_keys_have_no_error():
+    layout, x, mask = (
+        tw.contiguous(6, 2),
+        torch.randn(6, 2, 8),
+        tw.Slices([((3, 6), (0, 6), "full")]),
+    )
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        mine = layout.shard(x, rank, dim=0)
+        given = {"plan": tw.ring(2), "layout": layout, "mask": mask, "group": group}
+        return tw.attention(mine, mine, mine, wire=Float8(), return_error_bound=True, **given)[1]
+
+    bound = layout.unshard(tw.loopback(2, on_rank), dim=0)
+    assert (bound[:3] == 0).all() and (bound[3:] > 0).all()
