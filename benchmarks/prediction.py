@@ -1,11 +1,13 @@
 """Predicted beside measured times of forward + backward, over gloo processes on this machine.
 
 Strategies are run in turn, again and again, so that a slow moment strikes all of them; a time is
-the median over the turns of the slowest rank's. One machine, measured once by
-`tilewise calibrate` or loaded, predicts all world sizes.
+the median over the turns of the slowest rank's. The machine, measured by `tilewise calibrate` or
+loaded, is calibrated in the same turns: two rings of other sizes run beside each case's strategies,
+and the factors that they tell, on kernels and on all else, are those of the load at that time. With
+--once one machine, as it was measured, predicts everything.
 
     python benchmarks/prediction.py [--machine machine.toml] [--ranks 2,4,8] [--repeats 7]
-                                    [--cases NAME,NAME] [--json]
+                                    [--cases NAME,NAME] [--once] [--json]
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch.distributed as dist
 
 import tilewise as tw
 from tilewise.expressions import read_plan
-from tilewise.tools.calibration.measure import calibrate_here, last
+from tilewise.tools.calibration.measure import calibrate_here, fitted, last, trials
 from tilewise.transport.processes import gather_yields
 
 APART = 1.15
@@ -96,13 +98,14 @@ def runnable(case: Case, n: int) -> list[str]:
 
 
 def on_rank(rank: int, cases: list[Case], repeats: int) -> Iterator[list[float]]:
-    """Seconds of every repeat, case by case and strategy by strategy."""
+    """Seconds of every repeat, case by case: of its strategies, then of the trials."""
     n = dist.get_world_size()
     for case in cases:
-        made, work = [read_plan(text) for text in runnable(case, n)], case.workload()
+        made = [(read_plan(text), case.workload()) for text in runnable(case, n)]
+        made += [(trial.plan, trial.work) for trial in trials(n, "float32")]
         seconds: list[list[float]] = [[] for _ in made]
         for turn in range(repeats + 1):
-            for plan, found in zip(made, seconds, strict=True):
+            for (plan, work), found in zip(made, seconds, strict=True):
                 elapsed = run_once(rank, plan, work)
                 if turn:
                     found.append(elapsed)
@@ -127,13 +130,24 @@ def run_once(rank: int, plan: tw.Plan, work: tw.Workload) -> float:
     return float(elapsed)
 
 
-def measure(machine: tw.Machine, n: int, cases: list[Case], repeats: int) -> Iterator[Row]:
-    wanted = [(case, text) for case in cases for text in runnable(case, n)]
+def measure(
+    machine: tw.Machine, n: int, cases: list[Case], repeats: int, *, once: bool = False
+) -> Iterator[Row]:
+    """The rows of a world size.
+
+    Args:
+        once: predict with the machine as it is, not as the trials of each case tell.
+    """
     # All of them first: simulating beside the ranks would slow them down.
-    found = list(gather_yields(n, on_rank, (cases, repeats), timeout_seconds=600))
-    for (case, text), ranks in zip(wanted, found, strict=True):
-        predicted = tw.simulate(read_plan(text), case.workload(), machine).seconds
-        yield Row(case.name, n, text, predicted, statistics.median(ranks[0]))
+    found = iter(list(gather_yields(n, on_rank, (cases, repeats), timeout_seconds=600)))
+    for case in cases:
+        texts, told = runnable(case, n), trials(n, "float32")
+        medians = [statistics.median(next(found)[0]) for _ in range(len(texts) + len(told))]
+        as_told = list(zip(told, medians[len(texts) :], strict=True))
+        here = machine if once else fitted(machine, as_told)
+        for text, seconds in zip(texts, medians, strict=False):
+            predicted = tw.simulate(read_plan(text), case.workload(), here).seconds
+            yield Row(case.name, n, text, predicted, seconds)
 
 
 def agreement(rows: list[Row]) -> float | None:
@@ -179,6 +193,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cases", default=",".join(case.name for case in CASES))
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     machine = tw.Machine.load(args.machine) if args.machine else calibrated()
@@ -186,7 +201,7 @@ def main() -> None:
     rows = [
         row
         for n in map(int, args.ranks.split(","))
-        for row in measure(machine, n, cases, args.repeats)
+        for row in measure(machine, n, cases, args.repeats, once=args.once)
     ]
     if args.json:
         print(json.dumps({"rows": [row._asdict() for row in rows], **summary(rows)}))

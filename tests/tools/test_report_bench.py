@@ -8,8 +8,8 @@ import pytest
 from support.report_pages import many_rows, row, write_rows
 
 import tilewise as tw
-from tilewise.tools.report.bench_cases import cases, facets, slowdowns
-from tilewise.tools.report.bench_charts import heat_map, predictions, winners
+from tilewise.tools.report.bench_cases import cases, described, facets, slowdowns
+from tilewise.tools.report.bench_charts import heat_map, memory, predictions, speeds, winners
 from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
 from tilewise.tools.report.chart import Chart, Figure, HeatMap
 from tilewise.tools.report.longca import read_csv
@@ -67,6 +67,34 @@ def test_the_heat_map_tells_slow_from_failed():
     ]
     assert cells["causal", "b"][1].startswith("2.00")
     assert cells["full", "b"] == ("", "")
+
+
+def test_speeds_are_compared_within_a_mask_and_memory_within_a_case():
+    rows = [
+        row("a", tflops=2e-3, peak_bytes=300),
+        row("b", tflops=1e-3, peak_bytes=200, predicted_peak_bytes=190),
+        row("c", outcome="failed", tflops=9.0, peak_bytes=9),
+        row("a", "full", tflops=4e-3, peak_bytes=700),
+    ]
+    colours = {name: place for place, name in enumerate("abc")}
+    figure = speeds("kernels", cases(rows), colours)
+    assert figure is not None
+    cells = grid_of(figure)
+    assert cells["causal", "a"] == ("fastest, or within 5 %", "2 GFLOP/s")
+    assert cells["causal", "b"] == ("up to 3 times slower", "1 GFLOP/s")
+    assert cells["full", "b"] == ("", "") and ("causal", "c") not in cells
+
+    figure = memory(rows, colours)
+    assert figure is not None and isinstance(figure.drawing, Chart)
+    assert [(s.name, s.y) for s in figure.drawing.series] == [("b", (200.0,)), ("a", (300.0,))]
+    assert "planned 190 B" in figure.drawing.series[0].notes[0]
+    assert memory([row("a")], colours) is speeds("kernels", cases([row("a")]), colours) is None
+
+
+def test_rows_of_other_blocks_are_other_cases():
+    rows = [row("a", block=64), row("b", block=128), row("b", block=64, median_seconds=2.0)]
+    assert slowdowns(cases(rows)) == {"a": [1.0], "b": [2.0, 1.0]}
+    assert "block 64" in described(dict(cases(rows)[0].fields))
 
 
 def test_only_rows_of_the_same_case_are_compared():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from support.report_pages import MACHINE, many_rows, row, write_rows
 from typer.testing import CliRunner
 
 import tilewise as tw
+from tilewise.tools.bench.case import BenchCase
+from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.cli import app
 
 
@@ -33,6 +36,26 @@ def test_a_plan_file_gives_a_page_with_its_ranked_table(plan_file: Path, tmp_pat
     best = tw.load_candidate(plan_file)
     assert best.reason.split(",")[0] in html and "Over the byte bound" in html
     assert all(row.strategy in html for row in best.rows)
+
+
+def test_a_plan_alone_is_shown_simulated_drawn_and_measured(tmp_path: Path):
+    path = tmp_path / "alone.json"
+    path.write_text(tw.to_json(tw.mesh(4, q_tile=2)))
+    assert run(path) == (
+        2,
+        "tilewise: --num-tokens is missing; give the length of the sequence, as in 128K\n",
+    )
+    words = ("--num-tokens", "64", "--heads", "8:2", "--head-dim", "64", "--mask", "causal")
+    code, said = run(path, *words, "--machine", "h100x8-1nic", "-o", tmp_path / "page.html")
+    assert code == 0, said
+    assert "mesh(4, q_tile=2" in (tmp_path / "page.html").read_text()
+    shown = CliRunner().invoke(app, ["show", str(path)])
+    assert shown.exit_code == 0 and tw.parse(shown.stdout) == tw.mesh(4, q_tile=2)
+    simulated = CliRunner().invoke(app, ["simulate", str(path), *words, "--json"])
+    assert simulated.exit_code == 0 and json.loads(simulated.stdout)["seconds"] > 0
+    case = BenchCase("strategies", "causal", 64, 8, 2, 64, world_size=4)
+    assert strategy(str(path)).supports(case) is None
+    assert "is for 4 ranks, not 2" in str(strategy(str(path)).supports(replace(case, world_size=2)))
 
 
 def test_results_give_a_page_beside_them_and_csv(tmp_path: Path):

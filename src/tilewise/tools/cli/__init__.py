@@ -14,7 +14,7 @@ from tilewise.tools.cli.mask import mask_command
 from tilewise.tools.cli.masks import masks_command
 from tilewise.tools.cli.parity import parity
 from tilewise.tools.cli.plan import plan_command
-from tilewise.tools.cli.report import report
+from tilewise.tools.cli.report import report_command
 from tilewise.tools.cli.show import show_command
 from tilewise.tools.cli.simulate import simulate_command
 
@@ -45,7 +45,7 @@ for command in (
     masks_command,
     parity,
     doctor,
-    report,
+    report_command,
     calibrate,
 ):
     app.command()(command)

@@ -1,11 +1,19 @@
 """tilewise report: a page to look at, of a plan file or of a benchmark's rows."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
 
+from tilewise.plan.ir import Plan
+from tilewise.simulation.machine import Machine
+from tilewise.tools.cli.options import (
+    WorkOptions,
+    command_of,
+    read_machine_option,
+    workload_of,
+)
 from tilewise.tools.cli.output import (
     AsJson,
     print_json,
@@ -14,39 +22,51 @@ from tilewise.tools.cli.output import (
     working,
 )
 from tilewise.tools.doctor import require
+from tilewise.workload import Workload
 
 PAGE = ".html"
 
 
-def report(
+class ReportOptions(NamedTuple):
+    """What is drawn, and where the page goes."""
+
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="A plan file of tilewise plan; or results of tilewise bench (.jsonl) and of "
-            "LongCA-bench (.csv), several as one."
+            help="A plan file of tilewise plan, or of tw.to_json with --num-tokens; or results of "
+            "tilewise bench (.jsonl) and of LongCA-bench (.csv), several as one."
         ),
-    ],
+    ]
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None,
+    ] = None
+    csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None
     full: Annotated[
         bool, typer.Option("--full", help="Simulate a plan's work on up to 4096 devices, not 1024.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Write one page that needs no network: what a plan does, or what a benchmark found."""
+    ] = False
+    as_json: AsJson = False
+
+
+def _report(options: ReportOptions, about: WorkOptions) -> None:
+    """Write one page that needs no network: what a plan does, or what a benchmark found.
+
+    A file of tw.to_json is a plan alone: options say its workload and machine.
+    """
     from tilewise.tools.report.report import read  # here, so that other commands start sooner
 
+    def described(plan: Plan) -> tuple[Workload, Machine]:
+        return workload_of(about, plan.world_size), read_machine_option(about.machine)
+
+    files, csv = options.files, options.csv
     with refusing_bad_input():
         require("plotly", "tilewise report")
-        page = files[0].with_suffix(PAGE) if output is None else output
+        page = files[0].with_suffix(PAGE) if options.output is None else options.output
         with working("reading") as tell:
-            found = read(files, with_rows=csv is not None, full=full, tell=tell)
+            found = read(files, csv is not None, full=options.full, tell=tell, about=described)
         with refusing_unwritable():
             written = found.write(page, csv)
-    if as_json:
+    if options.as_json:
         print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
         return
     console = Console()
@@ -55,3 +75,7 @@ def report(
         console.print(f"{found.num_lost} {lines} not whole and left out", markup=False)
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
+
+
+_report.__name__ = "report"
+report_command = command_of(_report, ReportOptions, WorkOptions)

@@ -26,7 +26,8 @@ TEXTS = ("kind", "contender", "mask", "pass", "outcome")
 NUMBERS = (
     *("seed", "num_tokens", "tokens_per_rank", "num_heads", "num_kv_heads", "head_dim", "mbit"),
     *("world_size", "hosts", "ranks_per_host", "sparsity_ratio", "median_seconds", "tflops"),
-    *("bytes_max_rank", "predicted_seconds", "peak_bytes"),
+    *("bytes_max_rank", "predicted_seconds", "peak_bytes", "predicted_peak_bytes"),
+    *("block", "density", "window", "cap"),
 )
 
 

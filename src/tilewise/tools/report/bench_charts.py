@@ -56,6 +56,7 @@ SHOWN = (
 )
 UNITS = MappingProxyType(
     {"median_seconds": "s", "predicted_seconds": "s", "bytes_max_rank": "B", "peak_bytes": "B"}
+    | {"predicted_peak_bytes": "B"}
 )
 
 
@@ -157,6 +158,79 @@ def _cell(mask: str, name: str, every: list[ReportCase]) -> tuple[int, str, str]
     if any(row.get("is_exact") is False for row in rows):
         return WRONG, times(ratio), f"{note}<br>results beyond the tolerance"
     return sum(ratio > bound for bound in BOUNDS), times(ratio), note
+
+
+def speeds(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figure | None:
+    """Masks by contenders: TFLOP/s of a device, beside the best of the same mask."""
+    rows = [row for case in every for row in case.done if row.get("tflops")]
+    masks = list(dict.fromkeys(str(row["mask"]) for row in rows))
+    names = [n for n in colours if any(row["contender"] == n for row in rows)]
+    if not rows:
+        return None
+    found = {
+        (mask, name): [
+            float(r["tflops"]) for r in rows if (r["mask"], r["contender"]) == (mask, name)
+        ]
+        for mask in masks
+        for name in names
+    }
+    medians = {place: median(values) for place, values in found.items() if values}
+    best = {mask: max(v for (m, _), v in medians.items() if m == mask) for mask in masks}
+
+    def cell(mask: str, name: str) -> tuple[int, str, str]:
+        if (mask, name) not in medians:
+            return -1, "", f"{name}<br>{mask}: no figure"
+        speed = medians[mask, name]
+        text, level = quantity(speed * 1e12, "FLOP/s"), best[mask] / speed
+        note = f"{name}<br>{mask}: {text}, {len(found[mask, name])} cases"
+        return sum(level > bound for bound in BOUNDS), text, note
+
+    cells = [[cell(mask, name) for name in names] for mask in masks]
+    grid = HeatMap(
+        tuple(names),
+        tuple(masks),
+        LEVELS[:4],
+        tuple(tuple(level for level, _, _ in line) for line in cells),
+        tuple(tuple(text for _, text, _ in line) for line in cells),
+        tuple(tuple(note for _, _, note in line) for line in cells),
+    )
+    caption = (
+        "Operations of the allowed pairs over the time of the slowest device: median over the "
+        "cases of a mask. Colours compare within a mask."
+    )
+    return Figure(f"speed-{kind}", f"Speed per mask: {kind}", caption, grid, row_table(rows))
+
+
+def memory(rows: list[Row], colours: dict[str, int]) -> Figure | None:
+    """What a device allocates at most, in the case that most contenders ran."""
+    counted = [row for row in rows if row.get("peak_bytes") and row.get("outcome") == "ok"]
+    every = cases(counted)
+    if not every:
+        return None
+    case = max(every, key=lambda case: (len(case.rows), *_size(case)))
+    mine = sorted(case.rows, key=lambda row: float(row["peak_bytes"]))
+    parts = [
+        Series(
+            str(row["contender"]),
+            (str(row["contender"]),),
+            (float(row["peak_bytes"]),),
+            (f"{row['contender']}<br>{quantity(row['peak_bytes'], 'B')}{_planned(row)}",),
+            colours[str(row["contender"])],
+        )
+        for row in mine
+    ]
+    chart = Chart(Axis("allocated at most, above the inputs", "B"), Axis(""), tuple(parts), True)
+    caption = (
+        f"{described(dict(case.fields))}. Of the device that needs most, kernels' own included."
+    )
+    names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
+    return Figure("memory", "Memory beside each other", caption, chart, row_table(mine, names))
+
+
+def _planned(row: Row) -> str:
+    """What the planner said of the memory, where it did."""
+    found = row.get("predicted_peak_bytes")
+    return f", planned {quantity(found, 'B')}" if isinstance(found, int | float) else ""
 
 
 def _figure_of(row: Row) -> float:

@@ -89,7 +89,13 @@ def page_of(found: Rows) -> Page:
                 for number, shown in enumerate(_facets(by_kind[kind], field))
             ],
         ),
+        _section(
+            "speed",
+            "Speed per mask",
+            [bench_charts.speeds(kind, mine, colours) for kind, mine in by_kind.items()],
+        ),
         _section("traffic-section", "Traffic", [bench_charts.bytes_against_time(rows, colours)]),
+        _section("memory-section", "Memory", [bench_charts.memory(rows, colours)]),
         _section("prediction", "Prediction", [bench_charts.predictions(rows, colours)]),
         _wrong(rows),
         _conditions(rows),

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tilewise.planning.candidate import load_candidate
+from tilewise.plan.ir import Plan
+from tilewise.planning.candidate import load_plan
+from tilewise.simulation.machine import Machine
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
 from tilewise.tools.report.page import Page, written
+from tilewise.workload import Workload
 
 RESULTS = (".jsonl", ".csv")
 
@@ -37,12 +40,14 @@ def read(
     *,
     full: bool = False,
     tell: Callable[[str], object] = str,
+    about: Callable[[Plan], tuple[Workload, Machine]] | None = None,
 ) -> Report:
     """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
         full, tell: as for plan_report.page_of.
+        about: the workload and machine of a file that is a plan alone; None: it has its own.
     """
     if all(_holds_results(path) for path in paths):
         found = bench_report.read_rows(paths)
@@ -55,15 +60,20 @@ def read(
     if with_rows:
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
     try:
-        candidate = load_candidate(paths[0])
+        found = load_plan(paths[0])
     except OSError as error:
         raise ValueError(f"{paths[0]} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(
-            f"{error}; a report is of a plan file of tilewise plan, or of results "
+            f"{error}; a report is of a file of tw.to_json or tilewise plan, or of results "
             f"({', '.join(RESULTS)}) of tilewise bench"
         ) from None
-    subject = plan_report.subject_of(candidate)
+    if isinstance(found, Plan):
+        if about is None:
+            raise ValueError(f"{paths[0]} is a plan alone; a report needs its workload, too")
+        subject = plan_report.Subject(found, *about(found))
+    else:
+        subject = plan_report.subject_of(found)
     return Report(plan_report.page_of(subject, full=full, tell=tell))
 
 
