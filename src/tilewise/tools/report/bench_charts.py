@@ -167,14 +167,10 @@ def speeds(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figur
     names = [n for n in colours if any(row["contender"] == n for row in rows)]
     if not rows:
         return None
-    found = {
-        (mask, name): [
-            float(r["tflops"]) for r in rows if (r["mask"], r["contender"]) == (mask, name)
-        ]
-        for mask in masks
-        for name in names
-    }
-    medians = {place: median(values) for place, values in found.items() if values}
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((str(row["mask"]), str(row["contender"])), []).append(row["tflops"])
+    medians = {place: median(values) for place, values in found.items()}
     best = {mask: max(v for (m, _), v in medians.items() if m == mask) for mask in masks}
 
     def cell(mask: str, name: str) -> tuple[int, str, str]:
@@ -220,9 +216,7 @@ def memory(rows: list[Row], colours: dict[str, int]) -> Figure | None:
         for row in mine
     ]
     chart = Chart(Axis("allocated at most, above the inputs", "B"), Axis(""), tuple(parts), True)
-    caption = (
-        f"{described(dict(case.fields))}. Of the device that needs most, kernels' own included."
-    )
+    caption = f"{described(dict(case.fields))}. Of the device that needs most, kernels included."
     names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
     return Figure("memory", "Memory beside each other", caption, chart, row_table(mine, names))
 
