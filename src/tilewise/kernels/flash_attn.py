@@ -106,8 +106,8 @@ class FlashAttn3(CudaFlash):
 
 def _shape(part: FlashRect) -> tuple[bool, int, int]:
     """Whether a part is causal, and its window, -1 where unbounded."""
-    window = (part.left, part.right) if part.left >= 0 else (-1, -1)
-    return is_causal(part), *window
+    right = part.right if part.left >= 0 else -1
+    return is_causal(part), part.left, right
 
 
 @lru_cache(maxsize=1)

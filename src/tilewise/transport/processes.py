@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 START_SECONDS = 300.0
 """For all ranks to start and connect: each imports what fn needs, on a machine that may be busy."""
@@ -36,7 +37,7 @@ class Share(NamedTuple):
         gpus: of this machine, each one rank's, joined by NCCL; 0: the world is gloo alone.
     """
 
-    count: int
+    num_ranks: int
     first: int
     world_size: int
     store: tuple[str, int, str] | None = None
@@ -110,7 +111,7 @@ def gather_yields(
         processes: list[BaseProcess] = []
         receivers: list[Connection] = []
         try:
-            for rank in range(share.first, share.first + share.count):
+            for rank in range(share.first, share.first + share.num_ranks):
                 receiver, sender = context.Pipe()
                 receivers.append(receiver)
                 start = (sender, rank, started, fn, args)
@@ -241,10 +242,11 @@ def _connect(rank: int, world: _Processes) -> None:
     timeout = timedelta(seconds=world.timeout_seconds / 2)
     store: Any
     if share.store is None:
-        store = dist.FileStore(world.file, share.world_size)  # pyright: ignore[reportPrivateImportUsage]
+        store = distributed_c10d.FileStore(world.file, share.world_size)
     else:
         host, port, name = share.store
-        store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False))
+        store = distributed_c10d.TCPStore(host, port, is_master=False)
+        store = distributed_c10d.PrefixStore(name, store)
     store.set_timeout(timeout)
     backend = "gloo"
     if share.gpus:
@@ -257,6 +259,6 @@ def _connect(rank: int, world: _Processes) -> None:
         store.wait(names, timedelta(seconds=START_SECONDS))
 
     meet("started")
-    sizes = {"rank": rank, "world_size": share.world_size}
-    dist.init_process_group(backend, store=store, timeout=timeout, **sizes)
+    n = share.world_size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timeout)
     meet("connected")

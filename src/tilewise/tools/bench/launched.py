@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from tilewise.tools.bench.case import LabNetwork
 from tilewise.tools.bench.inputs import write_inputs
@@ -71,9 +73,13 @@ class Launched:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
-        control = dist.PrefixStore("control", store)
-        sizes = {"rank": rank, "world_size": world_size}
-        dist.init_process_group("gloo", store=control, timeout=_CONTROL_TIMEOUT, **sizes)
+        dist.init_process_group(
+            "gloo",
+            store=distributed_c10d.PrefixStore("control", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=_CONTROL_TIMEOUT,
+        )
         local = local_world_size()
         host = self.rank // local if local else socket.gethostname()
         self._hosts = self.gather(host)
@@ -88,7 +94,7 @@ class Launched:
     def joined(cls) -> Launched | None:
         """These processes; None where nothing launched this one."""
         try:
-            return cls(*next(dist.rendezvous("env://")))
+            return cls(*next(rendezvous("env://")))
         except ValueError as error:
             if "RANK expected" in str(error):
                 return None

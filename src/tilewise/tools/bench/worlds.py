@@ -73,7 +73,7 @@ class World:
 
     def _start(self) -> None:
         share = self._share()
-        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(share.count)]
+        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(share.num_ranks)]
         self._senders = [sender for _, sender in pairs]
         receivers = [receiver for receiver, _ in pairs]
         site = self._place.site
