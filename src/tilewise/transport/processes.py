@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 START_SECONDS = 300.0
 """For all ranks to start and connect: each imports what fn needs, on a machine that may be busy."""
@@ -242,11 +241,11 @@ def _connect(rank: int, world: _Processes) -> None:
     timeout = timedelta(seconds=world.timeout_seconds / 2)
     store: Any
     if share.store is None:
-        store = distributed_c10d.FileStore(world.file, share.world_size)
+        store = dist.FileStore(world.file, share.world_size)  # pyright: ignore[reportPrivateImportUsage]
     else:
         host, port, name = share.store
-        store = distributed_c10d.TCPStore(host, port, is_master=False)
-        store = distributed_c10d.PrefixStore(name, store)
+        store = dist.TCPStore(host, port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        store = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)
     backend = "gloo"
     if share.gpus:
