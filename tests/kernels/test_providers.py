@@ -13,7 +13,7 @@ from support.kernel_cases import CALLS, HEADS, SCALE, SCORES, call_of, dense, dr
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tilewise.kernels import flash_attn, flash_attn_4, flex, torch_sdpa
-from tilewise.kernels.call_masks import Same, call_mask, row_intervals
+from tilewise.kernels.call_masks import call_mask, row_intervals
 from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
 from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
@@ -185,7 +185,8 @@ def test_flex_gets_the_blocks_that_torch_would_find(first, keys, width, sloped):
     low = keys // 2
     slices += (Slice(first, first + 150, low, 0, low + width + 1 - first * sloped, int(sloped)),)
     call = call_of(first + 150, num_k, Kind.SLICES, slices)
-    made = flex._block_mask(Same(call), torch.device("cpu"))
+    made, tensors = flex._block_mask(call, torch.device("cpu"))
+    assert len(tensors) == 9
     wanted = create_block_mask(made.mask_mod, 1, 1, call.num_q, num_k, device="cpu")
     allowed = torch.nn.functional.pad(call_mask(call), (0, -num_k % 128, 0, -call.num_q % 128))
     cells = allowed.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).sum((1, 3))

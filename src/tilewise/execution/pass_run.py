@@ -22,6 +22,7 @@ from tilewise.execution.memory_plan import WorkspacePool
 from tilewise.execution.packing import Arena, PackedRows
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Frame, PassWork, packings
+from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Role, Rows, Side
@@ -133,6 +134,7 @@ class PassRun:
         binder = self.plan.memo(
             "binder", (table, self.device), lambda: Binder(table, self.device, calls)
         )
+        CALL_CACHE.keep_if_capturing(self.device, binder)  # its index tables
         dtype = accumulator_dtype(getattr(torch, self.payload.dtype))
         return Frame(
             self.layouts,

@@ -8,19 +8,6 @@ from tilewise.masks.strips import expand
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 
-class Same:
-    """A call by identity: to look up what was made of it without hashing all of its slices."""
-
-    def __init__(self, call: KernelCall):
-        self.call = call
-
-    def __hash__(self) -> int:
-        return id(self.call)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.call is other.call
-
-
 def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
     """bool [m, n]: may row a of the call see its key j?"""
     m, n = call.num_q, call.num_k

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.kernels.call_masks import Same, row_intervals
+from tilewise.kernels.call_cache import CALL_CACHE
+from tilewise.kernels.call_masks import row_intervals
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
 from tilewise.kernels.scores import Scores, lacks
 from tilewise.tiles.calls import KernelCall, Kind
@@ -77,7 +78,9 @@ class Flex(AsideKernel):
 def _attend(operands: Iterable[Tensor], call: KernelCall, scores: Scores) -> tuple[Tensor, Tensor]:
     """out and natural-log lse, -inf where out is 0, both [batch, heads, rows, ...]."""
     q, k, v = map(heads_first, operands)
-    mask = None if call.kind is Kind.FULL else _block_mask(Same(call), q.device)
+    mask = None
+    if call.kind is not Kind.FULL:
+        mask = CALL_CACHE.get(call, "flex", q.device, lambda: _block_mask(call, q.device))
     limits = {"recompile_limit": MAX_VARIANTS, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         return _compiled()(q, k, v, mask, scores.scale, scores.softcap)
@@ -116,18 +119,17 @@ def _fused(
     return out, aux.lse
 
 
-@lru_cache(maxsize=64)
-def _block_mask(call: Same, device: torch.device) -> Any:
-    """flex_attention's mask of a call; its blocks are counted here, from the table alone."""
+def _block_mask(call: KernelCall, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """flex_attention's mask of a call and its tensors; blocks are counted from the table alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    table = row_intervals(call.call)
+    table = row_intervals(call)
     if len(table) > MAX_DEPTH:
         raise ValueError(
             f"a row of this call sees {len(table)} intervals of keys; flex takes at most "
             f"{MAX_DEPTH}: take another kernel"
         )
-    sizes = call.call.num_q, call.call.num_k
+    sizes = call.num_q, call.num_k
     cells = block_cells(table.numpy(), sizes[1])
     full = cells == BLOCK * BLOCK
     lists = (
@@ -135,11 +137,13 @@ def _block_mask(call: Same, device: torch.device) -> Any:
         for blocks in ((cells > 0) & ~full, full)
         for x in _listed(blocks)
     )
+    rows = table.to(device)
     mask = BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=_rule(table.to(device)), seq_lengths=sizes
+        *lists, BLOCK_SIZE=BLOCK, mask_mod=_rule(rows), seq_lengths=sizes
     )
     # Made on the host and copied as a whole: other streams may find it here right after.
-    return mask.to(device)
+    mask = mask.to(device)
+    return mask, [rows, *(x for x in mask.as_tuple() if isinstance(x, Tensor))]
 
 
 def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:

@@ -6,14 +6,14 @@ those small. Their operators are private: tests call them on meta tensors.
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilewise.kernels.call_masks import Same, additive_mask, is_square_causal
+from tilewise.kernels.call_cache import CALL_CACHE
+from tilewise.kernels.call_masks import additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
 from tilewise.kernels.scores import Scores, lacks
@@ -186,18 +186,18 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | None]:
     """What a call allows, and which rows see no key (None: all see)."""
-    mask, unseen = _mask(Same(call), min_keys, q.dtype, q.device)
+    mask, unseen = CALL_CACHE.get(
+        call, ("sdpa", min_keys, q.dtype), q.device, lambda: (_mask(call, min_keys, q),) * 2
+    )
     # a mask on a causal call only hides a key beside its single one: all else is allowed
     return Cells(mask, is_square_causal(call) and mask is None), unseen
 
 
-@lru_cache(maxsize=64)
-def _mask(
-    call: Same, min_keys: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
+def _mask(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The mask [1, 1, m, n], its rows aligned, and which rows see no key (None: all see)."""
-    mask, unseen = additive_mask(call.call, dtype)
-    m, n = call.call.num_q, call.call.num_k
+    dtype, device = q.dtype, q.device
+    mask, unseen = additive_mask(call, dtype)
+    m, n = call.num_q, call.num_k
     num_keys = max(n, min_keys)
     if mask is None and num_keys == n:
         return None, None

@@ -37,16 +37,28 @@ class Slice(NamedTuple):
         return rows * (self.hi - self.lo) + slope * (rows * (self.q0 + self.q1 - 1) // 2)
 
 
-class KernelCall(NamedTuple):
+class Life:
+    """Of a call; copies share it."""
+
+
+class _Fields(NamedTuple):
+    q: Ranges
+    k: Ranges
+    kind: Kind
+    slices: tuple[Slice, ...] = ()
+
+
+class KernelCall(_Fields):
     """One kernel call: ranges of the tile's rows and keys, in call order, and the mask's shape.
 
     Ranges are half-open, into the tile's operand rows one after the other.
     """
 
-    q: Ranges
-    k: Ranges
-    kind: Kind
-    slices: tuple[Slice, ...] = ()
+    @property
+    def life(self) -> "Life":
+        """An object that ends with the call, for what is to end then: tuples take no weak
+        references."""
+        return vars(self).setdefault("_life", Life())
 
     @property
     def num_q(self) -> int:

@@ -23,6 +23,11 @@ def current_moment(device: torch.device) -> Moment | None:
     return moment
 
 
+def current_stream(device: torch.device) -> Stream | None:
+    """None for the CPU."""
+    return torch.cuda.current_stream(device) if device.type in STREAMED else None
+
+
 def follow(moment: Moment | None, x: Tensor | None = None) -> None:
     """Let the current stream wait for a moment; it may be another than this memory is of."""
     if moment is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.kernels.call_masks import Same
+from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.dropout import threshold
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
 from tilewise.kernels.scores import Scores, lacks
@@ -193,7 +193,10 @@ class _Launch:
         (q, *_), (k, *_), (v, *_) = views[:3]
         rows, keys, warps, stages, registers = self.blocks
         own, others = (keys, rows) if self.of_keys else (rows, keys)
-        lists, num_busy = _placed(Same(self.call), own, others, self.of_keys, q.device)
+        key = "triton", own, others, self.of_keys
+        lists, num_busy = CALL_CACHE.get(
+            self.call, key, q.device, lambda: _placed(self.call, *key[1:], q.device)
+        )
         num_items = num_busy if self.add else len(lists.items)
         heads = (k if self.of_keys else q).shape[2]
         programs = q.shape[1] * heads
@@ -259,14 +262,13 @@ def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
     return statistics
 
 
-@lru_cache(maxsize=4096)
 def _placed(
-    call: Same, own: int, others: int, of_keys: bool, device: torch.device
-) -> tuple[Lists, int]:
-    """A call's lists, and how many of their items have work."""
-    work = work_list(call.call, own, others, of_keys)
-    lists = (torch.from_numpy(x).to(device) for x in (work.items, *work[2:]))
-    return Lists(*lists), work.num_busy
+    call: KernelCall, own: int, others: int, of_keys: bool, device: torch.device
+) -> tuple[tuple[Lists, int], Lists]:
+    """A call's lists and how many of their items have work; the lists again, as tensors."""
+    work = work_list(call, own, others, of_keys)
+    lists = Lists(*(torch.from_numpy(x).to(device) for x in (work.items, *work[2:])))
+    return (lists, work.num_busy), lists
 
 
 @lru_cache(maxsize=64)
