@@ -12,9 +12,11 @@ from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import AttentionCall as Attention
 from tilewise.execution.torch_op import resolve_call
-from tilewise.kernels import torch_sdpa
+from tilewise.kernels import flex, torch_sdpa
+from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
+from tilewise.kernels.triton import kernel as triton_kernel
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.transport.loopback import LoopbackGroup
 
@@ -45,6 +47,8 @@ ALL_CALLS = {
 @pytest.fixture
 def cuda(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for module in (torch_sdpa, flex, triton_kernel):
+        monkeypatch.setattr(module, "CALL_CACHE", CallCache())  # no fake tensors of other tests
     return FakeCuda(monkeypatch)
 
 

@@ -64,7 +64,7 @@ class CallCache:
             entry = self._entries.get(place)
             if entry is not None:
                 self._entries.move_to_end(place)
-        if entry is None:
+        if entry is None or entry.end() is not life:
             value, tensors = make()
             end = weakref.ref(life, lambda _: self._drop(place))
             entry = _Entry(end, value, [x for x in tensors if x is not None], stream)
