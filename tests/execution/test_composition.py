@@ -33,14 +33,15 @@ import tilewise as tw
 
 BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 23, 4, 2, 8
 WIDTH = HEADS * HEAD_DIM
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, both residual; heads are whatever its weights give."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool = False) -> None:
         super().__init__()
+        self.sink = nn.Parameter(torch.linspace(-1, 1, HEADS).double()) if sinks else None
         linear = partial(nn.Linear, bias=False, dtype=torch.float64)
         self.q, self.o = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
         self.k, self.v = (linear(WIDTH, KV_HEADS * HEAD_DIM) for _ in range(2))
@@ -48,14 +49,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, attend: Attention) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, HEAD_DIM)) for f in (self.q, self.k, self.v))
-        x = x + self.o(attend(q, k, v).flatten(-2))
+        out = attend(q, k, v) if self.sink is None else attend(q, k, v, sink=self.sink)
+        x = x + self.o(out.flatten(-2))
         return x + self.down(self.up(x).tanh())
 
 
 class Model(nn.Module):
     def __init__(self, save: str = "all") -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(save == "sinks") for _ in range(2)])
         self.save = save
 
     def forward(self, x: Tensor, attend: Attention) -> Tensor:
@@ -64,7 +66,7 @@ class Model(nn.Module):
         return x
 
     def saving(self, block: nn.Module) -> Callable[[Tensor, Attention], Tensor]:
-        if self.save == "all":
+        if self.save in ("all", "sinks"):
             return block
         chosen = {"context_fn": selective} if self.save == "selective" else {}
         return partial(checkpoint, block, use_reentrant=False, **chosen)
@@ -80,10 +82,16 @@ def selective() -> tuple:
     return create_selective_checkpoint_contexts(policy)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads_first = (x.transpose(-2, -3) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    return out.transpose(-2, -3)
+def dense(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    if sink is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(-2, -3)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, -3) for x in (k, v))
+    scores = q @ k.mT * HEAD_DIM**-0.5
+    scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+    column = sink[:, None, None].expand(*scores.shape[:-1], 1)
+    return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v).transpose(-2, -3)
 
 
 def tensors() -> tuple[Tensor, Tensor]:
@@ -199,7 +207,7 @@ def dtensors(kind: str) -> float:
 
 
 CASES: list[tuple[Callable[[str], float], str]] = [
-    *((fsdp, save) for save in ("all", "nothing", "selective")),
+    *((fsdp, save) for save in ("all", "nothing", "selective", "sinks")),
     *((tensor_parallel, save) for save in ("all", "selective")),
     (dtensors, "local_map"),
 ]
