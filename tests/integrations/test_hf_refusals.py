@@ -11,12 +11,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from support.hf_models import build, case
+from support.hf_models import build, case, config
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     JambaConfig,
     Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     T5Config,
 )
@@ -204,6 +206,21 @@ def test_models_that_cannot_be_split(config: Any, message: str):
         model(**plain(cp))
     with pytest.raises(ValueError, match=message):
         hf.check_model(model)
+
+
+class OwnConfig(LlamaConfig):
+    """Of a model whose code is not transformers' own."""
+
+
+def test_a_model_of_other_code_is_tried_or_refused():
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS, mask=tw.Causal())
+    model = LlamaForCausalLM(OwnConfig(**config("llama").to_dict()))
+    want = model(**plain(cp)).logits
+    model.set_attn_implementation(hf.register(cp, "tilewise_untried"))
+    with pytest.raises(ValueError, match=r"OwnConfig is not of transformers.*hf.parallelize"):
+        model(**plain(cp))
+    got = hf.parallelize(model, cp)(**plain(cp)).logits
+    assert (got - want).abs().max() < 1e-5
 
 
 def test_check_model_sees_what_never_asks_for_attention():

@@ -127,7 +127,7 @@ def refusal(
 
 
 def _attach(model: Any, cp: ContextParallel, name: str) -> None:
-    lengths = _register(cp, name)
+    lengths = _register(cp, name, proven=True)
     model.set_attn_implementation(name)
     lengths.agree_in(model)
 
@@ -139,15 +139,17 @@ def register(cp: ContextParallel, name: str = "tilewise") -> str:
     for a second one. The mask is each layer's own; cp.mask serves layout and strategy. A cp.mask of
     Slices (a tree's) says itself what each token sees: it takes the place of causal masks.
 
+    A model whose code is not transformers' own is refused when it runs: parallelize tries it first.
+
     Raises:
         ImportError: without transformers.
         ValueError: for a name that transformers treats in a way of its own.
     """
-    _register(cp, name)
+    _register(cp, name, proven=False)
     return name
 
 
-def _register(cp: ContextParallel, name: str) -> RopeLengths:
+def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
     taken = [word for word in TAKEN if word in name]
     if taken or not name:
         raise ValueError(f"name ({name!r}) must not be empty or hold any of {', '.join(TAKEN)}")
@@ -158,8 +160,8 @@ def _register(cp: ContextParallel, name: str) -> RopeLengths:
             "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
         ) from error
     lengths = RopeLengths(cp)
-    AttentionInterface.register(name, _attention_of(cp))
-    AttentionMaskInterface.register(name, _masks_of(cp, lengths))
+    AttentionInterface.register(name, _attention_of(cp, proven))
+    AttentionMaskInterface.register(name, _masks_of(cp, lengths, proven))
     return lengths
 
 
@@ -338,7 +340,7 @@ def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
         )
 
 
-def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerMask]:
+def _masks_of(cp: ContextParallel, lengths: RopeLengths, proven: bool) -> Callable[..., LayerMask]:
     """The mask interface: what a layer's mask function asks for, or a refusal."""
     thread = threading.get_ident()
 
@@ -354,7 +356,7 @@ def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerM
         attention_mask = given.get("attention_mask")
         lengths.agreed = False
         try:
-            error = refused_model(given["config"])
+            error = refused_model(given["config"]) or _unproven(given["config"], proven)
             mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
             error, mask = str(unread), Full()
@@ -374,7 +376,7 @@ def _masks_of(cp: ContextParallel, lengths: RopeLengths) -> Callable[..., LayerM
     return make_mask
 
 
-def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
+def _attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tensor, None]]:
     """The attention interface: tensors [batch, heads, rows, head_dim], out [batch, rows, ...]."""
     thread = threading.get_ident()
 
@@ -389,7 +391,7 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         _refuse_other_ranks(cp, thread)
         if not isinstance(attention_mask, LayerMask):
             _refuse(cp, _foreign(module, attention_mask))
-        error = refused_keyword(module, attention_mask.mask, given)
+        error = _unproven(module, proven) or refused_keyword(module, attention_mask.mask, given)
         if error is None and query.shape[2] != key.shape[2]:
             error = f"{key.shape[2]} keys for {query.shape[2]} queries: cross attention or a cache"
         if error:
@@ -411,6 +413,16 @@ def _attention_of(cp: ContextParallel) -> Callable[..., tuple[Tensor, None]]:
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend
+
+
+def _unproven(found: Any, proven: bool) -> str | None:
+    """Why a model is not run whose code nobody tried; found: its configuration or attention."""
+    if proven or type(found).__module__.startswith("transformers."):
+        return None
+    return (
+        f"{type(found).__name__} is not of transformers, and whether such a model can be split is "
+        "not known; hf.parallelize(model, cp) in place of hf.register tries a tiny one first"
+    )
 
 
 def _refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:

@@ -1,25 +1,23 @@
-"""Functions and classes of a user's file, sent to another process that cannot import the file.
+"""Functions and classes that another process cannot import by name, sent as their code.
 
-pickle sends functions by name. Here a function that is nested goes as its code, and a module that
-is no part of an installed package as its file, which the other process runs once.
+They are those within functions, and those of a session without a file. What else a function of a
+file needs, the other process finds by importing the file.
 """
 
 from __future__ import annotations
 
 import builtins
 import importlib
-import importlib.util
 import io
 import marshal
 import pickle
 import sys
 import types
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-LOCAL = "<locals>"
+BY_NAME = frozenset(("builtins", "types", __name__))
 
 
 def dumps(value: Any) -> bytes:
@@ -47,32 +45,24 @@ def is_installed(module: str) -> bool:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not isinstance(obj, types.FunctionType | type) or obj.__module__ in _BY_NAME:
+        if not isinstance(obj, types.FunctionType | type) or obj.__module__ in BY_NAME:
             return NotImplemented
-        module = sys.modules.get(obj.__module__)
-        path = getattr(module, "__file__", None)
-        if is_installed(obj.__module__) or (
-            path is None and module is not None and obj.__module__ != "__main__"
-        ):
+        in_file = hasattr(sys.modules.get(obj.__module__), "__file__")
+        typed = obj.__module__ == "__main__" and not in_file
+        within = "<" in obj.__qualname__  # <locals>, <lambda>
+        if is_installed(obj.__module__) or not (within or typed):
             return NotImplemented
-        nested = LOCAL in obj.__qualname__ or "<lambda>" in obj.__qualname__ or path is None
-        if not nested:
-            return _named, (obj.__module__, path, obj.__qualname__)
         if isinstance(obj, type):
             state = {k: v for k, v in vars(obj).items() if k not in ("__dict__", "__weakref__")}
-            make = type(obj), obj.__name__, obj.__bases__
-            return _class, make, state, None, None, _fill_class
-        names = set(_names(obj.__code__)) if path is None else ()
+            return type(obj), (obj.__name__, obj.__bases__, {}), state, None, None, _fill_class
+        cells, names = obj.__closure__ or (), set(() if in_file else _names(obj.__code__))
         state = {
             "globals": {n: obj.__globals__[n] for n in names if n in obj.__globals__},
-            "cells": [cell.cell_contents for cell in obj.__closure__ or ()],
+            "cells": [cell.cell_contents for cell in cells],
             "defaults": (obj.__defaults__, obj.__kwdefaults__),
         }
-        make = marshal.dumps(obj.__code__), obj.__module__, path, len(obj.__closure__ or ())
+        make = marshal.dumps(obj.__code__), obj.__module__ if in_file else None, len(cells)
         return _function, make, state, None, None, _fill_function
-
-
-_BY_NAME = frozenset(("builtins", "types", __name__))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -82,30 +72,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _module(name: str, path: str) -> Any:
-    """The module of a file: as it is imported here, or run from the file."""
-    if name in sys.modules:
-        return sys.modules[name]
-    try:
-        found = importlib.import_module(name)
-        if Path(found.__file__ or "") == Path(path):
-            return found
-    except ImportError:
-        pass
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _named(module: str, path: str | None, qualname: str) -> Any:
-    found = importlib.import_module(module) if path is None else _module(module, path)
-    return attrgetter(qualname)(found)
-
-
-def _function(code: bytes, module: str, path: str | None, num_cells: int) -> Any:
-    where = {"__builtins__": builtins} if path is None else vars(_module(module, path))
+def _function(code: bytes, module: str | None, num_cells: int) -> Any:
+    empty = {"__builtins__": builtins}
+    where = empty if module is None else vars(importlib.import_module(module))
     cells = tuple(types.CellType() for _ in range(num_cells))
     return types.FunctionType(marshal.loads(code), where, closure=cells)
 
@@ -115,10 +84,6 @@ def _fill_function(function: Any, state: dict[str, Any]) -> None:
     function.__defaults__, function.__kwdefaults__ = state["defaults"]
     for cell, value in zip(function.__closure__ or (), state["cells"], strict=True):
         cell.cell_contents = value
-
-
-def _class(kind: Any, name: str, bases: tuple[type, ...]) -> Any:
-    return kind(name, bases, {})
 
 
 def _fill_class(made: type, state: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     """A cause holds if all facts do.
 
     Attributes:
-        needs: names of facts, "not x" for one that must be absent.
+        needs: names of facts, "!x" for one that must be absent.
         text: the evidence, formatted with the facts.
     """
 
@@ -59,108 +59,63 @@ class Finding(NamedTuple):
     text: str
 
 
-EXTRA = "{extra:,} pairs attended that {asked} forbids (first: {extra_first})"
-MISSED = "{missed:,} allowed pairs missed (first: {missed_first})"
+EXTRA = "{extra:,} pairs attended that {asked} forbids"
+FIRST = " (first: {extra_first})"
+MISSED = "{missed:,} allowed pairs missed"
 
-RULES = (
-    Rule("no_label_nan", ("nan_loss",), "the loss of rank {nan_loss} is not a number"),
-    Rule("dropout_differs", ("random_layer",), "{random_layer} draws random numbers: {draws}"),
-    Rule("positions_wrong", ("wrong_positions",), "{wrong_positions}"),
-    Rule("order_sensitive_layer", ("mixes_rows",), "{mixes_rows}"),
-    Rule(
-        "heads_missing",
-        ("empty_heads",),
-        "{empty_heads} of {num_heads} heads give nothing: {which}",
-    ),
-    Rule(
-        "heads_missing",
-        ("silent_rows", "not extra"),
-        "{missed:,} allowed pairs missed: {silent_rows} queries of a head attend to nothing",
-    ),
-    Rule("gqa_shifted", ("foreign_heads",), "{foreign_heads}"),
-    Rule(
-        "shard_only",
-        ("cut", "not extra", "not silent_rows"),
-        "{missed:,} allowed pairs missed, all between {cut} parts of the sequence that do not see "
-        "each other",
-    ),
-    Rule(
-        "padding_attended",
-        ("extra", "padding_keys"),
-        EXTRA + ", on {padding_keys} keys that no query may see",
-    ),
-    Rule(
-        "padding_attended",
-        ("lost", "not differing", "not empty_heads"),
-        "{lost:.1%} of weight is on rows that are none of the sequence's",
-    ),
-    Rule(
-        "documents_ignored",
-        ("extra", "without_documents"),
-        EXTRA + "; the {without_documents} documents are ignored",
-    ),
-    Rule(
-        "window_ignored",
-        ("extra", "without_window"),
-        EXTRA + "; the window {without_window} is ignored",
-    ),
-    Rule(
-        "window_per_block",
-        ("window", "as_a_whole", "not is_plain"),
-        "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed ones missed: the window "
-        "{window} is kept in some places and not in others",
-    ),
-    Rule(
-        "mask_ignored",
-        ("extra", "as_a_whole", "is_plain"),
-        EXTRA + "; the mask is that of {is_plain}",
-    ),
-    Rule(
-        "mask_ignored",
-        ("missed", "as_a_whole", "is_plain"),
-        MISSED + "; the mask is that of {is_plain}",
-    ),
-    Rule("mask_ignored", ("extra", "as_a_whole", "not missed", "not window"), EXTRA),
-    Rule(
-        "unknown",
-        ("differing",),
-        "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed ones missed",
-    ),
-    Rule("sink_dropped", ("sink_gone",), "{sink_gone:.1%} of weight should be lost to a sink"),
-    Rule("counted_twice", ("row_sum",), "weights of a query sum to {row_sum:.3g}, not to 1"),
-    Rule(
-        "counted_twice",
-        ("multiple",),
-        "{times:,} of {values:,} weights are {multiple} times what is right beside the others",
-    ),
-    Rule("scale_wrong", ("scale_ratio",), "scores are {scale_ratio:.4g} times what they should be"),
-    Rule(
-        "softcap_dropped",
-        ("curved",),
-        "scores are in the right order, but large ones are not held back: {curved}",
-    ),
-    Rule("positions_wrong", ("moved_blocks",), "{moved_blocks}"),
-    Rule(
-        "positions_wrong",
-        ("moved",),
-        "weights differ by up to {moved:.3g} times where mask, projections and values are "
-        "right, and no factor explains it: queries and keys do not carry the tokens' positions",
-    ),
-    Rule("unknown", ("values_differ",), "weights differ by up to {values_differ:.1%}"),
-    Rule("missing_all_reduce", ("unreduced",), "{unreduced}"),
-    Rule("labels_shifted", ("border_rows",), "{border_rows}"),
-    Rule(
-        "loss_scaled",
-        ("loss_ratio", "not border_rows"),
-        "{loss_total}; gradients are {loss_ratio} times on the ranks",
-    ),
-    Rule("loss_scaled", ("loss_times", "not border_rows"), "{loss_total}"),
-    Rule("gradient_scaled", ("gradient_ratio",), "{gradient_ratio}"),
-    Rule("lse_gradient_lost", ("lse_lost",), "{lse_lost}"),
-    Rule("dv_wrong", ("dv",), "dv is {dv}"),
-    Rule("dk_wrong", ("dk",), "dk is {dk}"),
-    Rule("dq_wrong", ("dq",), "dq is {dq}"),
-)
+TABLE = f"""
+no_label_nan | nan_loss | the loss of rank {{nan_loss}} is not a number
+dropout_differs | random_layer | {{random_layer}} draws random numbers: {{draws}}
+positions_wrong | wrong_positions | {{wrong_positions}}
+order_sensitive_layer | mixes_rows | {{mixes_rows}}
+heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
+heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
+gqa_shifted | foreign_heads | {{foreign_heads}}
+shard_only | cut !extra !silent_rows | {MISSED}, all between {{cut}} parts of the sequence \
+    that do not see each other
+padding_attended | extra padding_keys | {EXTRA}{FIRST}, \
+    on {{padding_keys}} keys that no query may see
+padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
+    of the sequence's
+documents_ignored | extra without_documents | {EXTRA}{FIRST}; \
+    the {{without_documents}} documents are ignored
+window_ignored | extra without_window | {EXTRA}{FIRST}; the window {{without_window}} is ignored
+window_per_block | window as_a_whole !is_plain | {EXTRA}, {MISSED}: \
+    the window {{window}} is kept in some places and not in others
+mask_ignored | extra as_a_whole is_plain | {EXTRA}{FIRST}; the mask is that of {{is_plain}}
+mask_ignored | missed as_a_whole is_plain | {MISSED} (first: {{missed_first}}); \
+    the mask is that of {{is_plain}}
+mask_ignored | extra as_a_whole !missed !window | {EXTRA}{FIRST}
+unknown | differing | {EXTRA}, {MISSED}
+sink_dropped | sink_gone | {{sink_gone:.1%}} of weight should be lost to a sink
+counted_twice | row_sum | weights of a query sum to {{row_sum:.3g}}, not to 1
+counted_twice | multiple | {{times:,}} of {{values:,}} weights are {{multiple}} times what is \
+    right beside the others
+scale_wrong | scale_ratio | scores are {{scale_ratio:.4g}} times what they should be
+softcap_dropped | curved | large scores are not held back: {{curved}}
+positions_wrong | moved_blocks | {{moved_blocks}}
+positions_wrong | moved | weights differ by up to {{moved:.3g}} times where mask, projections and \
+    values are right, and no factor explains it: queries and keys do not carry the tokens' positions
+unknown | values_differ | weights differ by up to {{values_differ:.1%}}
+missing_all_reduce | unreduced | {{unreduced}}
+labels_shifted | border_rows | {{border_rows}}
+loss_scaled | loss_ratio !border_rows | {{loss_total}}; \
+    gradients are {{loss_ratio}} times on the ranks
+loss_scaled | loss_times !border_rows | {{loss_total}}
+gradient_scaled | gradient_ratio | {{gradient_ratio}}
+lse_gradient_lost | lse_lost | {{lse_lost}}
+dv_wrong | dv | dv is {{dv}}
+dk_wrong | dk | dk is {{dk}}
+dq_wrong | dq | dq is {{dq}}
+"""
+
+
+def _rules() -> tuple[Rule, ...]:
+    rows = [line.split(" | ") for line in TABLE.replace("    ", "").strip().splitlines()]
+    return tuple(Rule(cause, tuple(needs.split()), text) for cause, needs, text in rows)
+
+
+RULES = _rules()
 """Most telling first: causes of a forward pass before those of a backward pass."""
 
 
@@ -168,10 +123,7 @@ def classify(facts: Facts) -> list[Finding]:
     """The causes whose facts hold, most telling first, each once; empty if nothing differs."""
     found: dict[str, Finding] = {}
     for rule in RULES:
-        if all(
-            not facts.get(need[4:]) if need.startswith("not ") else facts.get(need)
-            for need in rule.needs
-        ):
+        if all(bool(facts.get(need.lstrip("!"))) != (need[0] == "!") for need in rule.needs):
             found.setdefault(rule.cause, Finding(rule.cause, rule.text.format_map(facts)))
     unknown = found.pop("unknown", None)
     return list(found.values()) or ([unknown] if unknown else [])

@@ -17,15 +17,7 @@ from tilewise.verification.causes import classify
 from tilewise.verification.comparison import Comparison, rows_of
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import World
-from tilewise.verification.records import (
-    Job,
-    Record,
-    Setting,
-    converted,
-    first_rows,
-    rows_of_one,
-    run_model,
-)
+from tilewise.verification.records import Job, Setting, first_rows, rows_of_one, run_whole
 from tilewise.verification.tables import facts_of_masks, facts_of_weights
 from tilewise.verification.weights import UnreadableError, Weights, read_weights
 
@@ -51,32 +43,17 @@ class Diagnosis(NamedTuple):
 
 
 class Probes:
-    """Further runs of both models, with columns of a module's output set.
-
-    Args:
-        dtype: in which both run; None: the model's own.
-    """
+    """Further runs of both models, with columns of a module's output set."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        world: World,
-        found: Comparison,
-        dtype: torch.dtype | None = None,
+        self, model: nn.Module, inputs: Mapping[str, Any], world: World, found: Comparison
     ):
         self.model, self.inputs, self.world, self.found = model, inputs, world, found
-        self.dtype = dtype
+        self.dtype: torch.dtype | None = None  # in which both run; None: the model's own
         self._template = torch.empty(0, 0)
 
-    def record(self, job: Job) -> Record:
-        """The unsplit model's."""
-        model, inputs = copy.deepcopy(self.model), copy.deepcopy(dict(self.inputs))
-        model, inputs = converted(model, inputs, job.dtype)
-        return run_model(model, lambda: model(**inputs), job)
-
     def whole(self, setting: Setting) -> Tensor:
-        reading = self.record(Job(setting, dtype=self.dtype)).reading
+        reading = run_whole(self.model, self.inputs, Job(setting, dtype=self.dtype)).reading
         rows = None if reading is None else rows_of_one(reading, self.found.num_tokens)
         if rows is None or self.world.seconds_left < 0:
             raise UnreadableError("the unsplit model shows nothing there")
@@ -91,12 +68,10 @@ class Probes:
             records = self.world.run([Job(setting, own, dtype=self.dtype) for own in positions])
         except RankError as error:
             raise UnreadableError("the split model does not run so") from error
-        rows = None
-        if all(record.reading is not None for record in records):
-            parts = [record.reading for record in records if record.reading is not None]
-            parts = [x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in parts]
-            rows = rows_of(self._template, parts, positions, n)
-        if rows is None:
+        read = [record.reading for record in records if record.reading is not None]
+        parts = [x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in read]
+        rows = rows_of(self._template, parts, positions[: len(parts)], n)
+        if rows is None or len(parts) < len(records):
             raise UnreadableError("the split model shows nothing there")
         return torch.zeros_like(self._template).index_copy(0, rows.positions, rows.got)
 
@@ -240,7 +215,7 @@ def _forward(
             f"{int(rows.positions[row])}, not {int(rows.want[row][0])}"
         )
         return {"wrong_positions": text}, None
-    again = probes.record(Job(seed=1)).outputs.get(layer)
+    again = run_whole(probes.model, probes.inputs, Job(seed=1)).outputs.get(layer)
     if again is not None and not torch.equal(again, found.whole.outputs[layer]):
         draws = "another seed changes the unsplit model's output too; compare with dropout off"
         return {"random_layer": layer, "draws": draws}, None
@@ -272,11 +247,9 @@ def _forward(
 def _runs_alone(found: Comparison, probes: Probes, layer: str) -> bool:
     """Whether the unsplit module makes what a rank got of that rank's rows alone."""
     module, record = dict(probes.model.named_modules())[layer], found.ranks[-1]
-    kinds = [p.dtype for p in module.parameters()]
-    given = {
-        key: x.to(kinds[0]) if kinds and x.is_floating_point() else x
-        for key, x in record.inputs[layer].items()
-    }
+    kind = next((p.dtype for p in module.parameters()), torch.float64)
+    inputs = record.inputs[layer].items()
+    given = {key: x.to(kind) if x.is_floating_point() else x for key, x in inputs}
     try:
         places = [given.pop(str(i)) for i in range(sum(key.isdigit() for key in given))]
         with torch.no_grad():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,17 @@ from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Probes, diagnose
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.ranks import BACKENDS, Share, Split, World
-from tilewise.verification.records import Job, Record, run_model
+from tilewise.verification.records import Job, Record, run_whole
 
 NOISE_RUNS = 2
-LEAST_SECONDS = 2.0  # left of the time, for another reading to begin
+TOO_LATE = (
+    "gave no answer in time: it hangs, or the batch is too long for the timeout; give fewer tokens "
+    "or layers, or more time"
+)
+UNMATCHED = (
+    "rows of the ranks could not be matched with the unsplit model's by value; return (loss share, "
+    "positions) from split"
+)
 
 
 class Deviation(NamedTuple):
@@ -61,46 +67,35 @@ class ParityReport:
     allowed: tuple[Tensor, Tensor] | None = None
 
     def __str__(self) -> str:
-        if self.equal:
-            lines = [f"equal: {self.compared} outputs, gradients and parameters agree"]
-        elif self.failures:
+        lines = [f"equal: {self.compared} outputs, gradients and parameters agree"]
+        if self.failures:
             lines = [_failed(self.failures)]
-        else:
+        elif not self.equal:
             where = "no layer deviates" if self.layer is None else f"first deviates: {self.layer}"
             lines = [f"not equal; {where}", explained(self.findings)]
-            lines += [
-                f"  {d.kind} of {d.name}: {d.error:.3g} x rounding" for d in self.deviations[:8]
-            ]
-            more = len(self.deviations) - 8
-            lines += [f"  and {more} more of {self.compared}"] if more > 0 else []
+            worst = self.deviations[:8]
+            lines += [f"  {kind} of {name}: {error:.3g} x rounding" for kind, name, error in worst]
+            more = len(self.deviations) - len(worst)
+            lines += [f"  and {more} more of {self.compared}"] if more else []
         lines += [f"note: {note}" for note in self.notes]
-        if self.allowed is not None and not self.equal:
-            lines += [
-                "",
-                "what the layer attends to, split:",
-                text_picture(self.allowed[0].numpy()),
-            ]
+        if self.allowed is not None:
+            picture = text_picture(self.allowed[0].numpy())
+            lines += ["", "what the layer attends to, split:", picture]
         return "\n".join(lines)
 
     def svg(self) -> str | None:
         """The layer's attended pairs beside the unsplit model's; None if they were not read."""
         if self.allowed is None:
             return None
-        split, unsplit = (x.numpy() for x in self.allowed)
-        return drawn(split, unsplit, self.layer or "")
+        return drawn(*(x.numpy() for x in self.allowed), self.layer or "")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the picture."""
-        return {
-            "equal": self.equal,
-            "layer": self.layer,
-            "cause": self.cause,
-            "findings": [finding._asdict() for finding in self.findings],
-            "deviations": [deviation._asdict() for deviation in self.deviations],
-            "compared": self.compared,
-            "failures": [failure._asdict() for failure in self.failures],
-            "notes": list(self.notes),
-        }
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        del found["allowed"]
+        for name in ("findings", "deviations", "failures"):
+            found[name] = [value._asdict() for value in found[name]]
+        return found | {"notes": list(self.notes)}
 
 
 def parity(
@@ -164,25 +159,22 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> Parit
     except RankError as error:
         finding = Finding("unknown", _failed(error.failures))
         return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
-    positions = [record.positions for record in records]
-    notes: list[str] = []
-    if any(x is None for x in positions):
-        positions = matched_positions(whole, records, num_tokens)
-        if positions is None:
-            notes.append(
-                "rows of the ranks could not be matched with the unsplit model's by value; return "
-                "(loss share, positions) from split"
-            )
-            positions = [torch.zeros(0, dtype=torch.int64)] * world.size
+    given = [record.positions for record in records if record.positions is not None]
+    notes: tuple[str, ...] = ()
+    if len(given) < world.size:
+        given = matched_positions(whole, records, num_tokens)
+        if given is None:
+            notes = (UNMATCHED,)
+            given = [torch.zeros(0, dtype=torch.int64)] * world.size
     counted = torch.ones(num_tokens, dtype=torch.bool)
     padding = inputs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
         counted = padding.bool().all(0).cpu()
-    found = Comparison(whole, records, [x for x in positions if x is not None], noisy, counted, eps)
+    found = Comparison(whole, records, given, noisy, counted, eps)
     return _reported(found, Probes(model, inputs, world, found), notes)
 
 
-def _reported(found: Comparison, probes: Probes, notes: list[str]) -> ParityReport:
+def _reported(found: Comparison, probes: Probes, notes: tuple[str, ...]) -> ParityReport:
     diagnosis = diagnose(found, probes)
     names = list(found.whole.outputs)
     errors = [("output", "outputs", name) for name in names]
@@ -191,7 +183,7 @@ def _reported(found: Comparison, probes: Probes, notes: list[str]) -> ParityRepo
     deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
     compared = len(deviations) + 1
     if not diagnosis.facts:
-        return ParityReport(True, compared=compared, notes=tuple(notes))
+        return ParityReport(True, compared=compared, notes=notes)
     findings = classify(diagnosis.facts) or [
         Finding("unknown", "no cause of the list explains it, or its attention could not be read")
     ]
@@ -202,7 +194,7 @@ def _reported(found: Comparison, probes: Probes, notes: list[str]) -> ParityRepo
         findings=tuple(findings),
         deviations=tuple(d for d in deviations if d.error > 1),
         compared=compared,
-        notes=tuple(notes),
+        notes=notes,
         allowed=diagnosis.allowed,
     )
 
@@ -225,19 +217,9 @@ def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, lis
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if not dtypes:
         raise ValueError("model has no parameters; parity compares a model's training step")
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-
-    def run(job: Job, change: Callable[[Any], Any] = lambda x: x) -> Record:
-        own = change(copy.deepcopy(model))
-        given = {
-            k: change(x) if isinstance(x, Tensor) and x.is_floating_point() else copy.deepcopy(x)
-            for k, x in inputs.items()
-        }
-        return run_model(own, lambda: own(**given), job)
-
     with _Precision() as precision:
-        whole = run(Job())
-    eps = max(eps, precision.eps)
+        whole = run_whole(model, inputs, Job())
+    eps = max(precision.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
     if whole.loss is None:
         raise ValueError(
             "the unsplit model returned no loss; pass labels in inputs, or a model that returns a "
@@ -245,10 +227,10 @@ def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, lis
         )
     if whole.loss != whole.loss:
         raise ValueError("the unsplit model's loss is not a number; parity needs one that is")
-    noisy = [run(Job(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
+    noisy = [run_whole(model, inputs, Job(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
     if eps > torch.finfo(torch.float64).eps:
         with suppress(RuntimeError, TypeError):  # code that insists on its dtype
-            noisy.append(run(Job(), lambda x: x.double()))
+            noisy.append(run_whole(model, inputs, Job(dtype=torch.float64)))
     return whole, noisy, eps
 
 
@@ -296,21 +278,14 @@ def _failed(failures: tuple[RankFailure, ...]) -> str:
     """Who failed first: not those that lost their connection to another, or waited for it."""
     own = [f for f in failures if "gloo" not in f.text] or list(failures)
     texts = []
-    for failure in own:
-        who = "a rank" if failure.rank < 0 else f"rank {failure.rank}"
+    for rank, kind, text in own:
         how = {
-            "error": f"raised {_last_line(failure.text)}",
+            "error": f"raised {text.strip().rpartition(chr(10))[2] or 'an error'}",
             "died": "ended without an answer",
-            "late": "gave no answer in time: it hangs, or the batch is too long for the timeout; "
-            "give fewer tokens or layers, or more time",
         }
-        texts.append(f"{who} {how[failure.kind]}")
+        who = "a rank" if rank < 0 else f"rank {rank}"
+        texts.append(f"{who} {how.get(kind, TOO_LATE)}")
     if len(own) < len(failures):
         others = ", ".join(str(f.rank) for f in failures if f not in own)
         texts.append(f"ranks {others} failed after it")
     return "; ".join(texts)
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "an error"

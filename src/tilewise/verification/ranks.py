@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import sys
 import threading
@@ -19,7 +18,7 @@ from torch import nn
 from tilewise.transport.loopback import loopback
 from tilewise.transport.processes import RankError, RankFailure, gather_yields
 from tilewise.verification import by_value
-from tilewise.verification.records import Job, Record, converted, run_model
+from tilewise.verification.records import Job, Record, copied, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
 BACKENDS = ("gloo", "loopback", "torchrun")
@@ -35,8 +34,7 @@ class Share(NamedTuple):
     split: Split
 
     def run(self, rank: int, group: Any, job: Job) -> Record:
-        model, inputs = copy.deepcopy(self.model), copy.deepcopy(dict(self.inputs))
-        model, inputs = converted(model, inputs, job.dtype)
+        model, inputs = copied(self.model, self.inputs, job.dtype)
         return run_model(model, lambda: self.split(model, inputs, rank, group), job)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,14 +72,21 @@ class Record:
     reading: Tensor | None = None
 
 
-def converted(
+def copied(
     model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs in another dtype."""
+    """A model and its inputs, to be changed; in a dtype if one is given."""
+    model, inputs = copy.deepcopy(model), copy.deepcopy(dict(inputs))
     if dtype is None:
-        return model, dict(inputs)
+        return model, inputs
     floating = {k for k, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return model.to(dtype), {k: x.to(dtype) if k in floating else x for k, x in inputs.items()}
+
+
+def run_whole(model: nn.Module, inputs: Mapping[str, Any], job: Job) -> Record:
+    """Run a copy of the unsplit model."""
+    model, inputs = copied(model, inputs, job.dtype)
+    return run_model(model, lambda: model(**inputs), job)
 
 
 def run_model(model: nn.Module, call: Callable[[], Any], job: Job) -> Record:
