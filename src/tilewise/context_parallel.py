@@ -27,6 +27,7 @@ from tilewise.strategies.ring import ring
 from tilewise.transport.agreement import agree
 from tilewise.transport.gather_shards import gather_shards, mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
+from tilewise.wires.wire import AnyWire, latent_of, wires_of
 from tilewise.workload import Workload
 
 
@@ -177,7 +178,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
@@ -190,7 +191,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
@@ -203,7 +204,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
@@ -216,7 +217,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
@@ -227,7 +228,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         mask: Mask | None = None,
         plan: Plan | None = None,
@@ -243,7 +244,7 @@ class ContextParallel:
             options: of tw.attention; kernel instead of the one given at the start.
         """
         if plan is None:
-            plan, chosen = self._plans(q, k, v, mask)
+            plan, chosen = self._plans(q, k, v, mask, options.get("wire"))
             # What forward gathered serves its own plan alone.
             if options.get("backward_plan") is None and options.get("save") != "gathered":
                 options["backward_plan"] = chosen
@@ -263,20 +264,23 @@ class ContextParallel:
         )
 
     def _plans(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None
+        self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | None, wire: AnyWire | None
     ) -> tuple[Plan, Plan | None]:
         """The strategy's plans of both passes; for another mask, if they are for one, others."""
-        plan = self.plan(q, k, v)
+        plan = self.plan(q, k, v, wire)
         if mask is not None and mask != self.mask and self._for_one_mask:
             _refuse_compiling()
-            return self._decided(self._workload((q, k, v), mask), q)
+            return self._decided(self._workload((q, k, k if v is None else v), mask, wire), q)
         return plan, self._backward_plan
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> Plan:
+    def plan(
+        self, q: Tensor, k: Tensor, v: Tensor | None = None, wire: AnyWire | None = None
+    ) -> Plan:
         """The forward pass's plan; "auto" is decided here, by the shapes of the first call.
 
         Args:
-            v: None: as wide as k.
+            v: None: as wide as k, or k is a latent.
+            wire: as attention takes it.
         Raises:
             RuntimeError: if a compiler traces the first call of "auto": decide before, by calling
                 plan(q, k) with tensors of this shape, or pass a plan as strategy.
@@ -284,7 +288,7 @@ class ContextParallel:
         if self._plan is None:
             _refuse_compiling()
             try:
-                work = self._workload((q, k, k if v is None else v), self.mask)
+                work = self._workload((q, k, k if v is None else v), self.mask, wire)
             except (ValueError, IndexError, AttributeError):
                 # What is wrong with q or k is attention's to say, on all ranks alike.
                 return ring(self.world_size)
@@ -299,17 +303,24 @@ class ContextParallel:
         plan, backward = promising(work, machine, self.world_size)
         return plan, None if backward is plan else backward
 
-    def _workload(self, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask) -> Workload:
+    def _workload(
+        self, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask, wire: AnyWire | None
+    ) -> Workload:
         q, k, v = tensors
+        wires, latent = wires_of(wire), latent_of(wire)
+        kv = (k.shape[-2], v.shape[-1])
+        if latent is not None:
+            wires, kv = wires.of_width(k.shape[-1]), (latent.num_kv_heads, latent.v_head_dim)
         return Workload(
             num_tokens=self.layout.num_tokens,
             num_heads=q.shape[-2],
-            num_kv_heads=k.shape[-2],
+            num_kv_heads=kv[0],
             head_dim=q.shape[-1],
-            v_head_dim=v.shape[-1],
+            v_head_dim=kv[1],
             dtype=dtype_name(q.dtype),
             mask=mask,
             layout=self.layout,
+            wire=wires,
         )
 
 

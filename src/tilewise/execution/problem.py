@@ -129,7 +129,7 @@ def make_problem(
     wires = resolved_wires(call, dtype)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
-        wires = replace(wires, latent=replace(latent.sizes, width=int(k.shape[-1])))
+        wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         call.mask,
         call.layout,

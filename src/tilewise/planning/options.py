@@ -123,7 +123,7 @@ def _inside(degree: int, work: Workload, world_size: int, node_size: int) -> Ite
     if n == 1 and degree > 1:
         yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1), places=(1,)))
         return
-    kv_bytes = 2 * max(work.num_kv_heads, degree) / work.num_heads
+    kv_bytes = work.kv_bytes(degree)
     for variant in _of_one_level(n, kv_bytes):
         if variant.shape.places or world_size <= UNLIKE_RANKS:
             yield variant
@@ -206,7 +206,7 @@ def _unlike(work: Workload, world_size: int) -> bool:
 def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
     """Plans made for the mask."""
     layout = work.layout_for(world_size)
-    kv_bytes = 2 * work.num_kv_heads / work.num_heads
+    kv_bytes = work.kv_bytes()
     for strategy in MASK_AWARE:
         if strategy.levels and world_size > UNLIKE_RANKS:
             continue

@@ -105,7 +105,8 @@ class PassCosts:
             return 0.0
         area += int(self._kernel.edge_keys * self._edge_rows(tile))
         queries = sum(self.layouts[0].sizes[shard] for shard in tile.q)
-        return self.kernel_seconds(queries, area) + self._gathering_seconds(tile, area)
+        seconds = self.kernel_seconds(queries, area) + self._gathering_seconds(tile, area)
+        return seconds + self._expanding_seconds(tile)
 
     def kernel_seconds(self, queries: float, area: float) -> float:
         """A kernel of so many queries and allowed pairs: its launch, and its FLOP."""
@@ -126,6 +127,15 @@ class PassCosts:
         if len(tile.kv) == 1 or area >= q * kv:
             return 0.0
         return self.pack_seconds(kv * self._row_bytes[Side.KV, Role.OPERAND])
+
+    def _expanding_seconds(self, tile: Tile) -> float:
+        """Making keys and values of a tile's latents; in backward again, and two gradients."""
+        latent = self.payload.wires.latent
+        if latent is None:
+            return 0.0
+        rows = sum(self.layouts[1].sizes[shard] for shard in tile.kv)
+        products = 3 if self.payload.backward else 1
+        return products * rows * latent.flop / self._kernel.speed(rows, rows)
 
     def call_seconds(self, plan: Plan, rank: int) -> float:
         """A rank's own time around its program, most of it before: agreement, views, results."""

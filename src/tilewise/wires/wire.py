@@ -104,6 +104,11 @@ class Wires:
 
         return Wires(*map(named, (self.forward, self.backward, self.partials)), self.sizes.latent)
 
+    def of_width(self, width: int) -> Wires:
+        """The sizes of a set whose latent is so wide."""
+        latent = self.latent and replace(self.latent.sizes, width=width)
+        return replace(self, latent=latent)
+
     @property
     def sizes(self) -> Wires:
         """The set without the functions of its latent: a key of memos holds no weights."""

@@ -124,8 +124,7 @@ def plan_for(text: str, work: Workload, world_size: int) -> Plan:
     """As read_plan; needed and tiled are made for the mask and the layout of the workload."""
     for entry in MASK_AWARE:
         if entry.name == text:
-            kv_bytes = 2 * work.num_kv_heads / work.num_heads
-            return entry.plan(work.mask, work.layout_for(world_size), kv_bytes)
+            return entry.plan(work.mask, work.layout_for(world_size), work.kv_bytes())
     return read_plan(text, world_size)
 
 
