@@ -14,6 +14,8 @@ from verification.zoo import CASES, EDGES, WINDOW, Settings, T, made, share
 
 import tilewise as tw
 from tilewise.verification.causes import CAUSES
+from tilewise.verification.comparison import matched_positions
+from tilewise.verification.records import Record
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fault} in {case.layer}")
@@ -87,6 +89,17 @@ def test_a_batch_of_several_sequences_is_read(fault):
     model, inputs = made(Settings(window=5, kind="fused"), batch=2)
     report = tw.parity(model, inputs, partial(share, fault=fault), backend="loopback")
     assert (report.cause or "") == fault and report.equal == (not fault), str(report)
+
+
+def test_rows_of_usual_layouts_are_matched_though_tokens_recur():
+    """Of zigzag ranks a run of equal tokens may go on, by chance, where the next chunk begins."""
+    same = torch.randint(0, 3, (49, 1), generator=torch.Generator().manual_seed(0)).double()
+    for make in (tw.contiguous, tw.zigzag, tw.striped):
+        layout = make(49, 4)
+        ranks = [Record({"embed": layout.shard(same, rank, dim=0)}) for rank in range(4)]
+        found = matched_positions(Record({"embed": same}), ranks, 49)
+        assert found is not None
+        assert all(torch.equal(x, layout.positions(rank)) for rank, x in enumerate(found))
 
 
 def one_rank_without_heads(model: Any, inputs: Any, rank: int, group: Any) -> Any:
