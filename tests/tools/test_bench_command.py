@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilewise.tools.bench.results import read_results
@@ -46,6 +47,20 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path, words: list[str], mess
     assert message in " ".join(ran.stderr.split())
     assert len(ran.stderr.strip().splitlines()) == 1
     assert not path.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_rows_of_cuda_are_unsupported(tmp_path: Path):
+    for kind, who in (
+        ("kernels", ["--kernel", "cuda", "--kernel", "mit_block_sparse"]),
+        ("strategies", ["--strategy", "ring"]),
+    ):
+        words = ["bench", kind, *SMALL, "--mask", "causal", *who, "--device", "cuda", "--json"]
+        ran = CliRunner().invoke(app, [*words, "-o", str(tmp_path / kind)])
+        assert ran.exit_code == 0, ran.output
+        rows = json.loads(ran.stdout)["rows"]
+        assert {(row["outcome"], row["device"]) for row in rows} == {("unsupported", "cuda")}
+        assert all("no CUDA device here" in row["message"] for row in rows)
 
 
 def test_a_kind_has_only_its_own_options():

@@ -12,7 +12,7 @@ from torch.cuda import nccl
 from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
-from tilewise.tools.bench.our_kernels import OTHERS, Absent
+from tilewise.tools.bench.our_kernels import OTHERS, absent
 
 
 class Extra(NamedTuple):
@@ -134,8 +134,8 @@ def _kernels() -> list[Finding]:
         if name == "cuda" and is_here:
             detail = f"{detail}; {_flash_version()}"
         found.append(Finding("kernel", name, is_here, detail))
-    absent = (Absent(name) for name in OTHERS)
-    return [*found, *(Finding("contender", one.name, False, one.reason) for one in absent)]
+    others = (Finding("contender", name, False, absent(name) or "") for name in OTHERS)
+    return [*found, *others]
 
 
 def _flash_version() -> str:

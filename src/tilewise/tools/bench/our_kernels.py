@@ -29,7 +29,7 @@ from tilewise.strategies.ring import ring
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.contender import Facts, Prediction, Running, Traffic
+from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.environment import installed
 from tilewise.tools.mask_report.figures import report
 from tilewise.tools.outside import is_outside, load, version
@@ -159,7 +159,7 @@ class ProviderKernel:
             check_outside(self.name, self.version, *asked_of(case))
 
     def supports(self, case: BenchCase) -> str | None:
-        return provided(self.name).supports(*asked_of(case))
+        return absent(self.name) or provided(self.name).supports(*asked_of(case))
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
         size = _statistic(case)
@@ -267,43 +267,6 @@ DENSE: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = Mappin
 )
 
 
-@dataclass(frozen=True)
-class Absent:
-    """Another library's kernel that no adapter is verified for: its rows say why it has no figures.
-
-    One is added from outside the package by a contender of one's own, see docs/extending.md.
-    """
-
-    name: str
-
-    @property
-    def library(self) -> str:
-        return OTHERS[self.name].module
-
-    @property
-    def version(self) -> str:
-        return "installed" if find_spec(self.library) else "not installed"
-
-    def check(self, case: BenchCase) -> None:
-        return
-
-    def supports(self, case: BenchCase) -> str | None:
-        return self.reason
-
-    @property
-    def reason(self) -> str:
-        module, what = OTHERS[self.name]
-        if find_spec(module) is None:
-            return f"{module} is not installed; {what}"
-        return f"{module} is here, but tilewise has no adapter; {what}"
-
-    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
-        raise AssertionError(f"{self.name} supports no case")
-
-    def prepare(self, case: BenchCase, rank: int, group: Any) -> Running:
-        raise AssertionError(f"{self.name} supports no case")
-
-
 class Other(NamedTuple):
     """The module that another library's kernel is probed by, and what must be known of it."""
 
@@ -325,18 +288,27 @@ OTHERS: Mapping[str, Other] = MappingProxyType(
         "flashmask": Other("paddle", "FlashMask is of PaddlePaddle, whose tensors are not torch's"),
     }
 )
-"""Block-sparse kernels of others; FlexAttention is among PROVIDERS."""
+"""Block-sparse kernels of others, for which no adapter could be verified: their rows say why they
+have no figures. FlexAttention is among PROVIDERS."""
 
 
-def kernel(name: str) -> ProviderKernel | DenseKernel | Absent:
+def absent(name: str) -> str | None:
+    """Why a kernel of OTHERS cannot run; None of all others."""
+    if name not in OTHERS:
+        return None
+    module, what = OTHERS[name]
+    here = "here, but without an adapter" if find_spec(module) else "not installed"
+    return f"{module} is {here}; {what}"
+
+
+def kernel(name: str) -> ProviderKernel | DenseKernel:
     """A kernel by name."""
-    if name in PROVIDERS or is_outside(name):
-        provided(name)
-        return ProviderKernel(name)
     if name in DENSE:
         return DenseKernel(name)
-    if name in OTHERS:
-        return Absent(name)
+    if is_outside(name):
+        provided(name)
+    if name in PROVIDERS or name in OTHERS or is_outside(name):
+        return ProviderKernel(name)
     known = ", ".join([*PROVIDERS, *DENSE, *OTHERS])
     raise ValueError(
         f"kernel {name!r} is not known; take one of {known}, or write module:name or FILE.py:name"
