@@ -6,6 +6,7 @@ are known, what several ranks of a node read crosses to it once: one of them pas
 Source: the group cast of MagiAttention (SandAI 2025), and its hierarchical form.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tilewise.plan.ir import Plan, RankStep, Rows, Side, Traits, own_shards
 from tilewise.plan.row_ranges import count_rows, union, whole_or
 
 STAGES = 4
+NODE_STAGES = 2  # of what comes from other nodes
 
 
 class _Leg(NamedTuple):
@@ -85,40 +87,60 @@ def _direct(table: Table, layout: Layout) -> list[_Share]:
     for rank in range(n):
         sources = [(rank + d) % n for d in range(1, n) if (rank, (rank + d) % n) in table]
         sizes = [count_rows(table[rank, s].k_rows) for s in sources]
-        for stage, some in enumerate(_dealt(sources, sizes)):
+        for stage, some in enumerate(_dealt(sources, sizes, STAGES)):
             for source in some:
-                _send(shares, table, layout, stage, source, [rank])
+                _send(shares, table, layout, stage, source, [rank], rank)
     return shares
 
 
 def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
-    """From the owner to one reader of each node, and from that to the others."""
+    """From the owner to one rank of each node, and from that to the readers.
+
+    That is a reader, unless another rank of the node gets less by more than what it would pass on.
+    """
     n = layout.world_size
     shares = [_Share([], {0: [r]} if (r, r) in table else {}) for r in range(n)]
+    far: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for reader, source in table:  # node -> source elsewhere -> its readers
+        if reader // size != source // size:
+            far[reader // size][source].append(reader)
     for first in range(0, n, size):
-        node = range(first, min(first + size, n))
-        fetched: dict[int, list[list[int]]] = {rank: [] for rank in node}
-        for source in (s % n for s in range(first, first + n)):
-            readers = [rank for rank in node if rank != source and (rank, source) in table]
-            if source in node:
-                for reader in readers:
-                    _send(shares, table, layout, 0, source, [reader])
-            elif readers:  # by turns, so that all of the node's links carry as much
-                gateway = min(readers, key=lambda rank: len(fetched[rank]))
-                fetched[gateway].append([source, gateway, *(r for r in readers if r != gateway)])
-        for routes in fetched.values():
-            rows = [union(*(table[r, route[0]].k_rows for r in route[1:])) for route in routes]
-            numbers = _dealt([*range(len(routes))], [*map(count_rows, rows)])
-            for stage, some in enumerate(numbers):
-                for source, *readers in (routes[i] for i in some):
-                    _send(shares, table, layout, stage, source, readers)
+        node, sources = range(first, min(first + size, n)), far[first // size]
+        routes: dict[int, list[tuple[int, list[int], int]]] = {rank: [] for rank in node}
+        load = dict.fromkeys(node, 0)
+        for source in sorted(sources, key=lambda source: (source - first) % n):
+            readers = sources[source]
+            rows = count_rows(union(*(table[reader, source].k_rows for reader in readers)))
+            cost = {rank: load[rank] + rows * (rank not in readers) for rank in node}
+            gateway = min(node, key=cost.__getitem__)
+            load[gateway] += rows
+            routes[gateway].append((source, readers, rows))
+        for gateway, some in routes.items():
+            stages = _dealt([*range(len(some))], [rows for _, _, rows in some], NODE_STAGES)
+            for stage, numbers in enumerate(stages):
+                for source, readers, _ in (some[i] for i in numbers):
+                    _send(shares, table, layout, stage, source, readers, gateway)
+        for reader in node:
+            near = [s for s in node if s != reader and (reader, s) in table]
+            # Some while rows come from other nodes, some while gradients go back to them.
+            last = max(shares[reader].tiles, default=0)
+            parts = _dealt(near, [count_rows(table[reader, s].k_rows) for s in near], 2)
+            for sources, stage in zip(parts, (0, max(1, last)), strict=False):
+                for source in sources:
+                    _send(shares, table, layout, stage, source, [reader], reader)
     return shares
 
 
-def _send(
-    shares: list[_Share], table: Table, layout: Layout, stage: int, source: int, readers: list[int]
+def _send(  # noqa: PLR0913 - a route through a table
+    shares: list[_Share],
+    table: Table,
+    layout: Layout,
+    stage: int,
+    source: int,
+    readers: list[int],
+    gateway: int,
 ) -> None:
-    """Write legs and tiles: the first reader passes on what the others read."""
+    """Write legs and tiles: the gateway passes on what the readers read."""
 
     def leg(step: int, back: int, src: int, dst: int, seen: list[int]) -> None:
         rows = union(*(table[reader, source].k_rows for reader in seen))
@@ -126,20 +148,19 @@ def _send(
         shares[src].legs.append(one)
         shares[dst].legs.append(one)
 
-    gateway, *others = readers
-    relayed = bool(others)
+    relayed = readers != [gateway]
     leg(stage, stage + 2 + 2 * relayed, source, gateway, readers)
-    for reader in others:
-        leg(stage + 1, stage + 3, gateway, reader, [reader])
     for reader in readers:
+        if reader != gateway:
+            leg(stage + 1, stage + 3, gateway, reader, [reader])
         shares[reader].tiles.setdefault(stage + 1 + relayed, []).append(source)
 
 
-def _dealt(sources: list[int], sizes: list[int]) -> list[list[int]]:
-    """Sources in order, in at most STAGES parts of about equal size."""
+def _dealt(sources: list[int], sizes: list[int], stages: int) -> list[list[int]]:
+    """Sources in order, in at most so many parts of about equal size."""
     total, so_far = sum(sizes), 0
     parts: dict[int, list[int]] = {}
     for source, size in zip(sources, sizes, strict=True):
-        parts.setdefault(so_far * STAGES // total, []).append(source)
+        parts.setdefault(so_far * stages // total, []).append(source)
         so_far += size
     return list(parts.values())
