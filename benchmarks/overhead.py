@@ -72,9 +72,7 @@ def by_hand(q, k, v, transport: Instant, scale: float):
 def prepared(q, k, v, transport: Instant, problem):
     """What a call does before its program starts."""
     run = PassRun(problem, transport, backward=False, batch=1, device=q.device)
-    return run, Forward(
-        run.frame(keep=False), run.payload, *run.start(({"q": q}, {"k": k, "v": v}))
-    )
+    return run, Forward(run.frame(problem), run.payload, *run.start(({"q": q}, {"k": k, "v": v})))
 
 
 def microseconds(run: Callable[[], object]) -> float:

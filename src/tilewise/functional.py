@@ -213,8 +213,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         out, lse, kept = latent_attention(q, k, v, call)
     else:
         if not torch.compiler.is_compiling():
-            problem, _ = resolve_call(q, k, v, call)
-            call, dropout_seed = replace(call, problem=problem), None
+            call, dropout_seed = call.resolved(*resolve_call(q, k, v, call)), None
         given = q, k, v, call, dropout_seed, return_max_logit
         out, lse, kept = torch.ops.tilewise.attention(*given)
     if sink is not None:

@@ -108,6 +108,12 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
         )
     steps = [Step(t, tuple(x)) for t, x in zip(tiles, transfers, strict=True) if x or any(t)]
     exchanges = plan.traits.exchanges if len(steps) == len(plan.steps) else ()
+    exchanges = tuple(
+        one._replace(
+            by_head=one.by_head and plan.steps[one.step].transfers == steps[one.step].transfers
+        )
+        for one in exchanges
+    )
     return plan.changed(
         name=f"{plan.name}, pruned",
         steps=steps,

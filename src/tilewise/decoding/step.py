@@ -140,7 +140,11 @@ class DecodingPass:
     def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
         run = PassRun(problem, transport, backward=False, batch=batch, device=device)
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
-        self._program, self._frame, self._payload = run.program, run.frame(keep=False), run.payload
+        self._program, self._frame, self._payload = (
+            run.program,
+            run.frame(problem),
+            run.payload,
+        )
 
     def attend(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.execution.allocator import Allocator, FreshAllocator
 from tilewise.execution.executor import execute
 from tilewise.execution.packing import loadable
-from tilewise.execution.pass_run import PassRun
+from tilewise.execution.pass_run import pass_run
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.kernels.protocol import accumulator_dtype
@@ -29,19 +29,20 @@ def forward_pass(
     """
     batched = q.ndim == 4
     rows = [_rows_first(loadable(x), batched) for x in (q, *kv)]
-    run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
+    run = pass_run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     allocator = run.allocator(rows, keep)
     # What backward is to find again is no buffer of this pass.
     lasting = FreshAllocator(q.device) if keep else allocator
     named = {"q": rows[0]}, run.named_kv(rows[1:])
-    work = Forward(run.frame(keep, allocator), run.payload, *run.start(named, allocator=lasting))
+    frame = run.frame(problem, keep, allocator)
+    work = Forward(frame, run.payload, *run.start(named, allocator=lasting))
     execute(run.program, work, transport)
     out, lse = results = empty_results(q, run.payload.v_head_dim)
     if run.payload.max_logit:
         results = *results, torch.empty_like(lse)
     run.collect(work, Side.Q, [_rows_first(x, batched) for x in results])
-    kept = run.kept(work.operands) if keep else []
+    kept = run.kept(work) if keep else []
     allocator.end()
     return out, lse, [*map(_largest, results[2:]), *kept]
 
@@ -79,17 +80,16 @@ def backward_pass(
     batch, device = q.shape[1], q.device
     gathered = {}
     if problem.gathered:
-        before = PassRun(problem, transport, backward=False, batch=batch, device=device)
+        before = pass_run(problem, transport, backward=False, batch=batch, device=device)
         gathered = before.found(kept)
-    run = PassRun(problem, transport, backward=True, batch=batch, device=device)
+    run = pass_run(problem, transport, backward=True, batch=batch, device=device)
     allocator = run.allocator((q, *kv, out, lse, dout, dlse))
     if dout is None:
         dout = allocator.take(out.shape, q.dtype).zero_()
     delta = _delta(out, dout, dlse, lse.dtype, allocator)
     named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, run.named_kv(kv))
-    work = Backward(
-        run.frame(False, allocator), run.payload, *run.start(named, gathered, allocator)
-    )
+    frame = run.frame(problem, allocator=allocator)
+    work = Backward(frame, run.payload, *run.start(named, gathered, allocator))
     execute(run.program, work, transport)
     dq, *dkv = (x.new_empty(x.shape) for x in saved[:-2])
     run.collect(work, Side.Q, [_rows_first(dq, batched)])

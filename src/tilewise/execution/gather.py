@@ -17,6 +17,7 @@ from tilewise.kernels.scores import Places
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Role, Side, Tile
+from tilewise.plan.row_ranges import count_rows
 from tilewise.tiles.call_rows import (
     CallParts,
     Held,
@@ -32,6 +33,8 @@ TensorPart: TypeAlias = RowSelection[Tensor]
 BoundCall: TypeAlias = CallParts[Tensor]
 Tensors: TypeAlias = tuple[Tensor, ...]
 Group: TypeAlias = tuple[Item, ...]
+Spans: TypeAlias = dict[int, slice | None]
+"""By the id of a bound call's parts where they lie in their arena, the same at every call."""
 
 
 class BoundTile(NamedTuple):
@@ -137,6 +140,7 @@ def gather(
     name: str,
     heads: slice | None,
     allocator: Source,
+    spans: Spans,
 ) -> Tensor:
     """The rows of a call, of one field: a view where they lie side by side, else a copy."""
     if len(parts) == 1:
@@ -145,16 +149,22 @@ def gather(
         if part.block is not None:
             x = pick(x, part.block, allocator)
     else:
-        x = _joined(blocks, parts, name, allocator)
+        x = _joined(blocks, parts, name, allocator, spans)
     return x if heads is None else x[:, :, heads]
 
 
 def _joined(
-    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str, allocator: Source
+    blocks: Sequence[PackedRows],
+    parts: Sequence[TensorPart],
+    name: str,
+    allocator: Source,
+    spans: Spans,
 ) -> Tensor:
-    beside = _side_by_side(blocks, parts, name)
-    if beside is not None:
-        return beside
+    if id(parts) not in spans:
+        spans[id(parts)] = _side_by_side(blocks, parts)
+    place, rows = blocks[parts[0].shard].arena, spans[id(parts)]
+    if place is not None and rows is not None:
+        return place[0].fields[name][rows]
     sources = [blocks[part.shard].fields[name] for part in parts]
     if all(is_range(part.call) and not isinstance(part.block, Tensor) for part in parts):
         return join(
@@ -172,17 +182,16 @@ def _joined(
     return gathered
 
 
-def _side_by_side(
-    blocks: Sequence[PackedRows], parts: Sequence[TensorPart], name: str
-) -> Tensor | None:
+def _side_by_side(blocks: Sequence[PackedRows], parts: Sequence[TensorPart]) -> slice | None:
+    """The rows of their arena that parts are; None if they do not lie in one, in order."""
     first = blocks[parts[0].shard].arena
     if first is None:
         return None
     arena = first[0]
     places = (block.arena for block in blocks)
     starts = [None if place is None or place[0] is not arena else place[1] for place in places]
-    rows = span(parts, [len(block.fields[name]) for block in blocks], starts)
-    return None if rows is None else arena.fields[name][slice(*rows)]
+    rows = span(parts, [count_rows(block.rows) for block in blocks], starts)
+    return None if rows is None else slice(*rows)
 
 
 class PartialGroups:
@@ -225,6 +234,22 @@ class PartialGroups:
             self._whole[group] = blank(item.side, [self._size(one) for one in group])
         start = self._starts[item]
         return self._rows(group, start, start + self._size(item))
+
+    def whole(self, arena: Arena, blank: Callable[[Side, Sequence[int]], Tensors]) -> Tensors:
+        """The partials of all of an arena's operands."""
+        group = self._group[next(iter(arena.starts))._replace(role=Role.PARTIAL)]
+        if group not in self._whole:
+            self._whole[group] = blank(group[0].side, [self._size(one) for one in group])
+        return self._whole[group]
+
+    def untouched(self, place: tuple[Group, int, int]) -> bool:
+        """Whether these are all rows of a group that nothing was added to."""
+        group, start, stop = place
+        return group not in self._whole and stop - start == sum(map(self._size, group))
+
+    def adopt(self, place: tuple[Group, int, int], values: Tensors) -> None:
+        """Let the values, which nobody else uses, be the partials of an untouched group."""
+        self._whole[place[0]] = values
 
     def leave(self, item: Item) -> None:
         """A partial is no longer in its place."""

@@ -45,6 +45,7 @@ class Packing:
         row_bytes: bytes of one token of one sequence.
         row_shape: shape of those bytes in a buffer.
         in_place: whether packed fields can be used without a copy: all are aligned, none encoded.
+        unit: bytes that a row's place must be a multiple of for that.
     """
 
     def __init__(self, row: RowFormat, heads: int):
@@ -53,6 +54,7 @@ class Packing:
         self._fields, self._heads = fields, heads
         self._encodes = any(field.wire is not None for field in fields)
         self._dtypes = [getattr(torch, field.dtype) for field in fields]
+        self.unit = max((dtype.itemsize for dtype in self._dtypes), default=1)
         sizes = [heads * field.row_bytes for field in fields]
         self._columns = [slice(at, at + size) for at, size in zip(starts, sizes, strict=True)]
         self._shapes = [

@@ -1,15 +1,21 @@
-"""One pass of one checked call on this rank: its program, what it starts and what it ends with."""
+"""One pass of one checked call on this rank: its program, what it starts and what it ends with.
+
+All but the tensors is known once the call is checked, and made once for calls of the same problem.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes, lifetimes
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import Program, arrivals
+from tilewise.compiler.program import Launch, Program, arrivals
 from tilewise.execution import allocator as buffers
 from tilewise.execution.allocator import (
     Allocator,
@@ -17,14 +23,16 @@ from tilewise.execution.allocator import (
     FreshAllocator,
     MemoryPlanCache,
 )
-from tilewise.execution.gather import Binder
+from tilewise.execution.gather import Binder, Spans
+from tilewise.execution.head_exchange import HeadExchange, head_exchange, whole_side
 from tilewise.execution.memory_plan import WorkspacePool
-from tilewise.execution.packing import Arena, PackedRows
+from tilewise.execution.packing import Arena, PackedRows, Packing
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand, partial
+from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Item, Role, Rows, Side
 from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
@@ -47,8 +55,51 @@ def _row_bytes(payload: Payload) -> list[int]:
     return [max(payload.row_bytes(Item(side, role, 0)) for role in Role) for side in Side]
 
 
+class _Own(NamedTuple):
+    """An operand that is this rank's own: its rows and heads among the caller's; None: all."""
+
+    item: Item
+    local: Rows
+    rows: slice | None
+    heads: slice | None
+
+    def fields(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.rows is not None:
+            tensors = {name: x[self.rows] for name, x in tensors.items()}
+        if self.heads is not None:
+            tensors = {name: x[:, :, self.heads] for name, x in tensors.items()}
+        return tensors
+
+
+class _Place(NamedTuple):
+    """Items whose rows lie side by side in one buffer, and the first row of each."""
+
+    items: tuple[Item, ...]
+    packing: Packing
+    rows: list[int]
+    starts: dict[Item, int]
+
+
+def pass_run(
+    problem: Problem, transport: Transport, *, backward: bool, batch: int, device: torch.device
+) -> PassRun:
+    """The pass of a problem, made at its first call."""
+
+    def make() -> PassRun:
+        return PassRun(problem, transport, backward=backward, batch=batch, device=device)
+
+    if problem.kept is None:
+        return make()
+    ways = transport.receives_ahead, transport.node_size, team_transport(transport) is None
+    key = backward, batch, device, *ways, problem.kernel, problem.allocator
+    return problem.kept.get("pass", key, make, 4)
+
+
 class PassRun:
-    """One pass of one call on this rank: its program, its payload, what it starts and ends with."""
+    """One pass of one problem on this rank: its program, its payload, what it starts and ends with.
+
+    It keeps no tensors, and not the plan, which keeps it.
+    """
 
     def __init__(
         self,
@@ -59,16 +110,13 @@ class PassRun:
         batch: int,
         device: torch.device,
     ):
-        self.problem, self.batch, self.device = problem, batch, device
-        resolved = problem.passes[backward]
-        self.groups, self.payload = resolved.groups, resolved.payload
+        self.batch, self.device, self._allocator = batch, device, problem.allocator
+        resolved, rank = problem.passes[backward], transport.rank
+        _, mask, self.layouts, self.groups, self.payload = resolved
         # A latent is of all heads: every group has the whole.
         latent = self.payload.wires.latent is not None
         self._carried = self.groups._replace(num_kv_heads=1) if latent else self.groups
-        self.mask, self.layouts = resolved.mask, resolved.layouts
-        self.rank = transport.rank
-        pruned = self.plan = resolved.pruned if problem.prune else resolved.plan
-        self._cut = CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile)
+        pruned = resolved.pruned if problem.prune else resolved.plan
         self.packing = packings(self.payload)
         ahead, exchanges = transport.receives_ahead, ()
         shard_bytes = batch * self._largest_shard_bytes()
@@ -76,21 +124,64 @@ class PassRun:
             exchanges = pruned.traits.exchanges
         if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
             ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, shard_bytes)))
-        carries = _carries(self.payload)
-        self._key = self.rank, ahead, transport.node_size, carries, exchanges
+        carries, keep = _carries(self.payload), 4 * pruned.world_size
+        key = rank, ahead, transport.node_size, carries, exchanges
         self.program: Program = pruned.memo(
             "program",
-            self._key,
+            key,
             lambda: lower(
                 pruned,
-                self.rank,
+                rank,
                 node_size=transport.node_size,
                 ahead=ahead,
                 carries=carries,
                 exchanges=exchanges,
             ),
-            keep=4 * pruned.world_size,
+            keep,
         )
+        self._arriving: dict[Item, Rows | None] = pruned.memo(
+            "arriving", key, lambda: arrivals(self.program), keep
+        )
+        self._lifetimes: Lifetimes = pruned.memo(
+            "lifetimes", key, lambda: lifetimes(self.program), keep
+        )
+        self._owners = [
+            [shard for shard, ranks in enumerate(side) if rank in ranks] for side in pruned.owners
+        ]
+        self._cuts = pruned.cuts
+        self._spans: Spans = {}
+        self._exchanges: dict[int, HeadExchange] = {}
+        if exchanges and all(one.by_head for one in exchanges) and batch:
+            self._exchanges = self._whole_exchanges(rank)
+        table = TileCalls(
+            self.layouts,
+            mask,
+            self.groups,
+            CallStyle(problem.kernel.square_causal, problem.kernel.whole_tile),
+        )
+        self._kernel = problem.kernel
+        calls = pruned.memo("calls", table, dict)
+        self._binder: Binder = pruned.memo(
+            "binder", (table, device), lambda: Binder(table, device, calls)
+        )
+        self._bindings: PlanCache = pruned.memo(
+            "bindings", (*key, self.payload, table, batch), PlanCache, keep
+        )
+        self._pool: WorkspacePool = problem.passes[0].plan.memo(
+            "pool", (rank, device), WorkspacePool, keep
+        )
+
+    def _whole_exchanges(self, rank: int) -> dict[int, HeadExchange]:
+        """The launches of exchanges by head, all of them or none."""
+        found = {}
+        for launch in self.program.instructions:
+            if isinstance(launch, Launch):
+                role = (launch.sends or launch.recvs)[0].item.role
+                whole = head_exchange(role, self.packing, self.layouts, self.groups, rank)
+                if whole is None or self.payload.wires.latent is not None:
+                    return {}
+                found[launch.handle] = whole
+        return found
 
     def _largest_shard_bytes(self) -> int:
         """Of all items of the longest shard at once: the same on all ranks."""
@@ -106,48 +197,40 @@ class PassRun:
         Args:
             tensors: that the pass starts with, rows first; None: it starts without.
         """
-        problem, device = self.problem, self.device
-        if problem.allocator is not None:
-            return problem.allocator(device)
+        device = self.device
+        if self._allocator is not None:
+            return self._allocator(device)
         if device.type not in buffers.BOUND_DEVICES:
             return FreshAllocator(device)
         if is_capturing(device):
             return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
-        calls = self.layouts, self.mask, self._cut
-        key = self._key, self.payload, calls, self.batch, device, keep, strides
-        binding = self.plan.memo("binding", key, MemoryPlanCache, keep=4 * self.plan.world_size)
-        pool = problem.passes[0].plan.memo(
-            "pool", (self.rank, device), WorkspacePool, keep=2 * self.plan.world_size
-        )
-        return binding.allocator(pool, device)
+        binding = self._bindings.get("binding", (device, keep, strides), MemoryPlanCache, 4)
+        return binding.allocator(self._pool, device)
 
-    def frame(self, keep: bool, allocator: Allocator | None = None) -> Frame:
+    def frame(
+        self, problem: Problem, keep: bool = False, allocator: Allocator | None = None
+    ) -> Frame:
         """What the pass's work needs beside its tensors.
 
         Args:
             allocator: None: of new memory.
         """
-        problem = self.problem
-        table = TileCalls(self.layouts, self.mask, self.groups, self._cut)
-        calls = self.plan.memo("calls", table, dict)
-        binder = self.plan.memo(
-            "binder", (table, self.device), lambda: Binder(table, self.device, calls)
-        )
-        CALL_CACHE.keep_if_capturing(self.device, binder)  # its index tables
-        dtype = accumulator_dtype(getattr(torch, self.payload.dtype))
+        CALL_CACHE.keep_if_capturing(self.device, self._binder)  # its index tables
         return Frame(
             self.layouts,
-            binder,
-            problem.kernel,
+            self._binder,
+            self._kernel,
             problem.scores,
             self.batch,
-            dtype,
+            accumulator_dtype(getattr(torch, self.payload.dtype)),
             self.device,
             keep,
             self.packing,
             problem.expansion,
             allocator or FreshAllocator(self.device),
+            self._exchanges,
+            self._spans,
         )
 
     def named_kv(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -160,26 +243,35 @@ class PassRun:
         named: Sequence[dict[str, Tensor]],
         gathered: dict[Item, PackedRows] | None = None,
         allocator: Allocator | None = None,
-    ) -> tuple[dict[Item, PackedRows], list[Arena], Lifetimes]:
-        """The operands that this rank holds from the start, the arenas that they move into, and
-        how long they are needed."""
-        gathered = gathered or {}
-        operands = dict(gathered)
-        for side, tensors in zip(Side, named, strict=True):
-            for shard, rows in self._held(side):
-                for group in range(self.groups.groups):
-                    item, heads = operand(side, shard, group), self._carried.slice(side, group)
-                    fields = {name: x[rows][:, :, heads] for name, x in tensors.items()}
-                    operands[item] = PackedRows(((0, rows.stop - rows.start),), fields)
+    ) -> tuple[dict[Item, PackedRows], list[Arena], Lifetimes, Sequence[dict[str, Tensor]]]:
+        """The operands that this rank holds from the start, the arenas that they move into, how
+        long they are needed, and the tensors that they are."""
+        operands = dict(gathered or {})
+        if self._exchanges:
+            arenas = self._all_shards(operands)
+            return operands, arenas, self._lifetimes, named
+        for tensors, own in zip(named, self._own, strict=True):
+            for one in own:
+                operands[one.item] = PackedRows(one.local, one.fields(tensors))
         allocator = allocator or FreshAllocator(self.device)
-        arenas = [self._arena(items, gathered, allocator) for items in self.program.arenas]
-        kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
-        placed = {*chain.from_iterable(self.program.arenas)}
-        arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
-        ends: Lifetimes = self.plan.memo(
-            "lifetimes", self._key, lambda: lifetimes(self.program), keep=4 * self.plan.world_size
-        )
-        return operands, [arena for arena in arenas if arena], ends
+        arenas = [self._arena(place, operands, allocator) for place in self._places]
+        if gathered:
+            kept = {id(b.arena[0]): b.arena[0] for b in gathered.values() if b.arena}
+            placed = {*chain.from_iterable(self.program.arenas)}
+            arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
+        return operands, arenas, self._lifetimes, named
+
+    def _all_shards(self, operands: dict[Item, PackedRows]) -> list[Arena]:
+        """Arenas of all shards by side, with what is there already; puts their operands in."""
+        arenas = []
+        for side in Side:
+            own = operand(side, 0, self.program.rank)
+            before = operands[own].arena if own in operands else None
+            fields = {} if before is None else dict(before[0].fields)
+            arena, found = whole_side(side, self.layouts[side], self.program.rank, fields)
+            arenas.append(arena)
+            operands.update(found)
+        return arenas
 
     def collect(self, work: PassWork, side: Side, results: Sequence[Tensor]) -> None:
         """Write this rank's finished partials of a side, over its shards and head groups.
@@ -187,7 +279,10 @@ class PassRun:
         Args:
             results: one for each of a partial's tensors, of all of this rank's rows and heads.
         """
-        held = self._held(side)
+        if self._exchanges:
+            self._last.gather(work.arrived[False], side, results)
+            return
+        held = self._held[side]
         if len(held) == self.groups.groups == 1:
             for result, value in zip(results, work.final(partial(side, held[0][0])), strict=True):
                 result.copy_(value)
@@ -213,16 +308,17 @@ class PassRun:
         """
         arriving = self._arriving
         shared: set[Item] = set()
-        for items in self.program.arenas:
-            packing = self.packing[items[0].side, items[0].role]
-            if packing.in_place and packing.names and any(item in arriving for item in items):
+        for items, packing, _, _ in self._places:
+            if packing.names and any(item in arriving for item in items):
                 yield items
                 shared.update(items)
         yield from ((item,) for item in sorted(arriving.keys() - shared))
 
-    def kept(self, operands: Mapping[Item, PackedRows]) -> list[Tensor]:
+    def kept(self, work: PassWork) -> list[Tensor]:
         """The buffers of `buffers`, of a pass that kept its operands."""
-        kept = []
+        if self._exchanges:
+            return [work.arrived[True]]
+        kept, operands = [], work.operands
         for items in self.buffers():
             block = next(operands[item] for item in items if item in self._arriving)
             wire = block.arena[0].wire if block.arena else block.wire
@@ -232,7 +328,11 @@ class PassRun:
 
     def found(self, kept: Sequence[Tensor]) -> dict[Item, PackedRows]:
         """What `kept` kept, as the operands of another pass."""
-        operands = {}
+        operands: dict[Item, PackedRows] = {}
+        if self._exchanges:
+            for side, fields in self._first.fields(kept[0]):
+                operands.update(whole_side(side, self.layouts[side], self.program.rank, fields)[1])
+            return operands
         for wire, items in zip(kept, self.buffers(), strict=True):
             packing = self.packing[items[0].side, items[0].role]
             starts = dict(zip(items, self._starts(items), strict=True))
@@ -248,13 +348,12 @@ class PassRun:
         return operands
 
     @cached_property
-    def _arriving(self) -> dict[Item, Rows | None]:
-        return self.plan.memo(
-            "arriving",
-            self._key,
-            lambda: arrivals(self.program),
-            keep=4 * self.plan.world_size,
-        )
+    def _first(self) -> HeadExchange:
+        return next(one for one in self._exchanges.values() if one.is_first)
+
+    @cached_property
+    def _last(self) -> HeadExchange:
+        return next(one for one in self._exchanges.values() if not one.is_first)
 
     def _num_rows(self, item: Item) -> int:
         return count(self._arriving.get(item), self.layouts[item.side].size(item.shard))
@@ -263,24 +362,45 @@ class PassRun:
         """First row of each item in the arena of these items."""
         return [0, *accumulate(map(self._num_rows, items))][:-1]
 
-    def _held(self, side: Side) -> list[tuple[int, slice]]:
-        """This rank's shards of a side, and where their rows are among its own."""
-        owners, cuts = self.plan.owners[side], self.plan.cuts
-        held = [shard for shard, ranks in enumerate(owners) if self.rank in ranks]
-        sizes = self.layouts[side].sizes
-        return [(s, slice(*cuts[s]) if cuts else slice(0, sizes[s])) for s in held]
+    @cached_property
+    def _held(self) -> list[list[tuple[int, slice]]]:
+        """This rank's shards by side, and where their rows are among its own."""
+        cuts = self._cuts
+        return [
+            [(s, slice(*cuts[s]) if cuts else slice(0, layout.sizes[s])) for s in held]
+            for held, layout in zip(self._owners, self.layouts, strict=True)
+        ]
+
+    @cached_property
+    def _own(self) -> list[list[_Own]]:
+        """This rank's own operands by side."""
+        found: list[list[_Own]] = [[], []]
+        for side in Side:
+            for (shard, rows), group in product(self._held[side], range(self.groups.groups)):
+                local = ((0, rows.stop - rows.start),)
+                chosen = rows if self._cuts else None
+                heads = self._carried.slice(side, group) if self.groups.groups > 1 else None
+                found[side].append(_Own(operand(side, shard, group), local, chosen, heads))
+        return found
+
+    @cached_property
+    def _places(self) -> list[_Place]:
+        """The program's arenas but those whose packed fields could not be used in place."""
+        found = []
+        for items in self.program.arenas:
+            packing, rows = self.packing[items[0].side, items[0].role], map(self._num_rows, items)
+            starts = dict(zip(items, self._starts(items), strict=True))
+            if packing.in_place:
+                found.append(_Place(items, packing, [*rows], starts))
+        return found
 
     def _arena(
-        self, items: Sequence[Item], gathered: dict[Item, PackedRows], allocator: Allocator
-    ) -> Arena | None:
-        """One buffer for these items; None where their packed fields could not be used in place."""
-        packing = self.packing[items[0].side, items[0].role]
-        if not packing.in_place:
-            return None
+        self, place: _Place, gathered: Mapping[Item, PackedRows], allocator: Allocator
+    ) -> Arena:
+        """One buffer for these items."""
+        items, packing, rows, starts = place
         before = next((b.arena[0].fields for i in items if (b := gathered.get(i)) and b.arena), {})
-        starts = dict(zip(items, self._starts(items), strict=True))
         if not packing.names:
             return Arena(starts, None, dict(before))
-        rows = [self._num_rows(item) for item in items]
         wire = allocator.take_parts((sum(rows), self.batch, *packing.row_shape), torch.uint8, rows)
         return Arena(starts, wire, {**before, **packing.unpack(wire)})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
+from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
@@ -73,6 +76,17 @@ class AttentionCall(OpaqueValue):
     error_bound: bool = False
     problem: Problem | None = None
 
+    def resolved(self, problem: Problem, group: Group) -> Self:
+        """The same call, checked; group: its transport."""
+        made = copy(self)
+        vars(made).update(problem=problem, group=group)
+        return made
+
+
+NO_PASSES: Any = ()
+ASKED_ANEW = frozenset(("plan", "group", "validate", "problem", "q_positions", "dropout_seed"))
+"""What of a call its checks do not depend on, or is looked at in every call."""
+
 
 class Problem(NamedTuple):
     """A checked call.
@@ -82,6 +96,7 @@ class Problem(NamedTuple):
         number: of the forward pass's agreement, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
         allocator: makes what hands out a pass its buffers; None: as the device of q asks.
+        kept: what is made once for all calls of this problem; None: nothing is kept.
     """
 
     passes: tuple[ResolvedPass, ResolvedPass]
@@ -91,6 +106,7 @@ class Problem(NamedTuple):
     number: int | None = None
     allocator: Callable[[torch.device], Allocator] | None = None
     expansion: Expansion | None = None
+    kept: PlanCache | None = None
 
     @property
     def learns(self) -> bool:
@@ -101,6 +117,40 @@ class Problem(NamedTuple):
     def gathered(self) -> bool:
         """Whether forward keeps the operands that it receives, for backward."""
         return self.passes[1].payload.saved
+
+
+def known_problem(
+    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, rank: int, world_size: int
+) -> Problem:
+    """As make_problem, which calls that differ in the values of tensors alone ask once.
+
+    The plan keeps the answer, but not itself: it would outlive its last user.
+    """
+    own = call.plan
+
+    def make() -> tuple[Problem, list[tuple[Plan | None, Any]]]:
+        problem = make_problem(q, k, v, call, rank, world_size)._replace(kept=PlanCache())
+        passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
+        return problem._replace(passes=NO_PASSES), passes
+
+    given = tuple([x for name, x in vars(call).items() if name not in ASKED_ANEW])
+    tensors = None
+    with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
+        # By type, too: True is no number here, but equals 1.
+        key = world_size, given, *map(type, given)
+        hash(key)
+        tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)])
+    # Wires look at values.
+    anew = call.q_positions is not None or call.wire is not None
+    if not isinstance(own, Plan) or tensors is None or anew:
+        return make_problem(q, k, v, call, rank, world_size)
+    by_rank: PlanCache = own.memo("problems", key, PlanCache)
+    problem, passes = by_rank.get("problem", (rank, tensors), make, 4 * world_size)
+    forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
+    problem = problem._replace(passes=(forward, backward))
+    if call.dropout_p:
+        return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
+    return problem
 
 
 def make_problem(

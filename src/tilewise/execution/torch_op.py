@@ -14,7 +14,12 @@ from torch._library import opaque_object
 
 from tilewise.arguments import dtype_name
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
-from tilewise.execution.problem import AttentionCall, Problem, agreement_fields, make_problem
+from tilewise.execution.problem import (
+    AttentionCall,
+    Problem,
+    agreement_fields,
+    known_problem,
+)
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
@@ -23,7 +28,7 @@ from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.agreement import PASS, agree
+from tilewise.transport.agreement import PASS, agree, encoded
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
@@ -54,8 +59,8 @@ def resolve_call(
             raise
         error = raised
     if agrees:
-        fields = agreement_fields(problem, q, call) if problem else None
-        agree(transport, fields, None if error is None else str(error))
+        record = _record(problem, q, call) if problem else None
+        agree(transport, record, None if error is None else str(error))
         if problem is not None:
             problem = problem._replace(number=getattr(transport, "agreement_number", None))
     assert problem is not None
@@ -80,7 +85,18 @@ def _checked(
     """The checked call of this rank alone."""
     if call.problem is not None:
         return call.problem
-    return make_problem(q, k, v, call, transport.rank, transport.world_size)
+    return known_problem(q, k, v, call, transport.rank, transport.world_size)
+
+
+def _record(problem: Problem, q: Tensor, call: AttentionCall) -> Tensor:
+    """What ranks compare before forward."""
+
+    def make() -> Tensor:
+        return encoded(agreement_fields(problem, q, call))
+
+    if problem.kept is None or problem.scores.dropout_p:
+        return make()
+    return problem.kept.get("record", (), make, 1)
 
 
 class _Attention(torch.autograd.Function):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import Lifetimes
+from tilewise.compiler.program import Launch
 from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.gather import (
@@ -16,11 +17,14 @@ from tilewise.execution.gather import (
     BoundCall,
     Index,
     PartialGroups,
+    Spans,
     TensorPart,
     Tensors,
     gather,
     pick,
 )
+from tilewise.execution.head_exchange import HeadExchange
+from tilewise.execution.launching import Exchange
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
 from tilewise.kernels.protocol import Kernel, deliver
 from tilewise.kernels.scores import Scores
@@ -42,6 +46,8 @@ class Frame:
         packing: how each side's and role's tensors lie in a row of bytes.
         expansion: of latents, if k and v are made of some.
         allocator: of the pass's buffers.
+        exchanges: by a launch's handle, those that are packed as a whole.
+        spans: what gather remembers, of the binder's calls in this pass.
     """
 
     layouts: tuple[Layout, Layout]
@@ -55,6 +61,8 @@ class Frame:
     packing: Mapping[tuple[Side, Role], Packing]
     expansion: Expansion | None
     allocator: Allocator
+    exchanges: Mapping[int, HeadExchange]
+    spans: Spans
 
 
 @lru_cache(maxsize=64)
@@ -68,7 +76,7 @@ def packings(payload: Payload) -> Mapping[tuple[Side, Role], Packing]:
 
 
 class PassWork(ABC):
-    """The executor's work; see executor.RankState."""
+    """The executor's work; see launching.RankState."""
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class PassWork(ABC):
         own: dict[Item, PackedRows],
         arenas: Sequence[Arena],
         lifetimes: Lifetimes,
+        named: Sequence[Mapping[str, Tensor]] = (),
     ):
         self.frame, self.payload, self._packing = frame, payload, frame.packing
         self._operand_packing = [frame.packing[side, Role.OPERAND] for side in Side]
@@ -89,15 +98,39 @@ class PassWork(ABC):
         self._kernel, self._scale = frame.kernel, frame.scores.scale
         self._asks = bool(frame.scores.needs)
         self._sizes = frame.layouts[0].sizes, frame.layouts[1].sizes
-        self.operands = own
+        self.operands, self._named = own, named
+        self.arrived: dict[bool, Tensor] = {}  # by whether it is the first exchange
+        self._arenas = arenas
         self.partials: dict[Item, Tensors] = {}
         self.results: dict[Item, Tensor] = {}
         self._arena_of = {item: arena for arena in arenas for item in arena.starts}
         self._sends = dict(lifetimes.sends)  # of own operands, still to come
         self._with_free = lifetimes.with_free
         self._totals = PartialGroups(self._sizes, arenas)
-        for item in own.keys() & self._arena_of.keys():
-            self.operands[item] = self._moved_in(item, own[item])
+        if not frame.exchanges:
+            for item in own.keys() & self._arena_of.keys():
+                self.operands[item] = self._moved_in(item, own[item])
+
+    def exchange(self, launch: Launch) -> Exchange | None:
+        whole = self.frame.exchanges.get(launch.handle)
+        if whole is None:
+            return None
+        leaving, arriving = whole.buffers(self.frame.batch)
+        if whole.is_first:
+            whole.scatter(self._named, leaving)
+        else:
+            for side, fields in whole.fields(leaving):
+                sums = self._totals.whole(self._arenas[side], self._blank)
+                for place, x in zip(fields.values(), sums, strict=True):
+                    place.copy_(x)
+        sizes = whole.sizes(self.frame.batch)
+        return Exchange(leaving, arriving, sizes, lambda: self._take_in(whole, arriving))
+
+    def _take_in(self, whole: HeadExchange, arrived: Tensor) -> None:
+        self.arrived[whole.is_first] = arrived
+        if whole.is_first:
+            for side, fields in whole.fields(arrived):
+                self._arenas[side].fields.update(fields)
 
     def pack_send(self, transfer: Transfer) -> Tensor:
         item, rank, _, rows = transfer
@@ -222,7 +255,7 @@ class PassWork(ABC):
         """A call's keys and values, made of its latents."""
         expansion, scratch = self._expansion, self._scratch
         assert expansion is not None
-        rows = gather(kv, bound.k, "latent", None, scratch)
+        rows = gather(kv, bound.k, "latent", None, scratch, self.frame.spans)
         heads = self.frame.binder.kv_heads(bound)
         if rows.is_meta:
             shape, latent = (*rows.shape[:2], heads.stop - heads.start), expansion.latent
@@ -266,12 +299,23 @@ class PassWork(ABC):
     def _beside(self, parts: Sequence[TensorPart]) -> Tensors | None:
         """Partials of several shards that lie side by side as their operands do."""
         place = self._totals.beside(parts)
-        if place is None:
+        if place is None or (self._allocator.adopts and self._totals.untouched(place)):
             return None
         for part in parts:
             if part.item not in self.partials:
                 self.partials[part.item] = self._totals.take(part.item, self._blank)
         return self._totals.between(place)
+
+    def _adopted(self, parts: Sequence[TensorPart], values: Tensors, heads: slice | None) -> bool:
+        """Whether a call's results have become the partials of all shards that lie side by side."""
+        if len(parts) == 1 or heads is not None or not self._allocator.adopts:
+            return False
+        place = self._totals.beside(parts)
+        if place is None or not self._totals.untouched(place):
+            return False
+        lasting, dtype = self._allocator.lasting, self.frame.dtype
+        self._totals.adopt(place, tuple([lasting(x, dtype) for x in values]))
+        return True
 
     def _add(self, item: Item, index: Index, values: Tensors) -> None:
         """Add values, which nobody else uses, to rows of a partial."""
@@ -344,10 +388,11 @@ class Forward(PassWork):
 
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
-        queries = gather(q, q_parts, "q", q_heads, self._scratch)
+        ways = self._scratch, self.frame.spans
+        queries = gather(q, q_parts, "q", q_heads, *ways)
         if self._expansion is None:
-            k = gather(kv, k_parts, "k", kv_heads, self._scratch)
-            v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+            k = gather(kv, k_parts, "k", kv_heads, *ways)
+            v = gather(kv, k_parts, "v", kv_heads, *ways)
         else:
             k, v, *_ = self._expanded(bound, kv, learns=False)
         into, scale = self._target(q_parts, q_heads), self._scale
@@ -356,7 +401,7 @@ class Forward(PassWork):
             values = self._kernel.forward(queries, k, v, call, scale, into, told)
         else:
             values = self._kernel.forward(queries, k, v, call, scale, into)
-        if into is None:
+        if into is None and not self._adopted(q_parts, values, q_heads):
             for part in q_parts:
                 self._add_part(part, values, q_heads)
 
@@ -380,14 +425,14 @@ class Backward(PassWork):
 
     def _call(self, bound: BoundCall, q: list[PackedRows], kv: list[PackedRows]) -> None:
         call, q_parts, k_parts, q_heads, kv_heads = bound
+        ways = self._scratch, self.frame.spans
         queries, dout, lse, delta = (
-            gather(q, q_parts, name, q_heads, self._scratch)
-            for name in ("q", "dout", "lse", "delta")
+            gather(q, q_parts, name, q_heads, *ways) for name in ("q", "dout", "lse", "delta")
         )
         expanded = second = None
         if self._expansion is None:
-            k = gather(kv, k_parts, "k", kv_heads, self._scratch)
-            v = gather(kv, k_parts, "v", kv_heads, self._scratch)
+            k = gather(kv, k_parts, "k", kv_heads, *ways)
+            v = gather(kv, k_parts, "v", kv_heads, *ways)
             second = self._target(k_parts, kv_heads)
         else:
             k, v, *_ = expanded = self._expanded(bound, kv, learns=True)
@@ -399,14 +444,14 @@ class Backward(PassWork):
         told = (self._scores(bound),) if self._asks else ()
         dq, dk, dv = self._kernel.backward(*operands, into, *told)
         # With into, a side that has a target is done; another's results were computed aside.
-        if into is None or first is None:
+        if (into is None or first is None) and not self._adopted(q_parts, (dq,), q_heads):
             for part in q_parts:
                 self._add_part(part, (dq,), q_heads)
         if expanded is not None:
             dlatent = self._pulled(expanded, dk, dv)
             for part in k_parts:
                 self._add_part(part, (dlatent,), None)
-        elif into is None or second is None:
+        elif (into is None or second is None) and not self._adopted(k_parts, (dk, dv), kv_heads):
             for part in k_parts:
                 self._add_part(part, (dk, dv), kv_heads)
 

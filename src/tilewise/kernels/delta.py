@@ -46,12 +46,13 @@ def _put_out_for_delta(
     changed.copy_(dout)
     out.zero_()
     tiny = torch.finfo(dout.dtype).tiny
-    rest = delta.to(accumulator_dtype(dout.dtype))
+    rest = divisor = delta.to(accumulator_dtype(dout.dtype))
     for c in range(columns):
-        least = (rest.abs() * 2.0**-shift).clamp_min(tiny)
+        if c:
+            rest = rest - out[..., c - 1].to(rest.dtype) * divisor
+        least = rest.abs().mul_(2.0**-shift).clamp_min_(tiny)
         divisor = dout[..., c].to(rest.dtype)
-        divisor = torch.where((divisor.abs() < least) & (rest != 0), least, divisor)
-        changed[..., c] = divisor
-        divisor = changed[..., c].to(rest.dtype)
-        out[..., c] = torch.where(rest == 0, 0.0, rest / divisor)
-        rest = rest - out[..., c].to(rest.dtype) * divisor
+        divisor = torch.where(divisor.abs() < least, least, divisor)
+        changed[..., c].copy_(torch.where(rest == 0, dout[..., c], divisor))
+        divisor = divisor.to(dout.dtype).to(rest.dtype)
+        out[..., c].copy_(rest / divisor)

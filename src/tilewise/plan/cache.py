@@ -22,13 +22,19 @@ Kind = Literal[
     "checked",
     "pruned",
     "halves",  # rows of every transfer under a causal mask
+    # of calls that differ in the values of tensors alone
+    "problems",  # by rank
+    "problem",
+    "record",  # what ranks compare before forward
+    "pass",
     # of one rank's pass
     "program",
     "arriving",
     "lifetimes",
     "calls",  # of tiles
     "binder",  # the same on a device
-    "binding",  # buffers of a pass, recorded and played
+    "bindings",  # buffers of its passes, recorded and played
+    "binding",
     "pool",  # memory that passes take one after the other
     # of decoding
     "decoding",  # passes over a cache, by number of queries

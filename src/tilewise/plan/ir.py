@@ -186,11 +186,14 @@ class TeamExchange(NamedTuple):
         step: of every rank; negative: from the end.
         size: neighbouring ranks that make a team.
         parts: the sides and roles that travel.
+        by_head: between every two of all ranks a whole item of each part travels, of one head group
+            a rank.
     """
 
     step: int
     size: int
     parts: tuple[tuple[Side, Role], ...]
+    by_head: bool = False
 
 
 class Traits(NamedTuple):

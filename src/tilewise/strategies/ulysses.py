@@ -93,8 +93,8 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
     within = (shift.times(degree) for shift in inner.traits.shifts)
     exchanges = (
-        TeamExchange(0, degree, tuple((side, Role.OPERAND) for side in Side)),
-        TeamExchange(-1, degree, tuple((side, Role.PARTIAL) for side in Side)),
+        TeamExchange(0, degree, tuple((side, Role.OPERAND) for side in Side), alone),
+        TeamExchange(-1, degree, tuple((side, Role.PARTIAL) for side in Side), alone),
     )
     shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
     split = degree, inner

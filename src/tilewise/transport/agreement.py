@@ -30,14 +30,17 @@ class _Record(NamedTuple):
     fields: dict[str, _Value]
 
 
-def agree(transport: Transport, fields: Mapping[str, str] | None, error: str | None = None) -> None:
+def agree(
+    transport: Transport, fields: Mapping[str, str] | Tensor | None, error: str | None = None
+) -> None:
     """Return if all ranks pass the same fields and no error; else raise the same on every rank.
 
     Every rank calls it, also one whose own checks failed: that one passes what is wrong.
 
     Args:
         fields: what must be equal, in order of importance: name -> value as text. Long values
-            are compared by digest, so their text may be long, but it must differ if they do.
+            are compared by digest, so their text may be long, but it must differ if they do. Or
+            what `encoded` made of them.
         error: what this rank found wrong with its own input; fields may then be None.
     Raises:
         ValueError: "rank 2: ..." for the lowest rank with an error, else "ranks disagree on ..."
@@ -47,7 +50,10 @@ def agree(transport: Transport, fields: Mapping[str, str] | None, error: str | N
         if error is not None:
             raise ValueError(error)
         return
-    records = transport.gather_records(_encode(fields or {}, error))
+    own = fields if isinstance(fields, Tensor) else encoded(fields or {}, error)
+    records = transport.gather_records(own)
+    if error is None and all(record is own for record in records):
+        return
     contents = [record.numpy().tobytes() for record in records]
     if error is not None or any(content != contents[0] for content in contents):
         raise ValueError(_verdict([_decode(content) for content in contents]))
@@ -57,7 +63,7 @@ def agree_on_largest(transport: Transport, name: str, value: int) -> int:
     """The largest value that any rank passes; raises as agree where a rank is in another call."""
     if transport.world_size == 1:
         return value
-    gathered = transport.gather_records(_encode({name: str(value)}, None))
+    gathered = transport.gather_records(encoded({name: str(value)}))
     records = [_decode(record.numpy().tobytes()) for record in gathered]
     found = [record.fields.get(name) for record in records]
     if not all(found):
@@ -92,7 +98,8 @@ def _difference(name: str, first: _Value | None, rank: int, other: _Value | None
     )
 
 
-def _encode(fields: Mapping[str, str], error: str | None) -> Tensor:
+def encoded(fields: Mapping[str, str], error: str | None = None) -> Tensor:
+    """A rank's record."""
     if error is not None:
         content = _ERROR + _cut(error.encode(errors="backslashreplace"), RECORD_BYTES - 1)
     else:

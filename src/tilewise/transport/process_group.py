@@ -20,7 +20,7 @@ from tilewise.transport.nccl_groups import (
     team_group,
     warm_up,
 )
-from tilewise.transport.protocol import Handle, Message, shares_message, travelling
+from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
 _RECORD_TAG = 7_416_000
@@ -205,28 +205,21 @@ class DistTransport:
         return _Exchange(receives)
 
     def exchange_all(
-        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
     ) -> Handle:
-        sends, recvs = (
-            sorted(travelling(messages, self.rank, self.world_size), key=lambda one: one.peer)
-            for messages in (sends, recvs)
+        messages = [
+            Message(leaving if for_peer else arriving, peer, label)
+            for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
+            if peer != self.rank and (for_peer or from_peer)
+        ]
+        self._backend([Message(leaving, self.rank, label)])
+        self.bytes_sent += sum(sizes[0]) - sizes[0][self.rank - team.start]
+        self.messages_sent += sum(
+            size > 0 and peer != self.rank for peer, size in zip(team, sizes[0], strict=True)
         )
-        if sends or recvs:
-            self._backend([*sends, *recvs])
-        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
-        self.messages_sent += len({message.peer for message in sends})
-        leaving = [message.tensor.view(-1) for message in sends]
-        out = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8)
-        sizes = [[0] * len(team), [0] * len(team)]
-        for direction, messages in zip(sizes, (recvs, sends), strict=True):
-            for message in messages:
-                direction[message.peer - team.start] += message.tensor.nbytes
-        arrived = out.new_empty(sum(sizes[0]))
         group = team_group(self._lanes[0], team)
-        work = group.alltoall_base(arrived, out, *sizes)
-        received = _Shared(
-            _Posted(work, [*recvs, *sends], "exchanging with", self._lanes[0]), arrived, recvs
-        )
+        work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
+        received = _Posted(work, messages, "exchanging with", self._lanes[0])
         self._receiving.append(received)
         return _Exchange([received])
 

@@ -1,7 +1,7 @@
 """What ranks hand to a transport: flat bytes, one peer, one label."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,6 +83,9 @@ class Transport(Protocol):
         ...
 
 
+TeamSizes: TypeAlias = tuple[list[int], list[int]]
+
+
 class TeamTransport(Transport, Protocol):
     """A transport that lets the ranks of a team exchange all at once: see TeamExchange.
 
@@ -93,9 +96,14 @@ class TeamTransport(Transport, Protocol):
     takes_teams: bool
 
     def exchange_all(
-        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
     ) -> Handle:
-        """Launch an exchange within a team, all of whose ranks call it, if only to send nothing."""
+        """Launch an exchange within a team, all of whose ranks call it, if only to send nothing.
+
+        Args:
+            leaving, arriving: contiguous uint8, the bytes for and from each rank in turn.
+            sizes: bytes for and from each rank of the team; what is for this one is copied.
+        """
         ...
 
 

@@ -57,6 +57,8 @@ def transport_for(group: Group = None) -> Transport:
     Raises:
         ValueError: if group is something else, or this process is not in it.
     """
+    if isinstance(group, DistTransport):
+        return group
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return LocalTransport()

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.tools.bench.contender import Traffic
-from tilewise.transport.protocol import Handle, Message, Transport, team_transport
+from tilewise.transport.protocol import Handle, Message, TeamSizes, Transport, team_transport
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -61,12 +61,15 @@ class WatchedTransport:
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
 
     def exchange_all(
-        self, sends: Sequence[Message], recvs: Sequence[Message], team: range
+        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
     ) -> Handle:
         teams = team_transport(self._transport)
         assert teams is not None
-        self._count(sends)
-        return _WatchedHandle(teams.exchange_all(sends, recvs, team), self)
+        for peer, num_bytes in zip(team, sizes[0], strict=True):
+            if num_bytes and peer != self.rank:
+                self.bytes_to[peer] += num_bytes
+                self.messages_sent += 1
+        return _WatchedHandle(teams.exchange_all(leaving, arriving, sizes, team, label), self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)
