@@ -1,0 +1,93 @@
+"""Many training steps, each with a mask of its own: does memory stay level?
+
+Two gloo ranks train a layer on packed documents; every step has another mask, and so its own plan
+where one is made for it. Printed are resident memory and how many calls, plans and programs live,
+at equal intervals. It fails if memory after the first fifth grows by more than 3 %, or if more
+values live at the end than after that fifth.
+
+    python benchmarks/soak.py [--steps 20000] [--tokens 64]
+"""
+
+import argparse
+import gc
+import os
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tilewise as tw
+from tilewise.compiler.program import Program
+from tilewise.execution.problem import AttentionCall
+
+WORLD, LOOKS, WARM, GROWTH = 2, 10, 2, 1.03
+KINDS = AttentionCall, tw.Plan, Program
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def live() -> dict[str, int]:
+    gc.collect()
+    found = Counter(kind.__name__ for x in gc.get_objects() for kind in KINDS if type(x) is kind)
+    return {kind.__name__: found[kind.__name__] for kind in KINDS}
+
+
+def step(number: int, layout: tw.Layout, weights: list[torch.Tensor], plans: list[tw.Plan]) -> None:
+    """One step; every second one has a plan made for its mask."""
+    tokens, rank = layout.num_tokens, dist.get_rank()
+    generator = np.random.default_rng(number)
+    edges = np.unique(generator.integers(1, tokens, 4))
+    mask = tw.Document([0, *map(int, edges), tokens]) & tw.Causal()
+    plan = tw.needed(mask, layout) if number % 2 else plans[number // 2 % len(plans)]
+    x = layout.shard(torch.randn(tokens, 4, 16), rank)
+    q, k, v = (x * weight for weight in weights)
+    tw.attention(q, k, v, plan=plan, layout=layout, mask=mask).square().mean().backward()
+    with torch.no_grad():
+        for weight in weights:
+            weight -= 1e-3 * weight.grad
+            weight.grad = None
+
+
+def train(rank: int, port: int, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    layout = tw.zigzag(options.tokens, WORLD)
+    weights = [torch.ones(4, 16, requires_grad=True) for _ in range(3)]
+    plans = [tw.ring(WORLD), tw.ulysses(WORLD), tw.all_gather(WORLD)]
+    levels = []
+    for look in range(LOOKS):
+        for number in range(options.steps // LOOKS):
+            step(look * options.steps // LOOKS + number, layout, weights, plans)
+        levels.append((resident_mb(), live()))
+        if rank == 0:
+            done = (look + 1) * options.steps // LOOKS
+            print(f"{done:7} steps  {levels[-1][0]:7.1f} MB  {levels[-1][1]}", flush=True)
+    dist.destroy_process_group()
+    (least, before), (most, after) = levels[WARM - 1], levels[-1]
+    grown = [name for name in before if after[name] > before[name]]
+    if most > GROWTH * least or grown:
+        sys.exit(f"rank {rank}: {least:.1f} MB became {most:.1f} MB; more live of {grown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--tokens", type=int, default=64, help="of all ranks")
+    options = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(train, (port, options), WORLD)  # pyright: ignore[reportPrivateImportUsage]
+
+
+if __name__ == "__main__":
+    main()
