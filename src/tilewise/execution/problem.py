@@ -134,17 +134,20 @@ def known_problem(
         return problem._replace(passes=NO_PASSES), passes
 
     given = tuple([x for name, x in vars(call).items() if name not in ASKED_ANEW])
-    tensors = None
+    key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
+        operands = [x for x in (q, k, v) if x is not None]
+        tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
         # By type, too: True is no number here, but equals 1.
-        key = world_size, given, *map(type, given)
-        hash(key)
-        tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)])
+        asked = world_size, given, *map(type, given)
+        hash((asked, tensors))
+        key = asked, tensors
     # Wires look at values.
     anew = call.q_positions is not None or call.wire is not None
-    if not isinstance(own, Plan) or tensors is None or anew:
+    if not isinstance(own, Plan) or not key or anew:
         return make_problem(q, k, v, call, rank, world_size)
-    by_rank: PlanCache = own.memo("problems", key, PlanCache)
+    asked, tensors = key
+    by_rank: PlanCache = own.memo("problems", asked, PlanCache)
     problem, passes = by_rank.get("problem", (rank, tensors), make, 4 * world_size)
     forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
     problem = problem._replace(passes=(forward, backward))
