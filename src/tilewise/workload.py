@@ -65,6 +65,7 @@ class Workload:
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
         check_save(self.save)
+        require_type(bool, "max_logit", self.max_logit, "True")
         require_type(Mask, "mask", self.mask).check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if not isinstance(self.layout, Layout) and self.layout not in dict(LAYOUTS):

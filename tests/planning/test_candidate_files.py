@@ -106,6 +106,7 @@ def _drop_a_tile(data: dict) -> None:
             "rows[0].seconds ('x') must be a finite",
         ),
         (lambda data: data["rows"][0].update(backward_plan=3), "backward_plan (3) must be text"),
+        (lambda data: data["workload"].update(max_logit=1e30), "max_logit (1e+30) must be a bool"),
         (lambda data: data["workload"].update(num_tokens=1.5), "num_tokens (1.5) must be a whole"),
         (lambda data: data.update(world_size=10**30), "world_size (1000000000"),
         (lambda data: data.update(machine="x"), "machine ('x') must be a list"),

@@ -1,0 +1,91 @@
+"""Ulysses on a transport that takes teams' exchanges as wholes, and what is kept between calls."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.execution.head_exchange import HeadExchange
+from tilewise.transport.protocol import Handle, Message
+
+WORLD = 4
+
+
+class Together:
+    """A loopback group whose teams exchange one buffer each way, as gloo's all-to-all does."""
+
+    takes_teams = True
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def exchange_all(
+        self,
+        leaving: torch.Tensor,
+        arriving: torch.Tensor,
+        sizes: tuple[list[int], list[int]],
+        team: range,
+        label: object,
+    ) -> Handle:
+        out, room = (
+            dict(zip(team, x.view(-1).split(of), strict=True))
+            for x, of in zip((leaving, arriving), sizes, strict=True)
+        )
+        room.pop(self._group.rank).copy_(out.pop(self._group.rank))
+        sends, recvs = ([Message(x, peer, label) for peer, x in y.items()] for y in (out, room))
+        return self._group.exchange(sends, recvs)
+
+
+def results(
+    plan: tw.Plan, layout: tw.Layout, mask: tw.Mask, whole: list[torch.Tensor], **options: Any
+) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of the whole sequence."""
+    *operands, dout = whole
+
+    def on_rank(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v = (layout.shard(x, rank, -3).clone().requires_grad_() for x in operands)
+        together = {"plan": plan, "layout": layout, "mask": mask, "return_lse": True}
+        for x in (q, k, v):
+            x.grad = None
+        out, lse = tw.attention(q, k, v, **together, group=Together(group), **options)
+        grads = torch.autograd.grad(out, (q, k, v), layout.shard(dout, rank, -3))
+        return out.detach(), lse.detach()[..., None], *grads
+
+    ranks = tw.loopback(plan.world_size, on_rank)
+    return [layout.unshard(list(parts), -3) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("save", ["replay", "gathered"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("num_tokens", [24, 23, 3])
+def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, monkeypatch):
+    used = []
+    scatter = HeadExchange.scatter
+    monkeypatch.setattr(HeadExchange, "scatter", lambda *x: (used.append(1), scatter(*x))[1])
+    shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6), (heads[0], 6))
+    whole = [torch.randn(*batch, num_tokens, *shape, dtype=torch.float64) for shape in shapes]
+    mask, layout = tw.Causal(), tw.zigzag(num_tokens, WORLD)
+    want = results(tw.ring(1), tw.contiguous(num_tokens, 1), mask, whole)
+    got = results(tw.ulysses(WORLD), layout, mask, whole, save=save)
+    # A rank without rows neither sends nor receives: then all go message by message.
+    assert len(used) == (2 * WORLD if num_tokens >= WORLD else 0)
+    for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("plan", [tw.ulysses(WORLD), tw.all_gather(WORLD)], ids=repr)
+def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, monkeypatch):
+    monkeypatch.setattr(HeadExchange, "scatter", None)
+    num_tokens, heads = 24, (4, 8)
+    whole = [torch.randn(num_tokens, *heads, dtype=torch.float64) for _ in range(4)]
+    layout = tw.contiguous(num_tokens, WORLD)
+    # Nobody sees the last keys.
+    mask = tw.Slices([((0, num_tokens), (0, 15), "full")])
+    want = results(tw.ring(1), tw.contiguous(num_tokens, 1), mask, whole)
+    got = results(plan, layout, mask, whole)
+    assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(got, want, strict=True))
