@@ -1,7 +1,7 @@
 """The least time that any program takes for a mesh tile, on the simulator's terms.
 
 OR-tools' CP-SAT bounds it from below (`relaxed`), programs found so far from above. Where they
-differ, every program that could end in between is tried, act by act (`least`).
+differ, every program that could end in between is tried, act by act (`beam.least`).
 
 The bound's model: a rank computes one block at a time, without a break; its port is one second per
 second of Costs, whatever the neighbour, and may leave a message for another and come back to it.
@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import lcm
 from typing import Any, NamedTuple
 
-from tilewise.strategies.mesh_schedules.beam import Level, TileState, longer, search
+from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.model import Block, Line, ShardWeights
 
 WIDTHS = (8, 128)
@@ -66,23 +66,6 @@ def optimum(
             return Optimum(bound, False)
         known = tried
     return Optimum(known, True)
-
-
-def least(
-    shape: tuple[int, int], costs: ShardWeights, block: float, below: float, most: int
-) -> float | None:
-    """The least seconds of any program, or `below` if none ends earlier; None: too many to try.
-
-    Args:
-        most: programs of one length.
-    """
-    grid = TileState(shape, costs, block)
-    level: Level = [(grid.first(), None)]
-    for _ in range(grid.acts):
-        level = [(at, None) for _, at, _ in longer(grid, level, below)]
-        if len(level) > most:
-            return None
-    return min([below, *(at.now + at.left() for at, _ in level)])
 
 
 def relaxed(

@@ -229,6 +229,24 @@ def search(
     return _fastest(level) if level else None
 
 
+def least(
+    shape: tuple[int, int], costs: ShardWeights, block: float, below: float, most: int
+) -> float | None:
+    """The least seconds of any program, or `below` if none ends earlier; None: too many to try.
+
+    Args:
+        shape, costs, block: as for search.
+        most: programs of one length.
+    """
+    grid = TileState(shape, costs, block)
+    level: Level = [(grid.first(), None)]
+    for _ in range(grid.acts):
+        level = [(at, None) for _, at, _ in longer(grid, level, below)]
+        if len(level) > most:
+            return None
+    return min([below, *(at.now + at.left() for at, _ in level)])
+
+
 def longer(grid: TileState, level: Level, below: float) -> Iterable[Bounded]:
     """Programs of one act more that can end before `below`, each once, after their bounds."""
     found: dict[Prefix, Bounded] = {}

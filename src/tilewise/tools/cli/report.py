@@ -34,7 +34,7 @@ class ReportOptions(NamedTuple):
         list[Path],
         typer.Argument(
             help="A plan file of tilewise plan, or of tw.to_json with --num-tokens; or results of "
-            "tilewise bench (.jsonl) and of LongCA-bench (.csv), several as one."
+            "tilewise bench (.jsonl), of LongCA-bench (.csv) or of tilewise study, several as one."
         ),
     ]
     output: Annotated[

@@ -11,6 +11,7 @@ from tilewise.simulation.machine import Machine
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
 from tilewise.tools.report.page import Page, written
+from tilewise.tools.study.table import page_of, read_tables
 from tilewise.workload import Workload
 
 RESULTS = (".jsonl", ".csv")
@@ -42,7 +43,7 @@ def read(
     tell: Callable[[str], object] = str,
     about: Callable[[Plan], tuple[Workload, Machine]] | None = None,
 ) -> Report:
-    """The report of one plan file, or of one or more files of results.
+    """The report of one plan file, or of one or more files of results or of studies.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
@@ -52,6 +53,9 @@ def read(
     if all(_holds_results(path) for path in paths):
         found = bench_report.read_rows(paths)
         return Report(bench_report.page_of(found), found.rows, found.num_lost)
+    studies = [read_tables(path) for path in paths]
+    if all(studies) and not with_rows:
+        return Report(page_of(table for tables in studies for table in tables or ()))
     if len(paths) > 1:
         raise ValueError(
             f"{len(paths)} files were given; give one plan file, or results alone "

@@ -1,0 +1,104 @@
+"""tilewise study: what the papers measure, as tables."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+from tilewise.masks.base import Causal, Full
+from tilewise.tools.cli.options import WorkOptions, command_of, read_machine_option, workload_of
+from tilewise.tools.cli.output import (
+    AsJson,
+    check_writable,
+    print_json,
+    refusing_bad_input,
+    refusing_unwritable,
+    table_console,
+    table_of,
+    working,
+)
+from tilewise.tools.study.memory import memory
+from tilewise.tools.study.simulated import masks, model, scaling, schedules, tiles
+from tilewise.tools.study.table import StudyTable
+
+STUDIES = MappingProxyType(
+    {
+        "scaling": scaling,
+        "memory": memory,
+        "tiles": tiles,
+        "schedules": schedules,
+        "masks": masks,
+        "model": model,
+    }
+)
+LEFT_OUT = ("layout", "wire_dtype", "save", "v_head_dim")
+USUAL_TOKENS = "1M"
+
+
+class StudyOptions(NamedTuple):
+    """Which studies, and where their tables go."""
+
+    names: Annotated[
+        list[str], typer.Argument(help=f"{', '.join(STUDIES)}; or all.", show_default=False)
+    ]
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write JSON here too, which tilewise report reads."),
+    ] = None
+    as_json: AsJson = False
+
+
+def _study(options: StudyOptions, about: WorkOptions) -> None:
+    """Run the papers' studies: scaling, memory, tiles, schedules, masks and a model's step.
+
+    All but the measured memory is simulated. Unless given: 1M tokens, 32:32 heads, full mask.
+    """
+    with refusing_bad_input():
+        check_writable(options.output)
+        names = list(STUDIES) if "all" in options.names else options.names
+        if unknown := [name for name in names if name not in STUDIES]:
+            raise ValueError(
+                f"study {unknown[0]!r} is not known; take some of {', '.join(STUDIES)}, or all"
+            )
+        usual = {"num_tokens": USUAL_TOKENS, "heads": "32:32", "mask": "full"}
+        given = {name: value for name, value in about._asdict().items() if value is not None}
+        about = WorkOptions(**{**usual, **given})
+        machine = read_machine_option(about.machine)
+        work = replace(workload_of(about, 1), layout="zigzag")
+        if work.mask not in (Full(), Causal()):
+            raise ValueError(
+                f"--mask ({about.mask!r}) must be full or causal: the study masks has others"
+            )
+        tables: list[StudyTable] = []
+        with working("") as tell:
+            for name in names:
+                tell(name)
+                tables += STUDIES[name](work, machine)
+        found = {"studies": [table.as_json() for table in tables]}
+        if options.output is not None:
+            with refusing_unwritable():
+                options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if options.as_json:
+        print_json(found)
+        return
+    console = table_console(160)
+    for table in tables:
+        _show(table, console)
+
+
+def _show(table: StudyTable, console: Console) -> None:
+    console.print(f"[bold]{table.title}[/]")
+    console.print(table.about, markup=False, highlight=False)
+    first, *others = table.units
+    drawn = table_of(first, *others, no_wrap=False)
+    for row in table.texts():
+        drawn.add_row(*row)
+    console.print(drawn)
+
+
+_study.__name__ = "study"
+study_command: Any = command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT)

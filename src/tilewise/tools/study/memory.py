@@ -1,0 +1,167 @@
+"""The memory of all methods: by formula, by the planner, and measured on this processor."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.functional import attention
+from tilewise.masks.base import Causal, Full
+from tilewise.plan.ir import Plan
+from tilewise.plan.payload import ITEM_BYTES
+from tilewise.planning.peak_memory import PassMemory
+from tilewise.simulation.machine import Machine
+from tilewise.tools.bench.environment import peak_bytes
+from tilewise.tools.report.chart import count, short
+from tilewise.tools.study.simulated import methods
+from tilewise.tools.study.table import StudyTable, Value
+from tilewise.transport.processes import run_ranks
+from tilewise.workload import Workload
+
+MEASURED_RANKS, MEASURED_TOKENS = 4, 2048
+
+
+class Held(NamedTuple):
+    """What a rank holds at once beside its own tensors, in shards: operands, and fp32 partials."""
+
+    q: float
+    kv: float
+    q_partials: float
+    kv_partials: float  # in backward
+
+
+def held(name: str, plan: Plan) -> Held:
+    """By the rank's tile, a x b shards of the plan inside a head group.
+
+    A ring holds the KV shard at work and the one arriving; who gathers holds all; ulysses holds
+    what it gathered for its heads, as much as a shard of each side, besides what is inside it.
+    """
+    degree, inner = plan.traits.head_split or (1, plan)
+    if degree > 1:
+        one = (
+            Held(0, 0, 1, 1)
+            if inner.world_size == 1
+            else held(name.removeprefix("ulysses_"), inner)
+        )
+        return one._replace(q=one.q + 1, kv=one.kv + 1)
+    tiles = [tile for step in inner.rank_steps(0) for tile in step.tiles]
+    a, b = (len({shard for tile in tiles for shard in tile[side]}) for side in (0, 1))
+    match name:
+        case "mesh" if min(a, b) > 1:
+            return Held(a - 1, b - 1, a, b)
+        case "attention2d" | "all_gather":
+            return Held(a if a > 1 else 0, b, a, b)
+        case "attention2d_overlap":
+            return Held(2, b, 3, b)
+    return Held(0, 2, 1, 2)
+
+
+def formula(work: Workload, plan: Plan, name: str, backward: bool) -> float:
+    """Bytes of a rank's own tensors and of what it holds beside them.
+
+    With u, r and l of docs/volume.md, forward (2 + 2 r) u + l of its own and
+    q u + kv 2 r u + q_partials (2 u + l); backward (4 + 4 r) u + 2 l and
+    q (2 u + 2 l) + kv 2 r u + q_partials 2 u + kv_partials 4 r u. fp32 is 2 u in 16 bits.
+    """
+    size, wide = ITEM_BYTES(work.dtype), max(4, ITEM_BYTES(work.dtype))
+    rows = work.num_tokens / plan.world_size * work.num_heads
+    u, lse, r = rows * work.head_dim * size, rows * wide, work.num_kv_heads / work.num_heads
+    acc, (q, kv, q_partials, kv_partials) = wide / size, held(name, plan)
+    if backward:
+        own, partials = (4 + 4 * r) * u + 2 * lse, (q_partials + 2 * r * kv_partials) * acc * u
+        return own + q * (2 * u + 2 * lse) + kv * 2 * r * u + partials
+    return (2 + 2 * r) * u + lse + q * u + kv * 2 * r * u + q_partials * (acc * u + lse)
+
+
+def planned(work: Workload, plan: Plan) -> tuple[int, int]:
+    """As tw.simulate and the planner count them: the executor's own buffers, placed."""
+    passes = work.resolve(plan)
+    return tuple(PassMemory(passes, backward=x).peak_bytes for x in (False, True))  # pyright: ignore
+
+
+def memory(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+    """All methods side by side."""
+    columns = "forward by formula", "forward", "backward by formula", "backward"
+    units = {
+        "mask": "",
+        "strategy": "",
+        "plan": "",
+        **dict.fromkeys(columns, "B"),
+        "over ring": "x",
+    }
+    rows: list[tuple[Value, ...]] = []
+    for mask in (Full(), Causal()):
+        here = replace(work, mask=mask)
+        least = None
+        for name, plan in methods(n, here, machine.node_size):
+            found = planned(here, plan)
+            least = least or max(found)
+            wanted = (formula(here, plan, name, backward) for backward in (False, True))
+            pairs = zip(wanted, found, strict=True)
+            values = (x for pair in pairs for x in pair)
+            shown = type(mask).__name__.lower()
+            rows.append((shown, name, short(plan.name), *values, max(found) / least))
+    about = (
+        f"{n} devices, {count(work.num_tokens)} tokens, {work.num_heads} query and "
+        f"{work.num_kv_heads} KV heads of {work.shown_widths}, {work.dtype}, zigzag tokens. The "
+        "formula counts a rank's own tensors and the shards that the algorithm holds at once; the "
+        "planner's figure also what is packed, sent and merged under way, and rows that a causal "
+        "mask makes kernels gather. Over ring: by the planner's larger pass."
+    )
+    yield StudyTable("memory", "Memory of all methods", about, units, rows)
+    yield _measured(work, machine)
+
+
+def _measured(work: Workload, machine: Machine) -> StudyTable:
+    """Bytes of the rank that takes most, in as many processes, beside what the planner says."""
+    heads = work.num_heads, work.num_kv_heads
+    small = Workload(MEASURED_TOKENS, *heads, work.head_dim, dtype="float32", mask=Full())
+    each = list(methods(MEASURED_RANKS, small, machine.node_size))
+    by_rank = run_ranks(MEASURED_RANKS, _allocated, small, tuple(plan for _, plan in each),
+                        timeout_seconds=240)  # fmt: skip
+    units = {"strategy": "", "plan": "", "forward planned": "B", "forward measured": "B",
+             "backward planned": "B", "backward measured": "B",
+             "measured over planned": "x"}  # fmt: skip
+    rows: list[tuple[Value, ...]] = []
+    for number, (name, plan) in enumerate(each):
+        found = planned(small, plan)
+        most = [max(rank[number][which] for rank in by_rank) for which in (0, 1)]
+        rows.append(
+            (name, short(plan.name), found[0], most[0], found[1], most[1], max(most) / max(found))
+        )
+    about = (
+        f"{MEASURED_RANKS} processes on this machine, {MEASURED_TOKENS} tokens, float32, full "
+        "mask. Measured is all that torch allocated at once, the caller's tensors included, and "
+        "with it what kernels take inside, which the planner leaves out."
+    )
+    return StudyTable("memory-measured", "Memory measured", about, units, rows)
+
+
+def _allocated(rank: int, work: Workload, plans: tuple[Plan, ...]) -> list[list[int]]:
+    """Bytes of every plan's two passes on this rank."""
+    return [_passes(rank, work, plan) for plan in plans]
+
+
+def _passes(rank: int, work: Workload, plan: Plan) -> list[int]:
+    layout, kv_heads = work.layout_for(plan.world_size), work.num_kv_heads
+    q, k, v = (
+        torch.ones(layout.size(rank), heads, work.head_dim, requires_grad=True)
+        for heads in (work.num_heads, kv_heads, kv_heads)
+    )
+    dout, outs = torch.ones_like(q), list[Tensor]()
+
+    def forward() -> None:
+        outs.append(attention(q, k, v, plan=plan, layout=layout, mask=work.mask))
+
+    def backward() -> None:
+        torch.autograd.grad(outs[0], (q, k, v), dout)
+
+    forward()
+    backward()
+    outs.clear()  # buffers that passes share are there from now on
+    own = q.nbytes + k.nbytes + v.nbytes
+    first = own + peak_bytes(forward, "cpu")
+    own += 2 * dout.nbytes + dout.nbytes // work.head_dim  # out, dout and lse
+    return [first, own + peak_bytes(backward, "cpu")]

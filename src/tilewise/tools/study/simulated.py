@@ -1,0 +1,303 @@
+"""Studies that are simulated: scaling, tile shapes, schedules, masks, a model's step."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tilewise.layouts.balanced import default_layout
+from tilewise.layouts.layout import contiguous, zigzag
+from tilewise.masks.base import Causal, Full, Mask
+from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.simulation.machine import LARGE_TILE, Machine
+from tilewise.simulation.simulator import Simulation, simulate
+from tilewise.strategies.all_gather import all_gather
+from tilewise.strategies.attention2d import attention2d
+from tilewise.strategies.catalog import degrees, divisors, near_square
+from tilewise.strategies.double_ring import double_ring
+from tilewise.strategies.mesh import mesh
+from tilewise.strategies.mesh_schedules.beam import least, search
+from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
+from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
+from tilewise.strategies.needed import needed
+from tilewise.strategies.ring import ring
+from tilewise.strategies.ulysses import ulysses
+from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.chart import count, short
+from tilewise.tools.study.table import StudyTable, Value
+from tilewise.workload import Workload, volume
+
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+LONGEST = MappingProxyType({"all_gather": 0, "double_ring": 0, "attention2d_overlap": 256})
+"""Devices up to which a method is in the scaling: the overlapped grid takes minutes beyond."""
+USUAL_DEVICES = 128  # on which a weak scaling has the tokens of the strong one
+MASKED_SIZES = (2, 4, 8, 16, 32)
+TILE_SHAPES = ((2, 2), (2, 4), (3, 3), (4, 4), (4, 8), (8, 8))
+TRIED = 3000
+"""Programs of one length that the search for an optimum tries."""
+
+
+def methods(n: int, work: Workload, node: int) -> Iterator[tuple[str, Plan]]:
+    """The strategies of the papers on n devices, with heads split inside a node."""
+    square = near_square(n)
+    yield "ring", ring(n)
+    yield "all_gather", all_gather(n)
+    if n > node and n % node == 0:
+        yield "double_ring", double_ring(n // node, node)
+    yield "mesh", mesh(n)
+    yield "attention2d", attention2d(*square)
+    yield "attention2d_overlap", attention2d(*square, overlap=True)
+    allowed = degrees(n, work.num_heads, work.num_kv_heads)
+    if n in allowed:
+        yield "ulysses", ulysses(n)
+    degree = max(d for d in allowed if d <= node)
+    if 1 < degree < n:
+        inner = n // degree
+        yield "ulysses_ring", ulysses(degree, ring(inner))
+        if min(near_square(inner)) > 1:
+            yield "ulysses_double_ring", ulysses(degree, double_ring(*near_square(inner)))
+        yield "ulysses_mesh", ulysses(degree, mesh(inner))
+
+
+def _sent(found: Simulation) -> int:
+    return sum(found.bytes_by_link.values())
+
+
+def scaling(work: Workload, machine: Machine) -> Iterator[StudyTable]:
+    """Strong and weak scaling from 8 to 1,024 devices."""
+    units = {"devices": "", "tokens": "", "strategy": "", "plan": "", "time": "s", "waiting": "s",
+             "waiting share": "%", "sent": "B", "memory": "B"}  # fmt: skip
+    per_device, known = work.num_tokens // USUAL_DEVICES, dict[str, float]()
+    for name, title, tokens in (
+        ("strong", f"Strong scaling: {count(work.num_tokens)} tokens", lambda _: work.num_tokens),
+        ("weak", f"Weak scaling: {count(per_device)} tokens a device", lambda n: n * per_device),
+    ):
+        rows: list[tuple[Value, ...]] = []
+        for n in SIZES:
+            here = replace(work, num_tokens=tokens(n))
+            for method, plan in methods(n, here, machine.node_size):
+                if n > LONGEST.get(method, SIZES[-1]):
+                    continue
+                found = simulate(plan, here, machine, exact=False)
+                seconds, waiting = found.seconds, found.exposed_seconds
+                share = 100 * waiting / seconds
+                if plan.name not in known:  # all buffers grow with a rank's tokens
+                    known[plan.name] = found.peak_bytes / here.num_tokens
+                row = (n, here.num_tokens, method, short(plan.name), seconds, waiting, share)
+                rows.append((*row, _sent(found), round(known[plan.name] * here.num_tokens)))
+        about = (
+            f"{_about(work, machine)} Both passes; waiting of the rank that waits longest, bytes "
+            "of the busiest rank, memory of the pass that needs most."
+        )
+        yield StudyTable(name, title, about, units, rows, "devices", "strategy", "time")
+
+
+def tiles(work: Workload, machine: Machine, n: int = 256) -> Iterator[StudyTable]:
+    """Every tile shape of a mesh, by the bytes it moves for a FLOP."""
+    units = {"tile": "", "forward": "B", "backward": "B", "bytes a kFLOP": "", "links over kernels":
+             "x", "time": "s", "waiting": "s", "memory": "B"}  # fmt: skip
+    rows: list[tuple[Value, ...]] = []
+    pairs = work.mask.area((0, work.num_tokens), (0, work.num_tokens))
+    flop = 2 * sum(work.widths) * 3.5 * pairs * work.num_heads / n
+    for a in divisors(n):
+        plan = mesh(n, a, kv_bytes=2 * work.num_kv_heads / work.num_heads)
+        found, sent = simulate(plan, work, machine, exact=False), volume(plan, _whole(work))
+        forward, backward = max(sent.forward), max(sent.backward)
+        carried = (forward + backward) / machine.nic_bandwidth
+        rows.append(
+            (f"{a} x {n // a}", forward, backward, 1e3 * (forward + backward) / flop,
+             carried / found.compute_seconds, found.seconds, found.exposed_seconds,
+             found.peak_bytes)
+        )  # fmt: skip
+    about = (
+        f"{_about(work, machine)} Query x KV shards of a rank's tile on {n} devices; 1 x {n} is a "
+        "ring. Links over kernels: seconds of the bytes on one NIC over seconds of kernels; above "
+        "1 communication bounds the time whatever the schedule."
+    )
+    yield StudyTable("tiles", "Tile shapes", about, units, rows)
+
+
+def _whole(work: Workload) -> Workload:
+    """Under the full mask: pruning a causal mask changes bytes by some per cent, and takes long."""
+    return replace(work, mask=Full())
+
+
+def schedules(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+    """Every order of a tile's work beside the best possible one, in milliseconds."""
+    orders = ("greedy", "paced", "eager", "kv_first", "gather")
+    units = {"tokens": "", "tile": "", "pass": "", "kernels over messages": "x",
+             **dict.fromkeys(orders, "s"), "optimum": "s", "proven": "",
+             "greedy over optimum": "x"}  # fmt: skip
+    rows: list[tuple[Value, ...]] = []
+    for tokens, shape in product((max(n, work.num_tokens // 8), work.num_tokens), TILE_SHAPES):
+        here = replace(work, num_tokens=tokens)
+        for backward in (False, True):
+            costs, block = _prices(here, machine, backward, n)
+            blocks = shape[0] * shape[1] * block
+            pace = blocks / moved(shape, costs)
+            steps = {
+                "greedy": greedy_tile_steps(shape, costs),
+                "paced": greedy_tile_steps(shape, costs, pace=pace),
+                **{name: stepwise_tile_steps(*shape, name, costs) for name in orders[2:4]},
+            }
+            times = {name: seconds_of(one, costs, block) for name, one in steps.items()}
+            times["gather"] = moved(shape, costs) + blocks
+            best, proven = _optimum(shape, costs, block, min(times.values()))
+            which = "backward" if backward else "forward"
+            tile = f"{shape[0]} x {shape[1]}"
+            row = (tokens, tile, which, pace, *(times[name] for name in orders))
+            rows.append((*row, best, "yes" if proven else "no", times["greedy"] / best))
+    about = (
+        f"{_about(work, machine)} One rank's tile of shards of a {n}th of the tokens, on "
+        "one port with the bandwidth of a NIC; latency and launches are left out (see "
+        "docs/schedules.md). The optimum is the least time of any program; where it is not proven, "
+        "the least that was found."
+    )
+    yield StudyTable("schedules", "Schedules of a mesh tile", about, units, rows)
+
+
+def _prices(work: Workload, machine: Machine, backward: bool, n: int) -> tuple[ShardWeights, float]:
+    """Seconds of each kind of message on a NIC, and of a block."""
+    resolved = work.resolve(mesh(n, n))[backward]
+    size = work.num_tokens // n
+    weights = (
+        size * resolved.payload.row_bytes(Item(side, role, 0)) / machine.nic_bandwidth
+        for role in Role if role is not Role.RESULT for side in Side
+    )  # fmt: skip
+    q, kv, q_partial, kv_partial = weights
+    share = work.mask.area((0, work.num_tokens), (0, work.num_tokens)) / work.num_tokens**2
+    speed = machine.kernel(work.dtype, backward, work.head_dim).speed(size, size)
+    flop = resolved.payload.flop * share * size * size
+    return ShardWeights(q, kv, q_partial, kv_partial if backward else 0.0), flop / speed
+
+
+def _optimum(
+    shape: tuple[int, int], costs: ShardWeights, block: float, known: float
+) -> tuple[float, bool]:
+    for width in (8, 128):
+        found = search(shape, costs, block, width, known)
+        known = found.seconds if found else known
+    best = least(shape, costs, block, known, TRIED)
+    return (known, False) if best is None else (best, True)
+
+
+def masks(work: Workload, machine: Machine) -> Iterator[StudyTable]:
+    """What a ring keeps of its speed under causal and document masks, by ranks."""
+    units = {"mask": "", "layout": "", "strategy": "", "devices": "", "time": "s", "waiting": "s",
+             "TFLOP/s a device": "", "kept of full": "%", "imbalance": "x",
+             "sent": "B"}  # fmt: skip
+    rows: list[tuple[Value, ...]] = []
+    per_device, full = work.num_tokens // USUAL_DEVICES, dict[int, float]()
+    for name in ("full", "causal", "causal_document", "full_document"):
+        for n in MASKED_SIZES:
+            num_tokens = n * per_device
+            mask = drawn(name, num_tokens, 0)
+            here = replace(work, num_tokens=num_tokens, mask=mask)
+            layouts = [("contiguous", contiguous(num_tokens, n)), ("zigzag", zigzag(num_tokens, n))]
+            cases = [(which, at, "ring", ring(n)) for which, at in layouts]
+            if name != "full":
+                level = default_layout(mask, num_tokens, n)
+                cases.append(("level", level, "needed", needed(mask, level)))
+            for which, layout, strategy, plan in cases:
+                found = simulate(plan, replace(here, layout=layout), machine)
+                speed = _flop(here, mask) / n / found.seconds / 1e12
+                full.setdefault(n, speed)
+                uses = [found.use(rank) for rank in range(n)]
+                worked = [sum(use.compute_seconds for use in both) for both in uses]
+                uneven = max(worked) * n / sum(worked)
+                rows.append(
+                    (name, which, strategy, n, found.seconds, found.exposed_seconds, speed,
+                     100 * speed / full[n], uneven, _sent(found))
+                )  # fmt: skip
+    about = (
+        f"{_about(replace(work, mask=Full()), machine, mask=False)} {count(per_device)} tokens a "
+        "device; documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
+        "ring's under the full mask. Imbalance: kernels' seconds, busiest rank over the mean. "
+        "needed sends each rank only what its queries see, on a layout with equal work."
+    )
+    yield StudyTable("masks", "A ring under masks", about, units, rows)
+
+
+def _flop(work: Workload, mask: Mask) -> float:
+    """Of both passes, as is usual: forward 4 head_dim a pair and head, backward 2.5 times that."""
+    tokens = 0, work.num_tokens
+    return 3.5 * 2 * sum(work.widths) * mask.area(tokens, tokens) * work.num_heads
+
+
+class GptShape(NamedTuple):
+    """A GPT-3-like model."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+MODELS = (
+    GptShape("760M", 24, 16, 96),
+    GptShape("2.7B", 32, 32, 80),
+    GptShape("13B", 40, 40, 128),
+)
+VOCABULARY = 50257
+MODEL_TOKENS = tuple(1 << power for power in range(13, 18))
+
+
+def clusters() -> tuple[Machine, Machine]:
+    """The two that ATTENTION2D was measured on; a NIC for each device is assumed."""
+    a100, h100 = Machine.preset("a100x8"), Machine.preset("h100x8")
+    return (
+        replace(a100, node_size=4, nics=4, name="16 x 4 A100"),
+        replace(h100, node_size=1, nics=1, name="64 x 1 H100"),
+    )
+
+
+def model(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+    """A GPT-3-like model's step: attention and linear layers."""
+    units = {"machine": "", "model": "", "tokens": "", "strategy": "", "attention": "s",
+             "linear layers": "s", "step": "s", "attention share": "%",
+             "over ring": "x"}  # fmt: skip
+    rows: list[tuple[Value, ...]] = []
+    plans = (
+        ("ring", ring(n)),
+        ("attention2d", attention2d(*near_square(n))),
+        ("attention2d_overlap", attention2d(*near_square(n), overlap=True)),
+        ("mesh", mesh(n)),
+    )
+    for cluster in (*clusters(), machine):
+        for shape in MODELS:
+            for tokens in MODEL_TOKENS:
+                heads = shape.heads, shape.heads, shape.head_dim
+                here = Workload(tokens, *heads, dtype=work.dtype, mask=Causal())
+                linear, steps = _linear_seconds(shape, tokens / n, cluster, work.dtype), []
+                for name, plan in plans:
+                    found = simulate(plan, here, cluster, exact=False)
+                    attention = shape.layers * found.seconds
+                    steps.append(attention + linear)
+                    rows.append(
+                        (cluster.name, shape.name, tokens, name, attention, linear, steps[-1],
+                         100 * attention / steps[-1], steps[0] / steps[-1])
+                    )  # fmt: skip
+    about = (
+        f"{n} devices, one sequence, causal, zigzag tokens, {work.dtype}. Linear layers: 12 "
+        "width^2 parameters a layer and the output layer, 6 FLOP a parameter and token, at the "
+        "speed of attention on large tiles; parameters lie on every device, and the reduction of "
+        "their gradients, the same for all, is left out. Over ring: the ring's step over this one."
+    )
+    yield StudyTable("model", "A GPT-3-like model's step", about, units, rows)
+
+
+def _linear_seconds(shape: GptShape, tokens: float, machine: Machine, dtype: str) -> float:
+    parameters = 12 * shape.width**2 * shape.layers + shape.width * VOCABULARY
+    speed = machine.kernel(dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
+    return 6 * parameters * tokens / speed
+
+
+def _about(work: Workload, machine: Machine, mask: bool = True) -> str:
+    heads = f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}"
+    seen = f", {type(work.mask).__name__.lower()} mask" if mask else ""
+    return f"{heads}, {work.dtype}{seen}, on {machine.name}."

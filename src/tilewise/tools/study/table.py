@@ -1,0 +1,107 @@
+"""What a study gives: a table of numbers with units, which a terminal, a file or a page shows."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilewise.tools.report.chart import (
+    Axis,
+    Chart,
+    Figure,
+    Section,
+    Series,
+    Table,
+    log_axis,
+    quantity,
+)
+from tilewise.tools.report.page import Page
+
+Value = str | int | float | None
+
+
+class StudyTable(NamedTuple):
+    """One table of a study.
+
+    Attributes:
+        about: what was run, and what a column means where its name does not say it.
+        units: of the columns, by name, in order: "s", "B", "%", "x" (a ratio), "" for a number or
+            a text.
+        rows: a value for each column; None: it is not there, or not known.
+        along, by, height: columns of a chart's x, lines and y; "": no chart.
+    """
+
+    name: str
+    title: str
+    about: str
+    units: dict[str, str]
+    rows: list[tuple[Value, ...]]
+    along: str = ""
+    by: str = ""
+    height: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [dict(zip(self.units, row, strict=True)) for row in self.rows]
+        return {**self._asdict(), "rows": rows}
+
+    def texts(self) -> list[list[str]]:
+        """The rows as people read them."""
+        return [[shown(x, self.units[name]) for name, x in self.records(row)] for row in self.rows]
+
+    def records(self, row: tuple[Value, ...]) -> Iterable[tuple[str, Value]]:
+        return zip(self.units, row, strict=True)
+
+    def section(self) -> Section:
+        """Its part of a page."""
+        figures = (self._figure(),) if self.along else ()
+        table = Table(tuple(self.units), tuple(map(tuple, self.texts())))
+        return Section(self.name, self.title, self.about, figures, table)
+
+    def _figure(self) -> Figure:
+        lines: dict[str, list[tuple[float, float, str]]] = {}
+        for row in self.rows:
+            values = dict(self.records(row))
+            x, y = values[self.along], values[self.height]
+            if isinstance(x, int | float) and isinstance(y, int | float):
+                note = shown(y, self.units[self.height])
+                lines.setdefault(str(values[self.by]), []).append((x, y, note))
+        series = tuple(
+            Series(name, *map(tuple, zip(*points, strict=True)), number)  # pyright: ignore
+            for number, (name, points) in enumerate(lines.items())
+        )
+        places = sorted({x for points in lines.values() for x, _, _ in points})
+        unit = self.units[self.along]
+        ticks = tuple((place, shown(place, unit)) for place in places)
+        heights = (y for points in lines.values() for _, y, _ in points)
+        y_axis = log_axis(self.height, self.units[self.height], heights)
+        drawing = Chart(Axis(self.along, unit, log=True, ticks=ticks), y_axis, series)
+        return Figure(f"{self.name}-chart", f"{self.height}, by {self.along}", "", drawing)
+
+
+def shown(value: Value, unit: str) -> str:
+    """A value of a column of this unit."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if unit in ("", "x"):
+        return (f"{value:,}" if isinstance(value, int) else f"{value:.3g}") + unit
+    return quantity(value, unit)
+
+
+def page_of(tables: Iterable[StudyTable]) -> Page:
+    """A page of several studies."""
+    sections = tuple(table.section() for table in tables)
+    names = ", ".join(section.name for section in sections)
+    return Page("Studies of the papers", "What the papers measure, here", names, (), sections)
+
+
+def read_tables(path: Path) -> list[StudyTable] | None:
+    """The tables of a file that tilewise study wrote; None: it is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            StudyTable(**{**one, "rows": [tuple(row[name] for name in one["units"])
+                                          for row in one["rows"]]})
+            for one in found["studies"]
+        ]  # fmt: skip
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None

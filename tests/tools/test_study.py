@@ -1,0 +1,152 @@
+"""The papers' studies: what their tables say follows from plans, formulas and each other."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tilewise as tw
+from tilewise.tools.cli import app
+from tilewise.tools.report.chart import Chart
+from tilewise.tools.study import simulated
+from tilewise.tools.study.memory import formula, memory, planned
+from tilewise.tools.study.table import StudyTable, read_tables
+
+MACHINE = tw.Machine.preset("h100x8")
+WORK = tw.Workload(1 << 14, 16, 16, 64)
+
+
+def records(table: StudyTable) -> list[dict[str, Any]]:
+    return table.as_json()["rows"]
+
+
+def study(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["study", *map(str, words)])
+    return done.exit_code, done.output
+
+
+def test_scaling_shares_the_tokens_or_adds_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated, "SIZES", (8, 16))
+    strong, weak = simulated.scaling(WORK, MACHINE)
+    assert {row["tokens"] for row in records(strong)} == {1 << 14}
+    assert {row["tokens"] // row["devices"] for row in records(weak)} == {(1 << 14) // 128}
+    for row in (*records(strong), *records(weak)):
+        plan = tw.mesh(row["devices"])
+        if row["strategy"] == "mesh":
+            here = replace(WORK, num_tokens=row["tokens"])
+            sent = tw.volume(plan, here)
+            assert row["sent"] == max(sent.forward) + max(sent.backward)
+        assert 0 <= row["waiting"] <= row["time"] and row["memory"] > 0
+    assert {"ring", "attention2d", "ulysses", "ulysses_mesh"} <= {
+        row["strategy"] for row in records(strong)
+    }
+    (figure,) = strong.section().figures
+    assert isinstance(figure.drawing, Chart)
+    assert [line.x for line in figure.drawing.series if line.name == "ring"] == [(8, 16)]
+
+
+def test_tile_shapes_have_the_bytes_of_the_formula():
+    (table,) = simulated.tiles(WORK, MACHINE, n=16)
+    shard = (1 << 10) * 16 * (64 * 2)
+    lse = (1 << 10) * 16 * 4
+    for a, row in zip((1, 2, 4, 8, 16), records(table), strict=True):
+        x, y = a - 1, 16 // a - 1
+        assert row["tile"] == f"{a} x {16 // a}"
+        assert row["forward"] == x * (2 * shard + lse) + y * 2 * shard
+        assert row["backward"] == x * (3 * shard + 2 * lse) + y * 4 * shard
+
+
+def test_no_schedule_beats_the_optimum(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated, "TILE_SHAPES", ((2, 2), (3, 3)))
+    (table,) = simulated.schedules(WORK, MACHINE, n=16)
+    assert len(records(table)) == 8
+    for row in records(table):
+        orders = [row[name] for name in ("greedy", "paced", "eager", "kv_first", "gather")]
+        assert row["proven"] == "yes" and row["optimum"] <= min(orders) * (1 + 1e-9)
+        assert row["gather"] == max(orders)
+        assert row["greedy over optimum"] == row["greedy"] / row["optimum"] <= 1.1
+
+
+def test_a_ring_loses_most_where_the_mask_leaves_it_uneven(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated, "MASKED_SIZES", (4,))
+    (table,) = simulated.masks(replace(WORK, num_tokens=1 << 17), MACHINE)
+    kept = {(row["mask"], row["layout"]): row["kept of full"] for row in records(table)}
+    uneven = {(row["mask"], row["layout"]): row["imbalance"] for row in records(table)}
+    assert kept["full", "zigzag"] == 100 and uneven["causal", "zigzag"] < 1.01
+    assert kept["causal", "contiguous"] < kept["causal", "zigzag"] < 100
+    assert kept["causal_document", "zigzag"] < kept["causal_document", "level"]
+    assert uneven["causal_document", "level"] < uneven["causal_document", "zigzag"]
+
+
+def test_a_models_step_is_its_attention_and_its_linear_layers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated, "MODEL_TOKENS", (1 << 13,))
+    (table,) = simulated.model(WORK, MACHINE, n=16)
+    assert {row["model"] for row in records(table)} == {"760M", "2.7B", "13B"}
+    for row in records(table):
+        assert row["step"] == row["attention"] + row["linear layers"]
+        assert row["strategy"] != "ring" or row["over ring"] == 1
+    one = next(iter(records(table)))
+    alone = tw.simulate(
+        tw.ring(16),
+        tw.Workload(1 << 13, 16, 16, 96, mask=tw.Causal()),
+        simulated.clusters()[0],
+        exact=False,
+    )
+    assert one["attention"] == 24 * alone.seconds
+
+
+@pytest.mark.parametrize("plan, name", [
+    (tw.all_gather(16), "all_gather"), (tw.attention2d(4, 4), "attention2d"),
+    (tw.attention2d(4, 4, overlap=True), "attention2d_overlap"),
+])  # fmt: skip
+def test_the_formula_of_memory_is_what_the_planner_counts(plan: tw.Plan, name: str):
+    found = planned(WORK, plan)
+    for backward in (False, True):
+        assert found[backward] == pytest.approx(formula(WORK, plan, name, backward), rel=0.02)
+
+
+@pytest.mark.parametrize("plan, name", [
+    (tw.ring(16), "ring"), (tw.mesh(16, 4), "mesh"), (tw.double_ring(4, 4), "double_ring"),
+    (tw.ulysses(4, tw.ring(4)), "ulysses_ring"),
+])  # fmt: skip
+def test_no_method_takes_less_than_what_it_must_hold(plan: tw.Plan, name: str):
+    for backward, found in enumerate(planned(WORK, plan)):
+        assert found > 0.98 * formula(WORK, plan, name, bool(backward))
+
+
+@pytest.mark.slow
+def test_measured_memory_is_near_what_is_planned():
+    table, measured = memory(replace(WORK, num_heads=32, num_kv_heads=32), MACHINE, n=8)
+    assert {row["mask"] for row in records(table)} == {"full", "causal"}
+    for row in records(measured):
+        assert 0.8 < row["measured over planned"] < 2
+
+
+def test_tables_go_to_a_file_and_from_it_to_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(simulated, "TILE_SHAPES", ((2, 2),))
+    path = tmp_path / "studies.json"
+    code, said = study("schedules", "--num-tokens", "64K", "--json", "-o", path)
+    assert code == 0 and json.loads(said) == json.loads(path.read_text())
+    (table,) = read_tables(path) or ()
+    assert table.as_json() == json.loads(said)["studies"][0]
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert done.exit_code == 0, done.output
+    html = (tmp_path / "studies.html").read_text()
+    assert table.title in html and "greedy over optimum" in html
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["speed"], "study 'speed' is not known; take some of scaling, memory"),
+        (["tiles", "--mask", "window(3, 0)"], "must be full or causal"),
+        (["tiles", "--heads", "3:2"], "num_kv_heads"),
+        (["tiles", "--machine", "abacus"], "neither a preset nor a file"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], said: str):
+    code, output = study(*words)
+    assert code == 2 and said in output and output.count("\n") == 1
