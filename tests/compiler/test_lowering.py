@@ -123,7 +123,7 @@ def lane_cases() -> Iterator:
         yield pytest.param(n, ahead, node_size, marks=[pytest.mark.slow] * slow)
 
 
-@pytest.mark.parametrize(("n", "ahead", "node_size"), lane_cases())
+@pytest.mark.parametrize(("n", "ahead", "node_size"), list(lane_cases()))
 def test_receives_meet_their_sends_in_launch_order(n: int, ahead: int, node_size: int | None):
     for plan in some_plans(n):
         sent: dict[tuple, list] = defaultdict(list)
