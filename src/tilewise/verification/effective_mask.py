@@ -101,7 +101,7 @@ class EffectiveMask:
     def svg(self, mask: Mask | Tensor | None = None) -> str:
         """A picture of all heads: attended rightly, wrongly, and missed, if a mask says which."""
         got = self.allowed.any(0).numpy()
-        return drawn(got, got if mask is None else self._dense(mask).any(0))
+        return drawn(got, got if mask is None else np.asarray(self._dense(mask).any(0)))
 
     def _dense(self, mask: Mask | Tensor) -> np.ndarray:
         num_heads, n, _ = self.weights.shape

@@ -87,7 +87,8 @@ class ParityReport:
         """The layer's attended pairs beside the unsplit model's; None if they were not read."""
         if self.allowed is None:
             return None
-        return drawn(*(x.numpy() for x in self.allowed), self.layer or "")
+        split, unsplit = self.allowed
+        return drawn(split.numpy(), unsplit.numpy(), self.layer or "")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the picture."""

@@ -51,7 +51,7 @@ class World:
         self.deadline = time.monotonic() + seconds
         self._processes: Generator[tuple[Any, ...], Any, None] | None = None
         # Apart from what the split sends, which may never arrive.
-        self._talk = dist.new_group(backend="gloo") if backend == "torchrun" else None
+        self._talk: Any = dist.new_group(backend="gloo") if backend == "torchrun" else None
 
     @property
     def seconds_left(self) -> float:

@@ -141,11 +141,11 @@ def facts_of_weights(
     rows = both.sum(-1) > 1
     if not rows.any():
         return facts
-    logs = [np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got)]
+    right, found = (np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got))
     crossing = None
     if blocks is not None:
         crossing = blocks[np.nonzero(rows)[1]][:, None] != blocks[None]
-    return facts | _values(*logs, tolerance, crossing)
+    return facts | _values(right, found, tolerance, crossing)
 
 
 def _values(want: Array, got: Array, tolerance: float, crossing: Array | None) -> dict[str, Any]:
