@@ -179,7 +179,7 @@ class _LatentAttention(torch.autograd.Function):
 
 
 def latent_attention(
-    q: Tensor, latent: Tensor, v: None, call: AttentionCall
+    q: Tensor, latent: Tensor, v: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse and what is asked for besides, of latents [(batch,) tokens, width]."""
     if torch.compiler.is_compiling():  # its expand is no constant, and uses what it likes

@@ -33,7 +33,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None 
     """
     named = (("q", q), ("k", k), ("v", v)) if latent is None else (("q", q), ("the latent", k))
     for name, x in named:
-        require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
+        x = require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
         if x.layout is not torch.strided:
             raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second

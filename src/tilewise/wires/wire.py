@@ -102,7 +102,8 @@ class Wires:
         def named(wire: Wire) -> Wire:
             return Plain(dtype_name(dtype)) if wire == Plain() else wire
 
-        return Wires(*map(named, (self.forward, self.backward, self.partials)), self.sizes.latent)
+        own = named(self.forward), named(self.backward), named(self.partials)
+        return Wires(*own, latent=self.sizes.latent)
 
     def of_width(self, width: int) -> Wires:
         """The sizes of a set whose latent is so wide."""
