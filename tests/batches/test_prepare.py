@@ -1,5 +1,6 @@
 """What a rank needs for a step, made in a worker and pickled: the same attention, no planning."""
 
+import copy
 import os
 import pickle
 from dataclasses import replace
@@ -12,6 +13,8 @@ import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
 from tilewise.compiler import lowering
 from tilewise.execution import pass_run
+from tilewise.integrations import hf
+from tilewise.integrations.data import ShardingCollator
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.tiles.call_rows import TileCalls
 
@@ -225,3 +228,31 @@ def test_ranks_that_share_no_document_do_not_wait_for_each_other():
 
     found = tw.loopback(4, run)
     assert [found[rank] for rank in here] == [32, 32]
+
+
+def test_a_model_of_transformers_runs_what_was_prepared():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config).double()
+    step = first_step(2, tokens_per_rank=64)
+    documents = [{"input_ids": torch.randint(50, (LENGTHS[i],))} for i in step.documents]
+    whole = ShardingCollator(tw.contiguous(step.num_tokens, 1), 0)(documents)
+    wanted = model(**whole, use_cache=False).loss
+
+    def run(rank, group):
+        cp = tw.ContextParallel(group, strategy=sent(step.prepare(rank)))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(hf.register(cp, f"prepared_{rank}"))
+        return mine(**ShardingCollator(cp.layout, rank)(documents), use_cache=False).loss
+
+    shares = tw.loopback(2, run)
+    torch.testing.assert_close(sum(shares), wanted, rtol=1e-12, atol=0)

@@ -1,6 +1,8 @@
 """Trees of sequences: the trie itself, and models over it against the separate sequences."""
 
 import itertools
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,22 +112,25 @@ CASES = [*itertools.product(STRATEGIES, (1, 2, 3, 5, 8)), ("ulysses", 1), ("ulys
 
 @pytest.mark.parametrize(("strategy", "world_size"), CASES)
 def test_log_probs_and_gradients_are_those_of_the_separate_sequences(world_size, strategy):
-    rng = np.random.default_rng(world_size)
-    sequences = drawn_sequences(rng, 10)
+    sequences = drawn_sequences(np.random.default_rng(world_size), 10)
     tree = tw.Tree.from_sequences(sequences)
-    whole = Model()
+    layout = tw.balanced(tree.mask, tree.num_tokens, world_size, chunk=1)
+    plans = {
+        "needed": lambda: tw.needed(tree.mask, layout),
+        "tiled": lambda: tw.tiled(tree.mask, layout),
+        "mesh": lambda: tw.mesh(world_size, q_tile=world_size),
+        "ulysses": lambda: tw.ulysses(world_size),
+    }
+    compare(sequences, layout, plans[strategy]() if strategy in plans else "auto")
+
+
+def compare(sequences: list[list[int]], layout: tw.Layout, plan: Any) -> None:
+    """Values and gradients over a tree, split by a layout, are those of the sequences apart."""
+    tree, whole = tw.Tree.from_sequences(sequences), Model()
     wanted = separate(whole, sequences)
     loss(wanted).backward()
 
     def run(rank: int, group: tw.Group) -> tuple[list[Tensor], list[Tensor]]:
-        layout = tw.balanced(tree.mask, tree.num_tokens, world_size, chunk=1)
-        plans = {
-            "needed": lambda: tw.needed(tree.mask, layout),
-            "tiled": lambda: tw.tiled(tree.mask, layout),
-            "mesh": lambda: tw.mesh(world_size, q_tile=world_size),
-            "ulysses": lambda: tw.ulysses(world_size),
-        }
-        plan = plans[strategy]() if strategy in plans else "auto"
         cp = tw.ContextParallel(
             group, num_tokens=tree.num_tokens, mask=tree.mask, layout=layout, strategy=plan
         )
@@ -134,13 +139,54 @@ def test_log_probs_and_gradients_are_those_of_the_separate_sequences(world_size,
         loss(values).backward()
         return [x.detach() for x in values], gradients(model)
 
-    results = tw.loopback(world_size, run)
+    results = tw.loopback(layout.world_size, run)
     for values, _ in results:
         for value, want in zip(values, wanted, strict=True):
             torch.testing.assert_close(value, want.detach(), rtol=1e-12, atol=1e-12)
     summed = [sum(parts) for parts in zip(*(grads for _, grads in results), strict=True)]
     for grad, want in zip(summed, gradients(whole), strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-11)
+
+
+def drawn_case(seed: int) -> tuple[list[list[int]], tw.Layout, tw.Plan]:
+    """Sequences, a layout (often uneven, ranks may have no tokens) and a strategy's plan."""
+    rng = np.random.default_rng(seed)
+    sequences = drawn_sequences(rng, int(rng.integers(1, 9)), 7)
+    tree, n = tw.Tree.from_sequences(sequences), int(rng.integers(1, 9))
+    cuts = np.sort(rng.integers(0, tree.num_tokens + 1, n - 1)).tolist()
+    runs = pairwise([0, *cuts, tree.num_tokens])
+    uneven = tw.Layout(tree.num_tokens, [[tw.Run(a, b - a)] for a, b in runs])
+    level = tw.balanced(tree.mask, tree.num_tokens, n, chunk=1)
+    layout = (uneven, level, tw.zigzag(tree.num_tokens, n), tw.striped(tree.num_tokens, n))[
+        seed % 4
+    ]
+    columns = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
+    plans = [
+        lambda: tw.ring(n),
+        lambda: tw.ring(n, moves="q"),
+        lambda: tw.all_gather(n),
+        lambda: tw.balanced_ring(n),
+        lambda: tw.mesh(n, q_tile=columns),
+        lambda: tw.double_ring(columns, n // columns),
+        lambda: tw.attention2d(columns, n // columns),
+        lambda: tw.needed(tree.mask, layout),
+        lambda: tw.needed(tree.mask, layout, node_size=int(rng.integers(1, 4))),
+        lambda: tw.tiled(tree.mask, layout),
+    ]
+    if n % 2 == 0:
+        plans.append(lambda: tw.ulysses(2, inner=tw.ring(n // 2)))
+    return sequences, layout, plans[seed % len(plans)]()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_trees_layouts_and_strategies(seed):
+    compare(*drawn_case(seed))
+
+
+@pytest.mark.slow
+def test_a_thousand_random_trees():
+    for seed in range(1000):
+        compare(*drawn_case(seed))
 
 
 def test_a_tree_is_level_and_sends_little_over_64_ranks():

@@ -159,10 +159,11 @@ class Tree:
     def _predicted(self, logits: Tensor, rows: Array, children: Array) -> Tensor:
         """Log-probabilities of these rows' tokens, from logits of rows that hold their parents."""
         require_type(Tensor, "logits", logits, "what the model's head returned")
-        if logits.ndim < 2 or logits.shape[:-1].numel() != max(len(rows), 1):
+        # a rank without tokens may have run the model on one row of padding
+        if logits.ndim < 2 or logits.shape[:-1].numel() not in (len(rows), max(len(rows), 1)):
             raise ValueError(
                 f"logits is {tuple(logits.shape)}, but there are {len(rows)} rows of tokens; "
-                "pass [num_rows, vocabulary] (one row where there are none)"
+                "pass [num_rows, vocabulary]"
             )
         vocabulary, largest = logits.shape[-1], int(self.tokens.max())
         if largest >= vocabulary:
