@@ -34,6 +34,7 @@ import numpy as np
 
 import tilewise as tw
 from benchmarks.dynamic_scheduling import HEAD_DIM, HEADS, KV_HEADS, LINEAR, TOKENS, Group, megatron
+from tilewise.batches.schedule import BatchStep
 from tilewise.integrations.data import pack
 from tilewise.layouts.layout import Run
 from tilewise.tools.mask_report.figures import moved
@@ -178,9 +179,8 @@ def row(who: str, shares: Sequence[Share], useful: int, steps: int) -> dict[str,
     }
 
 
-def rows(mix: str, n: int, num_steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    lengths = MIXES[mix]((num_steps + 6) * n * TOKENS, seed)
-    stream = iter(
+def stream(lengths: Sequence[int], n: int) -> Iterator[BatchStep]:
+    return iter(
         tw.schedule(
             lengths,
             world_size=n,
@@ -190,10 +190,15 @@ def rows(mix: str, n: int, num_steps: int, seed: int = 0) -> Iterator[dict[str, 
             head_dim=HEAD_DIM,
         )
     )
+
+
+def rows(mix: str, n: int, num_steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    lengths = MIXES[mix]((num_steps + 6) * n * TOKENS, seed)
+    steps = stream(lengths, n)
     shares, planning, documents = [], [], []
     for _ in range(num_steps):
         start = time.process_time()
-        for step in islice(stream, 1):
+        for step in islice(steps, 1):
             step.prepare(0)
             planning.append(time.process_time() - start)
             shares.append(measured(step.plan, step.workload, step.seconds))
@@ -215,6 +220,7 @@ def main() -> None:
     parser.add_argument("--mixes", default=";".join(MIXES), help="separated by ;")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    next(stream([100], 8)).prepare(0)  # what torch makes once
     if not options.json:
         print("| documents | ranks | | ms a step | max / mean | MB mean, max | wasted | planning |")
         print("|---|---|---|---|---|---|---|---|")

@@ -70,10 +70,8 @@ class ContextParallel:
                 f"strategy ({strategy!r}) must be 'auto' or a plan, such as tw.ring(8)"
             )
         if isinstance(strategy, RankPlan) and strategy.made_for:
-            mask, layout = (
-                own if given is None else given
-                for given, own in zip((mask, layout), strategy.made_for, strict=True)
-            )
+            mask = strategy.made_for[0] if mask is None else mask
+            layout = strategy.made_for[1] if layout is None else layout
             num_tokens = strategy.made_for[1].num_tokens if num_tokens is None else num_tokens
         num_tokens = whole_number("num_tokens", num_tokens)
         self.group = mesh_or_group

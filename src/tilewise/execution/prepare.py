@@ -148,7 +148,7 @@ class NoTransport:
         self.rank, self.world_size = rank, world_size
         self.receives_ahead, self.node_size = receives_ahead, node_size
 
-    def exchange(self, *_: Any) -> NoTransport:
+    def exchange(self, *_: Any, **__: Any) -> NoTransport:
         return self
 
     def wait(self) -> None:

@@ -27,7 +27,10 @@ class RankPlan(Plan):
         fields: as of Plan.
     """
 
-    __slots__ = ("batch", "fingerprint", "rank")
+    __slots__ = ("_fingerprint", "batch", "rank")
+    _fingerprint: str
+    batch: str
+    rank: int
 
     def __init__(
         self,
@@ -47,10 +50,15 @@ class RankPlan(Plan):
             return steps
 
         super().__init__(**fields, script=script)
-        for name, value in (("rank", rank), ("batch", batch), ("fingerprint", fingerprint)):
+        for name, value in (("rank", rank), ("batch", batch), ("_fingerprint", fingerprint)):
             object.__setattr__(self, name, value)
         if cache is not None:
             object.__setattr__(self, "_cache", cache)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the plan of all ranks."""
+        return self._fingerprint
 
     def _key(self) -> tuple:
         return self.fingerprint, self.rank, self.batch
