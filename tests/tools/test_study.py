@@ -130,7 +130,8 @@ def test_tables_go_to_a_file_and_from_it_to_a_page(tmp_path: Path, monkeypatch: 
     path = tmp_path / "studies.json"
     code, said = study("schedules", "--num-tokens", "64K", "--json", "-o", path)
     assert code == 0 and json.loads(said) == json.loads(path.read_text())
-    (table,) = read_tables(path) or ()
+    (table,) = read_tables(path) or [None]
+    assert table
     assert table.as_json() == json.loads(said)["studies"][0]
     done = CliRunner().invoke(app, ["report", str(path)])
     assert done.exit_code == 0, done.output
