@@ -20,8 +20,8 @@ import torch
 
 import tilewise as tw
 from tilewise.execution.executor import execute
-from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import AttentionCall, make_problem
+from tilewise.execution.pass_run import pass_run
+from tilewise.execution.problem import AttentionCall, known_problem
 from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
@@ -71,7 +71,7 @@ def by_hand(q, k, v, transport: Instant, scale: float):
 
 def prepared(q, k, v, transport: Instant, problem):
     """What a call does before its program starts."""
-    run = PassRun(problem, transport, backward=False, batch=1, device=q.device)
+    run = pass_run(problem, transport, backward=False, batch=1, device=q.device)
     return run, Forward(run.frame(problem), run.payload, *run.start(({"q": q}, {"k": k, "v": v})))
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
     call = AttentionCall(tw.ring(WORLD), layout, tw.Full())
-    problem = make_problem(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
+    problem = known_problem(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}
     with torch.no_grad():
