@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 T = TypeVar("T")
 
 Save: TypeAlias = Literal["replay", "gathered"]
-Validate: TypeAlias = Literal["always", "never"]
+Validate: TypeAlias = Literal["always", "first", "never"]
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 Moves: TypeAlias = Literal["kv", "q"]

@@ -147,8 +147,9 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
             compiles always replays.
         prune: leave out what the mask makes needless.
         q_positions: of replicated queries; default the last of the sequence.
-        validate: "always", or "never" to leave out the agreement between ranks before each pass;
-            wires that round keep it.
+        validate: "always": ranks compare their calls before each pass; "first": each kind of call
+            (plan, mask, layout, shapes, ...) of a group once; "never": not at all, but wires that
+            round. What is not compared ends, if at all, by the group's timeout.
         kernel: what computes the tiles: a name from `tilewise doctor`, or any object that has the
             Kernel protocol; default: the device's first choice. Where no input requires a gradient
             it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.

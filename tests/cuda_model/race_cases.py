@@ -69,14 +69,15 @@ def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **o
 
     def transport(rank: int, group: LoopbackGroup) -> DistTransport:
         lane1 = group_of(rank, group, "lane1")
-        monkeypatch.setattr(process_group, "lane_group", lambda _: lane1)
+        monkeypatch.setattr(process_group, "lane_group", lambda own, i: lane1 if i else own)
         made: Any = group_of(rank, group, "lane0")
-        return DistTransport(made, node_size=node_size)
+        end: Any = DistTransport(made, node_size=node_size)
+        end.gather_records = group.gather_records  # of the hosts alone
+        return end
 
     for name, played in {
         "records_group": lambda group: group,
-        "warm_up": lambda _: None,
-        "agreed_node_size": lambda _, size: size,
+        "agreed_node_size": lambda _, lane, size: size,
     }.items():
         monkeypatch.setattr(process_group, name, played)
     monkeypatch.setattr(process_group.dist, "get_backend_config", lambda _: "cuda:nccl")

@@ -34,8 +34,8 @@ def exchanged(group: dist.ProcessGroup, x: torch.Tensor, y: torch.Tensor) -> Non
 
 
 def test_groups_beside_a_group_of_nccl_are_made_once(group):
-    records, lane = records_group(group), lane_group(group)
-    assert records is records_group(group) and lane is lane_group(group)
+    records, lane = records_group(group), lane_group(group, 1)
+    assert records is records_group(group) and lane is lane_group(group, 1)
     x = torch.ones(1)
     records.allreduce([x]).wait()
     assert float(x) == 1.0
@@ -47,7 +47,7 @@ def test_groups_beside_a_group_of_nccl_are_made_once(group):
 
 
 def test_batches_on_two_lanes_can_be_captured(group):
-    lanes = group, lane_group(group)
+    lanes = group, lane_group(group, 1)
     x, there, back = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
     for one in lanes:
         warm_up(one)

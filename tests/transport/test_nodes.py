@@ -1,12 +1,18 @@
 """Lanes between nodes: who shares a node with whom, and programs that use it."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from support.bound_passes import Case, on_ranks
+from torch.distributed import HashStore
 
 import tilewise as tw
 from tilewise.compiler.program import Launch
 from tilewise.execution.pass_run import PassRun
+from tilewise.transport import nccl_groups
+from tilewise.transport.nccl_groups import lane_group
 from tilewise.transport.process_group import local_world_size, node_size_of
 
 
@@ -55,3 +61,37 @@ def test_messages_between_nodes_have_their_own_lane():
         return sorted(lanes), got
 
     assert {tuple(lanes) for lanes, _ in on_ranks(plan, layout, tw.Causal(), body)} == {(0, 1)}
+
+
+def test_every_lane_is_a_communicator_of_our_own_at_high_priority_with_few_blocks(monkeypatch):
+    made: list[Any] = []
+
+    class Options(SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream)
+            self.config = SimpleNamespace(max_ctas=32)
+
+    class Nccl(SimpleNamespace):
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+            super().__init__(store=store, rank=rank, size=size, options=options)
+
+    Nccl.Options = Options  # pyright: ignore[reportAttributeAccessIssue]
+    group: Any = SimpleNamespace(
+        rank=lambda: 1,
+        size=lambda: 4,
+        group_name="mine",
+        get_group_store=lambda: HashStore(),
+        _get_backend=lambda _: SimpleNamespace(options=SimpleNamespace(_timeout=77)),
+    )
+    monkeypatch.setattr(nccl_groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(nccl_groups.dist, "get_process_group_ranks", lambda _: [4, 5, 6, 7])
+    monkeypatch.setattr(nccl_groups, "_companion", lambda *args: made.append(args) or args)
+    monkeypatch.setattr(nccl_groups, "warm_up", lambda lane: made.append("warm"))
+    lanes = [lane_group(group, lane) for lane in (0, 1)]
+    assert made[1::2] == ["warm", "warm"]
+    for number, (of, name, _, _, nccl) in enumerate(lanes):
+        assert of is group and name == f"lane{number}" and (nccl.rank, nccl.size) == (1, 4)
+        options = nccl.options
+        assert options.is_high_priority_stream and 1 <= options.config.max_ctas <= 16
+        assert options._timeout == 77 and options.global_ranks_in_group == [4, 5, 6, 7]
+        assert options.group_name == f"tilewise/lane{number}/mine"

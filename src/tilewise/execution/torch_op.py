@@ -5,10 +5,13 @@ of dropout stands beside it, so that another one does not. Where the ranks have 
 compiled graph), the operator itself lets them, at every run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._library import opaque_object
 
@@ -28,7 +31,9 @@ from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.agreement import PASS, agree, encoded
+from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
+from tilewise.transport.cooperative_threads import DeadlockError
+from tilewise.transport.process_group import LostRankError
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
@@ -51,8 +56,8 @@ def resolve_call(
         return call.problem, transport
     problem, error, agrees = None, None, _agrees(q, call)
     try:
-        if call.validate not in ("always", "never"):
-            raise ValueError(f"validate ({call.validate!r}) must be 'always' or 'never'")
+        if call.validate not in ("always", "first", "never"):
+            raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
         problem = _checked(q, k, v, call, transport)
     except Exception as raised:  # whatever it is, the other ranks must learn of it
         if not agrees:
@@ -60,8 +65,8 @@ def resolve_call(
         error = raised
     if agrees:
         record = _record(problem, q, call) if problem else None
-        agree(transport, record, None if error is None else str(error))
-        if problem is not None:
+        _agree(call, transport, record, None if error is None else str(error))
+        if problem is not None and call.validate != "first":
             problem = problem._replace(number=getattr(transport, "agreement_number", None))
     assert problem is not None
     return problem, transport
@@ -77,6 +82,36 @@ def _agrees(q: Tensor, call: AttentionCall) -> bool:
         return call.validate != "never"
     wires = wires_of(call.wire, call.wire_dtype)
     return wires.rounds(dtype_name(q.dtype)) and not is_capturing(q.device)
+
+
+def _agree(
+    call: AttentionCall,
+    transport: Transport,
+    fields: dict[str, str] | Tensor | None,
+    error: str | None,
+) -> None:
+    """Let ranks compare these fields, at every call or once."""
+    if call.validate != "first":
+        agree(transport, fields, error)
+        return
+    group = call.group or (dist.group.WORLD if transport.world_size > 1 else transport)
+    with _explained(call):
+        FIRST_AGREEMENTS.agree(group, transport, fields, error)
+
+
+@contextmanager
+def _explained(call: AttentionCall) -> Iterator[None]:
+    """Adds to what ends a wait without an answer that ranks may not be in the same call."""
+    try:
+        yield
+    except (LostRankError, DeadlockError) as error:
+        if call.validate != "always":
+            compared = "once a call" if call.validate == "first" else "nothing"
+            error.args = (
+                f"{error} (validate={call.validate!r} compares {compared}: ranks may have passed "
+                "different calls; validate='always' says which)",
+            )
+        raise
 
 
 def _checked(
@@ -217,7 +252,8 @@ def _forward(
     largest: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     problem, transport = resolve_call(q, k, v, _seeded(call, seed))
-    return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
+    with _explained(call):
+        return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
 
 def _fake_forward(
@@ -241,7 +277,8 @@ def _backward(
     problem = _checked(q, k, v, _seeded(call, *seed), transport)
     _agree_backward(problem, transport, call, q, dout, k, v)
     kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
-    return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
+    with _explained(call):
+        return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
 
 
 def _agree_backward(
@@ -260,7 +297,7 @@ def _agree_backward(
         except ValueError as raised:
             error = str(raised)
     if _agrees(q, call):
-        agree(transport, _backward_fields(problem, q, call), error)
+        _agree(call, transport, _backward_fields(problem, q, call), error)
     elif error:
         raise ValueError(error)
 

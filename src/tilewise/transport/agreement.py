@@ -3,7 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -57,6 +58,40 @@ def agree(
     contents = [record.numpy().tobytes() for record in records]
     if error is not None or any(content != contents[0] for content in contents):
         raise ValueError(_verdict([_decode(content) for content in contents]))
+
+
+class FirstAgreements:
+    """What the ranks of each group have agreed on once, for validate="first".
+
+    Every rank remembers by itself, in the order in which all agreed: the same everywhere.
+    """
+
+    def __init__(self, keep: int = 4096) -> None:
+        self._keep = keep
+        self._agreed: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()
+
+    def agree(
+        self,
+        group: object,
+        transport: Transport,
+        fields: Mapping[str, str] | Tensor | None,
+        error: str | None,
+    ) -> None:
+        """As `agree`, where this rank has not passed the same fields in this group before."""
+        known = self._agreed.setdefault(group, {})
+        record = fields if isinstance(fields, Tensor) else encoded(fields or {})
+        key = blake2b(record.numpy().tobytes()).digest()
+        if fields is not None and key in known:
+            if error is not None:  # of this call's values; the others wait for nothing here
+                raise ValueError(error)
+            return
+        agree(transport, record if error is None else None, error)
+        known[key] = None
+        if len(known) > self._keep:
+            del known[next(iter(known))]
+
+
+FIRST_AGREEMENTS = FirstAgreements()
 
 
 def agree_on_largest(transport: Transport, name: str, value: int) -> int:

@@ -23,6 +23,10 @@ class Released(BaseException):
     """Ends a rank whose wait can never be over; no `except Exception` keeps it."""
 
 
+class DeadlockError(RuntimeError):
+    """Every rank waits."""
+
+
 class CooperativeScheduler:
     """Lets one of n ranks run at a time, in the order in which they became able to.
 
@@ -101,7 +105,7 @@ class CooperativeScheduler:
     def _release_all(self) -> None:
         ranks = sorted(self._waiting)
         if not self._failures and not self._cancelled:
-            deadlock = RuntimeError(self._deadlock(ranks))
+            deadlock = DeadlockError(self._deadlock(ranks))
             self._failures[ranks[0]] = self._released[ranks[0]] = deadlock
         for rank in ranks:
             self._released.setdefault(rank, Released())

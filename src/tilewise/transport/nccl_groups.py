@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MOST_BLOCKS = 16
+"""Of an NCCL kernel, each on a multiprocessor: NCCL takes up to 32 by itself. Not measured."""
 Kinds = dist.ProcessGroup.BackendType
 
 
@@ -57,21 +59,24 @@ def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
     return _companion(group, name, CPU, Kinds.GLOO, gloo, (rank, len(team)))
 
 
-def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def lane_group(group: dist.ProcessGroup, lane: int) -> dist.ProcessGroup:
     """An NCCL group of the same ranks with a communicator and a stream of its own, warmed up.
 
-    The stream has high priority: its few blocks are not to wait for those of attention.
+    The stream has high priority: its few blocks are not to wait for those of attention, which take
+    all multiprocessors many times over. How many they are is bounded, as attention goes on beside.
     """
-    known = _remembered(group, "lane1")
+    name = f"lane{lane}"
+    known = _remembered(group, name)
     if known is not None:
         return known
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = group._get_backend(CUDA).options._timeout
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
-    options.group_name = _alias(group, "lane1")
-    store = _store(group, "lane1")
+    options.group_name = _alias(group, name)
+    options.config.max_ctas = MOST_BLOCKS
+    store = _store(group, name)
     nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-    made = _companion(group, "lane1", CUDA, Kinds.NCCL, nccl)
+    made = _companion(group, name, CUDA, Kinds.NCCL, nccl)
     warm_up(made)
     return made
 
@@ -83,17 +88,24 @@ def warm_up(group: dist.ProcessGroup) -> None:
         _register_process_group(_alias(group, "warm"), group)
 
 
-def agreed_node_size(group: dist.ProcessGroup, node_size: int | None) -> int | None:
+def agreed_node_size(
+    group: dist.ProcessGroup, lane: dist.ProcessGroup, node_size: int | None
+) -> int | None:
     """The node size if all ranks name the same, else None; they compare them at first use.
 
     One rank that has two lanes where others have one would wait for ever.
+
+    Args:
+        lane: a group of our own, over which they are compared.
     """
     named = node_size or 0
     for answer, agreed in (("agreed", node_size), ("refused", None)):
         if _remembered(group, f"node_size{named}/{answer}") is not None:
             return agreed
     both = torch.tensor([named, -named], device=CUDA)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    lane.allreduce([both], options).wait()
     highest, lowest = both.tolist()
     same = highest == -lowest
     answer = "agreed" if same else "refused"

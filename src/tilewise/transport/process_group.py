@@ -18,7 +18,6 @@ from tilewise.transport.nccl_groups import (
     lost_ranks,
     records_group,
     team_group,
-    warm_up,
 )
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 
@@ -146,14 +145,15 @@ class DistTransport:
     On gloo a small exchange of a whole team is one all-to-all, which takes half the processor time
     of its messages (docs/execution.md); all else goes point to point, without packing.
 
-    On an NCCL group the first object is made by all ranks together: it warms the communicator up,
-    without which a batch that involves only some ranks hangs, and creates a gloo group for the
-    agreement records. torch keeps both under the group's name, so later objects find them.
+    On an NCCL group the first object is made by all ranks together. It makes a communicator of our
+    own for each lane, at high priority, and warms it up, without which a batch that involves only
+    some ranks hangs; and a gloo group for the agreement records. torch keeps them under the group's
+    name, so later objects find them. The caller's communicator is left alone.
 
     Args:
         group: a group that this process is in.
         node_size: neighbouring ranks of the group that share a node: messages between nodes get a
-            lane, and on NCCL a communicator, of their own. None: on NCCL as torchrun says, if all
+            lane of their own. None: on NCCL as torchrun says, if all
             nodes hold equally many neighbours; else one lane.
     """
 
@@ -175,10 +175,10 @@ class DistTransport:
                 self._records = records_group(group)
             if node_size is None:
                 node_size = node_size_of(dist.get_process_group_ranks(group), local_world_size())
-            warm_up(group)
-            self.node_size = agreed_node_size(group, node_size)
+            self._lanes = [lane_group(group, 0)]
+            self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
-                self._lanes.append(lane_group(group))
+                self._lanes.append(lane_group(group, 1))
         self._receiving: deque[_Posted | _Shared] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
 
