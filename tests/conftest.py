@@ -1,12 +1,17 @@
 """What every test shares: one thread per rank, repeatable hypothesis runs, the gpu marker."""
 
 import gc
+import warnings
 from multiprocessing import forkserver
 from pathlib import Path
 
-import hypothesis
 import pytest
-import torch
+
+# Warnings are errors, but not those of other packages at import, of versions that are new to them.
+with warnings.catch_warnings():
+    warnings.simplefilter("default")
+    import hypothesis
+    import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

@@ -1,0 +1,338 @@
+"""The first two minutes on a GPU: what is right, how fast kernels are, whether messages overlap.
+
+    python benchmarks/gpu_smoke.py [--part overlap ...]
+    python benchmarks/gpu_smoke.py --cpu        # the same code, tiny, on the CPU
+
+Every part has a process of its own with a time limit, prints one line for each finding, and cannot
+stop the next one. The exit code is 1 if a part failed or a kernel is wrong. It has not run on a GPU
+yet; figures of --cpu say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.reference import Reference
+from tilewise.kernels.registry import kernel_named
+from tilewise.tiles.calls import KernelCall, Kind, Slice
+
+KERNELS = ("cuda", "cudnn", "triton", "flash_attn_4")
+WRONG = 2e-2  # RMS of the difference over RMS of what is right
+
+
+def call_of(m: int, n: int, kind: Kind = Kind.FULL, *slices: Slice) -> KernelCall:
+    return KernelCall(((0, m),), ((0, n),), kind, slices)
+
+
+CALLS = {
+    "full": call_of(128, 192),
+    "causal": call_of(200, 200, Kind.CAUSAL),
+    "corner": call_of(200, 300, Kind.CAUSAL),
+    "one row": call_of(1, 300),
+    "window": call_of(200, 256, Kind.SLICES, Slice(0, 200, 0, 1, 57, 1)),
+    "left-open window": call_of(200, 256, Kind.SLICES, Slice(0, 200, 0, 0, 57, 1)),
+    "rows that see nothing": call_of(96, 128, Kind.SLICES, Slice(32, 64, 0, 0, 128, 0)),
+}
+
+
+class Bench:
+    """A device, and sizes for it."""
+
+    def __init__(self, cpu: bool):
+        self.cpu, self.device = cpu, torch.device("cpu" if cpu else "cuda")
+        self.dtype = torch.float32 if cpu else torch.bfloat16
+        self.tokens, self.heads, self.head_dim = (64, 2, 16) if cpu else (16384, 16, 128)
+        self.rounds = 1 if cpu else 10
+        torch.manual_seed(0)
+
+    def kernels(self) -> Iterator[tuple[str, Kernel]]:
+        for name in ("cpu", "reference") if self.cpu else KERNELS:
+            kernel = kernel_named(name)
+            reason = kernel.supports(self.device.type, self.dtype, self.head_dim)
+            if reason is None:
+                yield name, kernel
+            else:
+                print(f"  {name}: left out, {reason}")
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def operands(self, call: KernelCall, heads: int, kv_heads: int) -> list[Tensor]:
+        """q, k, v, dout, and lse and delta of the call alone."""
+        q, dout = (self.normal(call.num_q, 1, heads, self.head_dim) for _ in range(2))
+        k, v = (self.normal(call.num_k, 1, kv_heads, self.head_dim) for _ in range(2))
+        out, lse = Reference().forward(*(x.float() for x in (q, k, v)), call, self.scale)
+        return [q, k, v, dout, lse, (out * dout.float()).sum(-1)]
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def settle(self) -> None:
+        if not self.cpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Of one of several in a row, after two that do not count."""
+        work(), work(), self.settle()
+        begin = time.perf_counter()
+        for _ in range(self.rounds):
+            work()
+        self.settle()
+        return (time.perf_counter() - begin) / self.rounds
+
+
+def environment(bench: Bench) -> None:
+    print(f"  torch {torch.__version__}, CUDA {torch.version.cuda}")
+    if not bench.cpu:
+        it = torch.cuda.get_device_properties(0)
+        print(f"  {it.name}, {it.major}.{it.minor}, {it.multi_processor_count} multiprocessors")
+        print(f"  cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}")
+
+
+def ceilings(bench: Bench) -> None:
+    n = 64 if bench.cpu else 8192
+    a, b = bench.normal(2, n, n)
+    print(f"  matmul of {n}: {2 * n**3 / bench.seconds(lambda: a @ b) / 1e12:.2f} TFLOP/s")
+    x = torch.empty(1 << (16 if bench.cpu else 30), dtype=torch.uint8, device=bench.device)
+    y = torch.empty_like(x)
+    print(f"  copy: {2 * x.nbytes / bench.seconds(lambda: y.copy_(x)) / 1e12:.3f} TB/s")
+
+
+def right(bench: Bench) -> None:
+    wrong = []
+    for name, kernel in bench.kernels():
+        for what, call in CALLS.items():
+            if kernel.square_causal and call.kind is Kind.CAUSAL and call.num_q != call.num_k:
+                continue
+            try:
+                error = _error(bench, kernel, call)
+            except Exception as raised:
+                print(f"  {name}, {what}: {raised}")
+                error = float("inf")
+            if not error <= WRONG:
+                wrong.append(f"{name}, {what}: {error:.1e}")
+        print(f"  {name}: {'wrong' if any(w.startswith(f'{name},') for w in wrong) else 'right'}")
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+
+
+def _error(bench: Bench, kernel: Kernel, call: KernelCall) -> float:
+    """The largest RMS error of out, lse and gradients, beside and added to what is there."""
+    given = bench.operands(call, 4, 2)
+    q, k, v, lse = *given[:3], given[4]
+    wide = [x.float() for x in given]
+    truth = Reference()
+    out, _ = truth.forward(*wide[:3], call, bench.scale)
+    wanted = [out, lse, *truth.backward(*wide, call, bench.scale)]
+    found = [*kernel.forward(q, k, v, call, bench.scale)]
+    found += kernel.backward(*given, call, bench.scale)
+    into = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    added = tuple(torch.ones_like(x, dtype=torch.float32) for x in (q, k, v))
+    found += kernel.forward(q, k, v, call, bench.scale, into)
+    found += (x - 1 for x in kernel.backward(*given, call, bench.scale, added))
+    return max(_rms(x, y) for x, y in zip(found, wanted * 2, strict=True))
+
+
+def _rms(x: Tensor, y: Tensor) -> float:
+    if not torch.equal(x == -torch.inf, y == -torch.inf):
+        return float("inf")
+    x, y = (t.float().masked_fill(y == -torch.inf, 0.0) for t in (x, y))
+    return float((x - y).norm() / y.norm().clamp_min(1e-20))
+
+
+def speed(bench: Bench) -> None:
+    n = bench.tokens
+    for name, kernel in bench.kernels():
+        for what, call in (("causal", call_of(n, n, Kind.CAUSAL)), ("full", call_of(n, n))):
+            print(f"  {name}, {what}, TFLOP/s: {', '.join(_rates(bench, kernel, call))}")
+
+
+def _rates(bench: Bench, kernel: Kernel, call: KernelCall) -> Iterator[str]:
+    shape = call.num_q, 1, bench.heads, bench.head_dim
+    q, k, v, dout = (bench.normal(*shape) for _ in range(4))
+    out, lse = kernel.forward(q, k, v, call, bench.scale)
+    delta = (out.float() * dout.float()).sum(-1)
+    into = torch.zeros_like(q, dtype=torch.float32), lse.clone()
+    flops = 4 * call.area * bench.heads * bench.head_dim / 1e12
+    works: dict[str, tuple[float, Callable[[], object]]] = {
+        "forward": (1.0, lambda: kernel.forward(q, k, v, call, bench.scale)),
+        "into": (1.0, lambda: kernel.forward(q, k, v, call, bench.scale, into)),
+        "backward": (2.5, lambda: kernel.backward(q, k, v, dout, lse, delta, call, bench.scale)),
+    }
+    for which, (part, work) in works.items():
+        yield f"{which} {part * flops / bench.seconds(work):.3g}"
+
+
+def cudnn_build(bench: Bench) -> None:
+    kernel = kernel_named("cpu" if bench.cpu else "cudnn")
+    q = bench.normal(bench.tokens, 1, bench.heads, bench.head_dim)
+
+    def call(rows: int, what: str) -> None:
+        bench.settle()
+        begin = time.perf_counter()
+        kernel.forward(q[:rows], q, q, call_of(rows, len(q)), bench.scale)
+        bench.settle()
+        print(f"  {what}: {1e3 * (time.perf_counter() - begin):.2f} ms")
+
+    n = len(q)
+    for rows, what in ((n, "first call"), (n, "again"), (n // 2, "another shape"), (n, "again")):
+        call(rows, what)
+    thread = threading.Thread(target=call, args=(n, "in a new thread"))
+    thread.start(), thread.join()
+
+
+def odd_heads(bench: Bench) -> None:
+    """q of rows that are 8 bytes off a multiple of 16, as rows on the wire were before padding."""
+    n, heads = bench.tokens // 2, 5
+    width, call = heads * bench.head_dim, call_of(n, n)
+    half = 8 // bench.dtype.itemsize
+    k = bench.normal(n, 1, heads, bench.head_dim)
+    for name, kernel in bench.kernels():
+        times = []
+        for spare in (2 * half, half):
+            q = bench.normal(n, width + spare)[:, :width].view(n, 1, heads, bench.head_dim)
+            attend = partial(kernel.forward, q, k, k, call, bench.scale)
+            times.append(bench.seconds(attend))
+        print(f"  {name}: misaligned rows take {times[1] / times[0]:.2f} times as long")
+
+
+def overlap(bench: Bench) -> None:
+    """The share of a send to itself that two attention calls beside it hide."""
+    from tilewise.transport.nccl_groups import lane_group, warm_up
+    from tilewise.transport.process_group import _post_batch
+    from tilewise.transport.protocol import Message
+
+    x = torch.zeros(1 << (12 if bench.cpu else 29), dtype=torch.uint8, device=bench.device)
+    y, ways = torch.empty_like(x), {"copy": lambda: y.copy_(x).sum}
+    if not bench.cpu:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        world: Any = dist.group.WORLD
+        groups = {"user's group": world, "own lane": lane_group(world, 0)}
+
+        def sender(group: Any) -> Callable[[], Callable[[], None]]:
+            warm_up(group)
+            ends = [(True, Message(x, 0, "to itself")), (False, Message(y, 0, "to itself"))]
+            return lambda: _post_batch(group, ends).wait
+
+        ways = {way: sender(group) for way, group in groups.items()}
+    n = bench.tokens
+    q, k, v = (bench.normal(n, 1, bench.heads, bench.head_dim) for _ in range(3))
+    for name, kernel in bench.kernels():
+
+        def attend(kernel: Kernel = kernel) -> None:
+            for _ in range(2):
+                kernel.forward(q, k, v, call_of(n, n), bench.scale)
+
+        for way, post in ways.items():
+
+            def both(post: Callable[[], Callable[[], object]] = post) -> None:
+                wait = post()
+                attend()
+                wait()
+
+            alone, sent, together = map(bench.seconds, (attend, lambda post=post: post()(), both))
+            hidden = min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
+            times = f"{1e3 * sent:.2f} ms beside {1e3 * alone:.2f} ms"
+            print(f"  {name}, {way}: {times}, {hidden:.0%} hidden")
+
+
+def symmetric_memory(bench: Bench) -> None:
+    """Two processes on one device: a buffer each, copied into the other's, and a signal."""
+    if bench.cpu:
+        print("  left out: it needs CUDA")
+        return
+    store = f"/tmp/tilewise_smoke_{os.getpid()}"
+    ends = [CONTEXT.Process(target=_end, args=(rank, store)) for rank in range(2)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    codes = [end.exitcode for end in ends]
+    if codes != [0, 0]:
+        raise RuntimeError(f"exit codes {codes}")
+    print("  copies and signals arrive both ways")
+
+
+def _end(rank: int, store: str) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0)
+    how = {"init_method": f"file://{store}", "timeout": timedelta(seconds=40)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, **how)
+    mine = symmetric.empty(1024, dtype=torch.float32, device="cuda")
+    handle = symmetric.rendezvous(mine, group=dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    theirs = handle.get_buffer(1 - rank, (1024,), torch.float32)
+    theirs.copy_(torch.full((1024,), float(rank), device="cuda"))
+    handle.put_signal(1 - rank, channel=0, timeout_ms=20_000)
+    handle.wait_signal(1 - rank, channel=0, timeout_ms=20_000)
+    torch.cuda.synchronize()
+    assert (mine == 1 - rank).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
+    "environment": (environment, 60),
+    "ceilings": (ceilings, 30),
+    "right": (right, 90),
+    "speed": (speed, 60),
+    "cudnn build": (cudnn_build, 40),
+    "odd heads": (odd_heads, 40),
+    "overlap": (overlap, 60),
+    "symmetric memory": (symmetric_memory, 60),
+}
+"""What a part does, and seconds after which it is given up."""
+CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+
+
+def _run(name: str, cpu: bool) -> None:
+    PARTS[name][0](Bench(cpu))
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    given = parser.parse_args(arguments)
+    if not given.cpu and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --cpu tries the code")
+    CONTEXT.set_forkserver_preload(["torch", "benchmarks.gpu_smoke"])  # imported once
+    failed = []
+    for name in given.part or PARTS:
+        begin = time.monotonic()
+        process = CONTEXT.Process(target=_run, args=(name, given.cpu))
+        process.start()
+        process.join(PARTS[name][1])
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        ended = "ok" if process.exitcode == 0 else f"FAILED, exit code {process.exitcode}"
+        failed += [name] * (process.exitcode != 0)
+        print(f"{name}: {ended}, {time.monotonic() - begin:.1f} s", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from benchmarks.gpu_smoke import main as imported  # so that processes find the functions
+
+    sys.exit(imported())
