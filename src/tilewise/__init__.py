@@ -11,6 +11,7 @@ from tilewise.compiler.pruning import droppable, prune
 from tilewise.context_parallel import ContextParallel
 from tilewise.decoding.kv_cache import KVCache
 from tilewise.functional import attention
+from tilewise.gradient_bound import ErrorBound, error_bound
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named as kernel
 from tilewise.layouts.balanced import balanced
@@ -50,6 +51,7 @@ __all__ = [
     "ContextParallel",
     "Document",
     "EffectiveMask",
+    "ErrorBound",
     "Full",
     "Group",
     "Item",
@@ -87,6 +89,7 @@ __all__ = [
     "double_ring",
     "droppable",
     "effective_mask",
+    "error_bound",
     "from_json",
     "hierarchical",
     "kernel",

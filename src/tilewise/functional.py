@@ -170,7 +170,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled and
         capped, without sink, -inf where nothing is seen, and without a gradient; with
         return_error_bound last, as lse and without a gradient: proven, under stochastic rounding
-        but for a probability of 1e-9 a row (docs/wires.md). Rows that no key
+        but for a probability of 1e-9 a row (docs/float8.md). Rows that no key
         reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong

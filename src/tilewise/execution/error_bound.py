@@ -1,7 +1,7 @@
 """How far attention may be from exact where what travels is rounded: a bound for every row.
 
 Every rank measures what rounding does to the rows that it sends; the maxima over keys are gathered
-from all ranks. docs/wires.md derives every formula.
+from all ranks. docs/float8.md derives every formula.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tensors as e4m3 numbers times powers of two, and back; see wires.float8 and docs/wires.md.
+"""Tensors as e4m3 numbers times powers of two, and back; see wires.float8 and docs/float8.md.
 
 All scaling is by powers of two, hence exact: the only error is that of rounding to e4m3. What is
 not finite arrives as NaN, with the rest of its block.

@@ -1,0 +1,127 @@
+"""tw.error_bound: how far gradients may be from exact where what travels is rounded."""
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from tilewise.execution.error_bound import (
+    Keys,
+    Norms,
+    errors,
+    keys,
+    norms,
+    rounding,
+    rows_first,
+    shift,
+)
+from tilewise.execution.pass_run import PassRun
+from tilewise.execution.problem import AttentionCall, Problem
+from tilewise.execution.sinks import kind_of
+from tilewise.execution.torch_op import resolve_call
+from tilewise.functional import Together, attention
+from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.plan.ir import Side
+from tilewise.transport.protocol import Transport
+
+_STEEPEST = 0.77
+"""No slope of 1 - tanh(x)^2 is larger."""
+_SLACK = 1 + 1e-4
+"""For the rounding of the bounds themselves."""
+
+
+class ErrorBound(NamedTuple):
+    """The largest |x - exact| of every row and head, [(batch,) tokens, heads]; of dk and dv
+    num_kv_heads."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def error_bound(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Unpack[Together]
+) -> ErrorBound:
+    """How far attention and its gradients may be from exact, for wires that round.
+
+    Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, that of out
+    under stochastic rounding but for a probability of 1e-9 a row; docs/float8.md derives them. It
+    runs the forward pass, and a forward and a backward pass of two numbers a value whose operands
+    are not rounded: to find out what a wire costs, not for every step.
+
+    Args:
+        q, k, v: of attention, this rank's rows.
+        dout: the gradient of out.
+        call: the keyword arguments of the attention in question.
+    Raises:
+        ValueError: as attention, the same on every rank.
+    """
+    q, k, v, dout = (x.detach() for x in (q, k, v, dout))
+    if dout.shape != (*q.shape[:-1], v.shape[-1]):
+        raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
+    _, lse, of_out = attention(q, k, v, return_lse=True, return_error_bound=True, **call)
+    asked = AttentionCall(**{**call, "sink": kind_of(call.get("sink")), "needs_grad": True})
+    problem, transport = resolve_call(q, k, v, asked)
+    batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
+    tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out)]
+    dq, *shares = _sizes(problem, transport, tensors, asked.sink is not None)
+    if not batched:
+        dq, *shares = (x.squeeze(1) for x in (dq, *shares))
+    else:
+        dq, *shares = (x.transpose(0, 1) for x in (dq, *shares))
+    # Columns of weights: the gradient of v is their sum, weighted by dout.
+    exact = {"wire": None, "wire_dtype": None, "kernel": None, "dropout_p": 0.0}
+    narrow = k.new_zeros((*k.shape[:-1], 2), dtype=accumulated).requires_grad_()
+    with torch.enable_grad():
+        nothing = attention(q.to(accumulated), k.to(accumulated), narrow, **{**call, **exact})
+    douts = torch.stack(shares, -1).to(accumulated)
+    (columns,) = torch.autograd.grad(nothing, narrow, douts)
+    dq = dq.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
+    return ErrorBound(of_out, dq, *columns.unbind(-1))
+
+
+def _sizes(
+    problem: Problem, transport: Transport, tensors: list[Tensor], sink: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every query row: the bound of dq, and what a weight of 1 adds to those of dk and dv."""
+    q, k, v, dout, of_out = tensors
+    scores, of_out = problem.scores, of_out.double()
+    zero, kept = sink or scores.dropout_p > 0, 1 / (1 - scores.dropout_p)
+    found: list[tuple[Keys, Norms]] = []
+    for backward in (False, True):
+        run = PassRun(problem, transport, backward=backward, batch=q.shape[1], device=q.device)
+        statistics = {"lse": of_out, "delta": of_out} if backward else {}
+        named = {"q": q, **({"dout": dout} if backward else {}), **statistics}, {"k": k, "v": v}
+        error, wires = errors(run, named), run.payload.wires
+        wire = wires.backward if backward else wires.forward
+        of = keys(transport, wire, named[1], error, q.shape[2], zero)
+        found.append((of, norms(q, error["q"])))
+    douts = norms(dout, error["dout"])
+    # Weights come of scores and of lse, which are rounded in either pass.
+    of, row = (_larger(one, other) for one, other in zip(*found, strict=True))
+    off = shift(scores.scale, row, of, run.payload.dtype, run.payload.head_dim).total
+    grow = torch.expm1(2 * off)  # of a weight
+    size = 2 * kept * douts.norm * (of.v.norm + of.v.error)  # of dout v - delta
+    over = torch.minimum(kept * douts.total * of.spread, size)  # and its spread over keys
+    product = douts.norm * of.v.error + douts.error * (of.v.norm + of.v.error)
+    product = kept * product + douts.total * of_out
+    slope = 0.0 if scores.softcap is None else _STEEPEST * off * (1 + grow) / scores.softcap
+    r = rounding(run, Side.Q), rounding(run, Side.KV)
+    k_most, q_most = of.k.most + of.k.error_most, row.most + row.error_most
+
+    def moved(over: Tensor) -> Tensor:
+        """Of a weight's derivative by its score, for a weight of 1."""
+        return (1 + grow) * product + (grow + slope) * over
+
+    dq = (moved(over / 2) + r[0] * size) * k_most + over / 2 * of.k.error_most
+    dk = (moved(over) + r[1] * size) * q_most + over * row.error_most
+    dv = kept * ((grow + r[1]) * (douts.most + douts.error_most) + douts.error_most)
+    return _SLACK * scores.scale * dq, _SLACK * scores.scale * dk, _SLACK * dv
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """Number by number, of tensors or of tuples of them."""
+    if isinstance(one, Tensor):
+        return torch.maximum(one, other)
+    return type(one)(*map(_larger, one, other))
