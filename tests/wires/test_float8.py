@@ -208,3 +208,28 @@ def test_integers_are_refused():
     q, layout = torch.ones(8, 2, 4, dtype=torch.int8), tw.contiguous(8, 1)
     with pytest.raises(ValueError, match=r"dtype \('int8'\) must be float64, float32"):
         tw.attention(q, q, q, plan=tw.ring(1), layout=layout, mask=tw.Full(), wire=Float8())
+
+
+def test_a_search_tries_no_wire_that_rounds_unasked():
+    machine = tw.Machine.preset("h100x8")
+    work = tw.Workload(65536, 8, 2, 128)
+    plain = tw.search(work, machine, world_size=8)
+    assert {one.wire for one in plain} == {tw.wire.Wires()}
+    asked = tw.search(work, machine, world_size=8, wires=[Float8()])
+    eight = [one for one in asked if one.wire == tw.wire.Wires(Float8(), Float8())]
+    assert len(eight) + len(plain) == len(asked) and "Float8" in eight[0].strategy
+    assert asked[0].seconds == min(one.seconds for one in asked) <= plain[0].seconds
+    best = eight[0]
+    sent = tw.volume(best.plan, best.own_work, best.backward_plan)
+    again = tw.simulate(best.plan, best.own_work, machine, best.backward_plan)
+    assert sum(again.bytes_by_link.values()) == max(map(sum, zip(*sent, strict=True)))
+    assert again.forward_seconds == pytest.approx(best.forward_seconds)
+
+
+def test_encoding_and_decoding_take_time_in_the_simulator():
+    slow = tw.Machine.preset("h100x8")
+    kernel = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "dtype": "float32"}
+    plain = tw.Workload(8192, **kernel, wire=tw.wire.Wires(forward=tw.wire.Plain("float16")))
+    times = tw.simulate(tw.ring(4), plain, slow)
+    free = tw.simulate(tw.ring(4), tw.Workload(8192, **{**kernel, "dtype": "float16"}), slow)
+    assert times.forward_seconds > free.forward_seconds

@@ -7,6 +7,7 @@ Forward and backward are searched apart, since they share nothing but who owns w
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -22,20 +23,20 @@ from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import EXACT_RANKS, Simulation
-from tilewise.wires.wire import wires_of
+from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 
 QUICK_MESSAGES = 1000
 """Messages that are simulated in each pass where the choice must not take long."""
 
 
-@gc_paused()
 def search(
     work: Workload,
     machine: Machine,
     *,
     world_size: int,
     memory_bytes: int | None = None,
+    wires: Sequence[AnyWire] = (),
 ) -> list[Candidate]:
     """Rank the ways to run a workload, the fastest first; equally fast ones by simplicity.
 
@@ -46,10 +47,28 @@ def search(
     Args:
         work: its layout is kept, and its save if it has one; save None leaves that to the search.
         memory_bytes: per rank; None: the machine's.
+        wires: that are allowed beside the workload's own; none that rounds is tried unasked.
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
     require_type(Workload, "work", work)
+    candidates = _of_one_wire(work, machine, world_size, memory_bytes)
+    for wire in wires:
+        other = replace(work, wire=wire, wire_dtype=None)
+        found = _of_one_wire(other, machine, world_size, memory_bytes)
+        named = f" with {wires_of(wire)}"
+        candidates += [replace(one, strategy=one.strategy + named) for one in found]
+    if not wires:
+        return candidates
+    candidates.sort(key=lambda one: one.seconds)
+    return [replace(one, make_rows=partial(_rows, candidates)) for one in candidates]
+
+
+@gc_paused()
+def _of_one_wire(
+    work: Workload, machine: Machine, world_size: int, memory_bytes: int | None
+) -> list[Candidate]:
+    """The candidates whose wire is the workload's."""
     require_type(Machine, "machine", machine)
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be at least 1")

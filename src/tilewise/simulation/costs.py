@@ -13,6 +13,9 @@ from tilewise.plan.payload import Payload, accumulator
 from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
 
+PASSES_OF_ENCODING = 8
+"""Times that encoding, or decoding, goes over the memory of what it encodes."""
+
 
 @dataclass(frozen=True)
 class PassCosts:
@@ -60,7 +63,24 @@ class PassCosts:
     @cached_property
     def packed(self) -> frozenset[Side]:
         """The sides whose operands are several tensors, copied side by side before they leave."""
-        return frozenset(s for s in Side if len(self.payload.fields(s, Role.OPERAND)) > 1)
+        fields = {side: self.payload.fields(side, Role.OPERAND) for side in Side}
+        return frozenset(s for s, of in fields.items() if len(of) > 1 or any(f.wire for f in of))
+
+    def encoded_bytes(self, hop: Transfer) -> int:
+        """Bytes that encoding or decoding a transfer passes over memory, beside packing it."""
+        side, role, shard, _ = hop.item
+        return count(hop.rows, self.layouts[side].sizes[shard]) * self._encoded[side, role]
+
+    @cached_property
+    def _encoded(self) -> dict[tuple[Side, Role], int]:
+        """Of a row."""
+        return {
+            (side, role): PASSES_OF_ENCODING
+            * self.payload.heads(side)
+            * sum(f.width * ITEM_BYTES(f.dtype) for f in self.payload.fields(side, role) if f.wire)
+            for side in Side
+            for role in Role
+        }
 
     @cached_property
     def _known_seconds(self) -> dict[tuple[float, float], float]:

@@ -169,6 +169,7 @@ class _PriceWriter:
         self._partials: set[Item] = set()
         self._received: set[Item] = set()
         self._packed: set[Item] = set()
+        self._encoded: set[Item] = set()
         self._awaited: set[tuple[int, int, Side, Role]] = set()
 
     def write(self, call_seconds: float) -> None:
@@ -285,6 +286,8 @@ class _PriceWriter:
         self._received |= {hop.item for hop in launch.recvs if hop.item.role is Role.OPERAND}
         messages = self._messages(launch.step, launch.sends, "dst")
         self._busy("pack", [*map(self.costs.pack_seconds, self._copied(messages))])
+        fresh = [hop for hop in launch.sends if self._encodes(hop.item)]
+        self._encode("encode", launch.step, fresh)
         for index, sent in enumerate(self._sent):
             first = len(self._flows)
             self._send(index, launch.step, messages)
@@ -293,6 +296,19 @@ class _PriceWriter:
             sent += flows
         number = len(launch.sends) + len(launch.recvs)
         self._busy("post", self._each(self.costs.machine.message_seconds * number))
+
+    def _encodes(self, item: Item) -> bool:
+        """Whether an item is encoded now: a partial, or an own operand that never left before."""
+        if item.role is Role.PARTIAL:
+            return True
+        new = item not in self._received and item not in self._encoded
+        self._encoded.add(item)
+        return new
+
+    def _encode(self, name: str, step: int, hops: Sequence[Transfer]) -> None:
+        sizes = [self._rows_priced(step, hop, self.costs.encoded_bytes) for hop in hops]
+        if any(map(any, sizes)):
+            self._busy(name, [*map(self.costs.pack_seconds, _by_rank(sum, sizes))])
 
     def _copied(self, messages: list[_Message]) -> list[int]:
         """Bytes packed for a launch: partials, and once own operands of several tensors."""
@@ -348,6 +364,7 @@ class _PriceWriter:
                 WaitOp((), tuple((step, Transfer(m.first(i), m.peer[i], rank)) for m in messages))
                 for i, rank in enumerate(self.ranks)
             )
+        self._encode("decode", step, hops)
         merging = [
             self._rows_priced(step, hop, lambda hop: self.costs.merge_seconds(hop.item, hop.rows))
             for hop in hops
