@@ -107,7 +107,7 @@ def _sizes(
     product = douts.norm * of.v.error + douts.error * (of.v.norm + of.v.error)
     product = kept * product + douts.total * of_out
     slope = 0.0 if scores.softcap is None else _STEEPEST * off * (1 + grow) / scores.softcap
-    r = rounding(run, Side.Q), rounding(run, Side.KV)
+    r = rounding(problem, run, Side.Q), rounding(problem, run, Side.KV)
     k_most, q_most = of.k.most + of.k.error_most, row.most + row.error_most
 
     def moved(over: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ def errors(run: PassRun, named: Sequence[Named]) -> dict[str, Tensor]:
         {name: torch.zeros_like(x, dtype=torch.float64) for name, x in of.items()} for of in named
     ]
     allocator = FreshAllocator(run.device)
-    places, _, _ = run.start(found)
-    for item, block in run.start([dict(of) for of in named])[0].items():
+    places = run.own(found)
+    for item, block in run.own(named).items():
         packing = run.packing[item.side, item.role]
         names = [field.name for field in run.payload.fields(item.side, item.role) if field.wire]
         if item not in sent or not names or not block.fields[names[0]].numel():
@@ -172,7 +172,7 @@ def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> Shift:
     return Shift(scale * q.norm * of.k.error, scale * by_queries)
 
 
-def rounding(run: PassRun, side: Side) -> float:
+def rounding(problem: Problem, run: PassRun, side: Side) -> float:
     """Relative error of partials of a side: of kernels, of merging, of every hop of a partial."""
     payload, wire = run.payload, run.payload.wires.partials
     if isinstance(wire, Plain):
@@ -180,7 +180,9 @@ def rounding(run: PassRun, side: Side) -> float:
     else:
         hop = 2.0**-3 if stochastic(wire) else 2.0**-4
     rows = sum(layout.num_tokens for layout in run.layouts)
-    hops = run.plan.memo("partial hops", side, lambda: _hops(run.plan, side))
+    resolved = problem.passes[payload.backward]
+    plan = resolved.pruned if problem.prune else resolved.plan
+    hops = plan.memo("partial hops", side, lambda: _hops(plan, side))
     return hops * hop + 8 * _unit(payload.dtype) + (rows + 32) * _unit(accumulator(payload.dtype))
 
 
@@ -225,7 +227,7 @@ def attention_bound(
     wire, zero = run.payload.wires.forward, zero or problem.scores.dropout_p > 0
     of = keys(transport, wire, named[1], found, q.shape[2], zero)
     squares = None if squares is None else rows_first(squares, batched)
-    bound = output_bound(run, q, found["q"], of, squares)
+    bound = output_bound(problem, run, (q, found["q"]), of, squares)
     bound = bound.squeeze(1) if not batched else bound.transpose(0, 1)
     return bound.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
 
@@ -236,35 +238,39 @@ def rows_first(x: Tensor, batched: bool) -> Tensor:
 
 
 def output_bound(
-    run: PassRun, q: Tensor, q_error: Tensor, of: Keys, squares: Tensor | None
+    problem: Problem,
+    run: PassRun,
+    q: tuple[Tensor, Tensor],
+    of: Keys,
+    squares: Tensor | None,
 ) -> Tensor:
     """The largest |out - exact| of every row, float64 [num_rows, batch, num_heads].
 
     Weights move by tanh(shift / 2) at most in total variation, values by their own error.
 
     Args:
-        q, q_error: this rank's rows.
+        q: this rank's rows and their errors.
         squares: the sum of every row's squared weights, for stochastic rounding.
     """
-    scores, payload = run.problem.scores, run.payload
-    row = norms(q, q_error)
+    scores, payload = problem.scores, run.payload
+    row = norms(*q)
     off = shift(scores.scale, row, of, payload.dtype, payload.head_dim)
     by_scores, v_error = torch.tanh(off.total / 2) * of.spread, of.v.error_most
     if squares is not None:
-        by_keys, by_values = _likely(run, q, squares, off, of)
+        by_keys, by_values = _likely(scores.scale, run, q[0], squares, off, of)
         by_queries = torch.tanh(off.by_queries / 2) * of.spread
         by_scores = torch.minimum(by_scores, by_keys + by_queries)
         v_error = torch.minimum(v_error, by_values)
-    sizes = rounding(run, Side.Q) * (of.v.most + of.v.error_most)
+    sizes = rounding(problem, run, Side.Q) * (of.v.most + of.v.error_most)
     bound = _SLACK / (1 - scores.dropout_p) * (by_scores + v_error + sizes)
     return torch.where(torch.isfinite(off.total + of.v.error_most), bound, torch.inf)
 
 
 def _likely(
-    run: PassRun, q: Tensor, squares: Tensor, off: Shift, of: Keys
+    scale: float, run: PassRun, q: Tensor, squares: Tensor, off: Shift, of: Keys
 ) -> tuple[Tensor, Tensor]:
     """By keys' and by values' errors, but for a probability of FAILURE a row."""
-    scale, width = run.problem.scores.scale, run.payload.v_head_dim
+    width = run.payload.v_head_dim
     events = math.log((2 * run.layouts[Side.KV].num_tokens + 4 * width + 4) / FAILURE)
     deviations, q = math.sqrt(2 * events), q.double()
     # Hoelder: of the products of q's numbers and spacings, the norm

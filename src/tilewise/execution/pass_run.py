@@ -238,6 +238,14 @@ class PassRun:
         names = (name for name, _ in self.payload.inputs(Side.KV))
         return dict(zip(names, tensors, strict=True))
 
+    def own(self, named: Sequence[Mapping[str, Tensor]]) -> dict[Item, PackedRows]:
+        """The operands that are this rank's own: views of its tensors."""
+        return {
+            one.item: PackedRows(one.local, one.fields(tensors))
+            for tensors, own in zip(named, self._own, strict=True)
+            for one in own
+        }
+
     def start(
         self,
         named: Sequence[dict[str, Tensor]],
