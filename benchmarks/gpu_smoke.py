@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.reference import Reference
@@ -102,7 +103,7 @@ def environment(bench: Bench) -> None:
     if not bench.cpu:
         it = torch.cuda.get_device_properties(0)
         print(f"  {it.name}, {it.major}.{it.minor}, {it.multi_processor_count} multiprocessors")
-        print(f"  cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}")
+        print(f"  cuDNN {torch.backends.cudnn.version()}, NCCL {nccl.version()}")
 
 
 def ceilings(bench: Bench) -> None:
@@ -277,7 +278,7 @@ def _end(rank: int, store: str) -> None:
     torch.cuda.set_device(0)
     how = {"init_method": f"file://{store}", "timeout": timedelta(seconds=40)}
     dist.init_process_group("gloo", rank=rank, world_size=2, **how)
-    mine = symmetric.empty(1024, dtype=torch.float32, device="cuda")
+    mine = symmetric.empty([1024], dtype=torch.float32, device=torch.device("cuda"))
     handle = symmetric.rendezvous(mine, group=dist.group.WORLD)  # pyright: ignore[reportArgumentType]
     theirs = handle.get_buffer(1 - rank, (1024,), torch.float32)
     theirs.copy_(torch.full((1024,), float(rank), device="cuda"))

@@ -104,7 +104,7 @@ def agreed_node_size(
             return agreed
     both = torch.tensor([named, -named], device=CUDA)
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
     lane.allreduce([both], options).wait()
     highest, lowest = both.tolist()
     same = highest == -lowest
