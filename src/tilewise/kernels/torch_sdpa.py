@@ -186,9 +186,12 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | None]:
     """What a call allows, and which rows see no key (None: all see)."""
-    mask, unseen = CALL_CACHE.get(
-        call, ("sdpa", min_keys, q.dtype), q.device, lambda: (_mask(call, min_keys, q),) * 2
-    )
+
+    def make() -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
+        made = _mask(call, min_keys, q)
+        return made, made
+
+    mask, unseen = CALL_CACHE.get(call, ("sdpa", min_keys, q.dtype), q.device, make)
     # a mask on a causal call only hides a key beside its single one: all else is allowed
     return Cells(mask, is_square_causal(call) and mask is None), unseen
 

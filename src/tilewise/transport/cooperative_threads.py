@@ -47,7 +47,7 @@ class CooperativeScheduler:
     def run(self, body: Callable[[int], None]) -> None:
         """Run body(rank) on a thread per rank, once; raise what the lowest rank raised."""
         jobs = [
-            _Job(partial(copy_context().run, self._turn, rank, body))
+            _Job(partial(copy_context().run, partial(self._turn, rank, body)))
             for rank in range(len(self._turns))
         ]
         threads = _POOL.take(len(jobs))
