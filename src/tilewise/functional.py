@@ -222,7 +222,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     extras = [lse] * return_lse + kept[:1] * return_max_logit
     if return_error_bound:
         assert v is not None, "a latent was refused"
-        extras.append(_error_bound(*(x.detach() for x in (q, k, v, lse)), call))
+        extras.append(_error_bound(q.detach(), k.detach(), v.detach(), lse.detach(), call))
     return (out, *extras) if extras else out
 
 

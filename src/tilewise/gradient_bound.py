@@ -72,9 +72,10 @@ def error_bound(
         dq, *shares = (x.transpose(0, 1) for x in (dq, *shares))
     # Columns of weights: the gradient of v is their sum, weighted by dout.
     exact = {"wire": None, "wire_dtype": None, "kernel": None, "dropout_p": 0.0}
+    together: Any = {**call, **exact}
     narrow = k.new_zeros((*k.shape[:-1], 2), dtype=accumulated).requires_grad_()
     with torch.enable_grad():
-        nothing = attention(q.to(accumulated), k.to(accumulated), narrow, **{**call, **exact})
+        nothing = attention(q.to(accumulated), k.to(accumulated), narrow, **together)
     douts = torch.stack(shares, -1).to(accumulated)
     (columns,) = torch.autograd.grad(nothing, narrow, douts)
     dq = dq.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)

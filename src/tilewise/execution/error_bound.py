@@ -6,6 +6,7 @@ from all ranks. docs/float8.md derives every formula.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -143,15 +144,14 @@ def keys(
     if zero:
         high, low = high.clamp_min(0.0), low.clamp_min(0.0)
 
-    def some(kind: type) -> tuple[Tensor, ...]:
-        return kind(*(next(singles) for _ in kind._fields))
-
+    k_norms, v_norms = (Norms(*islice(singles, len(Norms._fields))) for _ in range(2))
+    k_steps, v_steps = (Steps(*islice(singles, len(Steps._fields))) for _ in range(2))
     spread = (high + low).amax(-1).clamp_min(0.0)
-    return Keys(some(Norms), some(Norms), some(Steps), some(Steps), spread)
+    return Keys(k_norms, v_norms, k_steps, v_steps, spread)
 
 
 def _steps(wire: Wire, x: Tensor, error: Tensor) -> Steps:
-    if not stochastic(wire) or not error.any():
+    if not (isinstance(wire, Float8) and wire.stochastic) or not error.any():
         return Steps(*[error.sum(-1) * 0.0] * 3)
     apart = spacing(wire, x).double()
     return Steps(_norm(apart), _norm(apart, 4), apart.amax(-1))
@@ -282,14 +282,16 @@ def _likely(
     sigma = scale / 2 * torch.stack(products).amin(0)
     most = torch.minimum(deviations * sigma, off.by_keys)  # of all scores
     exact = torch.ones_like(most)  # the sum of squared weights without rounding
-    for turn in range(5):
+
+    def of_scores() -> tuple[Tensor, Tensor]:
         mean = torch.minimum(deviations * sigma * exact.sqrt(), most)
         variance = 1 + 2 * (events * exact).sqrt() + 2 * events * exact.sqrt()
-        second = torch.exp(most) / 2 * torch.minimum(most**2, sigma**2 * variance)
-        if turn < 4:  # the bounds make each other smaller
-            total = 1 + mean + second
-            grown = squares * torch.exp(2 * most + 4 * off.by_queries) * total**2
-            exact = torch.minimum(exact, grown)
+        return mean, torch.exp(most) / 2 * torch.minimum(most**2, sigma**2 * variance)
+
+    for _ in range(4):  # the bounds make each other smaller
+        grown = squares * torch.exp(2 * most + 4 * off.by_queries) * (1 + sum(of_scores())) ** 2
+        exact = torch.minimum(exact, grown)
+    mean, second = of_scores()
     # of sum p d (v - out): v differs from out by the spread, its variance is at most a fourth of it
     first = deviations * sigma * torch.minimum(exact, exact.sqrt() / 4).sqrt()
     by_keys = (first + second) * of.spread / torch.exp(-mean)

@@ -124,9 +124,9 @@ class PassWork(ABC):
                 for place, x in zip(fields.values(), sums, strict=True):
                     place.copy_(x)
         sizes = whole.sizes(self.frame.batch)
-        return Exchange(leaving, arriving, sizes, lambda: self._take_in(whole, arriving))
+        return Exchange(leaving, arriving, sizes, lambda: self._take_in_heads(whole, arriving))
 
-    def _take_in(self, whole: HeadExchange, arrived: Tensor) -> None:
+    def _take_in_heads(self, whole: HeadExchange, arrived: Tensor) -> None:
         self.arrived[whole.is_first] = arrived
         if whole.is_first:
             for side, fields in whole.fields(arrived):

@@ -15,6 +15,7 @@ Kind = Literal[
     "by rank",  # explicit steps, cut by rank
     "weighed",  # some ranks' steps, for a planner's bounds
     "collective",  # what all ranks call a part of a step
+    "partial hops",  # of any share of a partial, one after the other
     # of the plan and heads, a mask and layouts
     "tuned",  # the plan made anew, by heads
     "cells",  # what the mask leaves of the table
