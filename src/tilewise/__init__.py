@@ -11,7 +11,6 @@ from tilewise.compiler.pruning import droppable, prune
 from tilewise.context_parallel import ContextParallel
 from tilewise.decoding.kv_cache import KVCache
 from tilewise.functional import attention
-from tilewise.gradient_bound import ErrorBound, error_bound
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named as kernel
 from tilewise.layouts.balanced import balanced
@@ -42,6 +41,7 @@ from tilewise.transport.loopback import loopback
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.verification.effective_mask import EffectiveMask, effective_mask
+from tilewise.verification.gradient_bound import ErrorBound, error_bound
 from tilewise.verification.parity import ParityReport, parity
 from tilewise.workload import Volume, Workload, volume
 

@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from tilewise.arguments import require_type
-from tilewise.json_shapes import OrNull, require_shape
 from tilewise.plan.ir import Item, Plan, Role, Side, Step, Tile, Transfer
+from tilewise.plan.json_shapes import OrNull, require_shape
 from tilewise.plan.numbers import checked
 
 FORMAT = "tilewise plan 1"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.arguments import MOST_RANKS, whole_number
-from tilewise.json_shapes import OrNull, require_shape
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import FORMAT as PLAN_FORMAT
 from tilewise.plan.json import from_json
+from tilewise.plan.json_shapes import OrNull, require_shape
 from tilewise.plan.payload import head_groups
 from tilewise.planning import candidate_format
 from tilewise.simulation.machine import Machine, read_machine
