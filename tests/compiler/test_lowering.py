@@ -49,7 +49,7 @@ def arrived(program: Program, wait: Wait) -> list[Item]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", SIZES[:-1])
 def test_every_receive_is_waited_for_once_and_before_its_use(n: int, ahead: int):
     for plan in some_plans(n):
         for rank in range(n):
@@ -119,7 +119,7 @@ def test_a_ring_holds_two_received_shards_at_most():
 def lane_cases() -> Iterator:
     """Ranks, steps ahead and ranks of a node; six ranks meet all of the latter in slow tests."""
     for n, ahead, node_size in product(SIZES, (0, 1, 2), (None, 1, 2, 3)):
-        slow = n == 6 and (ahead, node_size) not in ((1, None), (2, 3))
+        slow = n == 6 and (ahead, node_size) != (2, 3)
         yield pytest.param(n, ahead, node_size, marks=[pytest.mark.slow] * slow)
 
 

@@ -165,7 +165,6 @@ def test_plans_that_nobody_declares_symmetric_have_their_ranks_apart():
 
 BIG: tuple[tuple[Callable[[], Plan], float, float, int], ...] = (
     (lambda: tw.ring(4096), 0, 4095, 1),
-    (lambda: tw.double_ring(512, 8), 0, 4095, 1),
     (lambda: tw.mesh(4096, q_tile=64), 63, 63, 1),
     (lambda: tw.ulysses(8, inner=tw.mesh(512, q_tile=16)), 7 / 8 + 15, 7 / 8 + 31, 8),
     (lambda: tw.ulysses(64, inner=tw.ring(64)), 63 / 64, 63 / 64 + 63, 64),

@@ -145,7 +145,7 @@ def test_quantities_are_read(read, value):
 
 def test_plan_command_ranks_and_writes(tmp_path: Path):
     path = tmp_path / "best.json"
-    words = ["plan", "--world-size", "8", "--num-tokens", "16K", "--heads", "8:2", "--json"]
+    words = ["plan", "--world-size", "4", "--num-tokens", "16K", "--heads", "8:2", "--json"]
     run = CliRunner().invoke(app, [*words, "-o", str(path)])
     assert run.exit_code == 0, run.output
     data = json.loads(run.output)

@@ -129,7 +129,7 @@ def check(
     [
         ("causal", "replay"),
         ("full", "gathered"),
-        ("documents", "gathered"),
+        pytest.param("documents", "gathered", marks=pytest.mark.slow),
         pytest.param("documents", "replay", marks=pytest.mark.slow),
         pytest.param("by head", "replay", marks=pytest.mark.slow),
     ],
@@ -200,7 +200,7 @@ def test_all_kernels_copy_the_same(n):
             assert len(told) == 1, (plan, rank)
 
 
-@pytest.mark.parametrize("n", [8, 32])
+@pytest.mark.parametrize("n", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_ranks_that_are_looked_at_stand_for_all(n):
     """And a plan whose rows are those of halves holds what the pruned plan does."""
     layout = tw.zigzag(128 * n, n)

@@ -26,7 +26,10 @@ def test_every_golden_file_has_a_plan():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(GOLDEN)
 
 
-SIZES = [*range(1, 13), *(pytest.param(n, marks=pytest.mark.slow) for n in (13, 14, 15, 16, 24))]
+SIZES = [
+    *range(1, 12),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 13, 14, 15, 16, 24)),
+]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -46,12 +49,10 @@ def _shapes_of_64() -> list[Plan]:
         tw.double_ring(8, 8),
         tw.balanced_ring(64),
         tw.attention2d(8, 8),
-        tw.attention2d(4, 16),
         tw.hierarchical(tw.mesh(8, q_tile=2), tw.ring(8)),
         tw.hierarchical(tw.mesh(16, q_tile=4), tw.mesh(4, q_tile=2)),
         *(tw.mesh(64, q_tile=8, schedule=s) for s in ("greedy", "eager", "kv_first", "gather")),
         tw.mesh(64, q_tile=4),
-        tw.ulysses(8, inner=tw.ring(8)),
         tw.ulysses(8, inner=tw.mesh(8, q_tile=2)),
         tw.tree(64),
     ]

@@ -32,9 +32,9 @@ def imbalance(plan: tw.Plan, mask: Mask, layout: tw.Layout, linear: float) -> fl
     return float(work.max() / work.mean())
 
 
-@pytest.mark.parametrize("kind", ["own", "contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["own", "contiguous"])
 @pytest.mark.parametrize(("slack", "linear"), [(0.0, 0.0), (0.1, 50.0), (0.5, 1000.0)])
-@pytest.mark.parametrize("name", ["causal_document", "sliding_window", "causal"])
+@pytest.mark.parametrize("name", ["causal_document", "sliding_window"])
 def test_both_passes_are_exact(name, kind, slack, linear):
     n, num_tokens, options = 5, 101, {"slack": slack, "linear": linear}
     mask = tw.masks.random(name, num_tokens, seed=3)

@@ -33,8 +33,14 @@ def test_the_zoo_has_every_cause():
     assert {case.fault for case in CASES} == set(CAUSES) - {"unknown"}
 
 
-@pytest.mark.parametrize("kind", ["grouped", "mla", "mha"])
-@pytest.mark.parametrize("fault", ["window_ignored", "gqa_shifted", "dk_wrong"])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        pytest.param(kind, fault, marks=[pytest.mark.slow] * (i != k))
+        for i, kind in enumerate(("mla", "mha", "grouped"))
+        for k, fault in enumerate(("window_ignored", "gqa_shifted", "dk_wrong"))
+    ],
+)
 def test_attention_is_read_behind_other_projections(kind, fault):
     settings = Settings(kind=kind, window=WINDOW, learned=kind == "mha")
     report = tw.parity(*made(settings), partial(share, fault=fault), backend="loopback")
