@@ -75,7 +75,8 @@ def test_nccl_gives_what_loopback_gives(plan, mask, device, monkeypatch):
             transport = over_nccl(monkeypatch, device, node_size, blocking=blocking)
             for ours, theirs in zip(run(case, device, transport), want, strict=True):
                 for x, y in zip(ours, theirs, strict=True):
-                    assert torch.equal(x, y)
+                    # on two lanes gradients may be added in another order
+                    assert (x - y).abs().max() < 1e-6 if node_size else torch.equal(x, y)
     assert device.races == []
 
 
