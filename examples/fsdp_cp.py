@@ -175,18 +175,24 @@ def compare(
     }
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
+    """What every run that stops and resumes asks for."""
+    parser = argparse.ArgumentParser(description=str(description).split("\n")[0])
     parser.add_argument("--steps", type=int, default=20, help="in all, those before --resume too")
-    parser.add_argument("--cp", type=int, default=2, help="ranks that share a sequence")
-    parser.add_argument("--sequences", type=int, default=2, help="per step, on all ranks together")
-    parser.add_argument("--num-tokens", type=int, default=509, help="need not divide by --cp")
     parser.add_argument("--resume", action="store_true", help="from the latest checkpoint")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=Path("out/fsdp_cp"))
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, "out/fsdp_cp")
+    parser.add_argument("--cp", type=int, default=2, help="ranks that share a sequence")
+    parser.add_argument("--sequences", type=int, default=2, help="per step, on all ranks together")
+    parser.add_argument("--num-tokens", type=int, default=509, help="need not divide by --cp")
     return parser.parse_args(argv)
 
 

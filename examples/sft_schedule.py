@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -191,17 +190,10 @@ def compare(split: list[float], steps: range, args: argparse.Namespace) -> float
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20, help="in all, those before --resume too")
+    parser = fsdp_cp.parser_of(__doc__, "out/sft_schedule")
     parser.add_argument("--tokens-per-rank", type=int, default=256)
     parser.add_argument("--corpus", choices=tw.lengths.corpora(), default="pile")
     parser.add_argument("--workers", type=int, default=2, help="processes that plan, of each rank")
-    parser.add_argument("--resume", action="store_true", help="from the latest checkpoint")
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=Path("out/sft_schedule"))
     return parser.parse_args(argv)
 
 

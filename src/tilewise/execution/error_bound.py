@@ -7,7 +7,7 @@ from all ranks. docs/float8.md derives every formula.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Keys(NamedTuple):
     spread: Tensor
 
 
-class Shift(NamedTuple):
+class ScoreShift(NamedTuple):
     """The most by which a score may be off, [num_rows, batch, num_heads]."""
 
     by_keys: Tensor  # where keys are rounded
@@ -151,13 +151,13 @@ def keys(
 
 
 def _steps(wire: Wire, x: Tensor, error: Tensor) -> Steps:
-    if not (isinstance(wire, Float8) and wire.stochastic) or not error.any():
+    if not stochastic(wire) or not error.any():
         return Steps(*[error.sum(-1) * 0.0] * 3)
     apart = spacing(wire, x).double()
     return Steps(_norm(apart), _norm(apart, 4), apart.amax(-1))
 
 
-def stochastic(wire: Wire) -> bool:
+def stochastic(wire: Wire) -> TypeGuard[Float8]:
     return isinstance(wire, Float8) and wire.stochastic
 
 
@@ -165,11 +165,11 @@ def _norm(x: Tensor, order: int = 2) -> Tensor:
     return torch.linalg.vector_norm(x, order, -1)
 
 
-def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> Shift:
+def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> ScoreShift:
     """|scale q k - scale q' k'| <= scale (|q| |k - k'| + |q - q'| |k'|), and arithmetic."""
     arithmetic = (head_dim + 16) * _unit(accumulator(dtype))
     by_queries = (q.error + arithmetic * (q.norm + q.error)) * (of.k.norm + of.k.error)
-    return Shift(scale * q.norm * of.k.error, scale * by_queries)
+    return ScoreShift(scale * q.norm * of.k.error, scale * by_queries)
 
 
 def rounding(problem: Problem, run: PassRun, side: Side) -> float:
@@ -267,7 +267,7 @@ def output_bound(
 
 
 def _likely(
-    scale: float, run: PassRun, q: Tensor, squares: Tensor, off: Shift, of: Keys
+    scale: float, run: PassRun, q: Tensor, squares: Tensor, off: ScoreShift, of: Keys
 ) -> tuple[Tensor, Tensor]:
     """By keys' and by values' errors, but for a probability of FAILURE a row."""
     width = run.payload.v_head_dim

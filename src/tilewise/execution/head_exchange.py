@@ -23,7 +23,7 @@ from tilewise.plan.payload import HeadGroups
 Fields = dict[str, Tensor]
 
 
-class Part(NamedTuple):
+class ExchangedField(NamedTuple):
     """What travels of one side: how it is packed, and where in a row of bytes it begins."""
 
     side: Side
@@ -40,7 +40,12 @@ class HeadExchange:
     """
 
     def __init__(
-        self, role: Role, parts: Sequence[Part], rows: Sequence[int], rank: int, groups: HeadGroups
+        self,
+        role: Role,
+        parts: Sequence[ExchangedField],
+        rows: Sequence[int],
+        rank: int,
+        groups: HeadGroups,
     ):
         self.is_first, self.parts, self._groups = role is Role.OPERAND, parts, groups
         self._shared = {part.side: self._heads(part.side, len(rows)) for part in parts}
@@ -114,7 +119,7 @@ def head_exchange(
     for side in Side:
         packing = packings[side, role]
         if packing.names:
-            parts.append(Part(side, packing, start))
+            parts.append(ExchangedField(side, packing, start))
             start += packing.row_bytes
     unit = max((part.packing.unit for part in parts), default=1)
     aligned = all(p.packing.in_place and p.packing.row_bytes % unit == 0 for p in parts)

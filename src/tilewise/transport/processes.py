@@ -26,7 +26,7 @@ OTHERS_SECONDS = 5.0
 """For the other ranks to answer when one has failed."""
 
 
-class Share(NamedTuple):
+class PlacedProcesses(NamedTuple):
     """The ranks of a world that one call starts.
 
     Attributes:
@@ -82,7 +82,7 @@ def run_ranks(
 
 
 def gather_yields(
-    world: int | Share,
+    world: int | PlacedProcesses,
     fn: Callable[..., Iterator[Any]],
     args: tuple[Any, ...] = (),
     *,
@@ -104,7 +104,7 @@ def gather_yields(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tilewise", *preload])
-    share = world if isinstance(world, Share) else Share(world, 0, world)
+    share = world if isinstance(world, PlacedProcesses) else PlacedProcesses(world, 0, world)
     with tempfile.TemporaryDirectory() as folder:
         started = _Processes(share, str(Path(folder) / "store"), timeout_seconds, settle)
         processes: list[BaseProcess] = []
@@ -137,7 +137,7 @@ def gather_yields(
 class _Processes(NamedTuple):
     """What every rank starts with; file is that of a store."""
 
-    share: Share
+    share: PlacedProcesses
     file: str
     timeout_seconds: float
     settle: Callable[[int], None] | None

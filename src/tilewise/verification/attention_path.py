@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.verification.records import Record, Setting, rows_of_one
+from tilewise.verification.records import OutputSetting, Record, rows_of_one
 from tilewise.verification.weights import (
     Heads,
     Read,
@@ -24,14 +24,14 @@ from tilewise.verification.weights import (
     read_weights,
 )
 
-Run = Callable[[Setting], Tensor]
+Run = Callable[[OutputSetting], Tensor]
 """What a setting reads: rows of the whole sequence [num_tokens, numbers]; or UnreadableError."""
 
 ANCESTORS = 3  # modules around a layer, in which its projections may lie
 MOST_HEADS = 128  # between whose columns v is looked for
 
 
-class Part(NamedTuple):
+class PathPart(NamedTuple):
     """Columns of a module's output, and their rows [num_tokens, columns] in the unsplit model."""
 
     module: str
@@ -40,15 +40,15 @@ class Part(NamedTuple):
 
     def reader(self, run: Run, read: str) -> Read:
         """What is read somewhere, by what these columns are set to."""
-        return lambda values: run(Setting(self.module, self.columns, values, read))
+        return lambda values: run(OutputSetting(self.module, self.columns, values, read))
 
 
 class Path(NamedTuple):
     """Where v enters a layer's attention, where its result is read, and what was read there."""
 
-    v: Part
+    v: PathPart
     read: str
-    candidates: tuple[Part, ...]  # of q and k
+    candidates: tuple[PathPart, ...]  # of q and k
     heads: Heads
     weights: Weights
 
@@ -63,7 +63,7 @@ def find_path(layer: str, whole: Record, run: Run, num_tokens: int) -> Path | No
     for name in before:
         rows = rows_of_one(whole.outputs[name], num_tokens) if name in whole.projections else None
         if rows is not None:
-            parts[name] = Part(name, tuple(range(whole.outputs[name].shape[-1])), rows)
+            parts[name] = PathPart(name, tuple(range(whole.outputs[name].shape[-1])), rows)
     names = layer.split(".")
     scopes = [".".join(names[:i]) for i in range(len(names), 0, -1)]
     for scope in [*scopes, ""][:ANCESTORS]:
@@ -79,14 +79,16 @@ def find_path(layer: str, whole: Record, run: Run, num_tokens: int) -> Path | No
     return None
 
 
-def _path(part: Part, read: str, others: list[Part], run: Run, num_tokens: int) -> Path | None:
+def _path(
+    part: PathPart, read: str, others: list[PathPart], run: Run, num_tokens: int
+) -> Path | None:
     """Attention whose v is in a projection, if it is."""
     whole = part.reader(run, read)
     given = whole(part.rows)
     if not _reaches(given - whole(part.rows - _first_rows(part.rows))):
         return None
     for v, rest in _columns(len(part.columns), given.shape[1]):
-        value, *beside = (Part(part.module, c, part.rows[:, list(c)]) for c in (v, *rest))
+        value, *beside = (PathPart(part.module, c, part.rows[:, list(c)]) for c in (v, *rest))
         reader = value.reader(run, read)
         with suppress(UnreadableError):
             if not _is_linear(reader, value.rows):
@@ -148,9 +150,9 @@ def _is_linear(read: Read, rows: Tensor) -> bool:
     return error <= 0.02 * float(change.abs().max()) and _reaches(change)
 
 
-def q_and_k(path: Path, run: Run) -> tuple[Part | None, Part | None]:
+def q_and_k(path: Path, run: Run) -> tuple[PathPart | None, PathPart | None]:
     """The columns whose row changes its own row of the result alone, and those of keys."""
-    found: dict[bool, Part] = {}
+    found: dict[bool, PathPart] = {}
     for part in path.candidates:
         moved, at = part.rows.clone(), len(part.rows) // 3
         make = torch.Generator().manual_seed(3)

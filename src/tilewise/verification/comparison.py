@@ -15,7 +15,7 @@ FACTORS = 4.0, 1.5  # times what rounding does to the worst row, and to all: a d
 MATCHED = 0.9  # of all tokens, at least, for matching by value to count
 
 
-class Rows(NamedTuple):
+class MatchedRows(NamedTuple):
     """The same rows of both runs: [num_rows, numbers of a row], and their positions and ranks."""
 
     want: Tensor
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
         product = (self.got * self.want).sum(1) / size.square()
         return product.masked_fill(size < 1e-3 * _middle(size), torch.nan)
 
-    def scaled(self, scales: Sequence[float]) -> Rows:
+    def scaled(self, scales: Sequence[float]) -> MatchedRows:
         """What is wanted, times the scale of each row's rank."""
         factors = torch.tensor(scales, dtype=torch.float64)[self.ranks, None]
         return self._replace(want=self.want * factors)
 
-    def where(self, kept: Tensor) -> Rows:
-        return Rows(*(x[kept] for x in self))
+    def where(self, kept: Tensor) -> MatchedRows:
+        return MatchedRows(*(x[kept] for x in self))
 
 
 def _middle(size: Tensor) -> float:
@@ -56,7 +56,7 @@ def _middle(size: Tensor) -> float:
 
 def rows_of(
     whole: Tensor, parts: Sequence[Tensor], positions: Sequence[Tensor], num_tokens: int
-) -> Rows | None:
+) -> MatchedRows | None:
     """Rows of a whole tensor and of its parts along the dimension of tokens; None without one.
 
     Parts that are as long as the whole are copies of it.
@@ -76,7 +76,7 @@ def rows_of(
             where = torch.cat(at)
             ranks = torch.cat([torch.full_like(x, rank) for rank, x in enumerate(at)])
             kept = where >= 0
-            return Rows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
+            return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
     return None
 
 
@@ -103,7 +103,7 @@ class Comparison:
         self.num_tokens = len(counted)
         self.everything = [torch.arange(self.num_tokens)]
 
-    def rows(self, kind: str, name: str, key: str | None = None) -> Rows | None:
+    def rows(self, kind: str, name: str, key: str | None = None) -> MatchedRows | None:
         """Rows of outputs, grads, or inputs (by key) of a module; None if they do not compare."""
         return self._rows(self.ranks, self.positions, kind, name, key)
 
@@ -114,7 +114,7 @@ class Comparison:
         kind: str,
         name: str,
         key: str | None,
-    ) -> Rows | None:
+    ) -> MatchedRows | None:
         tables: list[Any] = [getattr(record, kind).get(name) for record in (self.whole, *records)]
         if key is not None:
             tables = [None if table is None else table.get(key) for table in tables]
@@ -160,7 +160,7 @@ class Comparison:
                 return name
         return None
 
-    def other_inputs(self, name: str) -> Iterator[tuple[str, Rows]]:
+    def other_inputs(self, name: str) -> Iterator[tuple[str, MatchedRows]]:
         """Inputs of whole numbers, such as positions, that differ."""
         for key, x in self.whole.inputs[name].items():
             rows = None if x.is_floating_point() else self.rows("inputs", name, key)

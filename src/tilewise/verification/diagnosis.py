@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.transport.processes import RankError
-from tilewise.verification.attention_path import Part, find_path, q_and_k
+from tilewise.verification.attention_path import PathPart, find_path, q_and_k
 from tilewise.verification.causes import classify
 from tilewise.verification.comparison import Comparison, rows_of
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import World
-from tilewise.verification.records import Job, Setting, first_rows, rows_of_one, run_whole
+from tilewise.verification.records import (
+    ModelRun,
+    OutputSetting,
+    first_rows,
+    rows_of_one,
+    run_whole,
+)
 from tilewise.verification.tables import facts_of_masks, facts_of_weights
 from tilewise.verification.weights import UnreadableError, Weights, read_weights
 
@@ -52,20 +58,22 @@ class Probes:
         self.dtype: torch.dtype | None = None  # in which both run; None: the model's own
         self._template = torch.empty(0, 0)
 
-    def whole(self, setting: Setting) -> Tensor:
-        reading = run_whole(self.model, self.inputs, Job(setting, dtype=self.dtype)).reading
+    def whole(self, setting: OutputSetting) -> Tensor:
+        reading = run_whole(self.model, self.inputs, ModelRun(setting, dtype=self.dtype)).reading
         rows = None if reading is None else rows_of_one(reading, self.found.num_tokens)
         if rows is None or self.world.seconds_left < 0:
             raise UnreadableError("the unsplit model shows nothing there")
         self._template = rows
         return rows
 
-    def split(self, setting: Setting) -> Tensor:
+    def split(self, setting: OutputSetting) -> Tensor:
         if self.world.seconds_left < 0:
             raise UnreadableError("the time is over")
         positions, n = self.found.positions, self.found.num_tokens
         try:
-            records = self.world.run([Job(setting, own, dtype=self.dtype) for own in positions])
+            records = self.world.run(
+                [ModelRun(setting, own, dtype=self.dtype) for own in positions]
+            )
         except RankError as error:
             raise UnreadableError("the split model does not run so") from error
         read = [record.reading for record in records if record.reading is not None]
@@ -215,7 +223,7 @@ def _forward(
             f"{int(rows.positions[row])}, not {int(rows.want[row][0])}"
         )
         return {"wrong_positions": text}, None
-    again = run_whole(probes.model, probes.inputs, Job(seed=1)).outputs.get(layer)
+    again = run_whole(probes.model, probes.inputs, ModelRun(seed=1)).outputs.get(layer)
     if again is not None and not torch.equal(again, found.whole.outputs[layer]):
         draws = "another seed changes the unsplit model's output too; compare with dropout off"
         return {"random_layer": layer, "draws": draws}, None
@@ -327,7 +335,7 @@ def _backward(
     return texts or UNKNOWN
 
 
-def _gradient_text(found: Comparison, part: Part, scales: list[float]) -> str | None:
+def _gradient_text(found: Comparison, part: PathPart, scales: list[float]) -> str | None:
     rows = found.rows("grads", part.module)
     if rows is None:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewise.masks.base import Mask
 from tilewise.verification.causes import Finding, classify, explained
-from tilewise.verification.gradients import Forward, facts_of_gradients
+from tilewise.verification.gradients import ForwardRead, facts_of_gradients
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.tables import facts_of_masks, facts_of_weights, fitted_cap
 from tilewise.verification.weights import Heads, Weights, read_weights
@@ -238,7 +238,7 @@ def effective_mask(
     softcap = _softcap(probe, scales)
     q, k = probe.q.double(), probe.k.double()
     read = torch.tensor(scales, dtype=torch.float64).nan_to_num(scale)
-    forward = Forward(found.weights, q, k, k, key_heads, value_heads, read, softcap)
+    forward = ForwardRead(found.weights, q, k, k, key_heads, value_heads, read, softcap)
     gradients = _gradients(probe, forward, tolerance)
     return EffectiveMask(
         found.weights, key_heads, value_heads, scales, softcap, scale, probe, tolerance, gradients
@@ -332,7 +332,7 @@ def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
     return best if uncapped > MOST_NOISE and error < uncapped / 10 else None
 
 
-def _gradients(probe: _Probe, forward: Forward, tolerance: float) -> dict[str, Any] | None:
+def _gradients(probe: _Probe, forward: ForwardRead, tolerance: float) -> dict[str, Any] | None:
     """What is wrong with the gradients, by one backward pass; None where there is none."""
     make = torch.Generator().manual_seed(1)
     v = torch.randn(probe.k.shape, generator=make)

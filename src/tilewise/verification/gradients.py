@@ -13,7 +13,7 @@ from tilewise.layouts.layout import contiguous, striped, zigzag
 MOST_PARTS = 16  # that partial results may have been merged from
 
 
-class Forward(NamedTuple):
+class ForwardRead(NamedTuple):
     """Attention as it was read; tensors in fp64.
 
     Attributes:
@@ -59,7 +59,7 @@ class Forward(NamedTuple):
 
 
 def facts_of_gradients(
-    forward: Forward, dout: Tensor, got: Mapping[str, Tensor], tolerance: float
+    forward: ForwardRead, dout: Tensor, got: Mapping[str, Tensor], tolerance: float
 ) -> dict[str, Any]:
     """What is wrong with dq, dk and dv: texts by their names; empty if nothing is."""
     wrong = _differences(forward.gradients(dout), got, tolerance)

@@ -17,8 +17,8 @@ from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Probes, diagnose
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.ranks import BACKENDS, Share, Split, World
-from tilewise.verification.records import Job, Record, run_whole
+from tilewise.verification.ranks import BACKENDS, RankShare, Split, World
+from tilewise.verification.records import ModelRun, Record, run_whole
 
 NOISE_RUNS = 2
 TOO_LATE = (
@@ -134,7 +134,7 @@ def parity(
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
-    share = Share(model, inputs, split or _through_tilewise(model, inputs))
+    share = RankShare(model, inputs, split or _through_tilewise(model, inputs))
     world = World(share, world_size, backend, timeout)
     if backend == "torchrun" and dist.get_rank():
         result = world.serve()
@@ -156,7 +156,7 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> Parit
     num_tokens = _num_tokens(inputs)
     whole, noisy, eps = _reference(model, inputs)
     try:
-        records = world.run([Job()] * world.size)
+        records = world.run([ModelRun()] * world.size)
     except RankError as error:
         finding = Finding("unknown", _failed(error.failures))
         return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
@@ -219,7 +219,7 @@ def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, lis
     if not dtypes:
         raise ValueError("model has no parameters; parity compares a model's training step")
     with _Precision() as precision:
-        whole = run_whole(model, inputs, Job())
+        whole = run_whole(model, inputs, ModelRun())
     eps = max(precision.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
     if whole.loss is None:
         raise ValueError(
@@ -228,10 +228,10 @@ def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, lis
         )
     if whole.loss != whole.loss:
         raise ValueError("the unsplit model's loss is not a number; parity needs one that is")
-    noisy = [run_whole(model, inputs, Job(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
+    noisy = [run_whole(model, inputs, ModelRun(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
     if eps > torch.finfo(torch.float64).eps:
         with suppress(RuntimeError, TypeError):  # code that insists on its dtype
-            noisy.append(run_whole(model, inputs, Job(dtype=torch.float64)))
+            noisy.append(run_whole(model, inputs, ModelRun(dtype=torch.float64)))
     return whole, noisy, eps
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from tilewise.transport.loopback import loopback
 from tilewise.transport.processes import RankError, RankFailure, gather_yields
 from tilewise.verification import by_value
-from tilewise.verification.records import Job, Record, copied, run_model
+from tilewise.verification.records import ModelRun, Record, copied, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
 BACKENDS = ("gloo", "loopback", "torchrun")
@@ -26,14 +26,14 @@ LATE = "no answer within the time limit"
 WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank waits for others
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What every rank runs a copy of."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
     split: Split
 
-    def run(self, rank: int, group: Any, job: Job) -> Record:
+    def run(self, rank: int, group: Any, job: ModelRun) -> Record:
         model, inputs = copied(self.model, self.inputs, job.dtype)
         return run_model(model, lambda: self.split(model, inputs, rank, group), job)
 
@@ -46,7 +46,7 @@ class World:
             the world that this process is in, of which rank 0 asks and the others serve.
     """
 
-    def __init__(self, share: Share, world_size: int, backend: str, seconds: float):
+    def __init__(self, share: RankShare, world_size: int, backend: str, seconds: float):
         self.share, self.size, self.backend = share, world_size, backend
         self.deadline = time.monotonic() + seconds
         self._processes: Generator[tuple[Any, ...], Any, None] | None = None
@@ -57,7 +57,7 @@ class World:
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def run(self, jobs: list[Job]) -> list[Record]:
+    def run(self, jobs: list[ModelRun]) -> list[Record]:
         """What every rank recorded; jobs by rank.
 
         Raises:
@@ -71,7 +71,7 @@ class World:
         if self._processes is not None:
             self._processes.close()
 
-    def _gloo(self, jobs: list[Job]) -> list[Record]:
+    def _gloo(self, jobs: list[ModelRun]) -> list[Record]:
         message = by_value.dumps(jobs)
         if self._processes is None:
             kinds = {type(module).__module__ for module in self.share.model.modules()}
@@ -85,7 +85,7 @@ class World:
             message = None
         return [pickle.loads(answer) for answer in self._processes.send(message)]
 
-    def _loopback(self, jobs: list[Job]) -> list[Record]:
+    def _loopback(self, jobs: list[ModelRun]) -> list[Record]:
         threads: dict[int, int] = {}
 
         def on_rank(rank: int, group: Any) -> Record:
@@ -102,7 +102,7 @@ class World:
             raise _error([RankFailure(rank, "error", _text(answer))]) from answer
         return answer
 
-    def _torchrun(self, jobs: list[Job]) -> list[Record]:
+    def _torchrun(self, jobs: list[ModelRun]) -> list[Record]:
         rank, thread = dist.get_rank(), 0
         if rank == 0:
             self.tell(jobs)
@@ -172,6 +172,6 @@ def _waits(thread: int) -> bool:
 
 def _serve(rank: int, share: bytes, jobs: bytes) -> Generator[bytes, bytes, None]:
     """A process: answer jobs until it is ended. Records go by value, as bytes."""
-    mine: Share = pickle.loads(share)
+    mine: RankShare = pickle.loads(share)
     while True:
         jobs = yield pickle.dumps(mine.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank]))

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 
-class Setting(NamedTuple):
+class OutputSetting(NamedTuple):
     """Columns of a module's output that are replaced, and a module whose first input is read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     read: str
 
 
-class Job(NamedTuple):
+class ModelRun(NamedTuple):
     """One run: plain, or with a setting.
 
     Attributes:
@@ -38,7 +38,7 @@ class Job(NamedTuple):
         dtype: in which the model runs; None: its own.
     """
 
-    setting: Setting | None = None
+    setting: OutputSetting | None = None
     positions: Tensor | None = None
     noise: float = 0.0
     seed: int = 0
@@ -83,13 +83,13 @@ def copied(
     return model.to(dtype), {k: x.to(dtype) if k in floating else x for k, x in inputs.items()}
 
 
-def run_whole(model: nn.Module, inputs: Mapping[str, Any], job: Job) -> Record:
+def run_whole(model: nn.Module, inputs: Mapping[str, Any], job: ModelRun) -> Record:
     """Run a copy of the unsplit model."""
     model, inputs = copied(model, inputs, job.dtype)
     return run_model(model, lambda: model(**inputs), job)
 
 
-def run_model(model: nn.Module, call: Callable[[], Any], job: Job) -> Record:
+def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Record:
     """Run call() forward and, unless it did so itself, backward; record what passes the model."""
     torch.manual_seed(job.seed)
     for parameter in model.parameters():
@@ -139,7 +139,7 @@ def rows_of_one(x: Tensor, num_rows: int) -> Tensor | None:
 class _Recorder(TorchFunctionMode):
     """Sees what modules return, and what linear() gives for a weight of no nn.Linear's."""
 
-    def __init__(self, model: nn.Module, job: Job):
+    def __init__(self, model: nn.Module, job: ModelRun):
         super().__init__()
         self.model, self.job, self.record = model, job, Record()
         self.draw = torch.Generator().manual_seed(job.seed)  # leaves the model's own numbers alone
@@ -221,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         signs = torch.randint(0, 2, x.shape, generator=self.draw) * 2 - 1
         return x * (1 + self.job.noise * signs.to(x))
 
-    def _set(self, setting: Setting, name: str, args: Any, kwargs: Any, output: Any) -> Any:
+    def _set(self, setting: OutputSetting, name: str, args: Any, kwargs: Any, output: Any) -> Any:
         found = first_rows(output)
         if self.record.reading is None and setting.read in (name, f"{name}()"):
             own = found if setting.read != name else next(x for _, x in _tensors(args, kwargs))

@@ -23,7 +23,7 @@ from tilewise.tools.bench.inputs import write_inputs
 from tilewise.tools.bench.measure import Job, RankPlacement
 from tilewise.tools.bench.worlds import Answers, Blamed, World
 from tilewise.transport.process_group import local_world_size
-from tilewise.transport.processes import RankError, RankFailure, Share
+from tilewise.transport.processes import PlacedProcesses, RankError, RankFailure
 
 _CONTROL_TIMEOUT = timedelta(days=7)  # rank 0 may be busy with what needs no ranks
 
@@ -40,12 +40,12 @@ class LaunchedWorld(World):
             self.launched.tell((job, self.timeout_seconds, self.device))
         return super().run(replace(job, inputs=self.launched.inputs_of(job)))
 
-    def _share(self) -> Share:
+    def _share(self) -> PlacedProcesses:
         mine = self.launched
         self._starts += 1  # a world that starts again meets under another name
         store = mine.store.host, mine.store.port, f"bench {self.device} {self._starts}"
         gpus = mine.network.ranks_per_host if self.device == "cuda" else 0
-        return Share(1, mine.rank, self.world_size, store, gpus)
+        return PlacedProcesses(1, mine.rank, self.world_size, store, gpus)
 
     def _gathered(self, answers: Answers) -> Answers:
         """What all ranks answered, or how some failed, the same in every launched process."""

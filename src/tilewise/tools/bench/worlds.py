@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
-from tilewise.transport.processes import RankError, RankFailure, Share, gather_yields
+from tilewise.transport.processes import PlacedProcesses, RankError, RankFailure, gather_yields
 
 Answers = Generator[tuple[Any, ...], Any, None]
 
@@ -87,10 +87,10 @@ class World:
             )
         )
 
-    def _share(self) -> Share:
+    def _share(self) -> PlacedProcesses:
         """The ranks that this process starts."""
         n = self.world_size
-        return Share(n, 0, n, gpus=n if self.device == "cuda" else 0)
+        return PlacedProcesses(n, 0, n, gpus=n if self.device == "cuda" else 0)
 
     def _gathered(self, answers: Answers) -> Answers:
         """What all ranks of the world answer, from what these do."""
