@@ -215,8 +215,8 @@ def odd_heads(bench: Bench) -> None:
 
 def overlap(bench: Bench) -> None:
     """The share of a send to itself that two attention calls beside it hide."""
+    from tilewise.transport.nccl_batches import post_batch
     from tilewise.transport.nccl_groups import lane_group, warm_up
-    from tilewise.transport.process_group import _post_batch
     from tilewise.transport.protocol import Message
 
     x = torch.zeros(1 << (12 if bench.cpu else 29), dtype=torch.uint8, device=bench.device)
@@ -230,7 +230,7 @@ def overlap(bench: Bench) -> None:
         def sender(group: Any) -> Callable[[], Callable[[], None]]:
             warm_up(group)
             ends = [(True, Message(x, 0, "to itself")), (False, Message(y, 0, "to itself"))]
-            return lambda: _post_batch(group, ends).wait
+            return lambda: post_batch(group, ends).wait
 
         ways = {way: sender(group) for way, group in groups.items()}
     n = bench.tokens

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from multiprocess.launcher import run_processes
 
 import tilewise as tw
+from tilewise.transport.nccl_batches import post_batch
 from tilewise.transport.nccl_groups import lane_group, records_group, warm_up
-from tilewise.transport.process_group import DistTransport, _post_batch
+from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Message
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
 
 def exchanged(group: dist.ProcessGroup, x: torch.Tensor, y: torch.Tensor) -> None:
     sent, received = (Message(t.view(torch.uint8), 0, "to itself") for t in (x, y))
-    _post_batch(group, [(True, sent), (False, received)]).wait()
+    post_batch(group, [(True, sent), (False, received)]).wait()
 
 
 def test_groups_beside_a_group_of_nccl_are_made_once(group):

@@ -13,7 +13,7 @@ from tilewise.compiler.program import Launch
 from tilewise.execution.pass_run import PassRun
 from tilewise.transport import nccl_groups
 from tilewise.transport.nccl_groups import lane_group
-from tilewise.transport.process_group import local_world_size, node_size_of
+from tilewise.transport.nodes import local_world_size, node_size_of
 
 
 @pytest.mark.parametrize(

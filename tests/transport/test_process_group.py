@@ -10,9 +10,9 @@ from cuda_model.race_cases import over_nccl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewise.transport import process_group
+from tilewise.transport import nccl_batches as batching
 from tilewise.transport.loopback import LoopbackGroup, loopback
-from tilewise.transport.process_group import nccl_batches
+from tilewise.transport.nccl_batches import nccl_batches
 from tilewise.transport.protocol import Message, Transport
 from tilewise.transport.resolve import LocalTransport, transport_for
 
@@ -88,7 +88,7 @@ def test_a_full_exchange_of_many_ranks_splits_into_batches_that_nccl_takes():
 def test_batches_arrive_in_order_over_a_played_nccl(monkeypatch):
     """Two messages a pair, more than a batch holds."""
     device = play(monkeypatch)
-    monkeypatch.setattr(process_group, "_NCCL_PAIRS", 3)
+    monkeypatch.setattr(batching, "_NCCL_PAIRS", 3)
     transport = over_nccl(monkeypatch, device, None, blocking=False)
 
     def on_rank(rank: int, group: LoopbackGroup) -> list[int]:

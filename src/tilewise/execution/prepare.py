@@ -22,7 +22,7 @@ from tilewise.kernels.registry import given_kernel, kernel_for
 from tilewise.kernels.scores import Scores
 from tilewise.plan.ir import NO_TRAITS, Side
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.process_group import local_world_size, node_size_of
+from tilewise.transport.nodes import local_world_size, node_size_of
 
 Passes = tuple[ResolvedPass, ResolvedPass]
 

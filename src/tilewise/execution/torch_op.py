@@ -33,7 +33,7 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
 from tilewise.transport.cooperative_threads import DeadlockError
-from tilewise.transport.process_group import LostRankError
+from tilewise.transport.lost_rank import LostRankError
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing

@@ -1,24 +1,21 @@
 """Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 import os
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from hashlib import blake2b
-from time import monotonic, sleep
+from time import sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.transport.nccl_groups import (
-    agreed_node_size,
-    lane_group,
-    lost_ranks,
-    records_group,
-    team_group,
-)
+from tilewise.transport.lost_rank import PATIENCE_SECONDS, LostRankError, failure_of
+from tilewise.transport.nccl_batches import nccl_batches, post_batch
+from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, team_group
+from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
@@ -29,10 +26,7 @@ _DIGEST_BYTES = 16
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
 _BRANCHES = 4
-_PATIENCE_SECONDS = 0.3  # for what another rank knows of a failure
 _DIGEST, _VERDICT = "agreement digest", "agreement verdict"
-# An NCCL group of operations fails above 256; half of them are sends.
-_NCCL_PAIRS = 128
 
 
 class _Posted:
@@ -57,56 +51,8 @@ class _Posted:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failure(self._messages, self._verb, error, self._group) from error
+            raise failure_of(self._messages, self._verb, error, self._group) from error
         self._messages = ()
-
-
-class LostRankError(RuntimeError):
-    """Another rank ended, or does not answer.
-
-    Attributes:
-        rank: which one it is, as far as this rank could learn; -1: not known.
-    """
-
-    def __init__(self, message: str, rank: int):
-        super().__init__(message)
-        self.rank = rank
-
-
-def _failure(
-    messages: Sequence[Message], verb: str, error: RuntimeError, group: dist.ProcessGroup
-) -> LostRankError:
-    """One operation's failure; where it is with several ranks, it is not known whose."""
-    peers = sorted({message.peer for message in messages})
-    whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-    label = messages[0].label if messages else "an exchange of a team"
-    rank = _first_lost(group, peers[0]) if len(peers) == 1 else -1
-    also = f"; rank {rank} failed before" if rank not in (-1, *peers) else ""
-    return LostRankError(f"{label}: {verb} {whom} failed{also}: {error}", rank)
-
-
-def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
-    """The rank that a failure goes back to.
-
-    Every rank writes down in the group's store which one failed it. One that wrote nothing was
-    failed by nobody, and who waited for that writes the rank down as failed by itself.
-    """
-    store = lost_ranks(group)
-    try:
-        store.set(str(group.rank()), str(peer))
-        for _ in range(group.size()):
-            until = monotonic() + _PATIENCE_SECONDS
-            while not store.check([str(peer)]):
-                if monotonic() > until:
-                    store.set(str(peer), str(peer))  # so that the next one need not wait
-                    return peer
-                sleep(0.02)
-            before, peer = peer, int(store.get(str(peer)))
-            if peer == before:
-                return peer
-    except (RuntimeError, ValueError):  # the store is gone as well
-        return peer
-    return peer
 
 
 class _Shared:
@@ -277,7 +223,7 @@ class DistTransport:
             for posted in sending:  # before this process ends
                 with suppress(RuntimeError):
                     posted.wait()
-            sleep(_PATIENCE_SECONDS)  # what a process that ends has not delivered is lost
+            sleep(PATIENCE_SECONDS)  # what a process that ends has not delivered is lost
             raise failure or LostRankError(f"{_VERDICT}: rank {verdict[2]} failed", int(verdict[2]))
         self._sending[0].append(sending)  # waited for when later messages are
         self.agreement_number = int(verdict[1])
@@ -330,7 +276,7 @@ class DistTransport:
         posted = []
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
-            posted.append(_Posted(_post_batch(group, batch), messages, "exchanging with", group))
+            posted.append(_Posted(post_batch(group, batch), messages, "exchanging with", group))
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:
@@ -369,73 +315,5 @@ def _post(
     try:
         work = start([message.tensor], message.peer, tag)
     except RuntimeError as error:
-        raise _failure((message,), verb, error, group) from error
+        raise failure_of((message,), verb, error, group) from error
     return _Posted(work, (message,), verb, group)
-
-
-def _post_batch(group: dist.ProcessGroup, batch: Sequence[tuple[bool, Message]]) -> dist.Work:
-    """Start a batch's sends and receives as one operation.
-
-    As dist.batch_isend_irecv does, which knows no groups but those of new_group.
-    """
-    device = batch[0][1].tensor.device
-    if not group._get_backend(device).supports_coalescing:
-        raise ValueError(
-            f"the group's backend for {device.type} tensors cannot start sends and receives "
-            "together; leave out TORCH_DISTRIBUTED_DEBUG=DETAIL, which wraps it"
-        )
-    group._start_coalescing(device)
-    for is_send, (tensor, peer, _) in batch:
-        post = group.send if is_send else group.recv
-        post([tensor], peer, 0)
-    return group._end_coalescing(device)
-
-
-def nccl_batches(
-    sends: Sequence[Message], recvs: Sequence[Message], rank: int, world_size: int
-) -> list[list[tuple[bool, Message]]]:
-    """Split an exchange into batches that NCCL takes, the same way on both ends of each message.
-
-    The i-th message from rank a to rank b has the number i world_size + (b - a) mod world_size.
-    Both ends know it, a rank has at most one send and one receive of a number, and all ranks
-    run the batches in the order of their numbers, so no batch waits for a later one.
-
-    Returns:
-        Batches of at most 256 (is_send, message).
-    """
-    batches: dict[int, list[tuple[bool, Message]]] = {}
-    for is_send, messages in ((True, sends), (False, recvs)):
-        seen: Counter[int] = Counter()
-        for message in messages:
-            distance = (message.peer - rank if is_send else rank - message.peer) % world_size
-            number = seen[message.peer] * world_size + distance
-            seen[message.peer] += 1
-            batches.setdefault(number // _NCCL_PAIRS, []).append((is_send, message))
-    return [batches[number] for number in sorted(batches)]
-
-
-def local_world_size() -> int | None:
-    """Processes on this node, as torchrun tells each of them; None without torchrun."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) else None
-
-
-def node_size_of(ranks: Sequence[int], local: int | None) -> int | None:
-    """Neighbours in a group that share a node, if that sets some of its ranks apart from others.
-
-    Args:
-        ranks: of the group, as numbered in the world.
-        local: processes of every node; None: not known.
-    Returns:
-        None if it is not known, if all share one node, if none share one, or if nodes do not hold
-        equally many neighbours.
-    """
-    if local is None or not ranks:
-        return None
-    nodes = [rank // local for rank in ranks]
-    size = next((i for i, node in enumerate(nodes) if node != nodes[0]), len(nodes))
-    blocks = [nodes[i : i + size] for i in range(0, len(nodes), size)]
-    alike = all(len(set(block)) == 1 and len(block) == size for block in blocks)
-    if not alike or len({block[0] for block in blocks}) != len(blocks):
-        return None
-    return size if 1 < size < len(ranks) else None

@@ -22,7 +22,7 @@ from tilewise.tools.bench.case import LabNetwork
 from tilewise.tools.bench.inputs import write_inputs
 from tilewise.tools.bench.measure import Job, RankPlacement
 from tilewise.tools.bench.worlds import Answers, Blamed, World
-from tilewise.transport.process_group import local_world_size
+from tilewise.transport.nodes import local_world_size
 from tilewise.transport.processes import PlacedProcesses, RankError, RankFailure
 
 _CONTROL_TIMEOUT = timedelta(days=7)  # rank 0 may be busy with what needs no ranks

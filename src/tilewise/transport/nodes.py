@@ -1,0 +1,31 @@
+"""Which ranks of a group share a node."""
+
+import os
+from collections.abc import Sequence
+
+
+def local_world_size() -> int | None:
+    """Processes on this node, as torchrun tells each of them; None without torchrun."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def node_size_of(ranks: Sequence[int], local: int | None) -> int | None:
+    """Neighbours in a group that share a node, if that sets some of its ranks apart from others.
+
+    Args:
+        ranks: of the group, as numbered in the world.
+        local: processes of every node; None: not known.
+    Returns:
+        None if it is not known, if all share one node, if none share one, or if nodes do not hold
+        equally many neighbours.
+    """
+    if local is None or not ranks:
+        return None
+    nodes = [rank // local for rank in ranks]
+    size = next((i for i, node in enumerate(nodes) if node != nodes[0]), len(nodes))
+    blocks = [nodes[i : i + size] for i in range(0, len(nodes), size)]
+    alike = all(len(set(block)) == 1 and len(block) == size for block in blocks)
+    if not alike or len({block[0] for block in blocks}) != len(blocks):
+        return None
+    return size if 1 < size < len(ranks) else None
