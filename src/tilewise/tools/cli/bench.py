@@ -21,9 +21,8 @@ from tilewise.tools.bench.grid import (
 )
 from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
-from tilewise.tools.cli.options import command_of, read_machine_option
+from tilewise.tools.cli.options import AsJson, command_of, option, read_machine_option
 from tilewise.tools.cli.output import (
-    AsJson,
     counting_bar,
     ending_on,
     print_json,
@@ -108,59 +107,51 @@ Numbers = list[int] | None
 class BenchOptions(NamedTuple):
     """What to run, and where its rows go. Lists replace those of the preset or the file."""
 
-    quick: Annotated[bool, typer.Option("--quick", help="Small: under 3 minutes on 2 cores.")] = (
-        False
-    )
-    cases: Annotated[Path | None, typer.Option(help="A TOML file with grids of cases.")] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="Results, JSON lines.")] = Path(
+    quick: Annotated[bool, option("Small: under 3 minutes on 2 cores.", "--quick")] = False
+    cases: Annotated[Path | None, option("A TOML file with grids of cases.")] = None
+    output: Annotated[Path, option("Results, JSON lines.", "--output", "-o")] = Path(
         "results.jsonl"
     )
     mask: Annotated[
-        Many,
-        typer.Option(help="A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated."),
+        Many, option("A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated.")
     ] = None
-    block: Annotated[Numbers, typer.Option(help="Tokens of a block, of block patterns.")] = None
-    density: Annotated[
-        list[float] | None, typer.Option(help="Of block-sparse patterns, up to 1.")
-    ] = None
-    window: Annotated[Numbers, typer.Option(help="Tokens, of sliding windows.")] = None
-    cap: Annotated[Numbers, typer.Option(help="Tokens of the longest document.")] = None
-    corpus: Annotated[Many, typer.Option(help="Of document lengths, or a CSV.")] = None
+    block: Annotated[Numbers, option("Tokens of a block, of block patterns.")] = None
+    density: Annotated[list[float] | None, option("Of block-sparse patterns, up to 1.")] = None
+    window: Annotated[Numbers, option("Tokens, of sliding windows.")] = None
+    cap: Annotated[Numbers, option("Tokens of the longest document.")] = None
+    corpus: Annotated[Many, option("Of document lengths, or a CSV.")] = None
     contender: Annotated[
-        Many, typer.Option("--strategy", help="A name, a call, plan.json or FILE.py:name.")
+        Many, option("A name, a call, plan.json or FILE.py:name.", "--strategy")
     ] = None
-    kernel: Annotated[
-        Many, typer.Option(help="A name of tilewise doctor, module:name or FILE.py:name.")
-    ] = None
-    num_tokens: Annotated[Numbers, typer.Option(help="Of the whole sequence.")] = None
-    tokens_per_rank: Annotated[Numbers, typer.Option(help="Instead of --num-tokens.")] = None
-    world_size: Annotated[Numbers, typer.Option(help="Ranks: local processes.")] = None
-    hosts: Annotated[Numbers, typer.Option(help="Hosts of the network lab.")] = None
-    ranks_per_host: Annotated[Numbers, typer.Option(help="Ranks on each.")] = None
-    mbit: Annotated[list[float] | None, typer.Option(help="Of a host's NIC, each way.")] = None
-    limited: Annotated[
-        bool, typer.Option("--limited", help="No lab: a transport that keeps to the speed.")
-    ] = False
-    heads: Annotated[Many, typer.Option(help="Query and KV heads, as in 32:8.")] = None
-    head_dim: Annotated[Numbers, typer.Option(help="Elements of a head.")] = None
-    dtype: Annotated[Many, typer.Option(help="float64, float32, bfloat16 or float16.")] = None
-    passes: Annotated[Many, typer.Option("--pass", help="forward, backward or both.")] = None
-    layout: Annotated[Many, typer.Option(help="own, contiguous, zigzag, striped or balanced.")] = (
+    kernel: Annotated[Many, option("A name of tilewise doctor, module:name or FILE.py:name.")] = (
         None
     )
-    seed: Annotated[Numbers, typer.Option(help="Of masks and inputs.")] = None
-    device: Annotated[Many, typer.Option(help="cpu or cuda.")] = None
-    repeats: Annotated[int | None, typer.Option(help="Timed runs.")] = None
-    warmups: Annotated[int | None, typer.Option(help="Runs before those.")] = None
-    timeout_seconds: Annotated[float | None, typer.Option(help="Of one step of one case.")] = None
+    num_tokens: Annotated[Numbers, option("Of the whole sequence.")] = None
+    tokens_per_rank: Annotated[Numbers, option("Instead of --num-tokens.")] = None
+    world_size: Annotated[Numbers, option("Ranks: local processes.")] = None
+    hosts: Annotated[Numbers, option("Hosts of the network lab.")] = None
+    ranks_per_host: Annotated[Numbers, option("Ranks on each.")] = None
+    mbit: Annotated[list[float] | None, option("Of a host's NIC, each way.")] = None
+    limited: Annotated[
+        bool, option("No lab: a transport that keeps to the speed.", "--limited")
+    ] = False
+    heads: Annotated[Many, option("Query and KV heads, as in 32:8.")] = None
+    head_dim: Annotated[Numbers, option("Elements of a head.")] = None
+    dtype: Annotated[Many, option("float64, float32, bfloat16 or float16.")] = None
+    passes: Annotated[Many, option("forward, backward or both.", "--pass")] = None
+    layout: Annotated[Many, option("own, contiguous, zigzag, striped or balanced.")] = None
+    seed: Annotated[Numbers, option("Of masks and inputs.")] = None
+    device: Annotated[Many, option("cpu or cuda.")] = None
+    repeats: Annotated[int | None, option("Timed runs.")] = None
+    warmups: Annotated[int | None, option("Runs before those.")] = None
+    timeout_seconds: Annotated[float | None, option("Of one step of one case.")] = None
     machine: Annotated[
-        str | None,
-        typer.Option(help="Preset or TOML file: what predictions are for; unless given, assumed."),
+        str | None, option("Preset or TOML file: what predictions are for; unless given, assumed.")
     ] = None
     also: Annotated[
-        Many, typer.Option(help="A module whose contenders() take part, such as benchmarks.peers.")
+        Many, option("A module whose contenders() take part, such as benchmarks.peers.")
     ] = None
-    retry: Annotated[bool, typer.Option("--retry", help="Run again what was not ok.")] = False
+    retry: Annotated[bool, option("Run again what was not ok.", "--retry")] = False
     as_json: AsJson = False
 
 

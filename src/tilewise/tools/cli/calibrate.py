@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.calibration.measure import Settings, calibrate_here, last
+from tilewise.tools.cli.options import option
 from tilewise.tools.cli.output import (
     as_bytes,
     check_writable,
@@ -21,13 +21,13 @@ from tilewise.transport.processes import RankError
 
 def calibrate(
     world_size: Annotated[
-        int | None, typer.Option(help="Processes; unless given twice the cores, 8 at most.")
+        int | None, option("Processes; unless given twice the cores, 8 at most.")
     ] = None,
     node_size: Annotated[
-        int | None, typer.Option(help="Ranks per host; unless given, all are on one.")
+        int | None, option("Ranks per host; unless given, all are on one.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the machine here, not to stdout.")
+        Path | None, option("Write the machine here, not to stdout.", "-o", "--output")
     ] = None,
 ) -> None:
     """Measure kernels, links, cores and overheads of this machine, and write them as TOML."""

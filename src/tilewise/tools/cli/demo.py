@@ -13,9 +13,9 @@ from tilewise.masks.base import Causal
 from tilewise.strategies.catalog import near_square
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
+from tilewise.tools.cli.options import AsJson, option
 from tilewise.tools.cli.output import (
     FAILED,
-    AsJson,
     as_bytes,
     counted,
     ending_on,
@@ -29,8 +29,8 @@ from tilewise.transport.processes import RankError
 
 
 def demo(
-    world_size: Annotated[int, typer.Option(help="Local processes, from 1 to 16.")] = 4,
-    num_tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 1021,
+    world_size: Annotated[int, option("Local processes, from 1 to 16.")] = 4,
+    num_tokens: Annotated[int, option("Length of the sequence.")] = 1021,
     as_json: AsJson = False,
 ) -> None:
     """Run every strategy on real text over local processes, against dense attention."""

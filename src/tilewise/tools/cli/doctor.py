@@ -3,7 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from tilewise.tools.cli.output import AsJson, print_json
+from tilewise.tools.cli.options import AsJson
+from tilewise.tools.cli.output import print_json
 from tilewise.tools.doctor import examine
 
 

@@ -12,9 +12,8 @@ import typer
 from tilewise.arguments import dtype_name
 from tilewise.strategies.catalog import near_square
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import command_of, layout_of
+from tilewise.tools.cli.options import AsJson, command_of, layout_of, option
 from tilewise.tools.cli.output import (
-    AsJson,
     as_bytes,
     counted,
     ending_on,
@@ -48,9 +47,9 @@ lab_app = typer.Typer(
 )
 
 
-Hosts = Annotated[int, typer.Option(help="Network namespaces, each with one NIC.")]
-RanksPerHost = Annotated[int, typer.Option(help="Processes on each host.")]
-Mbit = Annotated[float, typer.Option(help="Speed of a NIC, Mbit/s in each direction.")]
+Hosts = Annotated[int, option("Network namespaces, each with one NIC.")]
+RanksPerHost = Annotated[int, option("Processes on each host.")]
+Mbit = Annotated[float, option("Speed of a NIC, Mbit/s in each direction.")]
 
 
 class LabOptions(NamedTuple):
@@ -61,27 +60,23 @@ class LabOptions(NamedTuple):
     mbit: Mbit = 50.0
     strategy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="As in 'mesh(16, q_tile=4)', needed or tiled; may be repeated, the first is what "
+        option(
+            "As in 'mesh(16, q_tile=4)', needed or tiled; may be repeated, the first is what "
             "the others are compared with. Default: ring, a square mesh, ulysses."
         ),
     ] = None
-    tokens_per_rank: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 128
-    num_heads: Annotated[int, typer.Option(help="Query heads.")] = HEADS
-    num_kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many unless given.")] = None
-    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = HEAD_DIM
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32"
-    mask: Annotated[str, typer.Option(help="As in 'causal & window(63, 0)'; or a pattern.")] = (
-        "full"
-    )
-    layout: Annotated[str, typer.Option(help="contiguous, zigzag, striped, balanced or tiled.")] = (
-        "zigzag"
-    )
-    backward: Annotated[bool, typer.Option(help="Forward and backward, or forward alone.")] = False
-    prune: Annotated[bool, typer.Option(help="Leave out what the mask makes needless.")] = True
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5
+    tokens_per_rank: Annotated[int, option("Tokens of each rank.", min=1)] = 128
+    num_heads: Annotated[int, option("Query heads.")] = HEADS
+    num_kv_heads: Annotated[int | None, option("KV heads; as many unless given.")] = None
+    head_dim: Annotated[int, option("Elements of a head.")] = HEAD_DIM
+    dtype: Annotated[str, option("Of q, k and v.")] = "float32"
+    mask: Annotated[str, option("As in 'causal & window(63, 0)'; or a pattern.")] = "full"
+    layout: Annotated[str, option("contiguous, zigzag, striped, balanced or tiled.")] = "zigzag"
+    backward: Annotated[bool, option("Forward and backward, or forward alone.")] = False
+    prune: Annotated[bool, option("Leave out what the mask makes needless.")] = True
+    repeats: Annotated[int, option("Timed rounds.", min=1)] = 5
     limited: Annotated[
-        bool, typer.Option("--limited", help="No namespaces: a transport that keeps to the speed.")
+        bool, option("No namespaces: a transport that keeps to the speed.", "--limited")
     ] = False
     as_json: AsJson = False
 
@@ -114,7 +109,7 @@ def calibrate(
     hosts: Hosts = 4,
     ranks_per_host: RanksPerHost = 1,
     mbit: Mbit = 50.0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A machine file.")] = None,
+    output: Annotated[Path | None, option("A machine file.", "--output", "-o")] = None,
 ) -> None:
     """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
     with refusing_bad_input():

@@ -18,9 +18,8 @@ from tilewise.masks.components import row_areas
 from tilewise.masks.lengths import histogram
 from tilewise.plan.ir import Plan
 from tilewise.strategies.needed import needed
-from tilewise.tools.cli.options import TOKENS, command_of, read_count
+from tilewise.tools.cli.options import TOKENS, AsJson, command_of, option, read_count
 from tilewise.tools.cli.output import (
-    AsJson,
     as_bytes,
     check_writable,
     print_json,
@@ -29,14 +28,7 @@ from tilewise.tools.cli.output import (
     working,
 )
 from tilewise.tools.doctor import require
-from tilewise.tools.mask_report.figures import (
-    LAYOUTS,
-    MaskCase,
-    RankLoad,
-    imbalance,
-    load,
-    planned,
-)
+from tilewise.tools.mask_report.figures import LAYOUTS, MaskCase, RankLoad, imbalance, load, planned
 from tilewise.tools.mask_report.named import CORPUS, Axes, mask_of
 from tilewise.tools.mask_report.view import MaskView, colours, draw, painted, view
 
@@ -105,17 +97,17 @@ class MaskOptions(NamedTuple):
             "window(1023, 0)'."
         ),
     ]
-    num_tokens: Annotated[str, typer.Option(help=TOKENS)] = "64K"
-    world_size: Annotated[int, typer.Option(help="Ranks, up to 1024.")] = 8
+    num_tokens: Annotated[str, option(TOKENS)] = "64K"
+    world_size: Annotated[int, option("Ranks, up to 1024.")] = 8
     layout: Annotated[
         Literal["balanced", "zigzag", "contiguous", "striped", "tiled"],
-        typer.Option(help="Who owns which tokens; with tiled, also who computes which cell."),
+        option("Who owns which tokens; with tiled, also who computes which cell."),
     ] = "balanced"
-    seed: Annotated[int, typer.Option(min=0, help="Of documents and random parameters.")] = 0
-    corpus: Annotated[str, typer.Option(help="Of document lengths; or a CSV.")] = CORPUS
-    png: Annotated[
-        Path | None, typer.Option(help="Write a picture here instead of text.", dir_okay=False)
-    ] = None
+    seed: Annotated[int, option("Of documents and random parameters.", min=0)] = 0
+    corpus: Annotated[str, option("Of document lengths; or a CSV.")] = CORPUS
+    png: Annotated[Path | None, option("Write a picture here instead of text.", dir_okay=False)] = (
+        None
+    )
     as_json: AsJson = False
 
 

@@ -2,16 +2,14 @@
 
 from typing import Annotated, NamedTuple
 
-import typer
 from rich.table import Table
 
 from tilewise import masks as patterns
 from tilewise.arguments import require_range
 from tilewise.expressions import read_heads
 from tilewise.plan.payload import head_groups
-from tilewise.tools.cli.options import command_of
+from tilewise.tools.cli.options import AsJson, command_of, option
 from tilewise.tools.cli.output import (
-    AsJson,
     counted,
     print_json,
     refusing_bad_input,
@@ -41,20 +39,17 @@ MOST_RANKS = 512
 class MasksOptions(NamedTuple):
     """What the table is about. None: as the kind of table likes it."""
 
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks. Default: 16; with --documents 8 and 64.")
-    ] = None
-    tokens_per_rank: Annotated[
-        int | None, typer.Option(help="Default: 4096; with --documents 8192.")
-    ] = None
+    world_size: Annotated[int | None, option("Ranks. Default: 16; with --documents 8 and 64.")] = (
+        None
+    )
+    tokens_per_rank: Annotated[int | None, option("Default: 4096; with --documents 8192.")] = None
     heads: Annotated[
-        str | None,
-        typer.Option(help="Query:KV heads. Default: 32:32; with --documents 64:64 and 64:8."),
+        str | None, option("Query:KV heads. Default: 32:32; with --documents 64:64 and 64:8.")
     ] = None
-    head_dim: Annotated[int, typer.Option(help="Elements of a head, bf16.")] = 128
-    seeds: Annotated[int, typer.Option(help="Draws of what is random, from seed 0.")] = 5
+    head_dim: Annotated[int, option("Elements of a head, bf16.")] = 128
+    seeds: Annotated[int, option("Draws of what is random, from seed 0.")] = 5
     documents: Annotated[
-        bool, typer.Option("--documents", help="Causal documents by corpus, not the patterns.")
+        bool, option("Causal documents by corpus, not the patterns.", "--documents")
     ] = False
     as_json: AsJson = False
 

@@ -71,6 +71,12 @@ def command_of(
     return command
 
 
+def option(text: str, *names: str, **words: Any) -> Any:
+    """An option of a command: what --help says of it, and its names if the field's does not do."""
+    return typer.Option(*names, help=text, **words)
+
+
+AsJson = Annotated[bool, option("Print JSON instead.", "--json")]
 PLAN_FILE = ".json"
 PlanText = Annotated[
     str,
@@ -79,47 +85,40 @@ PlanText = Annotated[
         "see the mask; or a file of tw.to_json or tilewise plan."
     ),
 ]
-WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks, where only a name is given.")]
+WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", min=1)]
 TOKENS = "Of the whole sequence: 4096, 128K or 1M (in powers of 1024)."
 
 
 class WorkOptions(NamedTuple):
     """A workload and a machine; what is None is a plan file's, or the usual."""
 
-    num_tokens: Annotated[str | None, typer.Option(help=TOKENS)] = None
-    heads: Annotated[
-        str | None, typer.Option(help="Query:KV heads, as in 32:8, which is the default.")
-    ] = None
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Numbers per head; 128 unless given.")
-    ] = None
-    v_head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Of v and out; head_dim unless given.")
-    ] = None
+    num_tokens: Annotated[str | None, option(TOKENS)] = None
+    heads: Annotated[str | None, option("Query:KV heads, as in 32:8, which is the default.")] = None
+    head_dim: Annotated[int | None, option("Numbers per head; 128 unless given.", min=1)] = None
+    v_head_dim: Annotated[int | None, option("Of v and out; head_dim unless given.", min=1)] = None
     mask: Annotated[
         str | None,
-        typer.Option(
-            help=f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; or a "
+        option(
+            f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; or a "
             f"pattern, drawn with seed 0: {', '.join(masks.ALL_NAMES[2:])}. Causal unless given."
         ),
     ] = None
     machine: Annotated[
-        str | None, typer.Option(help="A preset, or the path of a TOML file; h100x8 unless given.")
+        str | None, option("A preset, or the path of a TOML file; h100x8 unless given.")
     ] = None
     layout: Annotated[
         str | None,
-        typer.Option(
-            help=f"{', '.join(LAYOUTS)} or tiled; unless given, the one that gives every rank "
+        option(
+            f"{', '.join(LAYOUTS)} or tiled; unless given, the one that gives every rank "
             "the same work under the mask."
         ),
     ] = None
-    dtype: Annotated[str | None, typer.Option(help="Of q, k and v; bfloat16 unless given.")] = None
+    dtype: Annotated[str | None, option("Of q, k and v; bfloat16 unless given.")] = None
     wire_dtype: Annotated[
-        str | None, typer.Option(help="Of out, dq, dk and dv under way; that of q unless given.")
+        str | None, option("Of out, dq, dk and dv under way; that of q unless given.")
     ] = None
     save: Annotated[
-        str | None,
-        typer.Option(help="replay or gathered: what backward does; the best unless given."),
+        str | None, option("replay or gathered: what backward does; the best unless given.")
     ] = None
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -23,7 +23,6 @@ from rich.table import Table
 from tilewise.tools.doctor import MissingExtraError
 from tilewise.tools.report.chart import quantity
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 T = TypeVar("T")
 FAILED, BAD_INPUT = 1, 2
 PIPED_WIDTH = 120

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from tilewise.tools.cli.options import AsJson, option
 from tilewise.tools.cli.output import (
     FAILED,
-    AsJson,
     print_json,
     print_plain,
     refusing_bad_input,
@@ -37,13 +37,13 @@ def parity(
             "transformers through tilewise."
         ),
     ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")] = 4,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 60.0,
+    world_size: Annotated[int, option("Ranks.", min=1)] = 4,
+    timeout: Annotated[float, option("Seconds for everything.")] = 60.0,
     backend: Annotated[
-        Literal["gloo", "loopback"] | None, typer.Option(help="Local processes, or threads.")
+        Literal["gloo", "loopback"] | None, option("Local processes, or threads.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with pictures here too.", dir_okay=False)
+        Path | None, option("Write a page with pictures here too.", dir_okay=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

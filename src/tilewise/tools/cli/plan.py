@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,14 +12,15 @@ from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
+    AsJson,
     WorkOptions,
     command_of,
+    option,
     read_bytes,
     read_machine_option,
     workload_of,
 )
 from tilewise.tools.cli.output import (
-    AsJson,
     as_bytes,
     check_writable,
     print_json,
@@ -35,13 +35,13 @@ NARROW = 72  # columns of a terminal under which the table would be cut
 class PlanOptions(NamedTuple):
     """What the command is told."""
 
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks.")]
-    memory: Annotated[
-        str | None, typer.Option(help="Per rank, as in 20GiB; the machine's unless given.")
-    ] = None
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10
+    world_size: Annotated[int, option("Ranks.", min=1)]
+    memory: Annotated[str | None, option("Per rank, as in 20GiB; the machine's unless given.")] = (
+        None
+    )
+    top: Annotated[int, option("Rows of the table.", min=1)] = 10
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the best plan to this file.")
+        Path | None, option("Write the best plan to this file.", "--output", "-o")
     ] = None
     as_json: AsJson = False
 

@@ -9,18 +9,14 @@ from rich.console import Console
 from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import Machine
 from tilewise.tools.cli.options import (
+    AsJson,
     WorkOptions,
     command_of,
+    option,
     read_machine_option,
     workload_of,
 )
-from tilewise.tools.cli.output import (
-    AsJson,
-    print_json,
-    refusing_bad_input,
-    refusing_unwritable,
-    working,
-)
+from tilewise.tools.cli.output import print_json, refusing_bad_input, refusing_unwritable, working
 from tilewise.tools.doctor import require
 from tilewise.workload import Workload
 
@@ -39,11 +35,11 @@ class ReportOptions(NamedTuple):
     ]
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page; unless given the first file's name, .html."),
+        option("The page; unless given the first file's name, .html.", "--output", "-o"),
     ] = None
-    csv: Annotated[Path | None, typer.Option(help="A file for a benchmark's rows too.")] = None
+    csv: Annotated[Path | None, option("A file for a benchmark's rows too.")] = None
     full: Annotated[
-        bool, typer.Option("--full", help="Simulate a plan's work on up to 4096 devices, not 1024.")
+        bool, option("Simulate a plan's work on up to 4096 devices, not 1024.", "--full")
     ] = False
     as_json: AsJson = False
 

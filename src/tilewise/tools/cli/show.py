@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,14 +14,16 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
 from tilewise.tools.cli.options import (
+    AsJson,
     PlanText,
     WorkOptions,
     WorldSize,
     command_of,
     layout_of,
+    option,
     read_plans,
 )
-from tilewise.tools.cli.output import AsJson, print_plain, refusing_bad_input
+from tilewise.tools.cli.output import print_plain, refusing_bad_input
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import mask_of
 
@@ -94,21 +95,19 @@ class ShowOptions(NamedTuple):
     world_size: WorldSize = None
     mask: Annotated[
         str | None,
-        typer.Option(
-            help="Draw the plan pruned by this mask, as in 'causal & window(63, 0)'. "
+        option(
+            "Draw the plan pruned by this mask, as in 'causal & window(63, 0)'. "
             f"Known: {', '.join(MASKS)}, & and |; or a pattern of tilewise mask."
         ),
     ] = None
     layout: Annotated[
         str | None,
-        typer.Option(
-            help=f"Of the pruned plan: {', '.join(LAYOUTS)} or tiled; zigzag unless given."
-        ),
+        option(f"Of the pruned plan: {', '.join(LAYOUTS)} or tiled; zigzag unless given."),
     ] = None
     num_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of the pruned plan; 8 a rank unless given.")
+        int | None, option("Of the pruned plan; 8 a rank unless given.", min=1)
     ] = None
-    rank: Annotated[int | None, typer.Option(min=0, help="Show this rank's steps alone.")] = None
+    rank: Annotated[int | None, option("Show this rank's steps alone.", min=0)] = None
     as_json: AsJson = False
 
 

@@ -3,22 +3,22 @@
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.tools.cli.options import (
+    AsJson,
     PlanText,
     WorkOptions,
     WorldSize,
     command_of,
+    option,
     read_machine_option,
     read_plans,
     workload_of,
 )
 from tilewise.tools.cli.output import (
-    AsJson,
     as_bytes,
     check_writable,
     print_json,
@@ -33,12 +33,10 @@ class SimulateOptions(NamedTuple):
     """What is simulated, and where its timeline goes."""
 
     plan: PlanText
-    backward_plan: Annotated[
-        str | None, typer.Option(help="Of the backward pass, if it is another.")
-    ] = None
+    backward_plan: Annotated[str | None, option("Of the backward pass, if it is another.")] = None
     world_size: WorldSize = None
     trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")
+        Path | None, option("Write the timeline for Perfetto or chrome://tracing.")
     ] = None
     as_json: AsJson = False
 

@@ -10,9 +10,15 @@ import typer
 from rich.console import Console
 
 from tilewise.masks.base import Causal, Full
-from tilewise.tools.cli.options import WorkOptions, command_of, read_machine_option, workload_of
-from tilewise.tools.cli.output import (
+from tilewise.tools.cli.options import (
     AsJson,
+    WorkOptions,
+    command_of,
+    option,
+    read_machine_option,
+    workload_of,
+)
+from tilewise.tools.cli.output import (
     check_writable,
     print_json,
     refusing_bad_input,
@@ -46,8 +52,7 @@ class StudyOptions(NamedTuple):
         list[str], typer.Argument(help=f"{', '.join(STUDIES)}; or all.", show_default=False)
     ]
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write JSON here too, which tilewise report reads."),
+        Path | None, option("Write JSON here too, which tilewise report reads.", "--output", "-o")
     ] = None
     as_json: AsJson = False
 
