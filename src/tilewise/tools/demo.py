@@ -15,20 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import require_range
-from tilewise.functional import attention
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Document, Mask
-from tilewise.plan.ir import Plan
 from tilewise.strategies.catalog import STRATEGIES, divisors, near_square
-from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.inputs import NAMES, dense_truth
 from tilewise.transport.processes import gather_yields
 from tilewise.transport.resolve import transport_for
-from tilewise.workload import Workload, volume
 
 Array = np.ndarray
 # Before each top-level definition: a document is one of them, or what a module says before them.
@@ -106,9 +98,9 @@ class Demo(NamedTuple):
 class DemoCase(NamedTuple):
     """One line of the demo."""
 
-    plan: Plan
+    plan: tw.Plan
     mask_name: str
-    layout: Layout
+    layout: tw.Layout
 
 
 class DemoRow(NamedTuple):
@@ -156,8 +148,8 @@ def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
     rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=timeout_seconds)
     for case, ranks in zip(cases(demo), rows, strict=True):
         mask = masks[case.mask_name]
-        work = Workload(demo.num_tokens, *heads, dtype="float64", mask=mask, layout=case.layout)
-        moved = volume(case.plan, work)
+        work = tw.Workload(demo.num_tokens, *heads, dtype="float64", mask=mask, layout=case.layout)
+        moved = tw.volume(case.plan, work)
         yield DemoRow(
             case.plan.name,
             case.mask_name,
@@ -175,8 +167,8 @@ def cases(demo: Demo) -> list[DemoCase]:
     n, names = demo.world_size, ("causal", "documents")
     a, b = near_square(n)
     composed = {
-        "hierarchical": [hierarchical(ring(a, moves="q"), ring(b))],
-        "ulysses": [ulysses(n), *_hybrids(n)],
+        "hierarchical": [tw.hierarchical(tw.ring(a, moves="q"), tw.ring(b))],
+        "ulysses": [tw.ulysses(n), *_hybrids(n)],
     }
     found: list[DemoCase] = []
     for strategy in STRATEGIES:
@@ -187,17 +179,17 @@ def cases(demo: Demo) -> list[DemoCase]:
     return found
 
 
-def _hybrids(n: int) -> list[Plan]:
+def _hybrids(n: int) -> list[tw.Plan]:
     """Two ways to split heads a little, if the ranks can be divided, and the rest otherwise."""
     if len(divisors(n)) < 3:
         return []
     degree = divisors(n)[1]
     inner = n // degree
-    return [ulysses(degree, inner=ring(inner)), ulysses(degree, inner=mesh(inner, q_tile=inner))]
+    return [tw.ulysses(degree, plan) for plan in (tw.ring(inner), tw.mesh(inner, q_tile=inner))]
 
 
-def _masks(demo: Demo) -> dict[str, Mask]:
-    return {"causal": Causal(), "documents": Causal() & Document(demo.input()[1])}
+def _masks(demo: Demo) -> dict[str, tw.Mask]:
+    return {"causal": tw.Causal(), "documents": tw.Causal() & tw.Document(demo.input()[1])}
 
 
 def _on_rank(rank: int, demo: Demo) -> Iterator[dict[str, Any]]:
@@ -245,7 +237,7 @@ def _embed(demo: Demo) -> list[Tensor]:
 
 
 def _measure(
-    case: DemoCase, whole: list[Tensor], mask: Mask, rank: int
+    case: DemoCase, whole: list[Tensor], mask: tw.Mask, rank: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """out, dq, dk, dv of this rank, and what they took; decoding, of the last query alone."""
     plan, layout = case.plan, case.layout
@@ -256,7 +248,7 @@ def _measure(
     transport = transport_for(None)
     dist.barrier()
     start = time.perf_counter()
-    out = attention(q, k, v, plan=plan, layout=layout, mask=mask, group=transport)
+    out = tw.attention(q, k, v, plan=plan, layout=layout, mask=mask, group=transport)
     out.backward(dout)
     seconds = time.perf_counter() - start
     assert q.grad is not None and k.grad is not None and v.grad is not None
@@ -264,7 +256,7 @@ def _measure(
     return (out.detach(), q.grad, k.grad, v.grad), figures | {"seconds": seconds}
 
 
-def _dense(whole: list[Tensor], rows: Tensor, mask: Mask) -> dict[str, Tensor]:
+def _dense(whole: list[Tensor], rows: Tensor, mask: tw.Mask) -> dict[str, Tensor]:
     """out, dq, dk, dv of plain attention; each rank does some heads, then all have all."""
     heads = range(dist.get_rank(), whole[0].shape[1], dist.get_world_size())
     truth = dense_truth(whole, rows, mask, heads)

@@ -10,27 +10,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check
 from tilewise.expressions import read_plan
-from tilewise.functional import attention
-from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.balanced import balanced, default_layout
-from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
-from tilewise.masks.base import Mask
-from tilewise.plan.ir import Plan, PlanError
 from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import simulate
 from tilewise.strategies import catalog
-from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.catalog import degrees, divisors, near_square
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.hierarchical import hierarchical
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.our_kernels import asked_of, check_outside, provided, version_of
@@ -38,22 +26,21 @@ from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.mask_report.figures import report
 from tilewise.tools.outside import is_outside, load
 from tilewise.transport.resolve import transport_for
-from tilewise.workload import Workload, volume
 
 
 class Planned(NamedTuple):
     """What a strategy makes of a case; backward_plan None: backward runs the plan too."""
 
-    plan: Plan
-    layout: Layout
-    backward_plan: Plan | None = None
+    plan: tw.Plan
+    layout: tw.Layout
+    backward_plan: tw.Plan | None = None
 
 
 def from_file(path: str, setting: _Setting) -> Planned:
     """The plan that to_json wrote, or the candidate that tilewise plan wrote."""
     case = setting.case
     found = load_plan(path)
-    if isinstance(found, Plan):
+    if isinstance(found, tw.Plan):
         if found.world_size != case.world_size:
             raise ValueError(f"{path} is for {found.world_size} ranks, not {case.world_size}")
         return Planned(found, setting.layout())
@@ -73,7 +60,7 @@ class _Setting(NamedTuple):
     """A case as strategies see it; the mask and its layout are made once."""
 
     case: BenchCase
-    mask: Mask
+    mask: tw.Mask
 
     @property
     def n(self) -> int:
@@ -91,7 +78,7 @@ class _Setting(NamedTuple):
             return network.hosts, network.ranks_per_host
         return near_square(self.n)
 
-    def layout(self) -> Layout:
+    def layout(self) -> tw.Layout:
         """The case's; "own": what levels the mask's work."""
         num_tokens = self.case.num_tokens
         match self.case.layout:
@@ -100,13 +87,13 @@ class _Setting(NamedTuple):
             case "balanced":
                 chunk = max(1, min(128, num_tokens // self.n))
                 return balanced(self.mask, num_tokens, self.n, chunk=chunk)
-        return {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}[self.case.layout](
-            num_tokens, self.n
-        )
+            case name:
+                by_name = {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}
+                return by_name[name](num_tokens, self.n)
 
-    def work(self, layout: Layout) -> Workload:
+    def work(self, layout: tw.Layout) -> tw.Workload:
         case = self.case
-        return Workload(
+        return tw.Workload(
             case.num_tokens, *case.heads, dtype=case.dtype, mask=self.mask, layout=layout
         )
 
@@ -135,12 +122,12 @@ def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
     work = setting.work(layout)
     kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
 
-    def made(q_tile: int) -> Plan:
-        inner = mesh(setting.n // degree, q_tile, kv_bytes=kv_bytes)
-        return ulysses(degree, inner) if degree > 1 else inner
+    def made(q_tile: int) -> tw.Plan:
+        inner = tw.mesh(setting.n // degree, q_tile, kv_bytes=kv_bytes)
+        return tw.ulysses(degree, inner) if degree > 1 else inner
 
-    def sent(plan: Plan) -> tuple[int, int]:
-        passes = volume(plan, work)
+    def sent(plan: tw.Plan) -> tuple[int, int]:
+        passes = tw.volume(plan, work)
         by_rank = [sum(both) for both in zip(*passes, strict=True)]
         if which != "both":
             by_rank = passes.forward if which == "forward" else passes.backward
@@ -170,23 +157,23 @@ def _check_factors(name: str, factors: tuple[int, int]) -> None:
 def _auto(setting: _Setting) -> Planned:
     """What ContextParallel takes for strategy "auto"."""
     work = setting.work(setting.layout())
-    machine = Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
+    machine = tw.Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
     plan, backward = promising(work, machine, setting.n)
     return Planned(plan, work.layout_for(setting.n), None if backward is plan else backward)
 
 
-def _hierarchical(setting: _Setting) -> Plan:
+def _hierarchical(setting: _Setting) -> tw.Plan:
     """A tile of whole nodes, a ring inside each."""
     num_nodes, node_size = setting.nodes()
     _check_factors("hierarchical", (num_nodes, node_size))
-    return hierarchical(mesh(num_nodes), ring(node_size))
+    return tw.hierarchical(tw.mesh(num_nodes), tw.ring(node_size))
 
 
-def _attention2d_overlap(setting: _Setting) -> Plan:
+def _attention2d_overlap(setting: _Setting) -> tw.Plan:
     """ATTENTION2D's variant O."""
     factors = near_square(setting.n)
     _check_factors("attention2d_overlap", factors)
-    return attention2d(*factors, overlap=True)
+    return tw.attention2d(*factors, overlap=True)
 
 
 def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
@@ -207,24 +194,24 @@ def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
     )
 
 
-def _ulysses_ring(setting: _Setting) -> Plan:
+def _ulysses_ring(setting: _Setting) -> tw.Plan:
     """USP: heads first, a ring of what is left."""
     degree = _degree(setting, "ulysses_ring")
-    return ulysses(degree, inner=ring(setting.n // degree))
+    return tw.ulysses(degree, inner=tw.ring(setting.n // degree))
 
 
-def _ulysses_double_ring(setting: _Setting) -> Plan:
+def _ulysses_double_ring(setting: _Setting) -> tw.Plan:
     """LoongTrain: heads first, a two-level ring of what is left."""
     degree = _degree(setting, "ulysses_double_ring", two_levels=True)
-    return ulysses(degree, inner=double_ring(*near_square(setting.n // degree)))
+    return tw.ulysses(degree, inner=tw.double_ring(*near_square(setting.n // degree)))
 
 
-COMPOSED: Mapping[str, Callable[[_Setting], Plan | Planned]] = MappingProxyType(
+COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
     {
-        "ring_moves_q": lambda s: ring(s.n, moves="q"),
+        "ring_moves_q": lambda s: tw.ring(s.n, moves="q"),
         "attention2d_overlap": _attention2d_overlap,
         "hierarchical": _hierarchical,
-        "ulysses": lambda s: ulysses(s.n),
+        "ulysses": lambda s: tw.ulysses(s.n),
         "ulysses_ring": _ulysses_ring,
         "ulysses_double_ring": _ulysses_double_ring,
         "ulysses_mesh": lambda s: _of_tiles(s, _degree(s, "ulysses_mesh")),
@@ -233,7 +220,7 @@ COMPOSED: Mapping[str, Callable[[_Setting], Plan | Planned]] = MappingProxyType(
 """Those that compose plans, and another form of one of the catalog's."""
 
 
-def _composed(make: Callable[[_Setting], Plan | Planned], setting: _Setting) -> Planned:
+def _composed(make: Callable[[_Setting], tw.Plan | Planned], setting: _Setting) -> Planned:
     made = make(setting)
     return made if isinstance(made, Planned) else Planned(made, setting.layout())
 
@@ -280,7 +267,7 @@ class Strategy:
         if self.kernel is not None and is_outside(self.kernel):
             check_outside(self.kernel, self.version, *asked_of(case))
 
-    def planned(self, case: BenchCase, mask: Mask | None = None) -> Planned:
+    def planned(self, case: BenchCase, mask: tw.Mask | None = None) -> Planned:
         """Its plan and layout."""
         setting = _Setting(case, case.make_mask() if mask is None else mask)
         if self.text in STRATEGIES:
@@ -302,12 +289,12 @@ class Strategy:
         reason = provided(self.kernel).supports(*asked_of(case)) if self.kernel else None
         return reason and f"kernel {self.kernel}: {reason}"
 
-    def predict(self, case: BenchCase, machine: Machine) -> Prediction:
+    def predict(self, case: BenchCase, machine: tw.Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
         (plan, layout, backward), mask = _asked(self, case)
         work = _Setting(case, mask).work(layout)
-        replayed = simulate(plan, work, machine, backward)
-        sent = volume(plan, work, backward)
+        replayed = tw.simulate(plan, work, machine, backward)
+        sent = tw.volume(plan, work, backward)
         passes = {
             "forward": ((replayed.forward,), (sent.forward,)),
             "backward": ((replayed.backward,), (sent.backward,)),
@@ -331,7 +318,7 @@ class Strategy:
 
 
 @lru_cache(maxsize=8)
-def _asked(strategy: Strategy, case: BenchCase) -> tuple[Planned, Mask]:
+def _asked(strategy: Strategy, case: BenchCase) -> tuple[Planned, tw.Mask]:
     """For questions before a run, which come several at a time; ranks plan for themselves."""
     mask = case.make_mask()
     return strategy.planned(case, mask), mask
@@ -340,17 +327,17 @@ def _asked(strategy: Strategy, case: BenchCase) -> tuple[Planned, Mask]:
 @dataclass(frozen=True)
 class _Prepared:
     case: BenchCase
-    mask: Mask
-    plan: Plan
-    layout: Layout
-    backward_plan: Plan | None
+    mask: tw.Mask
+    plan: tw.Plan
+    layout: tw.Layout
+    backward_plan: tw.Plan | None
     transport: WatchedTransport
-    kernel: Kernel | None
+    kernel: tw.Kernel | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
         where = {"group": self.transport, "kernel": self.kernel}
-        return attention(q, k, v, mask=self.mask, **where, **chosen)
+        return tw.attention(q, k, v, mask=self.mask, **where, **chosen)
 
     def facts(self) -> Facts:
         (waste,) = report(self.mask, self.layout, self.plan, ranks=[self.transport.rank])
@@ -361,10 +348,11 @@ class _Prepared:
         return self.transport.traffic()
 
 
-def _outside_plan(text: str, n: int) -> Plan:
+def _outside_plan(text: str, n: int) -> tw.Plan:
     """The plan of a file outside the package: a plan, or what a function of n returns."""
     found = load(text)
-    return require_type(Plan, text, found if isinstance(found, Plan) else found(n), "tw.ring(n)")
+    plan = found if isinstance(found, tw.Plan) else found(n)
+    return require_type(tw.Plan, text, plan, "tw.ring(n)")
 
 
 @lru_cache(maxsize=64)
@@ -374,7 +362,7 @@ def _check_plan(text: str, version: str, n: int) -> None:
         raise ValueError(f"strategy {text} made a plan for {plan.world_size} ranks, not for {n}")
     try:
         check(plan)
-    except PlanError as error:
+    except tw.PlanError as error:
         raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
 
 

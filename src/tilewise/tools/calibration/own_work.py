@@ -11,21 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import tilewise as tw
 from tilewise.execution.allocator import FreshAllocator
 from tilewise.execution.packing import Packing
-from tilewise.functional import attention
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel as LocalKernel
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.kernels.registry import kernel_for, use_of
-from tilewise.layouts.layout import contiguous
-from tilewise.masks.base import Full
-from tilewise.plan.builder import operand
-from tilewise.plan.ir import Plan, Role, Side
 from tilewise.plan.payload import Payload
 from tilewise.simulation.machine import KernelSpeed
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.ring import ring
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.transport.protocol import Message
 from tilewise.transport.resolve import LocalTransport
@@ -107,8 +100,8 @@ class _Bench:
     def __init__(self, dtype: str, head_dim: int, clock: SharedClock, num_heads: int):
         self.dtype, self.head_dim = getattr(torch, dtype), head_dim
         self.clock, self.num_heads = clock, num_heads
-        use = use_of(clock.device, Full(), 1 << 14)
-        self.kernel: LocalKernel = kernel_for(clock.device.type, self.dtype, head_dim, use)
+        use = use_of(clock.device, tw.Full(), 1 << 14)
+        self.kernel: tw.Kernel = kernel_for(clock.device.type, self.dtype, head_dim, use)
 
     def seconds(
         self, num_queries: int, num_keys: int, kind: Kind = Kind.FULL
@@ -217,22 +210,21 @@ def overheads(clock: SharedClock, dtype: str, kernel: KernelSpeed) -> Overheads:
 
 def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
     """Of a tile, its merge and its kernel's launch included, and of a message sent or received."""
-    alone, chain, gather = (
-        _forward_seconds(clock, plan, dtype) for plan in (ring(1), ring(STEPS), all_gather(STEPS))
-    )
+    plans = tw.ring(1), tw.ring(STEPS), tw.all_gather(STEPS)
+    alone, chain, gather = (_forward_seconds(clock, plan, dtype) for plan in plans)
     per_message = max(gather - alone, 0.0) / (2 * (STEPS - 1))
     return max(chain - gather, 0.0) / (STEPS - 1), per_message
 
 
-def _forward_seconds(clock: SharedClock, plan: Plan, dtype: str) -> float:
+def _forward_seconds(clock: SharedClock, plan: tw.Plan, dtype: str) -> float:
     """Of one rank's forward pass on shards of a few rows, messages arriving at once."""
     n = plan.world_size
     q, k, v = (x[:, 0] for x in _rows(ROWS, dtype, clock.device))
-    layout, transport = contiguous(n * ROWS, n), Instant(n, 1)
+    layout, transport = tw.contiguous(n * ROWS, n), Instant(n, 1)
 
     def once() -> object:
-        words = {"plan": plan, "layout": layout, "mask": Full(), "group": transport}
-        return attention(q, k, v, **words, validate="never")
+        words = {"plan": plan, "layout": layout, "mask": tw.Full(), "group": transport}
+        return tw.attention(q, k, v, **words, validate="never")
 
     return clock.seconds(once, 7, 3)
 
@@ -246,13 +238,13 @@ def _rows(num: int, dtype: str, device: torch.device) -> tuple[Tensor, Tensor, T
 def _calls(clock: SharedClock, dtype: str) -> tuple[float, float]:
     """Of a forward and a backward pass of one tile of a few rows, with its kernel's launch."""
     q, k, v = (x[:, 0].clone().requires_grad_() for x in _rows(4, dtype, clock.device))
-    plan, layout, alone = ring(1), contiguous(4, 1), LocalTransport()
+    plan, layout, alone = tw.ring(1), tw.contiguous(4, 1), LocalTransport()
     dout = torch.randn_like(q)
     forward, backward = [], []
     now = time.thread_time if clock.by_cpu else time.perf_counter
     for _ in range(60):
         start = now()
-        out = attention(q, k, v, plan=plan, layout=layout, mask=Full(), group=alone)
+        out = tw.attention(q, k, v, plan=plan, layout=layout, mask=tw.Full(), group=alone)
         middle = now()
         out.backward(dout)
         forward.append(middle - start)
@@ -278,6 +270,6 @@ def _packing(clock: SharedClock) -> float:
     """Bytes per second of k and v put side by side."""
     k, v = torch.randn(2, 8192, 1, 8, 64, device=clock.device)
     payload = Payload(False, 8, 8, 64, 64, "float32", Wires())
-    packing = Packing(payload.row_format(Side.KV, Role.OPERAND), 8)
-    allocator, item = FreshAllocator(k.device), operand(Side.KV, 0)
+    packing = Packing(payload.row_format(tw.Side.KV, tw.Role.OPERAND), 8)
+    allocator, item = FreshAllocator(k.device), tw.operand(tw.Side.KV, 0)
     return 2 * k.nbytes / clock.seconds(lambda: packing.pack([k, v], allocator, item), 5, 2)

@@ -1,31 +1,32 @@
 """What the page compares a plan with: the strategies one would try by hand, on other clusters too.
 
-Each family of strategies has a few members of every size; the fastest by simulation stands for it.
+A family of strategies is represented by its fastest member, by simulation.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
-from tilewise.simulation.machine import Machine
+import tilewise as tw
 from tilewise.simulation.simulator import Simulation, simulate, simulate_links
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.catalog import degrees, tile_sizes
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.mesh import mesh
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
-from tilewise.workload import Workload
+from tilewise.tools.study.simulated import methods
 
-FAMILIES = ("ring", "all-gather", "double ring", "ulysses", "mesh", "hybrid")
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ring": ("ring",),
+        "all-gather": ("all_gather",),
+        "double ring": ("double_ring",),
+        "ulysses": ("ulysses",),
+        "mesh": ("mesh",),
+        "hybrid": ("ulysses_ring", "ulysses_double_ring", "ulysses_mesh"),
+    }
+)
+"""The methods of the studies that each has."""
 SMALLEST, LARGEST, FULLY = 8, 1024, 4096
 LONGEST_RING = 512  # ranks
 MOST_PRUNED = 32  # ranks; masks that prune ranks differently are simulated rank by rank
-TRIED_EACH, LARGE = 2, 1024  # tile shapes and degrees tried of a size; of more ranks one each
 BANDWIDTHS = (1 / 8, 1 / 2, 1.0, 2.0, 8.0)
 SCALED = ("ring", "ulysses", "mesh", "hybrid")  # on other numbers of devices
 TRIED = ("ring", "mesh", "hybrid")  # on other bandwidths
@@ -35,7 +36,7 @@ class StudyEntry(NamedTuple):
     """A plan of a family and what the simulator says of it."""
 
     family: str
-    plan: Plan
+    plan: tw.Plan
     simulation: Simulation
 
 
@@ -52,8 +53,8 @@ class Studies:
 
     def __init__(
         self,
-        work: Workload,
-        machine: Machine,
+        work: tw.Workload,
+        machine: tw.Machine,
         *,
         full: bool = False,
         tell: Callable[[str], object] = str,
@@ -82,7 +83,7 @@ class Studies:
 
     @property
     def _alike(self) -> bool:
-        return self.work.mask in (Full(), Causal())
+        return self.work.mask in (tw.Full(), tw.Causal())
 
     def sizes(self) -> list[int]:
         """Numbers of devices that the workload is simulated on soon: powers of two."""
@@ -96,7 +97,7 @@ class Studies:
         return [(n, entry) for n, entry in found if entry]
 
     def rescaled(
-        self, this: StudyEntry, backward_plan: Plan | None
+        self, this: StudyEntry, backward_plan: tw.Plan | None
     ) -> list[tuple[float, StudyEntry]]:
         """Each bandwidth with a plan, and the best of a few families of its size."""
         tried = [self.best(name, this.plan.world_size) for name in TRIED]
@@ -111,58 +112,17 @@ class Studies:
         return sorted(found, key=lambda one: one[0])
 
 
-def _work_on(work: Workload, n: int) -> Workload:
+def _work_on(work: tw.Workload, n: int) -> tw.Workload:
     """The same work on another number of devices: a layout of one number alone is left behind."""
     work = replace(work, save=None)
-    if isinstance(work.layout, Layout) and work.layout.world_size != n:
-        return replace(work, layout="zigzag" if work.mask != Full() else "contiguous")
+    if isinstance(work.layout, tw.Layout) and work.layout.world_size != n:
+        return replace(work, layout="zigzag" if work.mask != tw.Full() else "contiguous")
     return work
 
 
-def _members(name: str, work: Workload, machine: Machine, n: int) -> Iterator[Plan]:
-    node = machine.node_size
-    match name:
-        case "ring" if n <= LONGEST_RING:
-            yield ring(n)
-        case "all-gather" if n <= LONGEST_RING:
-            yield all_gather(n)
-        case "double ring" if n > node and n % node == 0 and n <= LONGEST_RING:
-            yield double_ring(n // node, node)
-        case "ulysses" if n in _degrees(work, n):
-            yield ulysses(n)
-        case "mesh":
-            yield from (mesh(n, q_tile=a) for a in _tiles(work, n)[: _tried(n)])
-        case "hybrid":
-            yield from _hybrids(work, machine, n)
-
-
-def _hybrids(work: Workload, machine: Machine, n: int) -> Iterator[Plan]:
-    """Heads inside the node, queries and keys across: the largest degrees that fit."""
-    largest = min(n - 1, machine.node_size)
-    fitting = [degree for degree in _degrees(work, n) if 1 < degree <= largest]
-    for degree in reversed(fitting[-_tried(n) :]):
-        inner = n // degree
-        if inner <= 64:
-            yield ulysses(degree, inner=ring(inner))
-        if inner >= 4:
-            yield ulysses(degree, inner=mesh(inner, q_tile=_tiles(work, inner)[0]))
-
-
-def _tried(n: int) -> int:
-    return TRIED_EACH if n <= LARGE else 1
-
-
-def _degrees(work: Workload, n: int) -> list[int]:
-    return degrees(n, work.num_heads, work.num_kv_heads)
-
-
-def _tiles(work: Workload, n: int) -> list[int]:
-    """Query shards per tile, those first that move the fewest bytes.
-
-    Per shard 5 query-sized tensors travel in both passes (q, out; q, dout, dq) and 6 KV-sized.
-    """
-
-    def moved(a: int) -> float:
-        return 5 * work.num_heads * (a - 1) + 6 * work.num_kv_heads * (n // a - 1)
-
-    return sorted(tile_sizes(n), key=moved)
+def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Iterator[tw.Plan]:
+    if n > LONGEST_RING and name in ("ring", "all-gather", "double ring"):
+        return
+    most = min(machine.node_size, n - 1) if name == "hybrid" else machine.node_size
+    found = methods(n, work, most)
+    yield from (found[method]() for method in FAMILIES[name] if method in found)

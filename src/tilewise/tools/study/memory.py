@@ -95,7 +95,8 @@ def memory(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable
     for mask in (Full(), Causal()):
         here = replace(work, mask=mask)
         least = None
-        for name, plan in methods(n, here, machine.node_size):
+        for name, make in methods(n, here, machine.node_size).items():
+            plan = make()
             found = planned(here, plan)
             least = least or max(found)
             wanted = (formula(here, plan, name, backward) for backward in (False, True))
@@ -118,7 +119,8 @@ def _measured(work: Workload, machine: Machine) -> StudyTable:
     """Bytes of the rank that takes most, in as many processes, beside what the planner says."""
     heads = work.num_heads, work.num_kv_heads
     small = Workload(MEASURED_TOKENS, *heads, work.head_dim, dtype="float32", mask=Full())
-    each = list(methods(MEASURED_RANKS, small, machine.node_size))
+    every = methods(MEASURED_RANKS, small, machine.node_size).items()
+    each = [(name, make()) for name, make in every]
     by_rank = run_ranks(MEASURED_RANKS, _allocated, small, tuple(plan for _, plan in each),
                         timeout_seconds=240)  # fmt: skip
     units = {"strategy": "", "plan": "", "forward planned": "B", "forward measured": "B",

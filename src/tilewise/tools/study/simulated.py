@@ -1,32 +1,21 @@
 """Studies that are simulated: scaling, tile shapes, schedules, masks, a model's step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
+import tilewise as tw
 from tilewise.layouts.balanced import default_layout
-from tilewise.layouts.layout import contiguous, zigzag
-from tilewise.masks.base import Causal, Full, Mask
-from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.simulation.machine import LARGE_TILE, Machine
-from tilewise.simulation.simulator import Simulation, simulate
-from tilewise.strategies.all_gather import all_gather
-from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.catalog import degrees, divisors, near_square
-from tilewise.strategies.double_ring import double_ring
-from tilewise.strategies.mesh import mesh
 from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
-from tilewise.strategies.needed import needed
-from tilewise.strategies.ring import ring
-from tilewise.strategies.ulysses import ulysses
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.report.chart import count, short
 from tilewise.tools.study.table import StudyTable, Value
-from tilewise.workload import Workload, volume
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 LONGEST = MappingProxyType({"all_gather": 0, "double_ring": 0, "attention2d_overlap": 256})
@@ -38,33 +27,40 @@ TRIED = 3000
 """Programs of one length that the search for an optimum tries."""
 
 
-def methods(n: int, work: Workload, node: int) -> Iterator[tuple[str, Plan]]:
-    """The strategies of the papers on n devices, with heads split inside a node."""
-    square = near_square(n)
-    yield "ring", ring(n)
-    yield "all_gather", all_gather(n)
-    if n > node and n % node == 0:
-        yield "double_ring", double_ring(n // node, node)
-    yield "mesh", mesh(n)
-    yield "attention2d", attention2d(*square)
-    yield "attention2d_overlap", attention2d(*square, overlap=True)
-    allowed = degrees(n, work.num_heads, work.num_kv_heads)
+def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.Plan]]:
+    """The strategies of the papers on n devices, made when called.
+
+    Args:
+        most: the largest degree of a hybrid; a node's devices, since heads are split inside it.
+    """
+    square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
+    found: dict[str, Callable[[], tw.Plan]] = {
+        "ring": lambda: tw.ring(n),
+        "all_gather": lambda: tw.all_gather(n),
+    }
+    if n > most and n % most == 0:
+        found["double_ring"] = lambda: tw.double_ring(n // most, most)
+    found["mesh"] = lambda: tw.mesh(n)
+    found["attention2d"] = lambda: tw.attention2d(*square)
+    found["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
     if n in allowed:
-        yield "ulysses", ulysses(n)
-    degree = max(d for d in allowed if d <= node)
+        found["ulysses"] = lambda: tw.ulysses(n)
+    degree = max(d for d in allowed if d <= most)
+    inner = n // degree
     if 1 < degree < n:
-        inner = n // degree
-        yield "ulysses_ring", ulysses(degree, ring(inner))
+        found["ulysses_ring"] = lambda: tw.ulysses(degree, tw.ring(inner))
         if min(near_square(inner)) > 1:
-            yield "ulysses_double_ring", ulysses(degree, double_ring(*near_square(inner)))
-        yield "ulysses_mesh", ulysses(degree, mesh(inner))
+            rings = near_square(inner)
+            found["ulysses_double_ring"] = lambda: tw.ulysses(degree, tw.double_ring(*rings))
+        found["ulysses_mesh"] = lambda: tw.ulysses(degree, tw.mesh(inner))
+    return found
 
 
-def _sent(found: Simulation) -> int:
+def _sent(found: tw.Simulation) -> int:
     return sum(found.bytes_by_link.values())
 
 
-def scaling(work: Workload, machine: Machine) -> Iterator[StudyTable]:
+def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     """Strong and weak scaling from 8 to 1,024 devices."""
     units = {"devices": "", "tokens": "", "strategy": "", "plan": "", "time": "s", "waiting": "s",
              "waiting share": "%", "sent": "B", "memory": "B"}  # fmt: skip
@@ -76,10 +72,11 @@ def scaling(work: Workload, machine: Machine) -> Iterator[StudyTable]:
         rows: list[tuple[Value, ...]] = []
         for n in SIZES:
             here = replace(work, num_tokens=tokens(n))
-            for method, plan in methods(n, here, machine.node_size):
+            for method, make in methods(n, here, machine.node_size).items():
                 if n > LONGEST.get(method, SIZES[-1]):
                     continue
-                found = simulate(plan, here, machine, exact=False)
+                plan = make()
+                found = tw.simulate(plan, here, machine, exact=False)
                 seconds, waiting = found.seconds, found.exposed_seconds
                 share = 100 * waiting / seconds
                 if plan.name not in known:  # all buffers grow with a rank's tokens
@@ -93,16 +90,15 @@ def scaling(work: Workload, machine: Machine) -> Iterator[StudyTable]:
         yield StudyTable(name, title, about, units, rows, "devices", "strategy", "time")
 
 
-def tiles(work: Workload, machine: Machine, n: int = 256) -> Iterator[StudyTable]:
+def tiles(work: tw.Workload, machine: Machine, n: int = 256) -> Iterator[StudyTable]:
     """Every tile shape of a mesh, by the bytes it moves for a FLOP."""
     units = {"tile": "", "forward": "B", "backward": "B", "bytes a kFLOP": "", "links over kernels":
              "x", "time": "s", "waiting": "s", "memory": "B"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    pairs = work.mask.area((0, work.num_tokens), (0, work.num_tokens))
-    flop = 2 * sum(work.widths) * 3.5 * pairs * work.num_heads / n
+    flop = _flop(work, work.mask) / n
     for a in divisors(n):
-        plan = mesh(n, a, kv_bytes=2 * work.num_kv_heads / work.num_heads)
-        found, sent = simulate(plan, work, machine, exact=False), volume(plan, _whole(work))
+        plan = tw.mesh(n, a, kv_bytes=2 * work.num_kv_heads / work.num_heads)
+        found, sent = tw.simulate(plan, work, machine, exact=False), tw.volume(plan, _whole(work))
         forward, backward = max(sent.forward), max(sent.backward)
         carried = (forward + backward) / machine.nic_bandwidth
         rows.append(
@@ -118,12 +114,12 @@ def tiles(work: Workload, machine: Machine, n: int = 256) -> Iterator[StudyTable
     yield StudyTable("tiles", "Tile shapes", about, units, rows)
 
 
-def _whole(work: Workload) -> Workload:
+def _whole(work: tw.Workload) -> tw.Workload:
     """Under the full mask: pruning a causal mask changes bytes by some per cent, and takes long."""
-    return replace(work, mask=Full())
+    return replace(work, mask=tw.Full())
 
 
-def schedules(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """Every order of a tile's work beside the best possible one, in milliseconds."""
     orders = ("greedy", "paced", "eager", "kv_first", "gather")
     units = {"tokens": "", "tile": "", "pass": "", "kernels over messages": "x",
@@ -157,13 +153,15 @@ def schedules(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTa
     yield StudyTable("schedules", "Schedules of a mesh tile", about, units, rows)
 
 
-def _prices(work: Workload, machine: Machine, backward: bool, n: int) -> tuple[ShardWeights, float]:
+def _prices(
+    work: tw.Workload, machine: Machine, backward: bool, n: int
+) -> tuple[ShardWeights, float]:
     """Seconds of each kind of message on a NIC, and of a block."""
-    resolved = work.resolve(mesh(n, n))[backward]
+    resolved = work.resolve(tw.mesh(n, n))[backward]
     size = work.num_tokens // n
     weights = (
-        size * resolved.payload.row_bytes(Item(side, role, 0)) / machine.nic_bandwidth
-        for role in Role if role is not Role.RESULT for side in Side
+        size * resolved.payload.row_bytes(tw.Item(side, role, 0)) / machine.nic_bandwidth
+        for role in tw.Role if role is not tw.Role.RESULT for side in tw.Side
     )  # fmt: skip
     q, kv, q_partial, kv_partial = weights
     share = work.mask.area((0, work.num_tokens), (0, work.num_tokens)) / work.num_tokens**2
@@ -182,7 +180,7 @@ def _optimum(
     return (known, False) if best is None else (best, True)
 
 
-def masks(work: Workload, machine: Machine) -> Iterator[StudyTable]:
+def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     """What a ring keeps of its speed under causal and document masks, by ranks."""
     units = {"mask": "", "layout": "", "strategy": "", "devices": "", "time": "s", "waiting": "s",
              "TFLOP/s a device": "", "kept of full": "%", "imbalance": "x",
@@ -194,13 +192,13 @@ def masks(work: Workload, machine: Machine) -> Iterator[StudyTable]:
             num_tokens = n * per_device
             mask = drawn(name, num_tokens, 0)
             here = replace(work, num_tokens=num_tokens, mask=mask)
-            layouts = [("contiguous", contiguous(num_tokens, n)), ("zigzag", zigzag(num_tokens, n))]
-            cases = [(which, at, "ring", ring(n)) for which, at in layouts]
+            layouts = [(make.__name__, make(num_tokens, n)) for make in (tw.contiguous, tw.zigzag)]
+            cases = [(which, at, "ring", tw.ring(n)) for which, at in layouts]
             if name != "full":
                 level = default_layout(mask, num_tokens, n)
-                cases.append(("level", level, "needed", needed(mask, level)))
+                cases.append(("level", level, "needed", tw.needed(mask, level)))
             for which, layout, strategy, plan in cases:
-                found = simulate(plan, replace(here, layout=layout), machine)
+                found = tw.simulate(plan, replace(here, layout=layout), machine)
                 speed = _flop(here, mask) / n / found.seconds / 1e12
                 full.setdefault(n, speed)
                 uses = [found.use(rank) for rank in range(n)]
@@ -211,15 +209,15 @@ def masks(work: Workload, machine: Machine) -> Iterator[StudyTable]:
                      100 * speed / full[n], uneven, _sent(found))
                 )  # fmt: skip
     about = (
-        f"{_about(replace(work, mask=Full()), machine, mask=False)} {count(per_device)} tokens a "
-        "device; documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
+        f"{_about(_whole(work), machine, mask=False)} {count(per_device)} tokens a device; "
+        "documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
         "ring's under the full mask. Imbalance: kernels' seconds, busiest rank over the mean. "
         "needed sends each rank only what its queries see, on a layout with equal work."
     )
     yield StudyTable("masks", "A ring under masks", about, units, rows)
 
 
-def _flop(work: Workload, mask: Mask) -> float:
+def _flop(work: tw.Workload, mask: tw.Mask) -> float:
     """Of both passes, as is usual: forward 4 head_dim a pair and head, backward 2.5 times that."""
     tokens = 0, work.num_tokens
     return 3.5 * 2 * sum(work.widths) * mask.area(tokens, tokens) * work.num_heads
@@ -256,26 +254,26 @@ def clusters() -> tuple[Machine, Machine]:
     )
 
 
-def model(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """A GPT-3-like model's step: attention and linear layers."""
     units = {"machine": "", "model": "", "tokens": "", "strategy": "", "attention": "s",
              "linear layers": "s", "step": "s", "attention share": "%",
              "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     plans = (
-        ("ring", ring(n)),
-        ("attention2d", attention2d(*near_square(n))),
-        ("attention2d_overlap", attention2d(*near_square(n), overlap=True)),
-        ("mesh", mesh(n)),
+        ("ring", tw.ring(n)),
+        ("attention2d", tw.attention2d(*near_square(n))),
+        ("attention2d_overlap", tw.attention2d(*near_square(n), overlap=True)),
+        ("mesh", tw.mesh(n)),
     )
     for cluster in (*clusters(), machine):
         for shape in MODELS:
             for tokens in MODEL_TOKENS:
                 heads = shape.heads, shape.heads, shape.head_dim
-                here = Workload(tokens, *heads, dtype=work.dtype, mask=Causal())
+                here = tw.Workload(tokens, *heads, dtype=work.dtype, mask=tw.Causal())
                 linear, steps = _linear_seconds(shape, tokens / n, cluster, work.dtype), []
                 for name, plan in plans:
-                    found = simulate(plan, here, cluster, exact=False)
+                    found = tw.simulate(plan, here, cluster, exact=False)
                     attention = shape.layers * found.seconds
                     steps.append(attention + linear)
                     rows.append(
@@ -297,7 +295,7 @@ def _linear_seconds(shape: GptShape, tokens: float, machine: Machine, dtype: str
     return 6 * parameters * tokens / speed
 
 
-def _about(work: Workload, machine: Machine, mask: bool = True) -> str:
+def _about(work: tw.Workload, machine: Machine, mask: bool = True) -> str:
     heads = f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}"
     seen = f", {type(work.mask).__name__.lower()} mask" if mask else ""
     return f"{heads}, {work.dtype}{seen}, on {machine.name}."
