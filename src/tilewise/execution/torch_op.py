@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,16 @@ from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
 from tilewise.transport.cooperative_threads import DeadlockError
 from tilewise.transport.lost_rank import LostRankError
+from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
 from tilewise.wires.wire import Plain, wires_of
 
+_ANSWERED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""By group, the wires that its ranks have compared although validate is "never"."""
+FIRST_ANSWER_SECONDS = 30.0
+"""How long such a comparison waits for a rank the first time."""
 # torch 2.11 looks up the very class, later ones a base class too.
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
@@ -91,12 +97,20 @@ def _agree(
     error: str | None,
 ) -> None:
     """Let ranks compare these fields, at every call or once."""
-    if call.validate != "first":
-        agree(transport, fields, error)
-        return
     group = call.group or (dist.group.WORLD if transport.world_size > 1 else transport)
     with _explained(call):
-        FIRST_AGREEMENTS.agree(group, transport, fields, error)
+        if call.validate == "first":
+            FIRST_AGREEMENTS.agree(group, transport, fields, error)
+            return
+        if call.validate == "never" and isinstance(transport, DistTransport):
+            # A rank without such a wire compares nothing: it would wait as long as its group.
+            answered = _ANSWERED.setdefault(group, set())
+            wire = str(call.wire or call.wire_dtype)
+            transport.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
+            agree(transport, fields, error)
+            answered.add(wire)
+            return
+        agree(transport, fields, error)
 
 
 @contextmanager
@@ -106,10 +120,11 @@ def _explained(call: AttentionCall) -> Iterator[None]:
         yield
     except (LostRankError, DeadlockError) as error:
         if call.validate != "always":
-            compared = "once a call" if call.validate == "first" else "nothing"
+            compared = "once a call" if call.validate == "first" else "only wires that round"
             error.args = (
-                f"{error} (validate={call.validate!r} compares {compared}: ranks may have passed "
-                "different calls; validate='always' says which)",
+                f"{error} (validate={call.validate!r} compares {compared}: others may have passed "
+                f"another wire than {call.wire or call.wire_dtype} here, or another call; "
+                "validate='always' says which)",
             )
         raise
 
@@ -187,7 +202,8 @@ class _LatentAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         assert call.problem is not None
         transport, keep = transport_for(call.group), call.needs_grad or bool(leaves)
-        out, lse, kept = forward_pass(call.problem, transport, q, x, keep=keep)
+        with _explained(call):
+            out, lse, kept = forward_pass(call.problem, transport, q, x, keep=keep)
         largest = kept[: call.problem.scores.max_logit]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*largest)
@@ -204,7 +220,7 @@ class _LatentAttention(torch.autograd.Function):
         problem, transport = ctx.call.problem, transport_for(ctx.call.group)
         _agree_backward(problem, transport, ctx.call, q, dout, x)
         problem.expansion.begin_backward()
-        with torch.no_grad():
+        with torch.no_grad(), _explained(ctx.call):
             saved = q, x, out, lse
             dq, dx = backward_pass(problem, transport, saved, kept, (dout, dlse))
             grads = dq, dx, *problem.expansion.gradients()

@@ -105,8 +105,9 @@ class CooperativeScheduler:
     def _release_all(self) -> None:
         ranks = sorted(self._waiting)
         if not self._failures and not self._cancelled:
-            deadlock = DeadlockError(self._deadlock(ranks))
-            self._failures[ranks[0]] = self._released[ranks[0]] = deadlock
+            text = self._deadlock(ranks)
+            self._released |= {rank: DeadlockError(text) for rank in ranks}
+            self._failures[ranks[0]] = self._released[ranks[0]]
         for rank in ranks:
             self._released.setdefault(rank, Released())
             self.wake(rank)

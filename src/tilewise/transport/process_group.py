@@ -4,6 +4,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from hashlib import blake2b
 from time import sleep
 
@@ -44,12 +45,13 @@ class _Posted:
     def waited(self) -> bool:
         return self._work is None
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = 0) -> None:
+        """seconds: at most; 0: the group's timeout. Whom it fails for, it fails for all."""
         work, self._work = self._work, None
         if work is None:
             return
         try:
-            work.wait()
+            work.wait(*([timedelta(seconds=seconds)] if seconds else []))
         except RuntimeError as error:
             raise failure_of(self._messages, self._verb, error, self._group) from error
         self._messages = ()
@@ -65,10 +67,10 @@ class _Shared:
     def waited(self) -> bool:
         return self._posted.waited
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = 0) -> None:
         if self.waited:
             return
-        self._posted.wait()
+        self._posted.wait(seconds)
         pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
         for message, piece in zip(self._messages, pieces, strict=True):
             message.tensor.view(-1).copy_(piece)
@@ -101,6 +103,9 @@ class DistTransport:
         node_size: neighbouring ranks of the group that share a node: messages between nodes get a
             lane of their own. None: on NCCL as torchrun says, if all
             nodes hold equally many neighbours; else one lane.
+
+    Attributes:
+        agreement_seconds: how long an agreement waits for a rank; 0: the group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
@@ -108,6 +113,7 @@ class DistTransport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.agreement_number: int | None = None  # of the last one, the same on all ranks
+        self.agreement_seconds = 0.0
         config = str(dist.get_backend_config(group))
         self._backends = dict(part.split(":") for part in config.split(","))
         batched = self._backends.get("cuda") == "nccl"
@@ -202,7 +208,7 @@ class DistTransport:
         failure = None
         for receive in receives[: len(coming)]:
             try:
-                receive.wait()
+                receive.wait(self.agreement_seconds)
             except RuntimeError as error:
                 failure = failure or error
         same = failure is None and all(x.numpy().tobytes() == digest + b"\1" for x in heard)
@@ -211,7 +217,7 @@ class DistTransport:
             told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
             up = [Message(told, parent, _DIGEST)]
             sending += self._post_each(up, (), self._records, _RECORD_TAG)[1]
-            receives[-1].wait()
+            receives[-1].wait(self.agreement_seconds)
         else:
             verdict[:2] = torch.tensor([same, int.from_bytes(os.urandom(4))])
             verdict[2] = failure.rank if isinstance(failure, LostRankError) else -1
