@@ -1,0 +1,300 @@
+"""transformers' two interfaces: the masks that a model asks for, and the attention of its layers.
+
+A LayerMask goes from the one to the other. What cannot be honoured is refused on all ranks alike.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.context_parallel import ContextParallel
+from tilewise.execution.validation import MOST_SEEDS
+from tilewise.functional import Options
+from tilewise.integrations.documents import checked_documents, gathered_documents
+from tilewise.integrations.hf_masks import (
+    documents_of,
+    packs,
+    parts,
+    read_mask,
+    refused_keyword,
+    refused_model,
+)
+from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
+from tilewise.masks.tables import Slices
+from tilewise.transport.agreement import agree, agree_on_largest
+from tilewise.transport.loopback import LoopbackGroup
+from tilewise.transport.resolve import transport_for
+
+UNREADABLE = "it makes a mask of its own from it, which tilewise cannot run"
+
+
+class LayerMask:
+    """What transformers hands from its mask interface to the attention of its layers.
+
+    It holds the layers' mask without documents; the first layer that uses it settles these, with
+    all ranks, so that one forward pass asks once.
+
+    Args:
+        mask: as read from the model's mask function.
+        packs: whether that function keeps documents apart, as far as this rank's rows show.
+        refused_length: from this rank's position_ids to what is wrong with the model's RoPE here.
+        read: the mask for documents, whose chunks it counts; default: mask.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        mask: Mask,
+        packs: bool,
+        refused_length: Callable[[Tensor | None], str | None] = lambda _: None,
+        read: Callable[[tuple[int, ...]], Mask] | None = None,
+    ):
+        self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
+        self.read = read or (lambda _: mask)
+        self.settled: Mask | None = None
+        self.seed: int | None = None  # of dropout, in the first layer that drops
+        self.layers: dict[nn.Module, int] = {}  # those that drop, counted
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"LayerMask has no attribute {name!r}")
+        _refuse(self.cp, f"the model reads {name} of its mask; {UNREADABLE}")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        _refuse(self.cp, f"the model cuts its mask; {UNREADABLE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        raise ValueError(
+            f"the model passes tilewise's mask to {function.__name__}: its attention does not go "
+            "through transformers' AttentionInterface, so tilewise cannot reach it"
+        )
+
+    def whole(self, batch: int, given: Mapping[str, Any]) -> Mask:
+        """The mask with the batch's documents.
+
+        Args:
+            given: the keywords that the layer passes on.
+        """
+        if self.settled is None:
+            self.settled = self._settle(batch, given)
+        return self.settled
+
+    def dropout_seed(self, module: nn.Module) -> int:
+        """The seed of a layer in this forward pass: rank 0's draw from torch's CPU generator.
+
+        A recomputed layer draws in vain, so that what else it draws is as in forward. Ranks of a
+        loopback share the generator: rank 0 alone draws.
+        """
+        rank, number = self.cp.rank, 0
+        if rank == 0 or not isinstance(self.cp.group, LoopbackGroup):
+            number = int(torch.randint(MOST_SEEDS, (), device="cpu"))
+        if self.seed is None:
+            transport = transport_for(self.cp.group)
+            self.seed = agree_on_largest(transport, "dropout seed", 0 if rank else number)
+        return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
+
+    def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:
+        position_ids, cu_seqlens = given.get("position_ids"), given.get("cu_seq_lens_q")
+        error = self.refused_length(position_ids)
+        if error is not None:
+            pass
+        elif isinstance(self.cp.mask, Slices):
+            error = self._refused_slices(cu_seqlens)
+        elif position_ids is not None and position_ids.ndim != 2:
+            error = f"position_ids have {position_ids.ndim} dimensions; pass [batch, num_rows]"
+        elif cu_seqlens is not None and position_ids is not None:
+            error = checked_documents(self.cp, cu_seqlens, position_ids)
+        elif cu_seqlens is None and position_ids is None and Causal() in parts(self.mask):
+            error = (
+                "the model does not pass position_ids on to its attention, so its documents are "
+                "not known; call it with what hf.shard returns, which has cu_seq_lens_q"
+            )
+        fields = {
+            "mask": repr(self.mask),
+            "cu_seq_lens_q": str(None if cu_seqlens is None else as_ints(cu_seqlens)),
+            "position_ids": "none" if position_ids is None else "given",
+        }
+        agree(transport_for(self.cp.group), fields, error)
+        if isinstance(self.cp.mask, Slices):
+            return self.cp.mask
+        return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
+
+    def _refused_slices(self, cu_seqlens: Tensor | None) -> str | None:
+        """Why cp.mask, which says itself what each token sees, cannot stand for the layer's."""
+        if self.mask != Causal():
+            return (
+                f"a layer asks for {self.mask!r}, but cp.mask is Slices (of a tree, say), which "
+                "takes the place of Causal() alone; use a model without windows, or another mask"
+            )
+        if cu_seqlens is not None:
+            return (
+                "the batch has cu_seq_lens_q and cp.mask is Slices: both say which tokens belong "
+                "together; pass input_ids and position_ids alone"
+            )
+        return None
+
+    def _with_documents(self, cu_seqlens: tuple[int, ...]) -> Mask:
+        wanted = documents_of(self.cp.mask)
+        if wanted not in (None, cu_seqlens):
+            raise ValueError(
+                f"cp.mask has documents {Document(wanted)}, but the batch has "
+                f"{Document(cu_seqlens)}; pass position_ids that start at 0 in each document, or "
+                "make cp with tw.Causal()"
+            )
+        mask = self.read(cu_seqlens)
+        return mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
+
+
+def _documents(
+    layer: LayerMask, batch: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[int, ...]:
+    if cu_seqlens is not None:
+        return as_ints(cu_seqlens, "cu_seqlens")
+    if position_ids is None:
+        return 0, layer.cp.layout.num_tokens
+    found = gathered_documents(layer.cp, position_ids, batch)
+    if len(found) > 2:
+        error, jumps = None, bool((position_ids.diff() != 1).any())
+        if jumps and not layer.packs:
+            error = (
+                f"position_ids start {len(found) - 1} documents, which transformers ignores here: "
+                "it does in bidirectional masks, and where there is a cache or an attention_mask; "
+                "pass use_cache=False and no attention_mask, or cu_seq_lens_q"
+            )
+        agree(transport_for(layer.cp.group), {}, error)
+    return found
+
+
+def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
+    """Ranks that are threads of one process have one registry: a name may be another rank's."""
+    if isinstance(cp.group, LoopbackGroup) and threading.get_ident() != thread:
+        raise ValueError(
+            f"a model on another rank uses the attention of rank {cp.rank}: ranks of a loopback "
+            "share a name, or a model's configuration, which holds the name; give every rank a "
+            "name and a copy of its own: "
+            'hf.parallelize(copy.deepcopy(model), cp, f"tilewise_{rank}")'
+        )
+
+
+def masks_of(cp: ContextParallel, lengths: RopeLengths, proven: bool) -> Callable[..., LayerMask]:
+    """The mask interface: what a layer's mask function asks for, or a refusal."""
+    thread = threading.get_ident()
+
+    def make_mask(
+        *,
+        q_length: int,
+        kv_length: int,
+        q_offset: int,
+        mask_function: Callable[..., Any],
+        **given: Any,
+    ) -> LayerMask:
+        _refuse_other_ranks(cp, thread)
+        attention_mask = given.get("attention_mask")
+        lengths.agreed = False
+        try:
+            error = refused_model(given["config"]) or _unproven(given["config"], proven)
+            mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
+        except ValueError as unread:
+            error, mask = str(unread), Full()
+        error = error or _refused_rows(cp, q_length, kv_length, int(q_offset))
+        if error is None and attention_mask is not None and not bool(attention_mask.all()):
+            error = (
+                "attention_mask hides padding, which would be another mask for each row; pass it "
+                "to hf.shard or ShardingCollator, not to the model: they put the rows into one, as "
+                "documents"
+            )
+        if error:
+            _refuse(cp, error)
+        refused_length = partial(lengths.refused, given["config"])
+        read = partial(read_mask, mask_function)
+        return LayerMask(cp, mask, packs(mask_function), refused_length, read)
+
+    return make_mask
+
+
+def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tensor, None]]:
+    """The attention interface: tensors [batch, heads, rows, head_dim], out [batch, rows, ...]."""
+    thread = threading.get_ident()
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse_other_ranks(cp, thread)
+        if not isinstance(attention_mask, LayerMask):
+            _refuse(cp, _foreign(module, attention_mask))
+        error = _unproven(module, proven) or refused_keyword(module, attention_mask.mask, given)
+        if error is None and query.shape[2] != key.shape[2]:
+            error = f"{key.shape[2]} keys for {query.shape[2]} queries: cross attention or a cache"
+        if error:
+            _refuse(cp, f"{type(module).__name__}: {error}")
+        mask = attention_mask.whole(len(query), given)
+        rows = cp.layout.size(cp.rank)
+        # A rank without tokens runs the model on one row of padding, which never gets here.
+        spare = query.shape[2] if rows == 0 else 0
+        q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
+        dropout = float(given.get("dropout") or 0)
+        options: Options = {
+            "softmax_scale": given.get("scaling"),
+            "sink": given.get("s_aux"),
+            "softcap": given.get("softcap"),
+            "dropout_p": dropout,
+            "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
+        }
+        out = cp.attention(q, k, v, mask=mask, **options)
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
+
+    return attend
+
+
+def _unproven(found: Any, proven: bool) -> str | None:
+    """Why a model is not run whose code nobody tried; found: its configuration or attention."""
+    if proven or type(found).__module__.startswith("transformers."):
+        return None
+    return (
+        f"{type(found).__name__} is not of transformers, and whether such a model can be split is "
+        "not known; hf.parallelize(model, cp) in place of hf.register tries a tiny one first"
+    )
+
+
+def _refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:
+    rows = cp.layout.size(cp.rank)
+    if q_offset or kv_length != q_length:
+        return (
+            f"{kv_length} keys for {q_length} queries from position {q_offset} on: cross "
+            "attention, past_key_values that hold tokens (use_cache), or an attention_mask that is "
+            "not sharded; tilewise runs self-attention of the whole sequence, without a cache"
+        )
+    if q_length != max(rows, 1):
+        one = " (models cannot run on none: hf.shard pads to one)" if rows == 0 else ""
+        return (
+            f"the model runs on {q_length} tokens, but the layout gives this rank {rows}{one}; "
+            "call it with what hf.shard returns"
+        )
+    return None
+
+
+def _foreign(module: nn.Module, attention_mask: Any) -> str:
+    name = type(module).__name__
+    if attention_mask is None:
+        return f"{name} passes no mask: it does not ask transformers' mask interface for one"
+    return (
+        f"{name} passes an attention_mask of its own ({type(attention_mask).__name__}), which "
+        "tilewise cannot read; leave it out, and pack rows of different lengths as documents"
+    )
+
+
+def _refuse(cp: ContextParallel, error: str) -> NoReturn:
+    """Raise on every rank, wherever the others wait to agree."""
+    agree(transport_for(cp.group), None, error)
+    raise AssertionError("agree raises what it is given")
