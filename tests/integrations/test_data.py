@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused():
         TokenDataset(STREAM, LAYOUTS[0], 0, (0, 9))
     with pytest.raises(IndexError, match=r"item \(3\) must be in 0..2"):
         TokenDataset(STREAM, LAYOUTS[0], 0)[3]
-    with pytest.raises(ValueError, match=r"\(22,\) and None; pass \[batch, num_tokens\] each"):
+    with pytest.raises(ValueError, match=r"input_ids \(22,\): pass \[batch, num_tokens\]"):
         shard_inputs(LAYOUTS[0], 0, torch.arange(22))
     with pytest.raises(ValueError, match="x has 21 tokens"):
         shard_inputs(LAYOUTS[0], 0, torch.zeros(1, 21, dtype=torch.int64))

@@ -266,12 +266,11 @@ def test_mask_functions_are_read_by_their_structure():
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (mu.blockwise_overlay(torch.zeros(1, 4, dtype=torch.int64)), "blockwise_overlay"),
         (mu.chunked_causal_mask_function(4, torch.zeros(1)), "chunked_overlay"),
         (mu.and_masks(mu.causal_mask_function, lambda b, h, q, k: q > 3), "<lambda>"),
         (mu.padding_mask_function(torch.ones(1, 4)), "padding_mask_function"),
     ],
-    ids=["blockwise", "chunked", "own", "padding"],
+    ids=["chunked", "own", "padding"],
 )
 def test_a_mask_function_that_is_not_known_is_refused_by_name(function: Any, name: str):
     with pytest.raises(ValueError, match="which tilewise cannot represent") as raised:

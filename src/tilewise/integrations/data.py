@@ -6,6 +6,7 @@ values plain tensors.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tilewise.masks.base import as_ints
 __all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
 
 IGNORED = -100  # the label that no loss counts
+FILL = MappingProxyType({"input_ids": 0, "labels": IGNORED, "token_type_ids": 0})  # of padding
 Inputs = dict[str, Tensor]
 
 
@@ -31,6 +33,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     labels: Tensor | None = None,
     cu_seqlens: Any = None,
     attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
     shift_labels: bool = True,
 ) -> Inputs:
     """What a model of transformers is called with on one rank, from the whole batch.
@@ -46,28 +49,31 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
         cu_seqlens: boundaries of packed documents; default: one document.
         attention_mask: as input_ids, 0 where a row is padded on its right: the rows become the
             documents of one row of layout.num_tokens, without their padding and its labels.
+        token_type_ids: as input_ids, where the model makes a mask of them (images of Gemma 3). They
+            are returned whole, because tokens that see each other may lie on several ranks.
         shift_labels: False for a masked language model, which predicts labels where they are.
     """
+    given = {"input_ids": input_ids, "labels": labels, "token_type_ids": token_type_ids}
+    columns = {name: x for name, x in given.items() if x is not None}
     if attention_mask is not None:
-        documents, wanted = _unpadded(input_ids, labels, attention_mask, cu_seqlens)
-        input_ids, targets, cu_seqlens = _one_row(layout, documents, wanted, 0)
-        labels = None if labels is None else targets
-    if input_ids.ndim != 2 or (labels is not None and labels.shape != input_ids.shape):
-        shapes = tuple(input_ids.shape), None if labels is None else tuple(labels.shape)
-        raise ValueError(
-            f"input_ids and labels are {shapes[0]} and {shapes[1]}; pass [batch, num_tokens] each"
-        )
+        documents = _unpadded(columns, attention_mask, cu_seqlens)
+        columns, cu_seqlens = _one_row(layout, documents, 0)
+    input_ids, labels = columns["input_ids"], columns.get("labels")
+    if input_ids.ndim != 2 or any(x.shape != input_ids.shape for x in columns.values()):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in columns.items())
+        raise ValueError(f"{shapes}: pass [batch, num_tokens] each, of one shape")
     boundaries = (0, layout.num_tokens) if cu_seqlens is None else as_ints(cu_seqlens)
     mine = layout.shard(input_ids, rank, 1)
+    whole = {name: x for name, x in columns.items() if name == "token_type_ids"}
     if labels is None:
-        return _inputs(layout, rank, boundaries, mine)
+        return _inputs(layout, rank, boundaries, mine) | whole
     if shift_labels:
         labels = lengths.shift_labels(labels, boundaries, IGNORED)
     count = (labels != IGNORED).sum()
     inputs = _inputs(layout, rank, boundaries, mine, (layout.shard(labels, rank, 1), count))
     if not shift_labels:
         del inputs["shift_labels"]
-    return inputs
+    return inputs | whole
 
 
 def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
@@ -117,35 +123,34 @@ class ShardingCollator:
 
         Args:
             examples: input_ids, and labels if they are not the same, each of any length; with
-                attention_mask: without what it says is padding on the right.
+                token_type_ids all or none; with attention_mask: without what it says is padding on
+                the right.
         """
-        documents: list[Tensor] = []
-        labels: list[Tensor] = []
-        for example in examples:
-            ids = torch.as_tensor(example["input_ids"])
-            wanted = torch.as_tensor(example.get("labels", example["input_ids"]))
+        documents: dict[str, list[Tensor]] = {}
+        for index, example in enumerate(examples):
             mask = example.get("attention_mask")
-            kept = len(ids) if mask is None else _length(torch.as_tensor(mask), len(documents))
-            documents.append(ids[:kept])
-            labels.append(wanted[:kept])
-        whole, targets, cu_seqlens = _one_row(self.layout, documents, labels, self.pad_token_id)
+            kept = None if mask is None else _length(torch.as_tensor(mask), index)
+            for name, x in {"labels": example["input_ids"], **example}.items():
+                if name in FILL:
+                    documents.setdefault(name, []).append(torch.as_tensor(x)[:kept])
+        columns, cu_seqlens = _one_row(self.layout, documents, self.pad_token_id)
         options = {"cu_seqlens": cu_seqlens, "shift_labels": self.shift_labels}
-        return shard_inputs(self.layout, self.rank, whole, labels=targets, **options)
+        return shard_inputs(self.layout, self.rank, **columns, **options)
 
 
-def _unpadded(
-    input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor, cu_seqlens: Any
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows of a batch without their padding, and their labels."""
-    labels = input_ids if labels is None else labels
-    if not input_ids.shape == labels.shape == attention_mask.shape or cu_seqlens is not None:
+def _unpadded(columns: Inputs, attention_mask: Tensor, cu_seqlens: Any) -> dict[str, list[Tensor]]:
+    """The rows of a batch without their padding."""
+    shapes = {name: tuple(x.shape) for name, x in columns.items()}
+    if set(shapes.values()) != {tuple(attention_mask.shape)} or cu_seqlens is not None:
         raise ValueError(
-            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids "
-            f"{tuple(input_ids.shape)} and labels {tuple(labels.shape)}, and stand alone: it says "
-            "where documents end, as cu_seqlens would"
+            f"attention_mask {tuple(attention_mask.shape)} must have the shape of "
+            f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())}, and stand alone: "
+            "it says where documents end, as cu_seqlens would"
         )
     kept = [_length(row, index) for index, row in enumerate(attention_mask)]
-    return tuple([x[:n] for x, n in zip(rows, kept, strict=True)] for rows in (input_ids, labels))  # pyright: ignore[reportReturnType]
+    return {
+        name: [x[:n] for x, n in zip(rows, kept, strict=True)] for name, rows in columns.items()
+    }
 
 
 def _length(attention_mask: Tensor, row: int) -> int:
@@ -160,22 +165,29 @@ def _length(attention_mask: Tensor, row: int) -> int:
 
 
 def _one_row(
-    layout: Layout, documents: list[Tensor], labels: list[Tensor], pad_token_id: int
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Documents one after the other, then padding: ids and labels [1, num_tokens], cu_seqlens."""
-    num_tokens = layout.num_tokens
-    cu_seqlens = np.cumsum([0, *map(len, documents)]).tolist()
+    layout: Layout, documents: Mapping[str, list[Tensor]], pad_token_id: int
+) -> tuple[Inputs, list[int]]:
+    """Documents one after the other, then padding: columns [1, num_tokens], and cu_seqlens."""
+    counts, num_tokens = list(map(len, documents["input_ids"])), layout.num_tokens
+    cu_seqlens = np.cumsum([0, *counts]).tolist()
     missing = num_tokens - cu_seqlens[-1]
     if missing < 0:
         raise ValueError(
-            f"the {len(documents)} examples have {cu_seqlens[-1]} tokens, but the layout is "
+            f"the {len(counts)} examples have {cu_seqlens[-1]} tokens, but the layout is "
             f"for {num_tokens}; group them with pack(lengths, {num_tokens})"
         )
-    if missing:
-        documents = [*documents, documents[0].new_full((missing,), pad_token_id)]
-        labels = [*labels, labels[0].new_full((missing,), IGNORED)]
-        cu_seqlens.append(num_tokens)
-    return torch.cat(documents)[None], torch.cat(labels)[None], cu_seqlens
+    for name, pieces in documents.items():
+        if list(map(len, pieces)) != counts:
+            raise ValueError(
+                f"{name} have {list(map(len, pieces))} tokens, input_ids {counts}; give every "
+                "example both, of one length"
+            )
+    fill = FILL | {"input_ids": pad_token_id}
+    columns = {
+        name: torch.cat([*pieces, pieces[0].new_full((missing,), fill[name])])[None]
+        for name, pieces in documents.items()
+    }
+    return columns, cu_seqlens + [num_tokens] * bool(missing)
 
 
 class TokenDataset(Dataset[Inputs]):
@@ -238,11 +250,10 @@ def _inputs(
     longest = int(boundaries.diff().max())
     padding = 0 if layout.size(rank) else 1
     inputs = {"input_ids": input_ids, "position_ids": position_ids[None]}
-    fill = {"input_ids": 0, "position_ids": 0, "labels": IGNORED}
     if labels is not None:
         inputs["labels"] = labels[0]
     inputs = {
-        name: torch.nn.functional.pad(x, (0, padding), value=fill[name])
+        name: torch.nn.functional.pad(x, (0, padding), value=FILL.get(name, 0))
         for name, x in inputs.items()
     }
     if labels is not None:

@@ -109,7 +109,10 @@ def refusal(
 
 def _attach(model: Any, cp: ContextParallel, name: str) -> None:
     lengths = _register(cp, name, proven=True)
-    model.set_attn_implementation(name)
+    text = model.config.get_text_config(decoder=True)
+    sub_configs = getattr(model.config, "sub_configs", ())
+    only = {key: name for key in sub_configs if getattr(model.config, key) is text}
+    model.set_attn_implementation(only or name)  # what sees images is not split
     lengths.agree_in(model)
 
 
@@ -146,13 +149,14 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
     return lengths
 
 
-def shard(
+def shard(  # noqa: PLR0913 - what a batch consists of, by name
     cp: ContextParallel,
     input_ids: Tensor,
     *,
     labels: Tensor | None = None,
     cu_seqlens: Any = None,
     attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
     shift_labels: bool = True,
 ) -> dict[str, Tensor]:
     """What a model is called with on this rank, from the whole batch; see data.shard_inputs."""
@@ -163,6 +167,7 @@ def shard(
         labels=labels,
         cu_seqlens=cu_seqlens,
         attention_mask=attention_mask,
+        token_type_ids=token_type_ids,
         shift_labels=shift_labels,
     )
 

@@ -9,7 +9,7 @@ from operator import and_, or_
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.tables import Slices
@@ -41,7 +41,7 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
     Args:
         given: the keywords that the layer passes to its attention.
     """
-    found = set(parts(mask))
+    found = set(parts(mask, joined=Or))
     for name, value in given.items():
         match name, value:
             case _, None | False if name != "is_causal":
@@ -130,7 +130,8 @@ def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> M
     Args:
         cu_seqlens: documents of the whole sequence; chunks count from each one's start.
     Raises:
-        ValueError: naming the function, if its meaning is not known.
+        ValueError: naming the function, if its meaning is not known; if blocks are not those of
+            the whole sequence, or differ by row.
     """
     name = _name(function)
     if getattr(function, "__module__", None) != MODULE:
@@ -148,18 +149,47 @@ def read_mask(function: Callable[..., Any], cu_seqlens: Sequence[int] = ()) -> M
             spans = pairwise(cu_seqlens)
             starts = (at for span in spans for at in range(*span, inner["chunk_size"]))
             return Document((*starts, cu_seqlens[-1]))
+        case "blockwise_overlay" if cu_seqlens:
+            return _blocks(inner["block_sequence_ids"], cu_seqlens[-1])
         case "sliding_window_bidirectional_overlay":
             return Window(inner["sliding_window"], inner["sliding_window"])
         case "remap_positions_for_packed_sequence":
-            # Within a document a distance is the same by either count of positions.
+            # Within a document a distance is the same by either count of positions. Blocks are not
+            # remapped: transformers looks those of later documents up in the first one.
             return read_mask(inner["mask_function"], cu_seqlens)
         case "and_masks":
             read = (read_mask(f, cu_seqlens) for f in inner["mask_functions"])
             masks = [mask for mask in read if mask != Full()]
             return reduce(and_, masks) if masks else Full()
         case "or_masks":
-            return reduce(or_, (read_mask(f, cu_seqlens) for f in inner["mask_functions"]))
+            read = (read_mask(f, cu_seqlens) for f in inner["mask_functions"])
+            return reduce(or_, [mask for mask in read if mask != NOTHING])
     raise ValueError(_refusal(name))
+
+
+def _blocks(numbers: Tensor, num_tokens: int) -> Mask:
+    """Tokens of one number see each other, those of a number below 0 do not.
+
+    Args:
+        numbers: [batch, num_tokens], made by the model of its token types.
+    """
+    if numbers.shape[-1] != num_tokens:
+        raise ValueError(
+            f"the model was told of {numbers.shape[-1]} tokens whether they are of an image, but "
+            f"the sequence has {num_tokens}; pass token_type_ids of the whole sequence on every "
+            "rank, as hf.shard(..., token_type_ids=) does"
+        )
+    if bool((numbers != numbers[:1]).any()):
+        raise ValueError(
+            "rows of the batch have images at different tokens, but one mask serves the whole "
+            "batch; put them into one row as documents, as ShardingCollator does"
+        )
+    found, counts = numbers[0].unique_consecutive(return_counts=True)
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for number, run in zip(found.tolist(), pairwise([0, *counts.cumsum(0).tolist()]), strict=True):
+        runs.setdefault(number, []).append(run)
+    same = (block for number, block in runs.items() if number >= 0)
+    return Slices((q, k, "full") for block in same for q in block for k in block)
 
 
 def packs(function: Callable[..., Any]) -> bool:
@@ -170,11 +200,11 @@ def packs(function: Callable[..., Any]) -> bool:
     return any(map(packs, inner.get("mask_functions", ())))
 
 
-def parts(mask: Mask) -> Iterator[Mask]:
-    """The masks that all must allow a pair."""
-    if isinstance(mask, And) and not isinstance(mask, Or):
-        yield from parts(mask.a)
-        yield from parts(mask.b)
+def parts(mask: Mask, joined: type[And] = And) -> Iterator[Mask]:
+    """The masks that all must allow a pair; joined=Or: those of which one must, too."""
+    if isinstance(mask, And) and (joined is Or or not isinstance(mask, Or)):
+        yield from parts(mask.a, joined)
+        yield from parts(mask.b, joined)
     else:
         yield mask
 
@@ -192,5 +222,5 @@ def _name(function: Callable[..., Any]) -> str:
 def _refusal(name: str) -> str:
     return (
         f"the model asks for the mask function {name}, which tilewise cannot represent; it reads "
-        "causal and bidirectional masks, sliding windows, chunks and packed documents"
+        "causal and bidirectional masks, sliding windows, chunks, images and packed documents"
     )
