@@ -71,7 +71,7 @@ PACKAGES = (
 ON_CPU = ("cpu", "reference")  # kernels that are asked about the cpu, all others about cuda
 
 
-class Finding(NamedTuple):
+class Component(NamedTuple):
     """One thing that is here or not."""
 
     part: str
@@ -80,19 +80,19 @@ class Finding(NamedTuple):
     detail: str  # its version or use; if it is not here, the reason and the fix
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Component]:
     """Versions, devices, kernels, transports and extras. Asking touches no device's memory."""
     return [*_versions(), *_devices(), *_kernels(), *_transports(), *_extras()]
 
 
-def _versions() -> list[Finding]:
-    found = [Finding("version", "python", True, f"{platform.python_version()}, {sys.platform}")]
+def _versions() -> list[Component]:
+    found = [Component("version", "python", True, f"{platform.python_version()}, {sys.platform}")]
     for name, missing in PACKAGES:
         try:
             detail, is_here = metadata.version(name), True
         except metadata.PackageNotFoundError:
             detail, is_here = missing, False
-        found.append(Finding("version", name, is_here, detail + _build() * (name == "torch")))
+        found.append(Component("version", name, is_here, detail + _build() * (name == "torch")))
     return found
 
 
@@ -109,16 +109,16 @@ def _build() -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _devices() -> list[Finding]:
-    found = [Finding("device", "cpu", True, f"{torch.get_num_threads()} threads")]
+def _devices() -> list[Component]:
+    found = [Component("device", "cpu", True, f"{torch.get_num_threads()} threads")]
     if torch.cuda.is_available():
         return found + [
-            Finding("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))
+            Component("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))
             for i in range(torch.cuda.device_count())
         ]
     built = torch.backends.cuda.is_built()
     reason = "torch sees no CUDA device" if built else "this torch is built without CUDA"
-    return [*found, Finding("device", "cuda", False, reason)]
+    return [*found, Component("device", "cuda", False, reason)]
 
 
 def _gpu(found: Any) -> str:
@@ -126,15 +126,15 @@ def _gpu(found: Any) -> str:
     return f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
 
 
-def _kernels() -> list[Finding]:
+def _kernels() -> list[Component]:
     found = []
     for name in PROVIDERS:
         device = "cpu" if name in ON_CPU else "cuda"
         is_here, detail = abilities(name, device)
         if name == "cuda" and is_here:
             detail = f"{detail}; {_flash_version()}"
-        found.append(Finding("kernel", name, is_here, detail))
-    others = (Finding("contender", name, False, absent(name) or "") for name in OTHERS)
+        found.append(Component("kernel", name, is_here, detail))
+    others = (Component("contender", name, False, absent(name) or "") for name in OTHERS)
     return [*found, *others]
 
 
@@ -147,22 +147,22 @@ def _flash_version() -> str:
     return f"runs {active}; activate_flash_attention_impl can make it {others}"
 
 
-def _transports() -> list[Finding]:
-    found = [Finding("transport", "loopback", True, "ranks as threads of one process")]
+def _transports() -> list[Component]:
+    found = [Component("transport", "loopback", True, "ranks as threads of one process")]
     available = dist.is_available()
     has_gloo = available and dist.is_gloo_available()
     use = "CPU tensors" if has_gloo else "this torch is built without gloo"
-    found.append(Finding("transport", "gloo", has_gloo, use))
+    found.append(Component("transport", "gloo", has_gloo, use))
     if not (available and dist.is_nccl_available()):
         nccl, use = False, "this torch is built without NCCL"
     else:
         nccl = torch.cuda.is_available()
         use = "CUDA tensors" if nccl else "no CUDA device here"
-    return [*found, Finding("transport", "nccl", nccl, use)]
+    return [*found, Component("transport", "nccl", nccl, use)]
 
 
-def _extras() -> list[Finding]:
+def _extras() -> list[Component]:
     return [
-        Finding("extra", x.module, x.is_here, x.use if x.is_here else f"{x.use}: {x.install}")
+        Component("extra", x.module, x.is_here, x.use if x.is_here else f"{x.use}: {x.install}")
         for x in EXTRAS
     ]
