@@ -21,7 +21,9 @@ SIZES = {"num_tokens": T, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_di
 CAUSAL = tw.Causal()
 WINDOW = CAUSAL & tw.Window(5, 0)
 PACKED = CAUSAL & tw.Document([0, 20, T])
+THREE = CAUSAL & tw.Document([0, 20, 31, T])
 AT = torch.arange(T)
+ORDER = torch.cat([tw.zigzag(T, 4).positions(rank) for rank in range(4)])
 
 
 class Fault(NamedTuple):
@@ -107,6 +109,9 @@ FAULTS = {
     "prefix": (Fault(), CAUSAL | tw.Slices([((0, 9), (0, 9), "full")]), ["mask_ignored"]),
     "window": (Fault(), WINDOW, ["window_ignored"]),
     "window of documents": (Fault(PACKED), PACKED & tw.Window(5, 0), ["window_ignored"]),
+    "window off by one": (Fault(CAUSAL & tw.Window(6, 0)), WINDOW, ["window_ignored"]),
+    "window that looks ahead": (Fault(tw.Window(5, 5)), WINDOW, ["mask_ignored"]),
+    "window of another layer": (Fault(WINDOW), CAUSAL, ["window_ignored"]),
     "window in blocks": (
         Fault((OFF >= 0) & ((AT % 12)[:, None] - AT % 12 <= 5)),
         WINDOW,
@@ -114,6 +119,9 @@ FAULTS = {
     ),
     "documents": (Fault(), PACKED, ["documents_ignored"]),
     "documents of windows": (Fault(WINDOW), WINDOW & PACKED, ["documents_ignored"]),
+    "one border": (Fault(PACKED), THREE, ["documents_ignored"]),
+    "order of ranks": (Fault(dense(CAUSAL)[ORDER][:, ORDER]), CAUSAL, ["positions_wrong"]),
+    "mean of ranks": (lambda *x: Fault()(*x) / 4, CAUSAL, ["unknown"]),
     "scale": (Fault(scale=0.3), CAUSAL, ["scale_wrong"]),
     "shard": (Fault(dense(CAUSAL) & SAME), CAUSAL, ["shard_only"]),
     "shard of a window": (Fault(dense(WINDOW) & SAME), WINDOW, ["shard_only"]),

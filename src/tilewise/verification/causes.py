@@ -10,7 +10,7 @@ Facts = Mapping[str, Any]
 CAUSES = MappingProxyType(
     {
         "mask_ignored": "The mask is thrown away: pairs that it forbids are attended.",
-        "window_ignored": "The window is not applied; the rest of the mask is.",
+        "window_ignored": "The window is not applied, or another one; the rest of the mask is.",
         "window_per_block": "The window is counted inside a block, not over the sequence.",
         "documents_ignored": "Packed documents see each other.",
         "sink_dropped": "The sink takes no weight.",
@@ -71,20 +71,21 @@ order_sensitive_layer | mixes_rows | {{mixes_rows}}
 heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
 heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
 gqa_shifted | foreign_heads | {{foreign_heads}}
-shard_only | cut !extra !silent_rows | {MISSED}, all between {{cut}} parts of the sequence \
-    that do not see each other
+shard_only | cut !silent_rows | {MISSED}, {{cut}}
 padding_attended | extra padding_keys | {EXTRA}{FIRST}, \
     on {{padding_keys}} keys that no query may see
 padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
     of the sequence's
-documents_ignored | extra without_documents | {EXTRA}{FIRST}; \
-    the {{without_documents}} documents are ignored
-window_ignored | extra without_window | {EXTRA}{FIRST}; the window {{without_window}} is ignored
+documents_ignored | other_documents | {EXTRA}{FIRST}; {{other_documents}}
+window_ignored | other_window extra | {EXTRA}{FIRST}; {{other_window}}
+window_ignored | other_window !extra | {MISSED} (first: {{missed_first}}); {{other_window}}
+positions_wrong | reordered | {EXTRA}, {MISSED}: \
+    {{reordered}}, so that the mask is not in the order of the tokens
 window_per_block | window as_a_whole !is_plain | {EXTRA}, {MISSED}: \
     the window {{window}} is kept in some places and not in others
-mask_ignored | extra as_a_whole is_plain | {EXTRA}{FIRST}; the mask is that of {{is_plain}}
+mask_ignored | extra as_a_whole is_plain | {EXTRA}{FIRST}; the mask is {{is_plain}}
 mask_ignored | missed as_a_whole is_plain | {MISSED} (first: {{missed_first}}); \
-    the mask is that of {{is_plain}}
+    the mask is {{is_plain}}
 mask_ignored | extra as_a_whole !missed !window | {EXTRA}{FIRST}
 unknown | differing | {EXTRA}, {MISSED}
 sink_dropped | sink_gone | {{sink_gone:.1%}} of weight should be lost to a sink
@@ -96,6 +97,8 @@ softcap_dropped | curved | large scores are not held back: {{curved}}
 positions_wrong | moved_blocks | {{moved_blocks}}
 positions_wrong | moved | weights differ by up to {{moved:.3g}} times where mask, projections and \
     values are right, and no factor explains it: queries and keys do not carry the tokens' positions
+unknown | merged | {{merged}}: partial results are merged by wrong log-sum-exps
+unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
 unknown | values_differ | weights differ by up to {{values_differ:.1%}}
 missing_all_reduce | unreduced | {{unreduced}}
 labels_shifted | border_rows | {{border_rows}}
@@ -103,7 +106,7 @@ loss_scaled | loss_ratio !border_rows | {{loss_total}}; \
     gradients are {{loss_ratio}} times on the ranks
 loss_scaled | loss_times !border_rows | {{loss_total}}
 gradient_scaled | gradient_ratio | {{gradient_ratio}}
-lse_gradient_lost | lse_lost | {{lse_lost}}
+lse_gradient_lost | lse_lost !shrunk | {{lse_lost}}
 dv_wrong | dv | dv is {{dv}}
 dk_wrong | dk | dk is {{dk}}
 dq_wrong | dq | dq is {{dq}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,36 @@ def rows_of(
             kept = where >= 0
             return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
     return None
+
+
+class StepErrors(NamedTuple):
+    """By parameter: gradients summed over ranks; how far the sums, and the worst of the ranks'
+    own, are from what is wanted, as multiples of a limit."""
+
+    sums: dict[str, Tensor]
+    total: dict[str, float]
+    each: dict[str, float]
+
+
+def step_errors(
+    wanted: Mapping[str, Tensor],
+    shares: Sequence[Mapping[str, Tensor]],
+    limits: Mapping[str, float],
+) -> StepErrors:
+    """Compare the ranks' gradients of parameters with the whole's, in the 2-norm.
+
+    Args:
+        shares: by rank; a gradient that a rank has not is zero.
+    """
+    got = {name: [x.get(name, torch.zeros_like(w)) for x in shares] for name, w in wanted.items()}
+    sums = {name: torch.stack(x).sum(0) for name, x in got.items()}
+
+    def error(name: str, x: Tensor) -> float:
+        off = float((x - wanted[name]).norm()) / limits[name]
+        return off if off == off else float("inf")
+
+    total = {name: error(name, x) for name, x in sums.items()}
+    return StepErrors(sums, total, {n: max(error(n, x) for x in own) for n, own in got.items()})
 
 
 class Comparison:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tilewise.transport.processes import RankError
 from tilewise.verification.attention_path import PathPart, find_path, q_and_k
 from tilewise.verification.causes import classify
-from tilewise.verification.comparison import Comparison, rows_of
+from tilewise.verification.comparison import Comparison, rows_of, step_errors
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import World
 from tilewise.verification.records import (
@@ -29,7 +31,8 @@ from tilewise.verification.weights import UnreadableError, Weights, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
 UNKNOWN = MappingProxyType({"values_differ": 1.0})
-BORDERS = 0.5  # of the rows, at most, may have another label: else it is the loss
+BORDERS = 0.5  # of the rows, at most, may have another label if the loss is right
+UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
 
 class Diagnosis(NamedTuple):
@@ -105,13 +108,16 @@ def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
     wrong = [name for name, error in parameters.items() if error > 1]
     if facts or not wrong:
         return Diagnosis(facts, None, parameters)
+    if max(scales) - min(scales) > UNEVEN * max(map(abs, scales)):
+        text = f"gradients are {_listed(scales)} times what is right on the ranks, before any layer"
+        return Diagnosis({"gradient_ratio": text}, None, parameters)
     layer = _gradient_layer(found, scales)
     if layer is not None:
         layer = probes.around_projection(layer)
-        texts: Mapping[str, Any] = UNKNOWN
+        facts = UNKNOWN
         with suppress(UnreadableError):
-            texts = _backward(found, probes, layer, scales)
-        return Diagnosis(texts, layer, parameters)
+            facts = _backward(found, probes, layer, scales)
+        return Diagnosis(facts, layer, parameters)
     if common is not None:
         text = f"all gradients are {common:.4g} times what is right, on {len(found.ranks)} ranks"
         return Diagnosis({"gradient_ratio": text}, None, parameters)
@@ -125,7 +131,7 @@ def _loss(found: Comparison) -> dict[str, Any]:
     known = [x for x in shares if x is not None]
     if want is None or len(known) != len(shares):
         return {}
-    broken = [rank for rank, x in enumerate(known) if x != x or abs(x) == float("inf")]
+    broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
     if broken:
         return {"nan_loss": ", ".join(map(str, broken))}
     off = [abs(r.loss - want) for r in found.noisy if r.loss is not None]
@@ -154,19 +160,20 @@ def _labels(found: Comparison, loss_is_right: bool) -> tuple[list[float], dict[s
     tolerance = max(found.tolerances("grads", name)[0], 1e-3)
     ratios = [rows.where(rows.ranks == rank).ratios().nanmedian() for rank in range(n)]
     scales = [float(x.nan_to_num(nan=1.0)) for x in ratios]
-    wanted = rows.scaled(scales)
-    off = wanted.errors() > (max(tolerance, 0.3) if loss_is_right else tolerance)
+    off = rows.scaled(scales).errors() > (max(tolerance, 0.3) if loss_is_right else tolerance)
     silent = (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
     bad = sorted(rows.positions[off | silent].tolist())
-    if 0 < len(bad) <= BORDERS * len(rows.want):
+    if bad and len(bad) <= (BORDERS if loss_is_right else 1) * len(rows.want):
         text = (
             f"{len(bad)} of {len(rows.want)} rows have the gradient of another label, at positions "
-            f"{', '.join(map(str, bad[:6]))}{', ...' if len(bad) > 6 else ''}; the others are right"
+            f"{', '.join(map(str, bad[:6]))}{', ...' if len(bad) > 6 else ''}"
         )
         return scales, {"border_rows": text}
-    if loss_is_right:
-        return scales, {}
-    return scales, {"loss_ratio": ", ".join(f"{x:.4g}" for x in scales)}
+    return scales, {} if loss_is_right else {"loss_ratio": _listed(scales)}
+
+
+def _listed(numbers: list[float]) -> str:
+    return ", ".join(f"{x:.4g}" for x in numbers)
 
 
 def _parameters(found: Comparison) -> tuple[dict[str, float], str | None, float | None]:
@@ -178,32 +185,23 @@ def _parameters(found: Comparison) -> tuple[dict[str, float], str | None, float 
     wanted, records = found.whole.parameters, found.ranks
     if not any(record.parameters for record in records):
         return {}, None, None
-    least = found.eps * max(float(x.norm()) for x in wanted.values()) + 1e-300
-
-    def error(name: str, got: Tensor) -> float:
-        want = wanted[name]
+    limits = {}
+    least = max(float(x.norm()) for x in wanted.values())
+    for name, x in wanted.items():
         noisy = [r.parameters[name] for r in found.noisy if name in r.parameters]
-        noise = [least, found.eps * float(want.norm()), *(float((x - want).norm()) for x in noisy)]
-        off = float((got - want).norm()) / (8 * max(noise))
-        return off if off == off else float("inf")
-
-    got = {
-        n: [r.parameters.get(n, torch.zeros_like(x)) for r in records] for n, x in wanted.items()
-    }
-    sums = {name: torch.stack(x).sum(0) for name, x in got.items()}
-    total = {name: error(name, x) for name, x in sums.items()}
-    each = {name: max(error(name, x) for x in shares) for name, shares in got.items()}
-    reduced = sum(x <= 1 for x in each.values()) > sum(x <= 1 for x in total.values())
-    chosen = each if reduced else total
+        limits[name] = 8 * max(found.eps * least + 1e-300, *(float((x - y).norm()) for y in noisy))
+    errors = step_errors(wanted, [record.parameters for record in records], limits)
+    reduced = sum(x <= 1 for x in errors.each.values()) > sum(x <= 1 for x in errors.total.values())
+    chosen = errors.each if reduced else errors.total
     wrong = [name for name, x in chosen.items() if x > 1]
     text = common = None
-    if reduced and wrong and all(total[name] <= 1 for name in wrong):
+    if reduced and wrong and all(errors.total[name] <= 1 for name in wrong):
         text = (
             f"{', '.join(wrong[:3])}: each rank has its share only, while the gradients of "
             f"{len(wanted) - len(wrong)} other parameters are summed over ranks"
         )
     if len(wrong) > len(wanted) / 2:
-        ratios = [x for x in (multiple(wanted[n], sums[n], 0.02) for n in wrong) if x]
+        ratios = [x for x in (multiple(wanted[n], errors.sums[n], 0.02) for n in wrong) if x]
         same = len(ratios) > len(wrong) / 2
         if same and max(ratios) - min(ratios) <= 0.02 * abs(max(ratios)):
             common = ratios[0]
@@ -274,8 +272,12 @@ def _runs_alone(found: Comparison, probes: Probes, layer: str) -> bool:
 def _weights(
     found: Comparison, want: Weights, got: Weights, eps: float
 ) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+    blocks = np.full(found.num_tokens, -1)
+    for own in (x[x >= 0].numpy() for x in found.positions):
+        blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
+    several = blocks if blocks.max() < found.num_tokens / 2 else None
     tables = [x.allowed(LEAST_WEIGHT) & found.counted[:, None] for x in (want, got)]
-    facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model")
+    facts = facts_of_masks(*(x.numpy() for x in tables), "the unsplit model", several)
     foreign = [h for h, (a, b) in enumerate(zip(want.sources, got.sources, strict=True)) if a != b]
     if foreign and not facts.get("empty_heads"):
         h = foreign[0]
@@ -283,16 +285,11 @@ def _weights(
             f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values in columns "
             f"{got.sources[h][0]}.., not {want.sources[h][0]}.."
         )
-    blocks, count = torch.full((found.num_tokens,), -1), 0
-    for own in (x[x >= 0] for x in found.positions):
-        starts = torch.nn.functional.pad((own.diff() != 1).long(), (1, 0)).cumsum(0)[: len(own)]
-        blocks[own] = count + starts
-        count += len(own)
     right, read = (
         torch.where(table, x.weights, 0).numpy()
         for table, x in zip(tables, (want, got), strict=True)
     )
-    values = facts_of_weights(right, read, max(eps**0.5, 1e-3), blocks.numpy())
+    values = facts_of_weights(right, read, max(eps**0.5, 1e-3), several)
     if not facts["differing"] and "values_differ" in values:
         values["moved"] = values.pop("values_differ")
     return facts | values, (tables[1].any(0), tables[0].any(0))

@@ -16,7 +16,7 @@ from tilewise.masks.base import Mask
 from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.gradients import ForwardRead, facts_of_gradients
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.tables import facts_of_masks, facts_of_weights, fitted_cap
+from tilewise.verification.tables import facts_of_masks, facts_of_weights, fitted_cap, fitted_slope
 from tilewise.verification.weights import Heads, Weights, read_weights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -130,12 +130,15 @@ class EffectiveMask:
                 f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
             )
         else:
-            products = [self._probe.products(h, own) for h, own in enumerate(right)]
-            scores = torch.stack(products) * self.softmax_scale
+            scores = self._probe.products() * self.softmax_scale
             if self.softcap is not None:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
             masked = scores.masked_fill(~self.allowed, -torch.inf).softmax(-1).nan_to_num()
-            want = masked * self.weights.sum(-1, keepdim=True).clamp(max=1.0)
+            sums = self.weights.sum(-1, keepdim=True).clamp(max=1.0)
+            attended = sums[sums > 0]
+            # What a sink takes differs from row to row.
+            has_sink = len(attended) and float(attended.max() - attended.min()) > self._tolerance
+            want = masked * (sums if has_sink else 1.0)
             facts |= facts_of_weights(want.numpy(), self.weights.numpy(), self._tolerance)
         return facts | (self._gradients or {})
 
@@ -152,9 +155,9 @@ class _Probe(NamedTuple):
         """The KV head that each query head should read."""
         return torch.arange(self.q.shape[1]) * self.k.shape[1] // self.q.shape[1]
 
-    def products(self, query_head: int, kv_head: int) -> Tensor:
-        """q k [num_tokens, num_tokens] in fp64."""
-        return self.q[:, query_head].double() @ self.k[:, kv_head].double().T
+    def products(self) -> Tensor:
+        """q k of every query head and the KV head that it should read, in fp64."""
+        return torch.einsum("qhd,khd->hqk", self.q.double(), self.k[:, self.heads].double())
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         try:
@@ -229,15 +232,13 @@ def effective_mask(
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
     probe = _Probe(attend, *(size * torch.randn(shape, generator=make) for shape in shapes))
     found = _checked(probe)
-    value_heads = tuple(source[0] // head_dim for source in found.sources)
-    key_heads, lines = _key_heads(probe, found.weights)
-    slopes = (scale if abs(x.slope / scale - 1) < LEAST_CHANGE else x.slope for x in lines)
-    scales = tuple(slopes)
-    noise = max((line.misfit for line in lines), default=0.0)
+    key_heads, slopes, noise = _key_heads(probe, found.weights)
     tolerance = min(max(4 * noise, ROUNDING**0.5), MOST_NOISE)
-    softcap = _softcap(probe, scales)
+    scales = tuple(scale if abs(x / scale - 1) < LEAST_CHANGE else x for x in slopes)
     q, k = probe.q.double(), probe.k.double()
+    value_heads = tuple(source[0] // head_dim for source in found.sources)
     read = torch.tensor(scales, dtype=torch.float64).nan_to_num(scale)
+    softcap = _softcap(probe, scales)
     forward = ForwardRead(found.weights, q, k, k, key_heads, value_heads, read, softcap)
     gradients = _gradients(probe, forward, tolerance)
     return EffectiveMask(
@@ -263,11 +264,12 @@ def _checked(probe: _Probe) -> Weights:
         )
     found = probe.weights()
     heads = [source[0] // head_dim for source in found.sources]
-    wanted = [tuple(range(h * head_dim, (h + 1) * head_dim)) if h >= 0 else () for h in heads]
     by_head = values.view(n, -1, head_dim)[:, [max(h, 0) for h in heads]]
     want = torch.einsum("hqk,khd->qhd", found.weights, by_head).flatten(1)
     error = max(float((out - want).abs().max()), float(nothing.abs().max()))
-    mixed = any(set(x) - {-1} and x != y for x, y in zip(found.sources, wanted, strict=True))
+    columns = (range(h * head_dim, (h + 1) * head_dim) for h in heads)
+    pairs = zip(found.sources, columns, strict=True)
+    mixed = any(set(source) != {-1} and source != tuple(own) for source, own in pairs)
     if mixed or error > MOST_NOISE * max(float(want.abs().max()), 1.0):
         raise ValueError(
             "attend must be linear in v, each head a weighted sum of one KV head's values; weights "
@@ -276,55 +278,42 @@ def _checked(probe: _Probe) -> Weights:
     return found
 
 
-class _Line(NamedTuple):
-    """Log weights as a multiple of products of q and k: the multiple, the largest difference."""
+def _key_heads(probe: _Probe, weights: Tensor) -> tuple[tuple[int, ...], list[float], float]:
+    """The KV head whose keys explain each query head's weights; the right one if none does.
 
-    slope: float
-    misfit: float
-
-
-def _line(products: Tensor, weights: Tensor, allowed: Tensor) -> _Line:
-    rows = allowed.sum(-1) > 1
-    hidden, count = ~allowed[rows], allowed[rows].sum(-1, keepdim=True)
-    x, y = (t[rows].masked_fill(hidden, 0) for t in (products, weights.log()))
-    x, y = ((t - t.sum(-1, keepdim=True) / count).masked_fill(hidden, 0) for t in (x, y))
-    if not len(x) or float(x.square().sum()) == 0:
-        return _Line(math.nan, 0.0)
-    slope = float((x * y).sum() / x.square().sum())
-    return _Line(slope, float((y - slope * x).abs().max()))
-
-
-def _key_heads(probe: _Probe, weights: Tensor) -> tuple[tuple[int, ...], list[_Line]]:
-    """The KV head whose keys explain each query head's weights; the right one if none does."""
-    allowed, found, lines = _above_rounding(weights), [], []
-    for h, own in enumerate(probe.heads.tolist()):
-        by_head = [
-            _line(probe.products(h, g), weights[h], allowed[h]) for g in range(probe.k.shape[1])
-        ]
-        best = min(range(len(by_head)), key=lambda g: by_head[g].misfit)
-        other = by_head[best].misfit < MOST_NOISE < by_head[own].misfit
-        found.append(best if other else own)
-        lines.append(by_head[found[-1]])
-    return tuple(found), lines
+    Also what scores are multiplied by, by head, and how far log weights are off that at most.
+    """
+    found, slopes, noise, q, k = [], [], 0.0, probe.q.double().numpy(), probe.k.double().numpy()
+    logs = weights.log().masked_fill(~_above_rounding(weights), torch.nan).numpy()
+    for h, (rows, own) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
+        seen = np.isfinite(rows).sum(-1) > 1
+        misfits, own_slopes = [0.0] * k.shape[1], [math.nan] * k.shape[1]
+        for g in range(k.shape[1]) if seen.any() else ():
+            scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)
+            own_slopes[g], left = fitted_slope(scores[seen], rows[seen])
+            misfits[g] = float(np.nanmax(np.abs(left)))
+        best = int(np.argmin(misfits))
+        best = best if misfits[best] < MOST_NOISE < misfits[own] else own
+        found.append(best)
+        slopes.append(own_slopes[best])
+        noise = max(noise, misfits[best])
+    return tuple(found), slopes, noise
 
 
 def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
     """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
-    weights = wide.weights().weights
-    products = torch.stack([wide.products(h, g) for h, g in enumerate(probe.heads.tolist())])
-    scores = products * torch.tensor(scales, dtype=torch.float64)[:, None, None]
-    visible = (weights > LEAST_VISIBLE) & torch.isfinite(scores)
-    rows = visible.sum(-1) > 2
+    logs = wide.weights().weights.log().numpy()
+    scores = wide.products().numpy() * np.array(scales)[:, None, None]
+    hidden = ~((logs > math.log(LEAST_VISIBLE)) & np.isfinite(scores))
+    rows = (~hidden).sum(-1) > 2
     if not rows.any():
         return None
-    hidden = ~visible[rows]
-    x, y = (t[rows].masked_fill(hidden, torch.nan).numpy() for t in (scores, weights.log()))
-    count = x.size - int(hidden.sum())
+    x, y = (np.where(hidden, np.nan, t)[rows] for t in (scores, logs))
 
     def fitted(caps: np.ndarray) -> tuple[float, float]:
         cap, left = fitted_cap(x, y, np.zeros(1), caps)
-        return cap, (left / count) ** 0.5
+        return cap, (left / np.isfinite(x).sum()) ** 0.5
 
     best, _ = fitted(np.geomspace(1, 300, 100))
     best, error = fitted(np.linspace(0.95 * best, 1.05 * best, 81))
@@ -343,16 +332,14 @@ def _gradients(probe: _Probe, forward: ForwardRead, tolerance: float) -> dict[st
     leaves = [x.clone().requires_grad_() for x in (probe.q, probe.k, v)]
     with torch.enable_grad():
         out = probe.call(*leaves)
-        if not out.requires_grad:
-            return None
         try:
-            got = torch.autograd.grad(out, leaves, dout.to(out), allow_unused=True)
-        except RuntimeError:
+            got = torch.autograd.grad(
+                out, leaves, dout.to(out), allow_unused=True, materialize_grads=True
+            )
+        except RuntimeError:  # also if out has no gradient
             return None
-    read = {
-        name: (torch.zeros_like(x) if grad is None else grad).detach().double().cpu()
-        for name, x, grad in zip(("dq", "dk", "dv"), leaves, got, strict=True)
-    }
+    named = zip(("dq", "dk", "dv"), got, strict=True)
+    read = {name: x.detach().double().cpu() for name, x in named}
     return facts_of_gradients(forward._replace(v=v.double()), dout.double(), read, 4 * tolerance)
 
 
