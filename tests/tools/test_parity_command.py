@@ -24,9 +24,9 @@ def nothing():
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "step_of_mine.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("steps") / "step_of_mine.py"
     path.write_text(FILE)
     return path
 
@@ -52,8 +52,9 @@ def test_a_wrong_split_ends_with_1_and_a_page(file: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["nowhere.py:make"], "must be FILE.py:NAME of a file that exists"),
-        (["{file}:missing"], "has no function 'missing'"),
+        (["nowhere.py:make"], "is no file; write FILE.py:name"),
+        (["nowhere"], "must be FILE.py:NAME of a function"),
+        (["{file}:missing"], "has no 'missing'"),
         (["{file}:nothing"], "must return three things"),
         (["{file}:right", "--timeout", "0"], "timeout (0.0) must be a number of seconds above 0"),
     ],

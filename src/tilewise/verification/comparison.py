@@ -61,23 +61,23 @@ def rows_of(
 
     Parts that are as long as the whole are copies of it.
     """
-    for dim in sorted(range(whole.ndim), key=lambda d: d != whole.ndim - 2):
-        if whole.shape[dim] != num_tokens:
-            continue
-        want, got, at = whole.movedim(dim, 0).reshape(num_tokens, -1), [], []
-        for part, own in zip(parts, positions, strict=True):
-            for where in (own, torch.arange(num_tokens)):
-                along = token_dim(part, len(where), dim)
-                if along is not None and part.numel() == len(where) * want.shape[1]:
-                    got.append(part.movedim(along, 0).reshape(len(where), -1))
-                    at.append(where)
-                    break
-        if len(at) == len(parts):
-            where = torch.cat(at)
-            ranks = torch.cat([torch.full_like(x, rank) for rank, x in enumerate(at)])
-            kept = where >= 0
-            return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
-    return None
+    dim = token_dim(whole, num_tokens)
+    if dim is None:
+        return None
+    want, got, at = whole.movedim(dim, 0).reshape(num_tokens, -1), [], []
+    for part, own in zip(parts, positions, strict=True):
+        for where in (own, torch.arange(num_tokens)):
+            along = token_dim(part, len(where), dim)
+            if along is not None and part.numel() == len(where) * want.shape[1]:
+                got.append(part.movedim(along, 0).reshape(len(where), -1))
+                at.append(where)
+                break
+    if len(at) < len(parts):
+        return None
+    where = torch.cat(at)
+    ranks = torch.cat([torch.full_like(x, rank) for rank, x in enumerate(at)])
+    kept = where >= 0
+    return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
 
 
 class StepErrors(NamedTuple):
@@ -131,20 +131,18 @@ class Comparison:
         self.whole, self.ranks, self.positions = whole, ranks, positions
         self.noisy, self.counted, self.eps = noisy, counted, eps
         self.num_tokens = len(counted)
-        self.everything = [torch.arange(self.num_tokens)]
 
-    def rows(self, kind: str, name: str, key: str | None = None) -> MatchedRows | None:
-        """Rows of outputs, grads, or inputs (by key) of a module; None if they do not compare."""
-        return self._rows(self.ranks, self.positions, kind, name, key)
-
-    def _rows(
-        self,
-        records: Sequence[Record],
-        positions: Sequence[Tensor],
-        kind: str,
-        name: str,
-        key: str | None,
+    def rows(
+        self, kind: str, name: str, key: str | None = None, noisy: Record | None = None
     ) -> MatchedRows | None:
+        """Rows of outputs, grads, or inputs (by key) of a module; None if they do not compare.
+
+        Args:
+            noisy: what is compared instead of the ranks.
+        """
+        records, positions = self.ranks, self.positions
+        if noisy is not None:
+            records, positions = [noisy], [torch.arange(self.num_tokens)]
         tables: list[Any] = [getattr(record, kind).get(name) for record in (self.whole, *records)]
         if key is not None:
             tables = [None if table is None else table.get(key) for table in tables]
@@ -156,7 +154,7 @@ class Comparison:
 
     def tolerances(self, kind: str, name: str, key: str | None = None) -> tuple[float, float]:
         """What rounding explains: of the worst row, and of the root mean square of all."""
-        found = [self._rows([x], self.everything, kind, name, key) for x in self.noisy]
+        found = [self.rows(kind, name, key, record) for record in self.noisy]
         sizes = [(self.eps, self.eps), *(rows.sizes() for rows in found if rows)]
         return tuple(f * max(x) for f, x in zip(FACTORS, zip(*sizes, strict=True), strict=True))  # pyright: ignore
 
@@ -204,14 +202,12 @@ def matched_positions(
     """Positions of every rank's rows, by their values at the first module that shows them."""
     for name, table in whole.outputs.items():
         parts = [record.outputs[name] for record in ranks if name in record.outputs]
-        if len(parts) < len(ranks) or any(part.ndim != table.ndim for part in parts):
+        dim = token_dim(table, num_tokens)
+        if dim is None or len(parts) < len(ranks) or any(x.ndim != table.ndim for x in parts):
             continue
-        for dim in sorted(range(table.ndim), key=lambda d: d != table.ndim - 2):
-            if table.shape[dim] != num_tokens or all(p.shape[dim] == num_tokens for p in parts):
-                continue
-            rows = [x.movedim(dim, 0).flatten(1) for x in (table, *parts)]
-            if any(part.shape[1:] != rows[0].shape[1:] for part in rows):
-                continue
+        rows = [x.movedim(dim, 0).flatten(1) for x in (table, *parts)]
+        copies = all(len(part) == num_tokens for part in rows)
+        if not copies and all(part.shape[1] == rows[0].shape[1] for part in rows):
             found = _matched(rows[0], rows[1:])
             if found is not None:
                 return found
@@ -226,12 +222,12 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
         pairs = list(zip(same, usual, strict=True))
         if all(len(x) == len(at) and x[torch.arange(len(at)), at].all() for x, at in pairs):
             return usual
-    positions, _ = min((_in_runs(same, stride) for stride in (1, len(parts))), key=lambda x: x[1])
+    positions = _in_runs(same)
     known = torch.cat(positions)
     return positions if len(torch.unique(known[known >= 0])) >= MATCHED * len(whole) else None
 
 
-def _in_runs(same: Sequence[Tensor], stride: int) -> tuple[list[Tensor], int]:
+def _in_runs(same: Sequence[Tensor]) -> list[Tensor]:
     """Each rank's rows as few, long runs of positions; equal rows are told apart by neighbours.
 
     Args:
@@ -239,18 +235,17 @@ def _in_runs(same: Sequence[Tensor], stride: int) -> tuple[list[Tensor], int]:
     """
     n = same[0].shape[1]
     used = torch.zeros(n, dtype=torch.bool)
-    positions, num_runs = [], 0
+    positions = []
     for table in same:
         own, at = torch.full((len(table),), -1), 0
         while at < len(table):
             best = torch.arange(0)
             for start in torch.nonzero(table[at] & ~used).flatten().tolist():
-                run = torch.arange(start, n, stride)[: len(table) - at]
+                run = torch.arange(start, min(n, start + len(table) - at))
                 fits = table[at + torch.arange(len(run)), run] & ~used[run]
                 run = run[: int(fits.long().cumprod(0).sum())]
                 best = run if len(run) > len(best) else best
             own[at : at + len(best)], used[best] = best, True
-            num_runs += 1
             at += max(len(best), 1)
         positions.append(own)
-    return positions, num_runs
+    return positions

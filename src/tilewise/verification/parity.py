@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Finding, classify, explained
@@ -160,27 +159,20 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> Parit
     except RankError as error:
         finding = Finding("unknown", _failed(error.failures))
         return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
-    given = [record.positions for record in records if record.positions is not None]
-    notes: tuple[str, ...] = ()
-    if len(given) < world.size:
+    given, notes = [record.positions for record in records], ()
+    if any(positions is None for positions in given):
         given = matched_positions(whole, records, num_tokens)
         if given is None:
-            notes = (UNMATCHED,)
-            given = [torch.zeros(0, dtype=torch.int64)] * world.size
+            notes, given = (UNMATCHED,), [torch.zeros(0, dtype=torch.int64)] * world.size
     counted = torch.ones(num_tokens, dtype=torch.bool)
     padding = inputs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
         counted = padding.bool().all(0).cpu()
     found = Comparison(whole, records, given, noisy, counted, eps)
-    return _reported(found, Probes(model, inputs, world, found), notes)
-
-
-def _reported(found: Comparison, probes: Probes, notes: tuple[str, ...]) -> ParityReport:
-    diagnosis = diagnose(found, probes)
-    names = list(found.whole.outputs)
-    errors = [("output", "outputs", name) for name in names]
-    errors += [("gradient", "grads", name) for name in reversed(names)]
-    deviations = [Deviation(kind, name, found.error(table, name)) for kind, table, name in errors]
+    diagnosis = diagnose(found, Probes(model, inputs, world, found))
+    deviations = [Deviation("output", name, found.error("outputs", name)) for name in whole.outputs]
+    for name in reversed(whole.outputs):
+        deviations.append(Deviation("gradient", name, found.error("grads", name)))
     deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
     compared = len(deviations) + 1
     if not diagnosis.facts:
@@ -200,27 +192,13 @@ def _reported(found: Comparison, probes: Probes, notes: tuple[str, ...]) -> Pari
     )
 
 
-class _Precision(TorchDispatchMode):
-    """The coarsest rounding of anything that is computed: models in fp64 may use fp32 inside."""
-
-    eps = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
-        return out
-
-
 def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, list[Record], float]:
-    """The unsplit model's record, disturbed ones, and the rounding of its dtype."""
+    """The unsplit model's record, disturbed ones, and the coarsest rounding of what it computes."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if not dtypes:
         raise ValueError("model has no parameters; parity compares a model's training step")
-    with _Precision() as precision:
-        whole = run_whole(model, inputs, ModelRun())
-    eps = max(precision.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+    whole = run_whole(model, inputs, ModelRun())
+    eps = max(whole.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
     if whole.loss is None:
         raise ValueError(
             "the unsplit model returned no loss; pass labels in inputs, or a model that returns a "

@@ -60,6 +60,7 @@ class Record:
         loss: of the whole, or a rank's share; None if the split returned none.
         positions: of a rank's rows, as the split said.
         reading: what a setting asked for.
+        eps: the coarsest rounding of what was computed: models in fp64 may use fp32 inside.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Record:
     loss: float | None = None
     positions: Tensor | None = None
     reading: Tensor | None = None
+    eps: float = 0.0
 
 
 def copied(
@@ -169,6 +171,9 @@ class _Recorder(TorchFunctionMode):
             with self:
                 return _OPEN_ATTENTION(*args, **kwargs)
         out = func(*args, **kwargs)
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
         weight = args[1] if func is F.linear and len(args) > 1 else kwargs.get("weight")
         if func is not F.linear or not isinstance(weight, Tensor):
             return out

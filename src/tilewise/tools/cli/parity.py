@@ -1,10 +1,7 @@
 """tilewise parity: is the split model of a file the unsplit one, and if not, why."""
 
-import importlib.util
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -19,6 +16,7 @@ from tilewise.tools.cli.output import (
     table_console,
 )
 from tilewise.tools.doctor import require
+from tilewise.tools.outside import is_outside, load
 from tilewise.tools.report.chart import Section
 from tilewise.tools.report.chart import Table as PageTable
 from tilewise.tools.report.page import Fact, Page, written
@@ -51,7 +49,10 @@ def parity(
     with refusing_bad_input():
         if html:
             require("plotly", "tilewise parity --html")
-        made = _function(function)()
+        make = load(function) if is_outside(function) else None
+        if not callable(make):
+            raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
+        made = make()
         if not isinstance(made, tuple) or len(made) != 3:
             raise ValueError(
                 f"{function} must return three things, (model, inputs, split), but returned "
@@ -67,22 +68,6 @@ def parity(
         _print(report)
     if not report.equal:
         raise typer.Exit(FAILED)
-
-
-def _function(text: str) -> Callable[[], Any]:
-    """The function of a file, which is run as a module of its name."""
-    path, _, name = text.rpartition(":")
-    file = Path(path)
-    if not path or file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"{text!r} must be FILE.py:NAME of a file that exists")
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{file} has no function {name!r}")
-    return getattr(module, name)
 
 
 def _print(report: ParityReport) -> None:
