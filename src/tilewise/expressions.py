@@ -1,6 +1,6 @@
-"""Strategies and masks as people write them on a command line, read without eval.
+"""Strategies, masks and wires as people write them on a command line, read without eval.
 
-mesh(16, q_tile=4)      ulysses(2, inner=ring(4))      causal & window(1023, 0)
+mesh(16, q_tile=4)      ulysses(2, inner=ring(4))      causal & window(1023, 0)      float8(64)
 """
 
 import ast
@@ -14,6 +14,8 @@ from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.patterns import causal_with_blocks, chunked_causal
 from tilewise.plan.ir import Plan
 from tilewise.strategies import catalog
+from tilewise.wires import Float8, Latent, Plain, Wires
+from tilewise.wires.wire import AnyWire
 
 LARGEST = 1 << 20  # a plan's numbers multiplied: far above any use, far below any memory
 
@@ -26,6 +28,10 @@ MASKS: Mapping[str, Callable[..., Mask]] = MappingProxyType(
         **{"chunked_causal": chunked_causal, "causal_with_blocks": causal_with_blocks},
     }
 )
+WIRES: Mapping[str, Callable[..., AnyWire]] = MappingProxyType(
+    {"float8": Float8, "plain": Plain, "latent": Latent, "wires": Wires}
+)
+NO_WIRE = "none"
 
 
 def read_plan(text: str, world_size: int | None = None) -> Plan:
@@ -57,6 +63,24 @@ def read_mask(text: str, also: Mapping[str, Callable[[], Mask]] = MappingProxyTy
         ValueError: in one line, saying what can be written.
     """
     return _mask(_parsed(text, "causal & window(1023, 0)"), text, also)
+
+
+def read_wire(text: str) -> AnyWire | None:
+    """The wire of an expression such as "float8(64)" or "wires(backward=float8())"; "none": None.
+
+    Raises:
+        ValueError: in one line, saying what can be written.
+    """
+    node = _parsed(text, "float8(block=64)")
+    if isinstance(node, ast.Name):
+        if node.id == NO_WIRE:
+            return None
+        _known(node.id, WIRES, "wire", [NO_WIRE])
+        node = ast.Call(node, [], [])
+    wire = _value(node, text, WIRES, "wire")
+    if not isinstance(wire, tuple(WIRES.values())):
+        raise ValueError(f"{text!r} is not a wire, such as float8 or plain('bfloat16')")
+    return wire
 
 
 def read_heads(text: str) -> tuple[int, int]:
@@ -142,7 +166,7 @@ def _call(make: Callable[..., Any], args: list[Any], words: dict[str, Any]) -> A
         raise ValueError(f"{make.__name__} of {numbers + inner} is over {LARGEST} in all")
     signature = inspect.signature(make)
     try:
-        if any(isinstance(x, bool) for x in args):
+        if make not in WIRES.values() and any(isinstance(x, bool) for x in args):
             raise TypeError("True and False are not numbers")
         signature.bind(*args, **words)
         return make(*args, **words)

@@ -43,6 +43,7 @@ FIELDS: Mapping[str, type] = MappingProxyType(
         "seed": int,
         "device": str,
         "kernel": str,
+        "wire": str,
         "block": int,
         "density": float,
         "window": int,
@@ -57,7 +58,8 @@ SIZES: Mapping[str, str] = MappingProxyType(
 """Each says how long the sequence is, so one given takes the place of the other."""
 
 
-Who = tuple[str, str]  # a contender's name, and the kernel that it computes with; "": its own
+Who = tuple[str, str, str]
+"""A contender's name, the kernel that it computes with and the wire; "": its own, and none."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,15 @@ class BenchRun:
             lists = dict(grid)
             kernels = lists.pop("kernel", ("",))
             names = lists.pop("contender", ("",))
+            # A kernel on one rank sends nothing: a wire is refused there.
+            wires = lists.pop("wire", ("",)) if self.kind != "kernels" else ("",)
             if self.kind == "kernels":  # a kernel is a contender there
                 names = (*filter(None, names), *filter(None, kernels)) or ("",)
                 kernels = ("",)
             with place.named():
                 for case in _cases(self.kind, lists):
-                    wanted.setdefault(case, {}).update(dict.fromkeys(product(names, kernels)))
+                    who = product(names, kernels, wires)
+                    wanted.setdefault(case, {}).update(dict.fromkeys(who))
                     places.setdefault(case, place)
         yield from ((case, tuple(who), places[case]) for case, who in wanted.items())
 
@@ -270,11 +275,11 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     everyone = [*PROVIDERS, *DENSE, *OTHERS] if run.kind == "kernels" else [*STRATEGIES]
 
     def enter(who: Who, case: BenchCase) -> Contender:
-        name, kernel_name = who
+        name, *way = who
         if name in by_name:
             return by_name[name]
         try:
-            found = kernel(name) if run.kind == "kernels" else strategy(name, kernel_name or None)
+            found = kernel(name) if run.kind == "kernels" else strategy(name, *way)
         except ValueError as error:
             others_too = f"; and {', '.join(by_name)}" if by_name else ""
             raise ValueError(f"{error}{others_too}") from None
@@ -282,12 +287,12 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
         return found
 
     def chosen(names: Sequence[Who]) -> tuple[Who, ...]:
-        kernels = dict.fromkeys(kernel_name for _, kernel_name in names)
-        if ("", "") in names or any(not name for name, _ in names):
-            names = tuple(product(everyone, kernels))
-        if by_name.keys() & {name for name, _ in names}:
+        ways = dict.fromkeys(who[1:] for who in names)
+        if any(not name for name, *_ in names):
+            names = tuple((name, *way) for name, way in product(everyone, ways))
+        if by_name.keys() & {name for name, *_ in names}:
             return tuple(names)
-        return (*names, *((name, "") for name in by_name))
+        return (*names, *((name, "", "") for name in by_name))
 
     plan: Plan = []
     for case, names, place in run.cases():

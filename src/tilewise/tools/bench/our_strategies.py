@@ -13,7 +13,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check
-from tilewise.expressions import read_plan
+from tilewise.expressions import NO_WIRE, read_plan, read_wire
 from tilewise.layouts.balanced import balanced, default_layout
 from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
@@ -26,6 +26,7 @@ from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.mask_report.figures import report
 from tilewise.tools.outside import is_outside, load
 from tilewise.transport.resolve import transport_for
+from tilewise.wires.wire import AnyWire, latent_of
 
 
 class Planned(NamedTuple):
@@ -91,11 +92,9 @@ class _Setting(NamedTuple):
                 by_name = {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}
                 return by_name[name](num_tokens, self.n)
 
-    def work(self, layout: tw.Layout) -> tw.Workload:
-        case = self.case
-        return tw.Workload(
-            case.num_tokens, *case.heads, dtype=case.dtype, mask=self.mask, layout=layout
-        )
+    def work(self, layout: tw.Layout, wire: AnyWire | None = None) -> tw.Workload:
+        sizes, dtype = (self.case.num_tokens, *self.case.heads), self.case.dtype
+        return tw.Workload(*sizes, dtype=dtype, mask=self.mask, layout=layout, wire=wire)
 
 
 def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
@@ -243,14 +242,21 @@ class Strategy:
 
     Args:
         kernel: what its tiles are computed with, a name or "FILE.py:name"; None: what suits.
+        wire: as read_wire reads it; None: none.
     """
 
     text: str
     kernel: str | None = None
+    wire: str | None = None
 
     @property
     def name(self) -> str:
-        return self.text if self.kernel is None else f"{self.text}, {self.kernel}"
+        wire = self.wire and f"wire {self.wire}"
+        return ", ".join(part for part in (self.text, self.kernel, wire) if part)
+
+    @property
+    def encoding(self) -> AnyWire | None:
+        return read_wire(self.wire or NO_WIRE)
 
     @property
     def library(self) -> str:
@@ -292,7 +298,7 @@ class Strategy:
     def predict(self, case: BenchCase, machine: tw.Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
         (plan, layout, backward), mask = _asked(self, case)
-        work = _Setting(case, mask).work(layout)
+        work = _Setting(case, mask).work(layout, self.encoding)
         replayed = tw.simulate(plan, work, machine, backward)
         sent = tw.volume(plan, work, backward)
         passes = {
@@ -314,7 +320,8 @@ class Strategy:
         plan, layout, backward = self.planned(case, mask)
         transport = WatchedTransport(transport_for(group))
         kernel = None if self.kernel is None else provided(self.kernel)
-        return _Prepared(case, mask, plan, layout, backward, transport, kernel)
+        planned = mask, plan, layout, backward
+        return _Prepared(case, *planned, transport, kernel, self.encoding)
 
 
 @lru_cache(maxsize=8)
@@ -333,10 +340,11 @@ class _Prepared:
     backward_plan: tw.Plan | None
     transport: WatchedTransport
     kernel: tw.Kernel | None
+    wire: AnyWire | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
-        where = {"group": self.transport, "kernel": self.kernel}
+        where = {"group": self.transport, "kernel": self.kernel, "wire": self.wire}
         return tw.attention(q, k, v, mask=self.mask, **where, **chosen)
 
     def facts(self) -> Facts:
@@ -366,8 +374,8 @@ def _check_plan(text: str, version: str, n: int) -> None:
         raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
 
 
-def strategy(text: str, kernel: str | None = None) -> Strategy:
-    """A strategy by what a user writes, and the kernel that it computes with."""
+def strategy(text: str, kernel: str | None = None, wire: str | None = None) -> Strategy:
+    """A strategy by what a user writes, the kernel that it computes with, and the wire."""
     if is_outside(text):
         load(text)
     elif text not in STRATEGIES and not text.endswith(".json"):
@@ -378,6 +386,8 @@ def strategy(text: str, kernel: str | None = None) -> Strategy:
                 "function of a module, module:name or FILE.py:name"
             )
         read_plan(text)
-    if kernel is not None:
+    if kernel:
         provided(kernel)
-    return Strategy(text, kernel)
+    if wire and latent_of(read_wire(wire)):
+        raise ValueError(f"wire {wire!r} is of latents, but the cases have k and v; take another")
+    return Strategy(text, kernel or None, wire or None)

@@ -82,7 +82,7 @@ def _about(entry: PlannedRow) -> Row:
         "repeats": timing.repeats,
         "warmups": timing.warmups,
         "plan": prediction.plan,
-        "kernel": getattr(entry.contender, "kernel", None),
+        **{name: getattr(entry.contender, name, None) for name in ("kernel", "wire")},
         "machine": entry.machine.name,
         "predicted_seconds": prediction.seconds,
         "predicted_exposed_seconds": prediction.exposed_seconds,

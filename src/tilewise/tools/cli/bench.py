@@ -21,7 +21,7 @@ from tilewise.tools.bench.grid import (
 )
 from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
-from tilewise.tools.cli.options import AsJson, command_of, option, read_machine_option
+from tilewise.tools.cli.options import WIRE, AsJson, command_of, option, read_machine_option
 from tilewise.tools.cli.output import (
     counting_bar,
     ending_on,
@@ -126,6 +126,7 @@ class BenchOptions(NamedTuple):
     kernel: Annotated[Many, option("A name of tilewise doctor, module:name or FILE.py:name.")] = (
         None
     )
+    wire: Annotated[Many, option(WIRE)] = None
     num_tokens: Annotated[Numbers, option("Of the whole sequence.")] = None
     tokens_per_rank: Annotated[Numbers, option("Instead of --num-tokens.")] = None
     world_size: Annotated[Numbers, option("Ranks: local processes.")] = None
@@ -228,7 +229,7 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 for run, without in (
-    (kernels, ("contender", "world_size", "tokens_per_rank", "layout", *LAB)),
+    (kernels, ("contender", "wire", "world_size", "tokens_per_rank", "layout", *LAB)),
     (strategies, LAB),
     (network, ("device", "world_size")),
 ):

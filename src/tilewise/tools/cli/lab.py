@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -12,7 +13,7 @@ import typer
 from tilewise.arguments import dtype_name
 from tilewise.strategies.catalog import near_square
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import AsJson, command_of, layout_of, option
+from tilewise.tools.cli.options import WIRE, AsJson, command_of, layout_of, option
 from tilewise.tools.cli.output import (
     as_bytes,
     counted,
@@ -65,6 +66,7 @@ class LabOptions(NamedTuple):
             "the others are compared with. Default: ring, a square mesh, ulysses."
         ),
     ] = None
+    wire: Annotated[list[str] | None, option(f"Of every strategy in turn. {WIRE}")] = None
     tokens_per_rank: Annotated[int, option("Tokens of each rank.", min=1)] = 128
     num_heads: Annotated[int, option("Query heads.")] = HEADS
     num_kv_heads: Annotated[int | None, option("KV heads; as many unless given.")] = None
@@ -157,10 +159,15 @@ def _contest(options: LabOptions) -> Contest:
         mask=mask,
         layout=layout_of(options.layout, mask, num_tokens, n),
     )
-    texts = tuple(options.strategy or _usual(n, min(options.num_heads, kv_heads)))
-    for text in texts:
+    texts, wires = options.strategy or _usual(n, min(options.num_heads, kv_heads)), ()
+    if options.wire:
+        texts, wires = zip(*product(texts, options.wire), strict=True)
+    how = options.backward, options.prune, options.repeats
+    contest = Contest(tuple(texts), work, *how, tuple(wires))
+    for number, text in enumerate(texts):
+        work = contest.work_of(number)
         volume(plan_for(text, work, n), work)  # refuses what the heads or the layout do not allow
-    return Contest(texts, work, options.backward, options.prune, options.repeats)
+    return contest
 
 
 def _usual(n: int, heads: int) -> list[str]:
@@ -176,7 +183,7 @@ def _usual(n: int, heads: int) -> list[str]:
 
 
 def _laps(network: Lab | Limited, contest: Contest) -> list[Lap]:
-    names = contest.repeats * list(contest.strategies)
+    names = contest.repeats * list(contest.names)
     return list(counted(compete(network, contest), names))
 
 
@@ -191,11 +198,21 @@ def _report(options: LabOptions, rows: list[ContestRow]) -> None:
         f"{rows[0].network}; {'forward and backward' if options.backward else 'forward'}.\n"
         "ratio: the first strategy's time over this one's, in the same repeat: median (range). "
         "bytes: the same by tw.volume, on the busiest NIC. line: time at line rate over time. "
-        "wire: counted at the switch over tw.volume.\n",
+        "counted: at the switch, over tw.volume.\n",
         highlight=False,
     )
     table = table_of(
-        *("strategy", "seconds", "ratio", "range", "bytes", "ratio/bytes", "line", "sent", "wire")
+        *(
+            "strategy",
+            "seconds",
+            "ratio",
+            "range",
+            "bytes",
+            "ratio/bytes",
+            "line",
+            "sent",
+            "counted",
+        )
     )
     for row in rows:
         counted = row.counted_bytes

@@ -11,7 +11,15 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from tilewise import masks
-from tilewise.expressions import MASKS, STRATEGIES, read_heads, read_plan
+from tilewise.expressions import (
+    MASKS,
+    NO_WIRE,
+    STRATEGIES,
+    WIRES,
+    read_heads,
+    read_plan,
+    read_wire,
+)
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -87,6 +95,7 @@ PlanText = Annotated[
 ]
 WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", min=1)]
 TOKENS = "Of the whole sequence: 4096, 128K or 1M (in powers of 1024)."
+WIRE = f"As in float8(64) or wires(backward=float8()): {', '.join(WIRES)}; or none."
 
 
 class WorkOptions(NamedTuple):
@@ -117,6 +126,7 @@ class WorkOptions(NamedTuple):
     wire_dtype: Annotated[
         str | None, option("Of out, dq, dk and dv under way; that of q unless given.")
     ] = None
+    wire: Annotated[str | None, option(WIRE)] = None
     save: Annotated[
         str | None, option("replay or gathered: what backward does; the best unless given.")
     ] = None
@@ -145,6 +155,8 @@ def workload_of(
         raise ValueError(f"--save ({words['save']!r}) must be replay or gathered")
     if "heads" in words:
         words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
+    if words.keys() & {"wire", "wire_dtype"}:  # either takes the place of a file's
+        words = {"wire_dtype": None, **words, "wire": read_wire(words.get("wire", NO_WIRE))}
     num_tokens = _num_tokens(options, planned)
     mask = mask_of(words["mask"], num_tokens) if "mask" in words else planned and planned.mask
     assert mask is not None

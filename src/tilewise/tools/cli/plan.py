@@ -76,6 +76,7 @@ def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
             for number, one in enumerate(shown, 1)
         ],
         "reason": best.reason,
+        "wire": str(best.wire),
         "least_compute_seconds": distances.compute_seconds,
         "least_bytes": distances.least_bytes,
         "seconds_over_least": best.seconds / distances.compute_seconds,
@@ -89,7 +90,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
     console.print(
         f"[bold]{best.world_size} ranks of {machine.name}[/]: {work.num_tokens} tokens, "
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
-        f"{work.mask!r}, {best.layout.name}",
+        f"{work.mask!r}, {best.layout.name}" + (f", wire {best.wire}" if work.wire else ""),
         highlight=False,
     )
     links = [x for x in LINKS if any(x in one.bytes_by_link for one in shown)]

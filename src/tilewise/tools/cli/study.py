@@ -41,7 +41,7 @@ STUDIES = MappingProxyType(
         "model": model,
     }
 )
-LEFT_OUT = ("layout", "wire_dtype", "save", "v_head_dim")
+LEFT_OUT = ("layout", "wire_dtype", "wire", "save", "v_head_dim")
 USUAL_TOKENS = "1M"
 
 

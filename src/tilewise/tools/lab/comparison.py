@@ -5,6 +5,7 @@ What two runs have in common, such as what else the machine does, cancels in the
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.expressions import read_plan
+from tilewise.expressions import read_plan, read_wire
 from tilewise.functional import attention
 from tilewise.plan.ir import Plan
 from tilewise.strategies.catalog import MASK_AWARE
@@ -34,6 +35,8 @@ class Contest(NamedTuple):
 
     Attributes:
         strategies: as people write them, the first is what the others are compared with.
+        work: of all, but for the wire.
+        wires: one for each strategy, as read_wire reads it; empty: the work's.
     """
 
     strategies: tuple[str, ...]
@@ -41,6 +44,21 @@ class Contest(NamedTuple):
     backward: bool = False  # forward and backward pass, timed together; else forward alone
     prune: bool = True
     repeats: int = 5  # timed rounds, after one that is not
+    wires: tuple[str, ...] = ()
+
+    def work_of(self, strategy: int) -> Workload:
+        """What a strategy runs."""
+        if not self.wires:
+            return self.work
+        return replace(self.work, wire_dtype=None, wire=read_wire(self.wires[strategy]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The strategies with their wires."""
+        if not self.wires:
+            return self.strategies
+        pairs = zip(self.strategies, self.wires, strict=True)
+        return tuple(f"{strategy}, wire {wire}" for strategy, wire in pairs)
 
 
 class Limited(NamedTuple):
@@ -171,7 +189,7 @@ def run_laps(
             layout=layout,
             mask=work.mask,
             group=transport,
-            wire=work.wires,
+            wire=contest.work_of(strategy).wires,
             save=work.save,
             prune=contest.prune,
         )
@@ -193,11 +211,10 @@ def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[C
     rows: list[ContestRow] = []
     busiest: list[int] = []
     for number, text in enumerate(contest.strategies):
-        plan = plan_for(text, contest.work, network.world_size)
+        work = contest.work_of(number)
+        plan = plan_for(text, work, network.world_size)
         moved = [
-            nic_bytes(
-                plan, contest.work, network.ranks_per_host, backward=backward, prune=contest.prune
-            )
+            nic_bytes(plan, work, network.ranks_per_host, backward=backward, prune=contest.prune)
             for backward in passes
         ]
         by_host = [sum(one) for one in zip(*moved, strict=True)]
@@ -205,7 +222,7 @@ def rows_of(contest: Contest, laps: list[Lap], network: Lab | Limited) -> list[C
         counted = [sum(lap.sent) for lap in laps if lap.strategy == number and lap.sent]
         at_line_rate = 8 * busiest[-1] / (network.mbit * 1e6 * LINE_SHARE)
         row = ContestRow(
-            text,
+            contest.names[number],
             RATE_LIMITED if isinstance(network, Limited) else NAMESPACES,
             times[number],
             tuple(a / b for a, b in zip(times[0], times[number], strict=True)),
