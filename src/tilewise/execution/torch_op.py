@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,6 @@ from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
 from tilewise.wires.wire import Plain, wires_of
 
-_ANSWERED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""By group, the wires that its ranks have compared although validate is "never"."""
 FIRST_ANSWER_SECONDS = 30.0
 """How long such a comparison waits for a rank the first time."""
 # torch 2.11 looks up the very class, later ones a base class too.
@@ -104,7 +101,7 @@ def _agree(
             return
         if call.validate == "never" and isinstance(transport, DistTransport):
             # A rank without such a wire compares nothing: it would wait as long as its group.
-            answered = _ANSWERED.setdefault(group, set())
+            answered = FIRST_AGREEMENTS.wires.setdefault(group, set())
             wire = str(call.wire or call.wire_dtype)
             transport.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
             agree(transport, fields, error)

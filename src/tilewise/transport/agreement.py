@@ -64,11 +64,15 @@ class FirstAgreements:
     """What the ranks of each group have agreed on once, for validate="first".
 
     Every rank remembers by itself, in the order in which all agreed: the same everywhere.
+
+    Attributes:
+        wires: by group, those that its ranks have compared under validate="never".
     """
 
     def __init__(self, keep: int = 4096) -> None:
         self._keep = keep
         self._agreed: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()
+        self.wires: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
     def agree(
         self,
