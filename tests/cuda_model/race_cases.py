@@ -75,15 +75,11 @@ def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **o
         end.gather_records = group.gather_records  # of the hosts alone
         return end
 
-    for name, played in {
-        "records_group": lambda group: group,
-        "agreed_node_size": lambda _, lane, size: size,
-    }.items():
-        monkeypatch.setattr(process_group, name, played)
+    monkeypatch.setattr(process_group, "agreed_node_size", lambda _, lane, size: size)
     monkeypatch.setattr(process_group.dist, "get_backend_config", lambda _: "cuda:nccl")
     monkeypatch.setattr(process_group.dist, "get_process_group_ranks", lambda _: [])
     monkeypatch.setattr(DistTransport, "_backend", lambda *_: "nccl")
-    # Records go over gloo, of which nothing is played: the ranks of a test agree.
+    # Records go over sockets, of which nothing is played: the ranks of a test agree.
     monkeypatch.setattr(DistTransport, "gather_records", lambda self, x: [x] * self.world_size)
     return transport
 

@@ -5,11 +5,10 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from tilewise.transport.nccl_groups import lost_ranks
+from tilewise.transport.nccl_groups import group_store
 from tilewise.transport.protocol import Message
 
-PATIENCE_SECONDS = 0.3
-"""For what another rank knows of a failure."""
+_PATIENCE_SECONDS = 0.3  # for what another rank knows of a failure
 
 
 class LostRankError(RuntimeError):
@@ -25,7 +24,7 @@ class LostRankError(RuntimeError):
 
 
 def failure_of(
-    messages: Sequence[Message], verb: str, error: RuntimeError, group: dist.ProcessGroup
+    messages: Sequence[Message], verb: str, error: OSError | RuntimeError, group: dist.ProcessGroup
 ) -> LostRankError:
     """One operation's failure; where it is with several ranks, it is not known whose."""
     peers = sorted({message.peer for message in messages})
@@ -42,11 +41,11 @@ def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
     Every rank writes down in the group's store which one failed it. One that wrote nothing was
     failed by nobody, and who waited for that writes the rank down as failed by itself.
     """
-    store = lost_ranks(group)
+    store = group_store(group, "lost")
     try:
         store.set(str(group.rank()), str(peer))
         for _ in range(group.size()):
-            until = monotonic() + PATIENCE_SECONDS
+            until = monotonic() + _PATIENCE_SECONDS
             while not store.check([str(peer)]):
                 if monotonic() > until:
                     store.set(str(peer), str(peer))  # so that the next one need not wait

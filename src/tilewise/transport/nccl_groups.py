@@ -31,21 +31,6 @@ MOST_BLOCKS = 16
 Kinds = dist.ProcessGroup.BackendType
 
 
-def records_group(group: dist.ProcessGroup, *, device: torch.device = CUDA) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, made by all of them together at first use.
-
-    Args:
-        device: one that the group has a backend for, whose timeout is the new group's.
-    """
-    known = _remembered(group, "records")
-    if known is not None:
-        return known
-    timeout = group._get_backend(device).options._timeout
-    store = _store(group, "records")
-    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    return _companion(group, "records", CPU, Kinds.GLOO, gloo)
-
-
 def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
     """A gloo group of neighbouring ranks of a gloo group, made by them together at first use."""
     if len(team) == group.size():
@@ -55,7 +40,7 @@ def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
     if known is not None:
         return known
     timeout, rank = group._get_backend(CPU).options._timeout, group.rank() - team.start
-    gloo = dist.ProcessGroupGloo(_store(group, name), rank, len(team), timeout=timeout)
+    gloo = dist.ProcessGroupGloo(group_store(group, name), rank, len(team), timeout=timeout)
     return _companion(group, name, CPU, Kinds.GLOO, gloo, (rank, len(team)))
 
 
@@ -74,7 +59,7 @@ def lane_group(group: dist.ProcessGroup, lane: int) -> dist.ProcessGroup:
     options.global_ranks_in_group = dist.get_process_group_ranks(group)
     options.group_name = _alias(group, name)
     options.config.max_ctas = MOST_BLOCKS
-    store = _store(group, name)
+    store = group_store(group, name)
     nccl = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     made = _companion(group, name, CUDA, Kinds.NCCL, nccl)
     warm_up(made)
@@ -113,11 +98,6 @@ def agreed_node_size(
     return node_size if same else None
 
 
-def lost_ranks(group: dist.ProcessGroup) -> Store:
-    """Where ranks write down, by their number, which rank failed them."""
-    return _store(group, "lost")
-
-
 def _companion(
     group: dist.ProcessGroup,
     name: str,
@@ -131,7 +111,7 @@ def _companion(
     Args:
         place: this rank and the number of ranks in it; None: as in the group.
     """
-    made = dist.ProcessGroup(_store(group, name), *(place or (group.rank(), group.size())))
+    made = dist.ProcessGroup(group_store(group, name), *(place or (group.rank(), group.size())))
     made._set_default_backend(kind)
     made._register_backend(device, kind, backend)
     made._set_group_name(_alias(group, name))
@@ -140,7 +120,8 @@ def _companion(
     return made
 
 
-def _store(group: dist.ProcessGroup, name: str) -> Store:
+def group_store(group: dist.ProcessGroup, name: str) -> Store:
+    """A part of the group's own store, for what is named so."""
     return PrefixStore(f"tilewise/{name}", group.get_group_store())
 
 

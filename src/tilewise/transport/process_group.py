@@ -1,33 +1,28 @@
 """Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
-from hashlib import blake2b
-from time import sleep
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.transport.lost_rank import PATIENCE_SECONDS, LostRankError, failure_of
+from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
-from tilewise.transport.nccl_groups import agreed_node_size, lane_group, records_group, team_group
+from tilewise.transport.nccl_groups import agreed_node_size, lane_group, team_group
 from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
+from tilewise.transport.record_tree import RECORD_TREES
 
 # Tags of our own, so that a caller's point-to-point messages in the group never match ours.
-_RECORD_TAG = 7_416_000
-_LANE_TAG = _RECORD_TAG + 1
-_DIGEST_BYTES = 16
+_NOTHING_TAG = 7_416_000
+_LANE_TAG = _NOTHING_TAG + 1
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
-_BRANCHES = 4
-_DIGEST, _VERDICT = "agreement digest", "agreement verdict"
 
 
 class _Posted:
@@ -45,13 +40,12 @@ class _Posted:
     def waited(self) -> bool:
         return self._work is None
 
-    def wait(self, seconds: float = 0) -> None:
-        """seconds: at most; 0: the group's timeout. Whom it fails for, it fails for all."""
+    def wait(self) -> None:
         work, self._work = self._work, None
         if work is None:
             return
         try:
-            work.wait(*([timedelta(seconds=seconds)] if seconds else []))
+            work.wait()
         except RuntimeError as error:
             raise failure_of(self._messages, self._verb, error, self._group) from error
         self._messages = ()
@@ -67,10 +61,10 @@ class _Shared:
     def waited(self) -> bool:
         return self._posted.waited
 
-    def wait(self, seconds: float = 0) -> None:
+    def wait(self) -> None:
         if self.waited:
             return
-        self._posted.wait(seconds)
+        self._posted.wait()
         pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
         for message, piece in zip(self._messages, pieces, strict=True):
             message.tensor.view(-1).copy_(piece)
@@ -95,8 +89,8 @@ class DistTransport:
 
     On an NCCL group the first object is made by all ranks together. It makes a communicator of our
     own for each lane, at high priority, and warms it up, without which a batch that involves only
-    some ranks hangs; and a gloo group for the agreement records. torch keeps them under the group's
-    name, so later objects find them. The caller's communicator is left alone.
+    some ranks hangs. torch keeps them under the group's name, so later objects find them. The
+    caller's communicator is left alone. Agreement records take neither: see RecordTree.
 
     Args:
         group: a group that this process is in.
@@ -119,12 +113,9 @@ class DistTransport:
         batched = self._backends.get("cuda") == "nccl"
         self.receives_ahead = 0 if batched else 1
         self.takes_teams = not batched
-        self._records = group
-        self._lanes = [group]
+        self._group, self._lanes = group, [group]
         self.node_size = node_size
         if batched and self.world_size > 1:
-            if self._backends.get("cpu") != "gloo":
-                self._records = records_group(group)
             if node_size is None:
                 node_size = node_size_of(dist.get_process_group_ranks(group), local_world_size())
             self._lanes = [lane_group(group, 0)]
@@ -176,64 +167,27 @@ class DistTransport:
         return _Exchange([received])
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
-        if self._same_everywhere(record):
-            return [record] * self.world_size
-        # Point to point: gloo's all_gather is a ring, with a latency that grows with world size.
-        records = [torch.empty_like(record) for _ in range(self.world_size)]
-        records[self.rank] = record
-        others = [peer for peer in range(self.world_size) if peer != self.rank]
-        recvs = [Message(records[peer], peer, "agreement record") for peer in others]
-        sends = [Message(record, peer, "agreement record") for peer in others]
-        receives, sending = self._post_each(sends, recvs, self._records, _RECORD_TAG)
-        for posted in (*receives, *sending):
-            posted.wait()
-        return records
+        if self.world_size == 1:
+            return [record]
+        own = record.numpy().tobytes()
+        try:
+            tree = RECORD_TREES.of(self._group, self.agreement_seconds)
+            records = tree.records(own, self.agreement_seconds)
+        except LostRankError as error:
+            self._give_up(error.rank)
+            raise
+        self.agreement_number = tree.number
+        return [
+            record if x is own else torch.frombuffer(bytearray(x), dtype=record.dtype)
+            for x in records
+        ]
 
-    def _same_everywhere(self, record: Tensor) -> bool:
-        """Whether all ranks have the same record; all of them get the same answer.
-
-        Digests go up a tree, with whether all below were the same; the verdict comes down: few
-        messages, 2 (n - 1), since where ranks share cores each one costs all of them. The verdict
-        also numbers the agreement, or says which rank is lost.
-        """
-        digest = blake2b(record.numpy().tobytes(), digest_size=_DIGEST_BYTES).digest()
-        first = self.rank * _BRANCHES + 1
-        children = range(first, min(first + _BRANCHES, self.world_size))
-        parent = (self.rank - 1) // _BRANCHES
-        heard = [torch.empty(_DIGEST_BYTES + 1, dtype=torch.uint8) for _ in children]
-        verdict = torch.zeros(3, dtype=torch.int64)  # same, the agreement's number, the rank lost
-        coming = [Message(x, peer, _DIGEST) for x, peer in zip(heard, children, strict=True)]
-        above = [Message(verdict, parent, _VERDICT)] if self.rank else []
-        receives, _ = self._post_each((), [*coming, *above], self._records, _RECORD_TAG)
-        failure = None
-        for receive in receives[: len(coming)]:
-            try:
-                receive.wait(self.agreement_seconds)
-            except RuntimeError as error:
-                failure = failure or error
-        same = failure is None and all(x.numpy().tobytes() == digest + b"\1" for x in heard)
-        sending: list[_Posted] = []
-        if self.rank and failure is None:
-            told = torch.frombuffer(bytearray(digest + bytes([same])), dtype=torch.uint8)
-            up = [Message(told, parent, _DIGEST)]
-            sending += self._post_each(up, (), self._records, _RECORD_TAG)[1]
-            receives[-1].wait(self.agreement_seconds)
-        else:
-            verdict[:2] = torch.tensor([same, int.from_bytes(os.urandom(4))])
-            verdict[2] = failure.rank if isinstance(failure, LostRankError) else -1
-        for child in children:
-            with suppress(RuntimeError) if failure else nullcontext():
-                down = [Message(verdict, child, _VERDICT)]
-                sending += self._post_each(down, (), self._records, _RECORD_TAG)[1]
-        if failure is not None or verdict[2] >= 0:
-            for posted in sending:  # before this process ends
-                with suppress(RuntimeError):
-                    posted.wait()
-            sleep(PATIENCE_SECONDS)  # what a process that ends has not delivered is lost
-            raise failure or LostRankError(f"{_VERDICT}: rank {verdict[2]} failed", int(verdict[2]))
-        self._sending[0].append(sending)  # waited for when later messages are
-        self.agreement_number = int(verdict[1])
-        return bool(verdict[0])
+    def _give_up(self, lost: int) -> None:
+        """End the waits of ranks that expect messages: gloo closes all connections of a timeout."""
+        if self.receives_ahead and lost not in (-1, self.rank):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            with suppress(RuntimeError):
+                self._group.recv([nothing], lost, _NOTHING_TAG).wait(timedelta(milliseconds=1))
 
     def finish(self) -> None:
         while self._receiving:
