@@ -1,13 +1,14 @@
 """Static memory planning: a pass's requests are recorded once, placed in one buffer, and reused."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,51 +134,43 @@ def _most_held(requests: Sequence[Sequence[_Box]]) -> int:
     return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
-def _rivals(requests: Sequence[Sequence[_Box]]) -> list[list[tuple[int, int, int]]]:
-    """For each request (another, low, high): its offset minus the other's is not in (low, high)."""
-    apart: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    held: list[tuple[int, _Box]] = []
-    boxes = [(i, box) for i, boxes in enumerate(requests) for box in boxes]
-    for i, box in sorted(boxes, key=lambda numbered: numbered[1].begin):
-        held = [(j, other) for j, other in held if other.end > box.begin]
-        for j, other in held:
-            if i != j:
-                apart[i, j].append((other.start - box.stop, other.stop - box.start))
-        held.append((i, box))
-    rivals: list[list[tuple[int, int, int]]] = [[] for _ in requests]
-    for (i, j), intervals in apart.items():
-        for low, high in _joined(intervals):
-            rivals[i].append((j, low, high))
-            rivals[j].append((i, -high, -low))
+class _Rivals(NamedTuple):
+    """Of a request: its offset minus that of request `others[n]` is not in (lows[n], highs[n])."""
+
+    others: np.ndarray
+    lows: np.ndarray
+    highs: np.ndarray
+
+
+def _rivals(requests: Sequence[Sequence[_Box]]) -> list[_Rivals]:
+    numbers = np.repeat(np.arange(len(requests)), [*map(len, requests)])
+    table = [box for boxes in requests for box in boxes]
+    starts, stops, begins, ends = np.array(table, np.int64).reshape(-1, 4).T
+    rivals, none = [], np.empty(0, np.int64)
+    for i, boxes in enumerate(requests):
+        near = [(none, none, none)]
+        for box in boxes:
+            at = np.flatnonzero((begins < box.end) & (ends > box.begin) & (numbers != i))
+            near.append((numbers[at], starts[at] - box.stop, stops[at] - box.start))
+        rivals.append(_Rivals(*map(np.concatenate, zip(*near, strict=True))))
     return rivals
 
 
-def _joined(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Open intervals, those that overlap as one."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(intervals):
-        if joined and low < joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], high)
-        else:
-            joined.append((low, high))
-    return joined
-
-
 def _placed(
-    rivals: Sequence[Sequence[tuple[int, int, int]]], sizes: Sequence[int], order: Iterable[int]
+    rivals: Sequence[_Rivals], sizes: Sequence[int], order: Iterable[int]
 ) -> tuple[list[int], int]:
-    offsets: list[int | None] = [None] * len(sizes)
+    offsets, placed = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), bool)
     for i in order:
-        taken = [
-            (at + low, at + high) for j, low, high in rivals[i] if (at := offsets[j]) is not None
-        ]
-        lowest = 0
-        for low, high in sorted(taken):
-            if low >= lowest:
-                break
-            lowest = max(lowest, high)
-        offsets[i] = lowest
-    found = [at for at in offsets if at is not None]
+        there = placed[rivals[i].others]
+        others, lows, highs = (column[there] for column in rivals[i])
+        at = offsets[others]
+        lows, highs = at + lows, at + highs
+        by_low = lows.argsort()
+        taken = np.maximum.accumulate(np.concatenate(([0], highs[by_low])))
+        free = lows[by_low] >= taken[:-1]
+        offsets[i] = taken[free.argmax() if free.any() else -1]
+        placed[i] = True
+    found = offsets.tolist()
     return found, max(map(add, found, sizes), default=0)
 
 

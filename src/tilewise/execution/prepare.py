@@ -128,13 +128,17 @@ class NoKernel:
 
     def forward(self, *args: Any, **_: Any) -> Accumulators:
         q, _, v, _, _, into, *told = args
+        if into:
+            return into
         out, lse = empty_results(q, v.shape[-1])
-        return into or (out, lse, *[lse] * sum(scores.max_logit for scores in told))
+        return out, lse, *[lse] * sum(scores.max_logit for scores in told)
 
     def backward(self, *args: Any, **_: Any) -> Gradients:
         # Adopted are only results of its own; else into are buffers of the pass.
-        dq, dk, dv = (torch.empty_like(x, dtype=accumulator_dtype(x.dtype)) for x in args[:3])
-        return args[8] or (dq, dk, dv)
+        if args[8]:
+            return args[8]
+        dq, dk, dv = (x.new_empty(x.shape, dtype=accumulator_dtype(x.dtype)) for x in args[:3])
+        return dq, dk, dv
 
 
 class NoTransport:

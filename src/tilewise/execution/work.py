@@ -472,6 +472,8 @@ class Backward(PassWork):
         return [(0.0, width) for _, width in self.payload.inputs(side)]
 
     def _merge(self, partials: Tensors, index: Index, values: Tensors) -> None:
+        if partials[0].is_meta:  # shapes without values
+            return
         for total, value in zip(partials, values, strict=True):
             if isinstance(index, Tensor):
                 total.index_add_(0, index, value.to(total.dtype))

@@ -45,8 +45,9 @@ SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
 those of larger shards are, and scaled: every buffer's bytes go with a shard's rows."""
 
-LIKE_RANKS = 5
-"""Ranks that are looked at of those that differ only in which halves of shards they move."""
+LIKE_RANKS = 16
+"""Ranks that differ only in which halves of shards they move are all looked at, up to so many; of
+more a few, which need within some 2 % of what the rank needs that needs most."""
 
 
 RANKS_A_COPY = 64
@@ -121,9 +122,8 @@ def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[
             return plan, firsts
         halves = halves_of(plan, symmetry.plan_shifts, layouts[0].size(0))
         if halves.complete:
-            some = max(2, LIKE_RANKS // len(firsts))
             members = (halves.members(first) for first in firsts)
-            return halves.pruned(plan), [rank for ranks in members for rank in _spread(ranks, some)]
+            return halves.pruned(plan), [rank for ranks in members for rank in _some(ranks)]
         if plan.world_size > EXACT_RANKS:
             return plan, firsts
     return resolved.pruned, range(plan.world_size)
@@ -134,9 +134,10 @@ def _copy(plan: Plan) -> Plan:
     return plan.changed() if plan.scripted else plan.changed(steps=plan.steps, script=None)
 
 
-def _spread(ranks: np.ndarray, most: int) -> list[int]:
-    places = np.linspace(0, len(ranks) - 1, min(most, len(ranks)))
-    return ranks[places.round().astype(int)].tolist()
+def _some(ranks: np.ndarray) -> list[int]:
+    n = len(ranks)
+    places = range(n) if n <= LIKE_RANKS else (0, 3, n // 4, n // 2, n - 1)
+    return ranks[list(places)].tolist()
 
 
 def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0) -> int:
