@@ -1,6 +1,5 @@
 """Layouts whose ranks have equal work under a mask (load balancing), and the layout by default."""
 
-from collections import deque
 from collections.abc import Iterable
 from functools import reduce
 from itertools import pairwise
@@ -43,6 +42,36 @@ class _Component:
         return [p for p in parts if p[0] < p[1]]
 
 
+class _Queue:
+    """Runs of rows, the heaviest first, to be taken from either end."""
+
+    def __init__(self, runs: list[_Component]) -> None:
+        self._runs = sorted(runs, key=lambda run: -run.density)
+        self._counts = np.array([len(run) for run in self._runs])
+        self._densities = np.array([run.density for run in self._runs])
+        self._left = slice(0, len(runs))
+
+    @property
+    def left(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of each run, and pairs a row."""
+        return self._counts[self._left], self._densities[self._left]
+
+    def take(self, rows: int, *, lightest: bool) -> list[tuple[int, int]]:
+        """Remove rows from one end and say which."""
+        parts: list[tuple[int, int]] = []
+        first, last = self._left.start, self._left.stop
+        while rows:
+            at = last - 1 if lightest else first
+            some = min(rows, len(self._runs[at]))
+            parts += self._runs[at].take(some)
+            self._counts[at] -= some
+            rows -= some
+            if not self._counts[at]:
+                first, last = (first, at) if lightest else (at + 1, last)
+        self._left = slice(first, last)
+        return parts
+
+
 def balanced(
     mask: Mask | Iterable[Mask],
     num_tokens: int,
@@ -78,17 +107,23 @@ def balanced(
         raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
     if not slack >= 0:
         raise ValueError(f"slack ({slack}) must be at least 0, max / mean tokens - 1")
-    areas = sum((row_areas(one, num_tokens) for one in masks), np.zeros(num_tokens))
+    total = running(reduce(np.add, (row_areas(one, num_tokens) for one in masks)))
     plain = contiguous(num_tokens, n)
-    if _is_level(plain, areas):
+    if _is_level(plain, total):
         return Layout(num_tokens, plain.runs, "balanced")
     edges = reduce(np.intersect1d, (components(one, num_tokens) for one in masks))
-    return layout_of(num_tokens, n, deal(areas, edges, n, chunk=chunk, slack=slack), "balanced")
+    return layout_of(num_tokens, n, deal(total, edges, n, chunk=chunk, slack=slack), "balanced")
 
 
-def _is_level(plain: Layout, areas: np.ndarray) -> bool:
+def running(areas: np.ndarray) -> np.ndarray:
+    """What all rows before each have, float64 [num_tokens + 1]."""
+    total = np.zeros(len(areas) + 1)
+    np.cumsum(areas, out=total[1:])
+    return total
+
+
+def _is_level(plain: Layout, total: np.ndarray) -> bool:
     """Whether a contiguous layout gives ranks about equal areas."""
-    total = np.append(0.0, np.cumsum(areas))
     largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
     return largest * plain.world_size <= LEVEL * total[-1]
 
@@ -102,25 +137,24 @@ def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Lay
 
 
 def deal(
-    areas: np.ndarray, edges: np.ndarray, n: int, *, chunk: int = 128, slack: float = 0.0
+    total: np.ndarray, edges: np.ndarray, n: int, *, chunk: int = 128, slack: float = 0.0
 ) -> list[Owned]:
     """Deal rows to ranks: areas equal to about half a percent, tokens equal to one (or slack).
 
     Args:
-        areas: allowed pairs of every row, [num_tokens]; of several masks, their sum.
+        total: allowed pairs of all rows before each, of `running`; of several masks, their sum.
         edges: of the components, from 0 to num_tokens, strictly ascending; of several
             masks, the edges that all have.
         chunk: heavy runs are taken in multiples of this many rows, where that keeps areas level.
         slack: max / mean tokens - 1; spent on leaving light components whole.
     """
-    num_tokens = len(areas)
-    total = np.concatenate([[0.0], np.cumsum(areas, dtype=np.float64)])
+    num_tokens = len(total) - 1
     mean = float(total[-1]) / n
     least = max(1, min(chunk, num_tokens // (16 * n)))
     runs = [
         run for a, b in pairwise(edges.tolist()) for run in _runs(a, b, total, EVEN * mean, least)
     ]
-    queue = deque(sorted(runs, key=lambda c: -c.density))
+    queue = _Queue(runs)
     owned: list[Owned] = []
     dealt, done = 0, 0.0
     for rank in range(n):
@@ -153,15 +187,15 @@ def _runs(start: int, stop: int, total: np.ndarray, line: float, least: int) -> 
 
 
 def _hand(
-    queue: deque[_Component], room: int, need: float, line: float, grains: tuple[int, int]
+    queue: _Queue, room: int, need: float, line: float, grains: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """One rank's rows: of the heaviest and the lightest runs, mixed to the area it needs."""
     if room == 0:
         return []
     chunk, loose = grains
-    counts = np.array([len(c) for c in queue])
+    counts, densities = queue.left
     tokens = np.concatenate([[0], np.cumsum(counts)])
-    areas = np.concatenate([[0.0], np.cumsum(counts * [c.density for c in queue])])
+    areas = running(counts * densities)
     behind = tokens[-1] - room
     # with x rows from the front and room - x from the back, area grows with x, line by line
     x = np.concatenate([tokens, tokens - behind, [room]])
@@ -170,26 +204,13 @@ def _hand(
     rows = float(np.interp(need, area, x))
     near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]
     rows = near[0] if near else rows
-    gap = queue[0].density - queue[-1].density
+    gap = float(densities[0] - densities[-1])
     step = next((g for g in (chunk, 32, 8, 1) if g * gap <= 2 * line), 1)
     front = min(round(rows / step) * step, room)
     back = room - front
     edge = tokens[-1] - int(tokens[np.abs(tokens[-1] - tokens - back).argmin()])
     back = edge if abs(edge - back) <= loose and front + edge <= tokens[-1] else back
-    return _from(queue, front, 0) + _from(queue, back, -1)
-
-
-def _from(queue: deque[_Component], rows: int, end: int) -> list[tuple[int, int]]:
-    """Take rows from the components at one end of the queue."""
-    parts: list[tuple[int, int]] = []
-    while rows:
-        component = queue[end]
-        some = min(rows, len(component))
-        parts += component.take(some)
-        rows -= some
-        if not len(component):
-            queue.pop() if end else queue.popleft()
-    return parts
+    return queue.take(front, lightest=False) + queue.take(back, lightest=True)
 
 
 ZIGZAG_LEVEL = 1.03

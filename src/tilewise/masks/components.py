@@ -38,19 +38,23 @@ def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:
 def row_areas(mask: Mask, num_tokens: int) -> Array:
     """Allowed pairs of every row, float64 [num_tokens]; the mean over heads."""
     heads = within(mask, num_tokens)
-    total = np.zeros(num_tokens)
-    for s in heads:
-        flat, steep = np.zeros(num_tokens + 1), np.zeros(num_tokens + 1)
-        for marks, heights in ((flat, s.hi - s.lo), (steep, s.hi_slope - s.lo_slope)):
-            np.add.at(marks, s.q0, heights)
-            np.subtract.at(marks, s.q1, heights)
-        total += (np.cumsum(flat) + np.cumsum(steep) * np.arange(num_tokens + 1))[:-1]
-    return total / len(heads)
+    # Sums in place of what changes from row to row: of slopes first, then of pairs.
+    areas = np.zeros(num_tokens + 1)
+    slopes = [s.hi_slope - s.lo_slope for s in heads]
+    for s, slope in zip(heads, slopes, strict=True):
+        np.add.at(areas, s.q0 + 1, slope)
+        np.subtract.at(areas, s.q1, slope)
+    np.cumsum(areas, out=areas)
+    for s, slope in zip(heads, slopes, strict=True):
+        np.add.at(areas, s.q0, s.hi - s.lo + slope * s.q0)
+        np.subtract.at(areas, s.q1, s.hi - s.lo + slope * (s.q1 - 1))
+    np.cumsum(areas, out=areas)
+    return areas[:-1] if len(heads) == 1 else areas[:-1] / len(heads)
 
 
 def components(mask: Mask, num_tokens: int) -> Array:
     """Edges of the components, from 0 to num_tokens."""
-    crossed = np.zeros(num_tokens + 1, np.int64)
+    crossed = np.zeros(num_tokens + 1, np.int32)
     for s in within(mask, num_tokens):
         itself = (s.lo == 0) & (s.lo_slope == 1) & (s.hi == 1) & (s.hi_slope == 1)
         s = s.take(~itself)
@@ -58,5 +62,5 @@ def components(mask: Mask, num_tokens: int) -> Array:
         last = np.maximum(s.q1, s.hi + s.hi_slope * (s.q1 - 1))
         np.add.at(crossed, first + 1, 1)
         np.subtract.at(crossed, np.maximum(last, first + 1), 1)
-    free = np.flatnonzero(np.cumsum(crossed) == 0)
+    free = np.flatnonzero(np.cumsum(crossed, out=crossed) == 0)
     return np.unique([0, *free.tolist(), num_tokens])

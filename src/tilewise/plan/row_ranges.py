@@ -40,7 +40,7 @@ def covers(have: Rows | None, need: Rows | None) -> bool:
 
 def whole_or(rows: Rows, size: int) -> Rows | None:
     """The rows, or None if they are all of a shard of this size."""
-    return None if covers(rows, ((0, size),)) else rows
+    return None if any(start <= 0 and size <= stop for start, stop in rows) else rows
 
 
 def count(rows: Rows | None, size: int) -> int:

@@ -33,6 +33,14 @@ class _Leg(NamedTuple):
     rows: Rows | None
 
 
+class _Route(NamedTuple):
+    """Ranks of one node that read a shard, and all that they read of it."""
+
+    shard: int
+    readers: list[int]
+    rows: Rows
+
+
 class _Share(NamedTuple):
     """What a rank does: its tiles are of its own queries."""
 
@@ -89,7 +97,8 @@ def _direct(table: Table, layout: Layout) -> list[_Share]:
         sizes = [count_rows(table[rank, s].k_rows) for s in sources]
         for stage, some in enumerate(_dealt(sources, sizes, STAGES)):
             for source in some:
-                _send(shares, table, layout, stage, source, [rank], rank)
+                route = _Route(source, [rank], table[rank, source].k_rows)
+                _send(shares, table, layout, stage, route, rank)
     return shares
 
 
@@ -106,20 +115,21 @@ def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
             far[reader // size][source].append(reader)
     for first in range(0, n, size):
         node, sources = range(first, min(first + size, n)), far[first // size]
-        routes: dict[int, list[tuple[int, list[int], int]]] = {rank: [] for rank in node}
+        routes: dict[int, list[_Route]] = {rank: [] for rank in node}
         load = dict.fromkeys(node, 0)
         for source in sorted(sources, key=lambda source: (source - first) % n):
             readers = sources[source]
-            rows = count_rows(union(*(table[reader, source].k_rows for reader in readers)))
+            route = _Route(source, readers, union(*(table[r, source].k_rows for r in readers)))
+            rows = count_rows(route.rows)
             cost = {rank: load[rank] + rows * (rank not in readers) for rank in node}
             gateway = min(node, key=cost.__getitem__)
             load[gateway] += rows
-            routes[gateway].append((source, readers, rows))
+            routes[gateway].append(route)
         for gateway, some in routes.items():
-            stages = _dealt([*range(len(some))], [rows for _, _, rows in some], NODE_STAGES)
+            stages = _dealt([*range(len(some))], [count_rows(r.rows) for r in some], NODE_STAGES)
             for stage, numbers in enumerate(stages):
-                for source, readers, _ in (some[i] for i in numbers):
-                    _send(shares, table, layout, stage, source, readers, gateway)
+                for i in numbers:
+                    _send(shares, table, layout, stage, some[i], gateway)
         for reader in node:
             near = [s for s in node if s != reader and (reader, s) in table]
             # Some while rows come from other nodes, some while gradients go back to them.
@@ -127,32 +137,28 @@ def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
             parts = _dealt(near, [count_rows(table[reader, s].k_rows) for s in near], 2)
             for sources, stage in zip(parts, (0, max(1, last)), strict=False):
                 for source in sources:
-                    _send(shares, table, layout, stage, source, [reader], reader)
+                    route = _Route(source, [reader], table[reader, source].k_rows)
+                    _send(shares, table, layout, stage, route, reader)
     return shares
 
 
-def _send(  # noqa: PLR0913 - a route through a table
-    shares: list[_Share],
-    table: Table,
-    layout: Layout,
-    stage: int,
-    source: int,
-    readers: list[int],
-    gateway: int,
+def _send(
+    shares: list[_Share], table: Table, layout: Layout, stage: int, route: _Route, gateway: int
 ) -> None:
     """Write legs and tiles: the gateway passes on what the readers read."""
+    source, readers, rows = route
+    size = layout.size(source)
 
-    def leg(step: int, back: int, src: int, dst: int, seen: list[int]) -> None:
-        rows = union(*(table[reader, source].k_rows for reader in seen))
-        one = _Leg(step, back, src, dst, source, whole_or(rows, layout.size(source)))
+    def leg(step: int, back: int, src: int, dst: int, rows: Rows) -> None:
+        one = _Leg(step, back, src, dst, source, whole_or(rows, size))
         shares[src].legs.append(one)
         shares[dst].legs.append(one)
 
     relayed = readers != [gateway]
-    leg(stage, stage + 2 + 2 * relayed, source, gateway, readers)
+    leg(stage, stage + 2 + 2 * relayed, source, gateway, rows)
     for reader in readers:
         if reader != gateway:
-            leg(stage + 1, stage + 3, gateway, reader, [reader])
+            leg(stage + 1, stage + 3, gateway, reader, table[reader, source].k_rows)
         shares[reader].tiles.setdefault(stage + 1 + relayed, []).append(source)
 
 

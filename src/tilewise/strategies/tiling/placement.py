@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.layouts.balanced import deal
+from tilewise.layouts.balanced import deal, running
 from tilewise.masks.base import Mask
 from tilewise.masks.components import documents
 from tilewise.strategies.tiling.ownership import Owned, Reading, own, readings
@@ -240,9 +240,9 @@ def place(
 
 def place_documents(cu: np.ndarray, n: int, kv_bytes: float, balance: Balance) -> Placement:
     """Place causal documents with these boundaries."""
-    row_areas = np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu))
-    limit = balance.limit(row_areas.sum() / n, cu[-1] / n)
-    rows = [deal(row_areas, cu, n)]
+    total = running(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)))
+    limit = balance.limit(float(total[-1]) / n, cu[-1] / n)
+    rows = [deal(total, cu, n)]
     if n <= FEW:
         rows += [own_rows_apart(cu, n, VARIANTS[0].slack, x) for x in APART]
     if balance != LEVEL:
