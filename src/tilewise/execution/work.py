@@ -475,6 +475,8 @@ class Backward(PassWork):
         if partials[0].is_meta:  # shapes without values
             return
         for total, value in zip(partials, values, strict=True):
+            if total.is_meta:  # shapes without values
+                continue
             if isinstance(index, Tensor):
                 total.index_add_(0, index, value.to(total.dtype))
             else:

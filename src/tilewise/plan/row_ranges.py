@@ -18,16 +18,18 @@ ALL: Rows = ((0, 1 << 40),)
 
 def union(*parts: Iterable[tuple[int, int]] | None) -> Rows:
     """The rows in any of the parts, neighbouring ranges joined."""
-    ordered = sorted(chain.from_iterable(ALL if part is None else part for part in parts))
-    if len(ordered) == 1:
+    ordered = sorted(set(chain.from_iterable(ALL if part is None else part for part in parts)))
+    if len(ordered) < 2:
         return tuple(ordered)
     merged: list[tuple[int, int]] = []
+    first, last = ordered[0]
     for start, stop in ordered:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+        if start > last:
+            merged.append((first, last))
+            first, last = start, stop
+        elif stop > last:
+            last = stop
+    return (*merged, (first, last))
 
 
 def covers(have: Rows | None, need: Rows | None) -> bool:

@@ -7,7 +7,7 @@ Source: the group cast of MagiAttention (SandAI 2025), and its hierarchical form
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tilewise.arguments import require_type, whole_number
@@ -22,29 +22,27 @@ STAGES = 4
 NODE_STAGES = 2  # of what comes from other nodes
 
 
-class _Leg(NamedTuple):
-    """A shard's keys and values on their way from rank to rank, and their gradients back."""
-
-    step: int
-    back: int
-    src: int
-    dst: int
-    shard: int
-    rows: Rows | None
-
-
 class _Route(NamedTuple):
-    """Ranks of one node that read a shard, and all that they read of it."""
+    """A shard's keys and values on their way to ranks of one node, and their gradients back.
+
+    The gateway gets all that the readers read of the shard, and passes on what others read of it.
+    """
 
     shard: int
     readers: list[int]
     rows: Rows
+    stage: int
+    gateway: int
+
+    @property
+    def relayed(self) -> bool:
+        return self.readers != [self.gateway]
 
 
 class _Share(NamedTuple):
     """What a rank does: its tiles are of its own queries."""
 
-    legs: list[_Leg]
+    routes: list[_Route]  # that it takes part in
     tiles: dict[int, list[int]]  # step -> KV shards
 
 
@@ -63,20 +61,22 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
     n = layout.world_size
     size = n if node_size is None else whole_number("node_size", node_size)
     table = cells(mask, layout, layout)
-    shares = _direct(table, layout) if size >= n else _by_node(table, layout, size)
+    shares = _direct(table, n) if size >= n else _by_node(table, n, size)
 
     def script(rank: int) -> tuple[RankStep, ...]:
         s = RankBuilder(rank)
         for step, sources in shares[rank].tiles.items():
             s.at(step).tile((rank,), sources)
-        for step, back, src, dst, shard, rows in shares[rank].legs:
-            value, gradient = operand(Side.KV, shard), partial(Side.KV, shard)
-            if src == rank:
-                s.at(step).send(value, dst, rows)
-                s.at(back).recv(gradient, dst, rows)
-            else:
-                s.at(step).recv(value, src, rows)
-                s.at(back).send(gradient, src, rows)
+        for route in shares[rank].routes:
+            value, gradient = operand(Side.KV, route.shard), partial(Side.KV, route.shard)
+            for step, back, src, dst, rows in _legs(route, rank, table):
+                rows = whole_or(rows, layout.size(route.shard))
+                if src == rank:
+                    s.at(step).send(value, dst, rows)
+                    s.at(back).recv(gradient, dst, rows)
+                else:
+                    s.at(step).recv(value, src, rows)
+                    s.at(back).send(gradient, src, rows)
         return s.done()
 
     nodes = "" if size >= n else f", node_size={size}"
@@ -88,26 +88,23 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
 Table = Mapping[tuple[int, int], Cell]
 
 
-def _direct(table: Table, layout: Layout) -> list[_Share]:
+def _direct(table: Table, n: int) -> list[_Share]:
     """From the owner to every reader."""
-    n = layout.world_size
     shares = [_Share([], {0: [r]} if (r, r) in table else {}) for r in range(n)]
     for rank in range(n):
         sources = [(rank + d) % n for d in range(1, n) if (rank, (rank + d) % n) in table]
         sizes = [count_rows(table[rank, s].k_rows) for s in sources]
         for stage, some in enumerate(_dealt(sources, sizes, STAGES)):
             for source in some:
-                route = _Route(source, [rank], table[rank, source].k_rows)
-                _send(shares, table, layout, stage, route, rank)
+                _send(shares, _Route(source, [rank], table[rank, source].k_rows, stage, rank))
     return shares
 
 
-def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
+def _by_node(table: Table, n: int, size: int) -> list[_Share]:
     """From the owner to one rank of each node, and from that to the readers.
 
     That is a reader, unless another rank of the node gets less by more than what it would pass on.
     """
-    n = layout.world_size
     shares = [_Share([], {0: [r]} if (r, r) in table else {}) for r in range(n)]
     far: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for reader, source in table:  # node -> source elsewhere -> its readers
@@ -119,17 +116,17 @@ def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
         load = dict.fromkeys(node, 0)
         for source in sorted(sources, key=lambda source: (source - first) % n):
             readers = sources[source]
-            route = _Route(source, readers, union(*(table[r, source].k_rows for r in readers)))
-            rows = count_rows(route.rows)
-            cost = {rank: load[rank] + rows * (rank not in readers) for rank in node}
+            rows = union(*(table[reader, source].k_rows for reader in readers))
+            read = count_rows(rows)
+            cost = {rank: load[rank] + read * (rank not in readers) for rank in node}
             gateway = min(node, key=cost.__getitem__)
-            load[gateway] += rows
-            routes[gateway].append(route)
-        for gateway, some in routes.items():
+            load[gateway] += read
+            routes[gateway].append(_Route(source, readers, rows, 0, gateway))
+        for some in routes.values():
             stages = _dealt([*range(len(some))], [count_rows(r.rows) for r in some], NODE_STAGES)
             for stage, numbers in enumerate(stages):
                 for i in numbers:
-                    _send(shares, table, layout, stage, some[i], gateway)
+                    _send(shares, some[i]._replace(stage=stage))
         for reader in node:
             near = [s for s in node if s != reader and (reader, s) in table]
             # Some while rows come from other nodes, some while gradients go back to them.
@@ -137,29 +134,28 @@ def _by_node(table: Table, layout: Layout, size: int) -> list[_Share]:
             parts = _dealt(near, [count_rows(table[reader, s].k_rows) for s in near], 2)
             for sources, stage in zip(parts, (0, max(1, last)), strict=False):
                 for source in sources:
-                    route = _Route(source, [reader], table[reader, source].k_rows)
-                    _send(shares, table, layout, stage, route, reader)
+                    rows = table[reader, source].k_rows
+                    _send(shares, _Route(source, [reader], rows, stage, reader))
     return shares
 
 
-def _send(
-    shares: list[_Share], table: Table, layout: Layout, stage: int, route: _Route, gateway: int
-) -> None:
-    """Write legs and tiles: the gateway passes on what the readers read."""
-    source, readers, rows = route
-    size = layout.size(source)
+def _send(shares: list[_Share], route: _Route) -> None:
+    """Tell the ranks of a route about it."""
+    for rank in {route.shard, route.gateway, *route.readers}:
+        shares[rank].routes.append(route)
+    for reader in route.readers:
+        step = route.stage + 1 + route.relayed
+        shares[reader].tiles.setdefault(step, []).append(route.shard)
 
-    def leg(step: int, back: int, src: int, dst: int, rows: Rows) -> None:
-        one = _Leg(step, back, src, dst, source, whole_or(rows, size))
-        shares[src].legs.append(one)
-        shares[dst].legs.append(one)
 
-    relayed = readers != [gateway]
-    leg(stage, stage + 2 + 2 * relayed, source, gateway, rows)
-    for reader in readers:
+def _legs(route: _Route, rank: int, table: Table) -> Iterator[tuple[int, int, int, int, Rows]]:
+    """What a rank sends or gets of a route: the step, the gradient's, from whom, to whom, rows."""
+    shard, readers, rows, stage, gateway = route
+    if rank in (shard, gateway):
+        yield stage, stage + 2 + 2 * route.relayed, shard, gateway, rows
+    for reader in readers if rank == gateway else {rank}.intersection(readers):
         if reader != gateway:
-            leg(stage + 1, stage + 3, gateway, reader, table[reader, source].k_rows)
-        shares[reader].tiles.setdefault(stage + 1 + relayed, []).append(source)
+            yield stage + 1, stage + 3, gateway, reader, table[reader, shard].k_rows
 
 
 def _dealt(sources: list[int], sizes: list[int], stages: int) -> list[list[int]]:
