@@ -115,18 +115,8 @@ class Candidate:
     @property
     def row(self) -> PlanRow:
         """This candidate as a line of the table."""
-        return PlanRow(
-            self.strategy,
-            self.plan.name,
-            self.backward_plan.name,
-            self.save,
-            self.seconds,
-            self.forward_seconds,
-            self.backward_seconds,
-            self.exposed_seconds,
-            self.bytes_by_link,
-            self.peak_bytes,
-        )
+        figures = (getattr(self, name) for name in PlanRow._fields[3:])
+        return PlanRow(self.strategy, self.plan.name, self.backward_plan.name, *figures)
 
     def to_json(self) -> str:
         """The candidate as a file's text, which load_candidate reads."""

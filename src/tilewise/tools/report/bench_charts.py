@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import geometric_mean, median
 from types import MappingProxyType
 from typing import Any
@@ -121,17 +121,7 @@ def heat_map(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Fig
     """Masks by contenders: how much slower than the fastest, or why there is no figure."""
     masks = _masks(every)
     names = [n for n in colours if any(r.get("contender") == n for c in every for r in c.rows)]
-    found = [[_cell(mask, name, every) for name in names] for mask in masks]
-    used = sorted({cell[0] for line in found for cell in line if cell[0] >= 0})
-    cells = [[used.index(level) if level >= 0 else -1 for level, _, _ in line] for line in found]
-    grid = HeatMap(
-        tuple(names),
-        tuple(masks),
-        tuple(LEVELS[level] for level in used),
-        tuple(map(tuple, cells)),
-        tuple(tuple(text for _, text, _ in line) for line in found),
-        tuple(tuple(note for _, _, note in line) for line in found),
-    )
+    grid = _grid(masks, names, lambda mask, name: _cell(mask, name, every))
     caption = (
         "How many times slower than the fastest contender of the same case (geometric mean over "
         "the cases of a mask); otherwise why there is no time. Blank: not run."
@@ -139,6 +129,20 @@ def heat_map(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Fig
     rows = row_table(row for case in every for row in case.rows)
     title = f"Supported, slow or failed: {kind}"
     return Figure(f"heat-{kind}", title, caption, grid, rows)
+
+
+def _grid(
+    masks: list[str], names: list[str], cell: Callable[[str, str], tuple[int, str, str]]
+) -> HeatMap:
+    """Masks by contenders, and the levels that there are; cell: its level, text and note."""
+    found = [[cell(mask, name) for name in names] for mask in masks]
+    used = sorted({level for line in found for level, _, _ in line if level >= 0})
+    places = {level: place for place, level in enumerate(used)} | {-1: -1}
+    columns = (list(zip(*line, strict=True)) for line in found)
+    levels, texts, notes = zip(*columns, strict=True)
+    cells = tuple(tuple(places[level] for level in line) for line in levels)
+    shown = tuple(LEVELS[level] for level in used)
+    return HeatMap(tuple(names), tuple(masks), shown, cells, texts, notes)
 
 
 def _cell(mask: str, name: str, every: list[ReportCase]) -> tuple[int, str, str]:
@@ -181,15 +185,7 @@ def speeds(kind: str, every: list[ReportCase], colours: dict[str, int]) -> Figur
         note = f"{name}<br>{mask}: {text}, {len(found[mask, name])} cases"
         return sum(level > bound for bound in BOUNDS), text, note
 
-    cells = [[cell(mask, name) for name in names] for mask in masks]
-    grid = HeatMap(
-        tuple(names),
-        tuple(masks),
-        LEVELS[:4],
-        tuple(tuple(level for level, _, _ in line) for line in cells),
-        tuple(tuple(text for _, text, _ in line) for line in cells),
-        tuple(tuple(note for _, _, note in line) for line in cells),
-    )
+    grid = _grid(masks, names, cell)
     caption = (
         "Operations of the allowed pairs over the time of the slowest device: median over the "
         "cases of a mask. Colours compare within a mask."
