@@ -17,16 +17,21 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 # No deadline: the first example of a test pays for torch's own start. Derandomised, and without a
 # database, so that a run on one machine says something about a run on another.
-hypothesis.settings.register_profile("tilewise", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("tilewise")
+# Quick runs take fewer examples where a test does not say how many.
+REPEATABLE = hypothesis.settings(deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("all", REPEATABLE)
+hypothesis.settings.register_profile("quick", REPEATABLE, max_examples=40)
 
 
 # Imported once for all processes that a run of many tests starts, and not once by each.
 PRELOADED = ["torch.distributed", "hypothesis", "pytest", "tilewise", "transformers.trainer"]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    quick = "not slow" in config.option.markexpr
+    hypothesis.settings.load_profile("quick" if quick else "all")
+    gc.disable()  # until all tests are collected: what they consist of stays
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,6 +47,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if len(session.items) > 100:
         forkserver.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
+    gc.enable()
     gc.collect()
     gc.freeze()
 

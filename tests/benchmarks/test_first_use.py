@@ -9,7 +9,7 @@ from support.docs_blocks import ROOT
 
 def test_rows_for_every_strategy():
     out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.first_use", "--ranks=4", "--masks=1", "--json"],
+        [sys.executable, "-m", "benchmarks.first_use", "--ranks=2", "--masks=1", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -17,9 +17,9 @@ def test_rows_for_every_strategy():
     ).stdout
     rows = json.loads(out)
     assert [(row["ranks"], row["strategy"]) for row in rows] == [
-        (4, "mesh"),
-        (4, "needed"),
-        (4, "tiled"),
-        (4, "prepared"),
+        (2, "mesh"),
+        (2, "needed"),
+        (2, "tiled"),
+        (2, "prepared"),
     ]
     assert all(row["second_call_seconds"] > 0 for row in rows)

@@ -37,7 +37,7 @@ def sent(plan: Plan, mask: tw.Mask, layout: tw.Layout) -> int:
 
 
 @given(st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_pruned_plan_is_right_and_has_no_hop_to_spare(data: st.DataObject):
     n = data.draw(st.integers(1, 6))
     plan = data.draw(st.sampled_from(list(plans(n))))
@@ -51,7 +51,7 @@ def test_a_pruned_plan_is_right_and_has_no_hop_to_spare(data: st.DataObject):
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_pruning_twice_is_pruning_once(data: st.DataObject):
     n = data.draw(st.integers(2, 6))
     plan = data.draw(st.sampled_from(list(plans(n))))

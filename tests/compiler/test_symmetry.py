@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 from conformance.table import plans
 from support.described import MACHINES, machine, workload
 from support.symmetry_search import maps_to_itself, permutations, respects, searched, written
+from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.compiler.symmetry import find_symmetry
@@ -24,8 +26,7 @@ def seen(found: Simulation, rank: int) -> list:
     return [use._replace(rank=0, members=0) for use in found.use(rank)]
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("n", (4, 12))
+@pytest.mark.parametrize(("n", "name"), thinned(product((4, 12), MACHINES)))
 def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
     fewer = 0
     unlike = [plan for plan in plans(n, "tree") if "balanced" not in plan.name]

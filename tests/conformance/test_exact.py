@@ -15,7 +15,7 @@ from conformance.table import STRATEGIES, plans
 from tilewise.plan.ir import Plan
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
-NUM_RANDOM, NUM_QUICK = 180, 50
+NUM_RANDOM, NUM_QUICK = 180, 30
 USES = ((True, True), (True, True), (False, True), (True, False))  # of out and of lse by the loss
 
 

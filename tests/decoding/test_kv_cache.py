@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multiprocess.launcher import run_processes
+from support.thinned import thinned
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -81,8 +83,11 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max()) if got.numel() else 0.0
 
 
-@pytest.mark.parametrize("mask", [tw.Causal(), tw.Window(7, 0), FAR, PER_HEAD], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("n", "mask"),
+    thinned(product((1, 2, 3, 4), (tw.Causal(), tw.Window(7, 0), FAR, PER_HEAD)), 5),
+    ids=str,
+)
 def test_chunks_and_then_tokens_are_dense_attention(n: int, mask: tw.Mask):
     """Three sequences of different length; the last has a single token until decoding."""
     x = draw(3)

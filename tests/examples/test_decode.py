@@ -24,12 +24,14 @@ def chaotic() -> train_lm.Llama:
     return model
 
 
-def test_200_tokens_of_three_prompts_are_those_of_unsplit_greedy_decoding():
+@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.slow)])
+def test_tokens_of_three_prompts_are_those_of_unsplit_greedy_decoding(count: int):
     model = chaotic()
-    args = decode.arguments(["--chunk", "16", "--strategy", "mesh(4, q_tile=2)"])
+    options = ["--chunk", "16", "--strategy", "mesh(4, q_tile=2)", "--num-tokens", str(count)]
+    args = decode.arguments(options)
     ranks = tw.loopback(N, lambda rank, group: decode.continued(model, PROMPTS, args, group))
     whole = [decode.unsplit(model, prompt, args.num_tokens) for prompt in PROMPTS]
-    assert [len(tokens) for tokens in whole] == [200] * 3
+    assert [len(tokens) for tokens in whole] == [count] * 3
     assert min(len(set(tokens)) for tokens in whole) > 20, "text that says something"
     assert [found.tokens for found in ranks] == [whole] * N
 

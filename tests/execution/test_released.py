@@ -3,9 +3,11 @@
 import gc
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
+from support.thinned import thinned
 
 import tilewise as tw
 
@@ -21,8 +23,7 @@ PLANS: dict[str, Callable[[tw.Mask], tw.Plan]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("save", ["replay", "gathered"])
+@pytest.mark.parametrize(("save", "kind"), thinned(product(("replay", "gathered"), PLANS), 5))
 def test_steps_with_masks_and_plans_of_their_own_leave_nothing(kind: str, save):
     def step(number: int) -> None:
         mask = tw.Document([0, number, 20, NUM_TOKENS]) & tw.Causal()

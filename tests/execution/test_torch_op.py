@@ -117,7 +117,7 @@ def compiled_rank(rank: int, world_size: int, plan: tw.Plan, backend: str) -> in
     return counter.frame_count
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_it_compiles_whole_and_anew_for_another_mask(backend):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own, about its compiler
@@ -259,6 +259,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_the_names_of_torch_from_2_14_on_are_enough():
     command = [sys.executable, "-W", "error::FutureWarning", "-c", NEWER]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

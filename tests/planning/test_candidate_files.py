@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ import tilewise as tw
 from tilewise.expressions import read_heads
 from tilewise.tools.cli import app
 from tilewise.tools.cli.options import read_bytes, read_count
+
+
+@pytest.fixture(autouse=True)
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test runs twice, as JSON and as a table, is searched once."""
+    monkeypatch.setattr("tilewise.tools.cli.plan.search", cache(tw.search))
 
 
 def test_a_narrow_terminal_gets_whole_numbers():
@@ -76,9 +83,13 @@ def test_a_mask_aware_candidate_is_read_for_its_mask_and_layout(tmp_path: Path):
     assert again.seconds == pytest.approx(aware.seconds)
 
 
-def _edited(tmp_path: Path, change) -> Path:
-    best = tw.search(workload(4), machine(), world_size=4)[0]
-    data = json.loads(best.to_json())
+@pytest.fixture(scope="module")
+def written() -> str:
+    return tw.search(workload(4), machine(), world_size=4)[0].to_json()
+
+
+def _edited(written: str, tmp_path: Path, change) -> Path:
+    data = json.loads(written)
     change(data)
     path = tmp_path / "edited.json"
     path.write_text(json.dumps(data))
@@ -113,16 +124,16 @@ def _drop_a_tile(data: dict) -> None:
         (lambda data: data.update(reason=None), "reason (None) must be text"),
     ),
 )
-def test_an_edited_file_is_refused(tmp_path: Path, change, message: str):
-    path = _edited(tmp_path, change)
+def test_an_edited_file_is_refused(written: str, tmp_path: Path, change, message: str):
+    path = _edited(written, tmp_path, change)
     with pytest.raises(ValueError) as raised:
         tw.load_candidate(path)
     assert message in str(raised.value) and str(path) in str(raised.value)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path):
+def test_a_truncated_file_is_refused(written: str, tmp_path: Path):
     path = tmp_path / "half.json"
-    path.write_text(tw.search(workload(4), machine(), world_size=4)[0].to_json()[:900])
+    path.write_text(written[:900])
     with pytest.raises(ValueError, match="no complete JSON"):
         tw.load_candidate(path)
 

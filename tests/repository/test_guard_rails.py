@@ -11,12 +11,12 @@ import tomllib
 from graphlib import TopologicalSorter
 
 from support.source_tree import (
-    IMPORTS,
     MODULES,
     NAMES,
     ROOT,
     at_import,
     docstrings,
+    imported,
     imports,
     named,
     reached,
@@ -44,7 +44,7 @@ TORCH_FREE = {
 TRITON = tuple(
     m
     for m in MODULES
-    if m.name.startswith("tilewise.kernels.triton") and "triton" in top(IMPORTS[m.name])
+    if m.name.startswith("tilewise.kernels.triton") and "triton" in top(imported(m.name))
 )
 
 
@@ -70,7 +70,7 @@ def test_torch_free_packages_reach_no_torch():
         f"{module} reaches {via}, which imports torch"
         for module in free
         for via in sorted(reached(module.name))
-        if "torch" in top(IMPORTS[via])
+        if "torch" in top(imported(via))
     ]
     offenders += [
         f"{module} imports torch in a function"
@@ -84,7 +84,7 @@ def test_modules_import_only_what_every_installation_has():
     project = PROJECT["project"]
     allowed = {*sys.stdlib_module_names, "tilewise"}
     allowed |= {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
-    offenders = {str(m): top(IMPORTS[m.name]) - allowed for m in MODULES if m not in TRITON}
+    offenders = {str(m): top(imported(m.name)) - allowed for m in MODULES if m not in TRITON}
     assert not {name: extra for name, extra in offenders.items() if extra}
 
 
@@ -96,7 +96,7 @@ def test_triton_is_imported_by_its_kernels_alone_and_they_by_nobody_at_import():
 
 
 def test_imports_have_no_cycles():
-    TopologicalSorter({name: seen & NAMES for name, seen in IMPORTS.items()}).prepare()
+    TopologicalSorter({name: imported(name) & NAMES for name in NAMES}).prepare()
 
 
 def test_the_executor_is_short_and_knows_no_strategy():

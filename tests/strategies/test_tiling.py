@@ -125,7 +125,7 @@ def document_draw(workload: str, num_tokens: int, seed: int) -> tuple[int, ...]:
 def reference_cases() -> list:
     """World size, documents, KV heads and seed; those beyond the first seeds are slow."""
     keys = [(*(key.split("|")),) for key in REFERENCE]
-    quick = {("8", "0"), ("64", "0")}
+    quick = {("8", "0")}
     return [
         pytest.param(
             int(n),

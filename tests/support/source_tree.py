@@ -1,7 +1,7 @@
 """The package's sources as syntax trees, and what the guard rails ask of them."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -77,7 +77,11 @@ def imports(module: Module, *, bodies: bool = False) -> set[str]:
     return found
 
 
-IMPORTS = {module.name: imports(module) for module in MODULES}
+@cache
+def imported(name: str) -> frozenset[str]:
+    """What the module of a full name imports."""
+    (module,) = [module for module in MODULES if module.name == name]
+    return frozenset(imports(module))
 
 
 def reached(name: str) -> set[str]:
@@ -90,13 +94,13 @@ def reached(name: str) -> set[str]:
         name = todo.pop()
         if name in NAMES and name not in seen:
             seen.add(name)
-            todo += IMPORTS[name]
+            todo += imported(name)
             parent = name.rpartition(".")[0]
             todo += [parent] if parent != "tilewise" else []
     return seen
 
 
-def top(names: set[str]) -> set[str]:
+def top(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 

@@ -96,7 +96,7 @@ def tiles(draw, longest: int):
     return q, k, draw(masks(num_tokens))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(tiles(60), st.booleans())
 def test_calls_cover_each_allowed_pair_once_and_no_other(tile, square):
     q, k, mask = tile
