@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check
 from tilewise.expressions import NO_WIRE, read_plan, read_wire
-from tilewise.layouts.balanced import balanced, default_layout
+from tilewise.layouts.balanced import default_layout
 from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
 from tilewise.strategies import catalog
@@ -23,7 +23,7 @@ from tilewise.tools.bench.case import BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.our_kernels import asked_of, check_outside, provided, version_of
 from tilewise.tools.bench.traffic import WatchedTransport
-from tilewise.tools.mask_report.figures import report
+from tilewise.tools.mask_report.figures import LAYOUTS, report
 from tilewise.tools.outside import is_outside, load
 from tilewise.transport.resolve import transport_for
 from tilewise.wires.wire import AnyWire, latent_of
@@ -81,16 +81,8 @@ class _Setting(NamedTuple):
 
     def layout(self) -> tw.Layout:
         """The case's; "own": what levels the mask's work."""
-        num_tokens = self.case.num_tokens
-        match self.case.layout:
-            case "own":
-                return default_layout(self.mask, num_tokens, self.n)
-            case "balanced":
-                chunk = max(1, min(128, num_tokens // self.n))
-                return balanced(self.mask, num_tokens, self.n, chunk=chunk)
-            case name:
-                by_name = {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}
-                return by_name[name](num_tokens, self.n)
+        make = default_layout if self.case.layout == "own" else LAYOUTS[self.case.layout]
+        return make(self.mask, self.case.num_tokens, self.n)
 
     def work(self, layout: tw.Layout, wire: AnyWire | None = None) -> tw.Workload:
         sizes, dtype = (self.case.num_tokens, *self.case.heads), self.case.dtype
@@ -107,7 +99,7 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
         return _of_tiles(setting)
     factors = setting.nodes() if strategy.cut == "nodes" else near_square(setting.n)
     if strategy.cut in ("nodes", "grid"):
-        _check_factors(strategy.name, factors)
+        _two(strategy.name, factors)
     plan = next(strategy.at(*factors, setting.kv_bytes)).make()
     if strategy.levels and setting.case.layout == "own":
         return Planned(plan, strategy.layout(setting.case.num_tokens, setting.n))
@@ -147,10 +139,12 @@ def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
     return Planned(strategy.plan(mask, layout, kv_bytes), layout)
 
 
-def _check_factors(name: str, factors: tuple[int, int]) -> None:
+def _two(name: str, factors: tuple[int, int]) -> tuple[int, int]:
+    """The factors, refused if one of them is 1."""
     if 1 in factors:
         n = factors[0] * factors[1]
         raise ValueError(f"{name} needs a number of ranks that is a product, not {n}")
+    return factors
 
 
 def _auto(setting: _Setting) -> Planned:
@@ -163,16 +157,13 @@ def _auto(setting: _Setting) -> Planned:
 
 def _hierarchical(setting: _Setting) -> tw.Plan:
     """A tile of whole nodes, a ring inside each."""
-    num_nodes, node_size = setting.nodes()
-    _check_factors("hierarchical", (num_nodes, node_size))
+    num_nodes, node_size = _two("hierarchical", setting.nodes())
     return tw.hierarchical(tw.mesh(num_nodes), tw.ring(node_size))
 
 
 def _attention2d_overlap(setting: _Setting) -> tw.Plan:
     """ATTENTION2D's variant O."""
-    factors = near_square(setting.n)
-    _check_factors("attention2d_overlap", factors)
-    return tw.attention2d(*factors, overlap=True)
+    return tw.attention2d(*_two("attention2d_overlap", near_square(setting.n)), overlap=True)
 
 
 def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
@@ -193,16 +184,13 @@ def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
     )
 
 
-def _ulysses_ring(setting: _Setting) -> tw.Plan:
-    """USP: heads first, a ring of what is left."""
-    degree = _degree(setting, "ulysses_ring")
-    return tw.ulysses(degree, inner=tw.ring(setting.n // degree))
-
-
-def _ulysses_double_ring(setting: _Setting) -> tw.Plan:
-    """LoongTrain: heads first, a two-level ring of what is left."""
-    degree = _degree(setting, "ulysses_double_ring", two_levels=True)
-    return tw.ulysses(degree, inner=tw.double_ring(*near_square(setting.n // degree)))
+def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
+    """Heads first, a ring of what is left: USP's; on two levels LoongTrain's."""
+    name = "ulysses_double_ring" if levels > 1 else "ulysses_ring"
+    degree = _degree(setting, name, levels > 1)
+    inner = setting.n // degree
+    rings = tw.double_ring(*near_square(inner)) if levels > 1 else tw.ring(inner)
+    return tw.ulysses(degree, rings)
 
 
 COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
@@ -212,7 +200,7 @@ COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyTy
         "hierarchical": _hierarchical,
         "ulysses": lambda s: tw.ulysses(s.n),
         "ulysses_ring": _ulysses_ring,
-        "ulysses_double_ring": _ulysses_double_ring,
+        "ulysses_double_ring": lambda s: _ulysses_ring(s, levels=2),
         "ulysses_mesh": lambda s: _of_tiles(s, _degree(s, "ulysses_mesh")),
     }
 )
