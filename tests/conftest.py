@@ -34,12 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are collected: what they consist of stays
 
 
+# Files that take longest: started first, so that no process waits for the last of them.
+LONGEST = ("test_parity.py", "test_search.py", "test_symmetry.py", "test_torch_op.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, before the command line's -m selects."""
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -26,7 +26,7 @@ def seen(found: Simulation, rank: int) -> list:
     return [use._replace(rank=0, members=0) for use in found.use(rank)]
 
 
-@pytest.mark.parametrize(("n", "name"), thinned(product((4, 12), MACHINES)))
+@pytest.mark.parametrize(("n", "name"), thinned(product((4, 12), MACHINES), 3))
 def test_a_class_of_ranks_does_what_every_one_of_them_does(n: int, name: str):
     fewer = 0
     unlike = [plan for plan in plans(n, "tree") if "balanced" not in plan.name]
@@ -179,7 +179,7 @@ BIG: tuple[tuple[Callable[[], Plan], float, float, int], ...] = (
 )
 
 
-@pytest.mark.parametrize(("make", "x", "y", "degree"), BIG)
+@pytest.mark.parametrize(("make", "x", "y", "degree"), thinned(BIG, 2, 1))
 def test_volumes_and_simulated_bytes_at_4096_ranks_are_the_closed_forms(
     make: Callable[[], Plan], x: float, y: float, degree: int
 ):
@@ -260,6 +260,7 @@ def test_volumes_of_attention2d_and_of_heads_around_it_are_the_closed_forms(
         assert sent.backward[rank] == x * (3 * u + 2 * l) + y * 4 * u
 
 
+@pytest.mark.slow
 def test_simulated_bytes_of_attention2d_at_4096_ranks_are_the_volume():
     plan, cluster = tw.attention2d(64, 64), Machine.preset("h100x8")
     work = tw.Workload(4096 * 64, 64, 8, 32, save="replay")

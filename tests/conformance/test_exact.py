@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.thinned import thinned
 
 import tilewise as tw
 from conformance.oracle import assert_close, dense, draw, split
@@ -39,7 +40,7 @@ def test_every_strategy_on_every_layout_and_mask(strategy, layout, mask: str):
     run(plan, layout(13, 4), grid_masks(13)[mask], heads=(4, 4 if "ulysses" in plan.name else 2))
 
 
-@pytest.mark.parametrize("plan", [p for n in (2, 6) for p in plans(n)], ids=repr)
+@pytest.mark.parametrize("plan", thinned(p for n in (2, 6) for p in plans(n)), ids=repr)
 def test_every_shape_of_every_strategy(plan: Plan):
     run(plan, tw.zigzag(17, plan.world_size), tw.Causal(), heads=(12, 12))
 

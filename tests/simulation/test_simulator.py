@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from conformance.table import plans
 from support.described import FAST, MACHINES, L, U, machine, workload
+from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.layouts.layout import Layout
@@ -119,8 +121,7 @@ def test_bytes_are_the_volume(mask: tw.Mask, turn: int):
             assert got == (sent.forward[rank], sent.backward[rank]), (plan, rank)
 
 
-@pytest.mark.parametrize("turn", (0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)))
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("name", "turn"), thinned(product(MACHINES, (0, 1, 2)), 6))
 def test_no_time_is_below_its_bounds_and_more_bandwidth_never_slower(name: str, turn: int):
     work, slow = workload(6, num_kv_heads=4, mask=tw.Causal()), MACHINES[name]
     for plan in every_third(list(MACHINES).index(name) + turn):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from inspect import isfunction, signature
@@ -22,6 +23,7 @@ from tilewise.expressions import STRATEGIES, read_mask, read_plan
 from tilewise.tools.cli import app
 from tilewise.tools.cli.output import as_bytes
 from tilewise.tools.cli.show import draw
+from tilewise.tools.demo import Demo, DemoRow, run_demo
 
 PIECES = ("ring", "all_gather", "balanced_ring", "tree", "ulysses")
 
@@ -219,6 +221,19 @@ def test_doctor_lists_what_is_here():
     assert table.exit_code == 0 and "loopback" in table.stdout
 
 
+@cache
+def demo_rows(settings: Demo) -> tuple[DemoRow, ...]:
+    return tuple(run_demo(settings))
+
+
+@pytest.fixture
+def demos_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same settings, for all tests."""
+    command = import_module("tilewise.tools.cli.demo")
+    monkeypatch.setattr(command, "run_demo", lambda settings: iter(demo_rows(settings)))
+
+
+@pytest.mark.usefixtures("demos_run_once")
 def test_demo_prints_a_table_and_grids():
     ended = tilewise("demo", "--world-size", "2", "--num-tokens", "60")
     assert ended.exit_code == 0, ended.output
@@ -226,6 +241,7 @@ def test_demo_prints_a_table_and_grids():
     assert "FAULT" not in ended.stdout and "step | rank 0" in ended.stdout
 
 
+@pytest.mark.usefixtures("demos_run_once")
 def test_demo_writes_json():
     ended = tilewise("demo", "--world-size", "2", "--num-tokens", "60", "--json")
     data = json.loads(ended.stdout)
@@ -236,10 +252,9 @@ def test_demo_writes_json():
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_fault_ends_the_demo_with_code_1(as_json: bool, monkeypatch: pytest.MonkeyPatch):
     command = import_module("tilewise.tools.cli.demo")
-    genuine = command.run_demo
 
     def with_a_lost_byte(settings):
-        for row in genuine(settings):
+        for row in demo_rows(settings):
             yield row._replace(counted=(row.counted[0] - 1, *row.counted[1:]))
 
     monkeypatch.setattr(command, "run_demo", with_a_lost_byte)

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from functools import cache
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -127,7 +129,9 @@ def test_bad_input_is_one_line_and_code_2(words: list[str], part: str):
     assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
 
 
-def test_masks_has_a_line_for_every_pattern():
+def test_masks_has_a_line_for_every_pattern(monkeypatch: pytest.MonkeyPatch):
+    command = import_module("tilewise.tools.cli.masks")
+    monkeypatch.setattr(command, "pattern_row", cache(command.pattern_row))
     small = ("--world-size", "2", "--tokens-per-rank", "128", "--seeds", "1")
     shown = tilewise("masks", *small)
     assert shown.exit_code == 0, shown.output
