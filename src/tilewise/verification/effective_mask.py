@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -130,9 +130,9 @@ class EffectiveMask:
                 f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
             )
         else:
-            scores = self._probe.products() * self.softmax_scale
-            if self.softcap is not None:
-                scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = scores_of(
+                *self._probe[1:], right, [self.softmax_scale] * len(right), self.softcap
+            )
             masked = scores.masked_fill(~self.allowed, -torch.inf).softmax(-1).nan_to_num()
             sums = self.weights.sum(-1, keepdim=True).clamp(max=1.0)
             attended = sums[sums > 0]
@@ -154,10 +154,6 @@ class _Probe(NamedTuple):
     def heads(self) -> Tensor:
         """The KV head that each query head should read."""
         return torch.arange(self.q.shape[1]) * self.k.shape[1] // self.q.shape[1]
-
-    def products(self) -> Tensor:
-        """q k of every query head and the KV head that it should read, in fp64."""
-        return torch.einsum("qhd,khd->hqk", self.q.double(), self.k[:, self.heads].double())
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         try:
@@ -235,15 +231,10 @@ def effective_mask(
     key_heads, slopes, noise = _key_heads(probe, found.weights)
     tolerance = min(max(4 * noise, ROUNDING**0.5), MOST_NOISE)
     scales = tuple(scale if abs(x / scale - 1) < LEAST_CHANGE else x for x in slopes)
-    q, k = probe.q.double(), probe.k.double()
     value_heads = tuple(source[0] // head_dim for source in found.sources)
-    read = torch.tensor(scales, dtype=torch.float64).nan_to_num(scale)
-    softcap = _softcap(probe, scales)
-    forward = ForwardRead(found.weights, q, k, k, key_heads, value_heads, read, softcap)
-    gradients = _gradients(probe, forward, tolerance)
-    return EffectiveMask(
-        found.weights, key_heads, value_heads, scales, softcap, scale, probe, tolerance, gradients
-    )
+    read = scales, _softcap(probe, scales), scale, probe, tolerance
+    seen = EffectiveMask(found.weights, key_heads, value_heads, *read, None)
+    return replace(seen, _gradients=_gradients(probe, seen))
 
 
 def _checked(probe: _Probe) -> Weights:
@@ -304,7 +295,7 @@ def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
     """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
     logs = wide.weights().weights.log().numpy()
-    scores = wide.products().numpy() * np.array(scales)[:, None, None]
+    scores = scores_of(*wide[1:], wide.heads.tolist(), scales, None).numpy()
     hidden = ~((logs > math.log(LEAST_VISIBLE)) & np.isfinite(scores))
     rows = (~hidden).sum(-1) > 2
     if not rows.any():
@@ -321,7 +312,7 @@ def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
     return best if uncapped > MOST_NOISE and error < uncapped / 10 else None
 
 
-def _gradients(probe: _Probe, forward: ForwardRead, tolerance: float) -> dict[str, Any] | None:
+def _gradients(probe: _Probe, seen: EffectiveMask) -> dict[str, Any] | None:
     """What is wrong with the gradients, by one backward pass; None where there is none."""
     make = torch.Generator().manual_seed(1)
     v = torch.randn(probe.k.shape, generator=make)
@@ -340,7 +331,25 @@ def _gradients(probe: _Probe, forward: ForwardRead, tolerance: float) -> dict[st
             return None
     named = zip(("dq", "dk", "dv"), got, strict=True)
     read = {name: x.detach().double().cpu() for name, x in named}
-    return facts_of_gradients(forward._replace(v=v.double()), dout.double(), read, 4 * tolerance)
+    scales = [seen.softmax_scale if math.isnan(x) else x for x in seen.scale]
+    forward = ForwardRead(
+        seen.weights,
+        lambda q, k: scores_of(q, k, seen.key_heads, scales, seen.softcap),
+        seen.value_heads,
+    )
+    operands = probe.q.double(), probe.k.double(), v.double()
+    return facts_of_gradients(forward, operands, dout.double(), read, 4 * seen._tolerance)
+
+
+def scores_of(
+    q: Tensor, k: Tensor, heads: Sequence[int], scales: Sequence[float], softcap: float | None
+) -> Tensor:
+    """[num_heads, num_tokens, num_tokens] in fp64, of the KV heads that query heads read."""
+    keys = k[:, [max(h, 0) for h in heads]].double()
+    scores = torch.einsum(
+        "qhd,khd,h->hqk", q.double(), keys, torch.tensor(scales, dtype=keys.dtype)
+    )
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def _above_rounding(weights: Tensor) -> Tensor:

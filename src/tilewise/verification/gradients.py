@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,63 +18,59 @@ class ForwardRead(NamedTuple):
 
     Attributes:
         weights: [num_heads, num_tokens, num_tokens].
-        q, k, v: [num_tokens, heads, head_dim].
-        key_heads, value_heads: the KV head of every query head.
-        scale: [num_heads].
-        softcap: None without one.
+        scores: of q and k [num_tokens, heads, head_dim], differentiable; as weights.
+        value_heads: the KV head of every query head.
     """
 
     weights: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_heads: Sequence[int]
+    scores: Callable[[Tensor, Tensor], Tensor]
     value_heads: Sequence[int]
-    scale: Tensor
-    softcap: float | None
 
-    def gradients(self, dout: Tensor, blocks: Tensor | None = None) -> dict[str, Tensor]:
-        """dq, dk, dv by the formulas, ds = p (dp - sum_j p dp).
+    def gradients(
+        self, operands: Sequence[Tensor], dout: Tensor, blocks: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """dq, dk, dv; a weight changes as exp(score), beside the others and what a sink takes.
 
         Args:
             blocks: shard of each token: of partial results that are merged by weights without a
-                gradient, so that each has a sum of its own, ds = p (dp - sum_b p dp / sum_b p).
+                gradient, so that each is beside the others of its shard alone.
         """
-        own = [torch.tensor(heads).clamp(min=0) for heads in (self.key_heads, self.value_heads)]
-        keys, values = self.k[:, own[0]], self.v[:, own[1]]
-        p, dp = self.weights, torch.einsum("qhd,khd->hqk", dout, values)
-        if blocks is None:
-            delta = (p * dp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True).clamp(min=1)
-        else:
-            member = torch.nn.functional.one_hot(blocks).to(p)
-            delta = ((p * dp) @ member / (p @ member).clamp(min=1e-300)) @ member.T
-        ds = p * (dp - delta) * self.scale[:, None, None]
-        if self.softcap is not None:
-            scores = torch.einsum("qhd,khd,h->hqk", self.q, keys, self.scale)
-            ds = ds * (1 - torch.tanh(scores / self.softcap) ** 2)
-        dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        dk.index_add_(1, own[0], torch.einsum("hqk,qhd->khd", ds, self.q))
-        dv.index_add_(1, own[1], torch.einsum("hqk,qhd->khd", p, dout))
-        return {"dq": torch.einsum("hqk,khd->qhd", ds, keys), "dk": dk, "dv": dv}
+        q, k, v = (x.detach().requires_grad_() for x in operands)
+        w, member = self.weights, torch.ones(len(k), 1, dtype=torch.float64)
+        rest = (1 - w.sum(-1, keepdim=True)).clamp(min=0)
+        if blocks is not None:
+            member, rest = torch.nn.functional.one_hot(blocks).double(), 0.0
+        with torch.enable_grad():
+            scores = self.scores(q, k)
+            grown = w * torch.exp(scores - scores.detach())
+            p = grown * (
+                ((w @ member + rest) / (grown @ member + rest).clamp(min=1e-300)) @ member.T
+            )
+            own = torch.tensor(self.value_heads).clamp(min=0)
+            out = torch.einsum("hqk,khd->qhd", p, v[:, own])
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True))
 
 
 def facts_of_gradients(
-    forward: ForwardRead, dout: Tensor, got: Mapping[str, Tensor], tolerance: float
+    forward: ForwardRead,
+    operands: Sequence[Tensor],
+    dout: Tensor,
+    got: Mapping[str, Tensor],
+    tolerance: float,
 ) -> dict[str, Any]:
-    """What is wrong with dq, dk and dv: texts by their names; empty if nothing is."""
-    wrong = _differences(forward.gradients(dout), got, tolerance)
-    if set(wrong) == {"dq", "dk"}:
-        for name, blocks in _partitions(len(forward.q)):
-            if not _differences(forward.gradients(dout, blocks), got, tolerance):
+    """What is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing is."""
+
+    def wrong(blocks: Tensor | None = None) -> dict[str, str]:
+        want = forward.gradients(operands, dout, blocks)
+        texts = {name: difference(x, got[name], tolerance) for name, x in want.items()}
+        return {name: text for name, text in texts.items() if text}
+
+    found = wrong()
+    if set(found) == {"dq", "dk"}:
+        for name, blocks in _partitions(len(dout)):
+            if not wrong(blocks):
                 return {"lse_lost": f"dq and dk are those of {name} whose shares are constants"}
-    return wrong
-
-
-def _differences(
-    want: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float
-) -> dict[str, str]:
-    texts = {name: difference(right, got[name], tolerance) for name, right in want.items()}
-    return {name: text for name, text in texts.items() if text}
+    return found
 
 
 def difference(want: Tensor, got: Tensor, tolerance: float) -> str | None:

@@ -22,7 +22,6 @@ from tilewise.verification.records import ModelRun, Record, copied, run_model
 
 Split = Callable[[nn.Module, Mapping[str, Any], int, Any], Any]
 BACKENDS = ("gloo", "loopback", "torchrun")
-LATE = "no answer within the time limit"
 WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank waits for others
 
 
@@ -64,14 +63,19 @@ class World:
             RankError: naming the ranks that raised, ended or gave no answer in time.
         """
         run = {"gloo": self._gloo, "loopback": self._loopback, "torchrun": self._torchrun}
-        return run[self.backend](jobs)
+        answers = run[self.backend](jobs)
+        failures = [x for x in answers if isinstance(x, RankFailure)]
+        if failures:  # those that waited for others tell nothing, unless all did
+            own = tuple(x for x in failures if x.kind != "waits") or tuple(failures)
+            raise RankError("\n".join(failure.text for failure in own), own)
+        return answers
 
     def close(self) -> None:
         """End the processes."""
         if self._processes is not None:
             self._processes.close()
 
-    def _gloo(self, jobs: list[ModelRun]) -> list[Record]:
+    def _gloo(self, jobs: list[ModelRun]) -> list[Any]:
         message = by_value.dumps(jobs)
         if self._processes is None:
             kinds = {type(module).__module__ for module in self.share.model.modules()}
@@ -85,7 +89,7 @@ class World:
             message = None
         return [pickle.loads(answer) for answer in self._processes.send(message)]
 
-    def _loopback(self, jobs: list[ModelRun]) -> list[Record]:
+    def _loopback(self, jobs: list[ModelRun]) -> list[Any]:
         threads: dict[int, int] = {}
 
         def on_rank(rank: int, group: Any) -> Record:
@@ -94,34 +98,30 @@ class World:
 
         answer = self._in_time(lambda: loopback(self.size, on_rank))
         if answer is None:
-            stuck = [rank for rank, thread in threads.items() if not _waits(thread)]
-            raise _error([RankFailure(rank, "late", LATE) for rank in stuck or [-1]])
+            late = [_late(rank, thread) for rank, thread in threads.items()]
+            return late or [RankFailure(-1, "late", "")]
         if isinstance(answer, BaseException):
             notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
             rank = next((int(x) for x in notes.split() if x.isdigit()), -1)
-            raise _error([RankFailure(rank, "error", _text(answer))]) from answer
+            return [_failed(rank, answer)]
         return answer
 
-    def _torchrun(self, jobs: list[ModelRun]) -> list[Record]:
-        rank, thread = dist.get_rank(), 0
+    def _torchrun(self, jobs: list[ModelRun]) -> list[Any]:
+        rank, threads = dist.get_rank(), []
         if rank == 0:
             self.tell(jobs)
 
         def on_rank() -> Record:
-            nonlocal thread
-            thread = threading.get_ident()
+            threads.append(threading.get_ident())
             return self.share.run(rank, dist.group.WORLD, jobs[rank])
 
         answer = self._in_time(on_rank)
         if answer is None:
-            answer = RankFailure(rank, "waits" if _waits(thread) else "late", LATE)
+            answer = _late(rank, threads[0])
         elif isinstance(answer, BaseException):
-            answer = RankFailure(rank, "error", _text(answer))
+            answer = _failed(rank, answer)
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self._talk)
-        failures = [x for x in answers if isinstance(x, RankFailure)]
-        if failures:
-            raise _error([x for x in failures if x.kind != "waits"] or failures)
         return answers
 
     def tell(self, value: Any) -> Any:
@@ -134,7 +134,7 @@ class World:
         """In a torchrun world on all ranks but 0: run jobs, until rank 0 tells its result."""
         while isinstance(asked := self.tell(None), list):
             with suppress(RankError):
-                self._torchrun(asked)
+                self.run(asked)
         return asked
 
     def _in_time(self, call: Callable[[], Any]) -> Any:
@@ -156,18 +156,15 @@ class World:
         return box[0] if box else None
 
 
-def _error(failures: list[RankFailure]) -> RankError:
-    return RankError("\n".join(failure.text for failure in failures), tuple(failures))
+def _failed(rank: int, error: BaseException) -> RankFailure:
+    return RankFailure(rank, "error", "".join(traceback.format_exception(error)))
 
 
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-def _waits(thread: int) -> bool:
-    """Whether a thread waits for other ranks, by where it stands."""
+def _late(rank: int, thread: int) -> RankFailure:
+    """A rank without an answer: late itself, or waiting for others, by where its thread stands."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
-    return any(part in frame.filename for frame in frames for part in WAITING)
+    waits = any(part in frame.filename for frame in frames for part in WAITING)
+    return RankFailure(rank, "waits" if waits else "late", "no answer within the time limit")
 
 
 def _serve(rank: int, share: bytes, jobs: bytes) -> Generator[bytes, bytes, None]:
