@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal
 from tilewise.strategies.all_gather import all_gather
 from tilewise.transport.loopback import loopback
+from tilewise.verification.comparison import loss_difference, step_errors
+from tilewise.verification.records import ModelRun, Record, run_model
 
 WORLD_SIZE = 3
-TOLERANCE = 1e-3  # of the largest value; the same model in another order errs by some 1e-6
+TOLERANCE = 1e-3  # of a gradient; the same model in another order errs by some 1e-6
 
 Attach = Callable[[Any, ContextParallel, str], None]
 ADVICE = "check_model(model, numerical=False) leaves this check out"
@@ -47,11 +49,6 @@ class Subject:
     loss: bool
     config: Any = field(compare=False)
     attach: Attach = field(compare=False)
-
-
-class _Run(NamedTuple):
-    loss: Tensor
-    grads: dict[str, Tensor]
 
 
 @lru_cache(maxsize=64)
@@ -79,7 +76,7 @@ def _refuted(subject: Subject) -> str | None:
             got = _split(subject, model)
         except Exception as error:  # whatever a model's code raises
             return found or _could_not_run(name, error)
-        found = _difference(got, want)
+        found = _difference(want, got)
         if found is None:
             return None
     return f"{name} split over ranks is not the unsplit model: {found}. {_hint(subject)}"
@@ -126,10 +123,10 @@ def _tiny_model(subject: Subject) -> Any:
     return model
 
 
-def _split(subject: Subject, whole: Any) -> _Run:
+def _split(subject: Subject, whole: Any) -> list[Record]:
     layout, causal = contiguous(NUM_TOKENS, WORLD_SIZE), Causal()
 
-    def on_rank(rank: int, group: Any) -> _Run:
+    def on_rank(rank: int, group: Any) -> Record:
         plan = all_gather(WORLD_SIZE)
         cp = ContextParallel(
             group, num_tokens=NUM_TOKENS, mask=causal, layout=layout, strategy=plan
@@ -139,14 +136,10 @@ def _split(subject: Subject, whole: Any) -> _Run:
         return _run(subject, model, cp)
 
     with _no_new_names():
-        ranks = loopback(WORLD_SIZE, on_rank)
-    grads = {
-        name: torch.stack([run.grads[name] for run in ranks]).sum(0) for name in ranks[0].grads
-    }
-    return _Run(torch.stack([run.loss for run in ranks]).sum(), grads)
+        return loopback(WORLD_SIZE, on_rank)
 
 
-def _run(subject: Subject, model: Any, cp: ContextParallel | None) -> _Run:
+def _run(subject: Subject, model: Any, cp: ContextParallel | None) -> Record:
     """Loss and gradients; with cp this rank's share."""
     make = torch.Generator().manual_seed(1)
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCABULARY)
@@ -159,17 +152,16 @@ def _run(subject: Subject, model: Any, cp: ContextParallel | None) -> _Run:
         inputs = shard_inputs(cp.layout, cp.rank, ids, labels=labels, shift_labels=shift)
     else:
         inputs = {"input_ids": ids} | ({} if labels is None else {"labels": labels})
-    model.zero_grad()
-    loss = model(**inputs)[0]
-    if loss.ndim:  # logits or hidden states
-        weights = torch.randn(1, NUM_TOKENS, loss.shape[-1], generator=make).to(loss.dtype)
-        loss = (loss * (weights if cp is None else cp.shard(weights, 1))).sum()
-    loss.backward()
-    grads = {
-        name: torch.zeros_like(x) if x.grad is None else x.grad
-        for name, x in model.named_parameters()
-    }
-    return _Run(loss.detach(), {name: grad.clone() for name, grad in grads.items()})
+
+    def loss() -> Tensor:
+        out = model(**inputs)[0]
+        if not out.ndim:
+            return out
+        # logits or hidden states
+        weights = torch.randn(1, NUM_TOKENS, out.shape[-1], generator=make).to(out.dtype)
+        return (out * (weights if cp is None else cp.shard(weights, 1))).sum()
+
+    return run_model(model, loss, ModelRun())
 
 
 def _takes_labels(model: Any) -> bool:
@@ -189,15 +181,18 @@ def _names(value: Any) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _difference(got: _Run, want: _Run) -> str | None:
-    if not float((got.loss - want.loss).abs()) <= TOLERANCE * max(1.0, float(want.loss.abs())):
-        return f"the ranks' losses add up to {float(got.loss):.4g}, not {float(want.loss):.4g}"
-    floor = TOLERANCE * max(float(x.abs().max()) for x in want.grads.values())
-    for name, wanted in want.grads.items():
-        error, size = float((got.grads[name] - wanted).abs().max()), float(wanted.abs().max())
-        if not error <= TOLERANCE * max(size, floor):
-            return f"the gradient of {name} is off by {error:.2g}, its largest value is {size:.2g}"
-    return None
+def _difference(want: Record, ranks: list[Record]) -> str | None:
+    tolerance = TOLERANCE * max(1.0, abs(want.loss or 0.0))
+    text = loss_difference(want, ranks, tolerance)
+    sizes = {name: float(x.norm()) for name, x in want.parameters.items()}
+    floor = TOLERANCE * max(sizes.values(), default=0.0)
+    limits = {name: TOLERANCE * max(size, floor) for name, size in sizes.items()}
+    wrong = step_errors(want.parameters, [rank.parameters for rank in ranks], limits).total
+    for name, error in wrong.items():
+        if text is None and not error <= 1:
+            off = error * limits[name]
+            text = f"the gradient of {name} is off by {off:.2g}, its norm is {sizes[name]:.2g}"
+    return text
 
 
 @contextmanager

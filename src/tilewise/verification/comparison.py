@@ -80,6 +80,19 @@ def rows_of(
     return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
 
 
+def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) -> str | None:
+    """What is wrong if the ranks' losses do not add up to the whole's, and are not all it."""
+    want, shares = whole.loss, [record.loss for record in ranks]
+    known = [x for x in shares if x is not None]
+    if want is None or len(known) < len(shares):
+        return None
+    total = sum(known)
+    if abs(total - want) <= tolerance or all(abs(x - want) <= tolerance for x in known):
+        return None
+    times = total / want if want else float("inf")
+    return f"the ranks' losses add up to {total:.6g}, {times:.4g} times the whole loss {want:.6g}"
+
+
 class StepErrors(NamedTuple):
     """By parameter: gradients summed over ranks; how far the sums, and the worst of the ranks'
     own, are from what is wanted, as multiples of a limit."""

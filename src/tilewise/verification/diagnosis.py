@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tilewise.transport.processes import RankError
 from tilewise.verification.attention_path import PathPart, find_path, q_and_k
 from tilewise.verification.causes import classify
-from tilewise.verification.comparison import Comparison, rows_of, step_errors
+from tilewise.verification.comparison import Comparison, loss_difference, rows_of, step_errors
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import World
 from tilewise.verification.records import (
@@ -126,23 +126,17 @@ def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
 
 
 def _loss(found: Comparison) -> dict[str, Any]:
-    """What is wrong if the ranks' losses do not add up to the whole's, and none is it."""
-    want, shares = found.whole.loss, [record.loss for record in found.ranks]
-    known = [x for x in shares if x is not None]
-    if want is None or len(known) != len(shares):
-        return {}
+    want, known = found.whole.loss, [r.loss for r in found.ranks if r.loss is not None]
     broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
-    if broken:
-        return {"nan_loss": ", ".join(map(str, broken))}
+    if want is None or broken:
+        return {"nan_loss": ", ".join(map(str, broken))} if broken else {}
     off = [abs(r.loss - want) for r in found.noisy if r.loss is not None]
-    tolerance = 4 * max(off) + 2 * found.eps * abs(want)
-    total = sum(known)
-    if abs(total - want) <= tolerance or all(abs(x - want) <= tolerance for x in known):
+    text = loss_difference(found.whole, found.ranks, 4 * max(off) + 2 * found.eps * abs(want))
+    if text is None:
         return {}
-    times, n = total / want if want else float("inf"), len(known)
-    text = f"the ranks' losses add up to {total:.6g}, {times:.4g} times the whole loss {want:.6g}"
+    n, times = len(known), sum(known) / want if want else float("inf")
     close = any(abs(times / x - 1) < 0.02 for x in (n, 1 / n, n * n))
-    return {"loss_total": text, "loss_times": close and f"{times:.4g}"}
+    return {"loss_total": text, "loss_times": close}
 
 
 def _labels(found: Comparison, loss_is_right: bool) -> tuple[list[float], dict[str, Any]]:
