@@ -7,6 +7,7 @@ that would only pass a value on is passed by.
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 from tilewise.arguments import require_type
@@ -22,7 +23,7 @@ from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import NO_TRAITS, Item, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.row_ranges import ALL, union, whole_or
 
-Reads = Callable[[int, int], tuple[Rows, Rows] | None]
+Reads = Callable[[tuple[int, int]], tuple[Rows, Rows] | None]
 """(q shard, kv shard) -> the rows of each that the cell reads, None if it is empty."""
 
 
@@ -56,12 +57,8 @@ def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan
 
 def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
     cells = table_cells(plan, mask, *layouts)
-
-    def reads(q: int, kv: int) -> tuple[Rows, Rows] | None:
-        cell = cells.get((q, kv))
-        return cell and (cell.q_rows, cell.k_rows)
-
-    return _reduced(plan, reads, (layouts[0].sizes, layouts[1].sizes))
+    rows = {pair: (cell.q_rows, cell.k_rows) for pair, cell in cells.items()}
+    return _reduced(plan, rows.get, (layouts[0].sizes, layouts[1].sizes))
 
 
 def droppable(
@@ -78,7 +75,7 @@ def droppable(
         kept = _pruned(plan, mask, shard_layouts(plan, layout))
     else:
         sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
-        kept = _reduced(plan, lambda q, kv: (ALL, ALL), (sizes[0], sizes[1]))
+        kept = _reduced(plan, lambda _: (ALL, ALL), (sizes[0], sizes[1]))
     left = {hop for step in kept.steps for hop in step.transfers}
     return tuple(
         StepTransfer(number, hop)
@@ -97,9 +94,8 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
     tiles = [tuple(tuple(_shrunk(mine, reads)) for mine in step.tiles) for step in plan.steps]
     operands = _read_operands(plan, tiles, reads)
     partials = _filled_partials(plan, tiles, reads)
-    hops = _without_relays(operands, _readers(tiles)) + _without_relays(
-        partials, _fillers(tiles), moved=True
-    )
+    uses = _uses(tiles)
+    hops = _without_relays(operands, uses) + _without_relays(partials, uses, moved=True)
     transfers: list[list[Transfer]] = [[] for _ in plan.steps]
     for step, hop in hops:
         size = sizes[hop.item.side][hop.item.shard]
@@ -125,7 +121,7 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
 def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
     """The tiles without the shards that meet no other shard of theirs."""
     for tile in tiles:
-        met = [(i, j) for i in tile.q for j in tile.kv if reads(i, j)]
+        met = [pair for pair in product(tile.q, tile.kv) if reads(pair)]
         if len(met) == len(tile.q) * len(tile.kv):
             yield tile
         elif met:
@@ -134,14 +130,21 @@ def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
             yield Tile(*kept, tile.heads)
 
 
-def _cell_rows(tile: Tile, reads: Reads):
-    """The operands a tile reads, each cell on its own, and which rows of them."""
+def _cell_rows(tile: Tile, reads: Reads, item: Callable[[Side, int, int], Item]):
+    """The items of a tile's cells, each cell on its own, and which rows of them it reads."""
+    kvs = [(kv, item(Side.KV, kv, tile.heads)) for kv in tile.kv]
     for q in tile.q:
-        for kv in tile.kv:
-            rows = reads(q, kv)
+        mine = item(Side.Q, q, tile.heads)
+        for kv, other in kvs:
+            rows = reads((q, kv))
             if rows:
-                yield operand(Side.Q, q, tile.heads), rows[0]
-                yield operand(Side.KV, kv, tile.heads), rows[1]
+                yield mine, rows[0]
+                yield other, rows[1]
+
+
+def _add(found: dict[Item, Rows], item: Item, rows: Rows) -> None:
+    had = found.get(item, rows)
+    found[item] = rows if had == rows else union(had, rows)
 
 
 def _read_operands(
@@ -158,11 +161,10 @@ def _read_operands(
                 hops.append(StepTransfer(number, hop._replace(rows=rows)))
                 wanted.append((hop.src, hop.item, rows))
         for rank, mine in enumerate(tiles[number]):
-            wanted += [
-                (rank, item, rows) for tile in mine for item, rows in _cell_rows(tile, reads)
-            ]
+            for tile in mine:
+                wanted += [(rank, *read) for read in _cell_rows(tile, reads, operand)]
         for rank, item, rows in wanted:
-            later[rank][item] = union(later[rank].get(item, ()), rows)
+            _add(later[rank], item, rows)
     return hops
 
 
@@ -170,7 +172,7 @@ def _filled_partials(
     plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
 ) -> list[StepTransfer]:
     """Forwards in time: what each partial has been filled with when it leaves."""
-    filled: list[dict[Item, Rows]] = [defaultdict(tuple) for _ in range(plan.world_size)]
+    filled: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
     hops: list[StepTransfer] = []
     for number, step in enumerate(plan.steps):
         arrivals = []
@@ -187,33 +189,25 @@ def _filled_partials(
                     arrivals.append((hop.dst, source, filled[hop.src][source]))
         for rank, mine in enumerate(tiles[number]):
             for tile in mine:
-                for item, rows in _cell_rows(tile, reads):
-                    arrivals.append((rank, item._replace(role=Role.PARTIAL), rows))
+                arrivals += [(rank, *read) for read in _cell_rows(tile, reads, partial)]
         for rank, item, rows in arrivals:
-            filled[rank][item] = union(filled[rank][item], rows)
+            _add(filled[rank], item, rows)
     return hops
 
 
-Uses = dict[tuple[int, Item], list[int]]
-"""(rank, operand or partial) -> the steps of the tiles that read or fill it."""
+Uses = dict[tuple[int, Side, int, int], list[int]]
+"""(rank, side, shard, heads) -> the steps of the tiles that read it, and fill its partial."""
 
 
-def _readers(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
+def _uses(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
     uses: Uses = defaultdict(list)
     for number, row in enumerate(tiles):
         for rank, mine in enumerate(row):
             for tile in mine:
                 for side, shards in zip(Side, (tile.q, tile.kv), strict=True):
                     for shard in shards:
-                        uses[rank, operand(side, shard, tile.heads)].append(number)
+                        uses[rank, side, shard, tile.heads].append(number)
     return uses
-
-
-def _fillers(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
-    return {
-        (rank, item._replace(role=Role.PARTIAL)): steps
-        for (rank, item), steps in _readers(tiles).items()
-    }
 
 
 def _without_relays(
@@ -235,7 +229,7 @@ def _without_relays(
         arrivals, departures = into[relay, item], out_of[relay, item]
         if (
             item.role is Role.RESULT
-            or uses.get((relay, item))
+            or uses.get((relay, item.side, item.shard, item.heads))
             or len(arrivals) != 1
             or len(departures) != 1
         ):
@@ -256,8 +250,9 @@ def _without_relays(
 
 def _rests(first: StepTransfer, onward: StepTransfer, into: dict, out_of: dict, uses: Uses) -> bool:
     """Whether nothing is added to or taken from a partial at its source between two hops."""
-    place = first.transfer.src, first.transfer.item
-    added = [*uses.get(place, ()), *(hop.step for hop in into[place])]
+    place, item = (first.transfer.src, first.transfer.item), first.transfer.item
+    used = uses.get((place[0], item.side, item.shard, item.heads), ())
+    added = [*used, *(hop.step for hop in into[place])]
     taken = [hop.step for hop in out_of[place] if hop is not first]
     return not any(first.step <= step < onward.step for step in added) and not any(
         first.step <= step <= onward.step for step in taken
