@@ -1,19 +1,23 @@
-"""Many training steps, each with a mask of its own: does memory stay level?
+"""Many training steps, each with a mask of its own: do memory and the time of a step stay level?
 
-Two gloo ranks train a layer on packed documents; every step has another mask, and so its own plan
-where one is made for it. Printed are resident memory and how many calls, plans and programs live,
-at equal intervals. It fails if memory after the first fifth grows by more than 3 %, or if more
-values live at the end than after that fifth.
+gloo ranks train a layer on packed documents; every step has another mask, and so its own plan
+where one is made for it. Printed are resident memory, how many calls, plans and programs live, and
+the median and the longest step (its time, and the processor time of rank 0), at equal intervals.
+It fails if memory after the first fifth grows by more than 3 %, or if more values live at the end
+than after that fifth.
 
-    python benchmarks/soak.py [--steps 20000] [--tokens 64]
+    python benchmarks/soak.py [--steps 20000] [--tokens 64] [--ranks 2]
 """
 
 import argparse
 import gc
 import os
 import socket
+import statistics
 import sys
+import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +29,7 @@ import tilewise as tw
 from tilewise.compiler.program import Program
 from tilewise.execution.problem import AttentionCall
 
-WORLD, LOOKS, WARM, GROWTH = 2, 10, 2, 1.03
+LOOKS, WARM, GROWTH = 10, 2, 1.03
 KINDS = AttentionCall, tw.Plan, Program
 
 
@@ -59,18 +63,25 @@ def step(number: int, layout: tw.Layout, weights: list[torch.Tensor], plans: lis
 def train(rank: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    layout = tw.zigzag(options.tokens, WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    layout = tw.zigzag(options.tokens, options.ranks)
     weights = [torch.ones(4, 16, requires_grad=True) for _ in range(3)]
-    plans = [tw.ring(WORLD), tw.ulysses(WORLD), tw.all_gather(WORLD)]
+    plans = [make(options.ranks) for make in (tw.ring, tw.ulysses, tw.all_gather)]
     levels = []
     for look in range(LOOKS):
+        clocks = [(time.perf_counter(), time.process_time())]
         for number in range(options.steps // LOOKS):
             step(look * options.steps // LOOKS + number, layout, weights, plans)
+            clocks.append((time.perf_counter(), time.process_time()))
         levels.append((resident_mb(), live()))
         if rank == 0:
             done = (look + 1) * options.steps // LOOKS
-            print(f"{done:7} steps  {levels[-1][0]:7.1f} MB  {levels[-1][1]}", flush=True)
+            print(f"{done:7} steps  {levels[-1][0]:7.1f} MB  {levels[-1][1]}", end="")
+            for what, times in zip(("step", "processor"), zip(*clocks, strict=True), strict=True):
+                spent = sorted(1e3 * (b - a) for a, b in pairwise(times))
+                longest = ", ".join(f"{x:.1f}" for x in spent[:-4:-1])
+                print(f"  {what} {statistics.median(spent):.1f} ms, longest {longest}", end="")
+            print(flush=True)
     dist.destroy_process_group()
     (least, before), (most, after) = levels[WARM - 1], levels[-1]
     grown = [name for name in before if after[name] > before[name]]
@@ -82,11 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--tokens", type=int, default=64, help="of all ranks")
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of four heads")
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(train, (port, options), WORLD)  # pyright: ignore[reportPrivateImportUsage]
+    mp.spawn(train, (port, options), options.ranks)  # pyright: ignore[reportPrivateImportUsage]
 
 
 if __name__ == "__main__":
