@@ -1,14 +1,13 @@
 """tw.attention: one call for every strategy, mask and layout."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, Required, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
-from tilewise.execution.error_bound import attention_bound, stochastic
+from tilewise.execution.error_bound import attention_bound
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import latent_attention, resolve_call
@@ -17,7 +16,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.resolve import Group, transport_for
+from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire, latent_of
 
 
@@ -164,7 +163,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
             layer and step. None on one rank: drawn from torch's generator.
         return_max_logit: also return the largest score of every head, of this rank's queries.
         return_error_bound: also return the largest |out - exact| that wires that round may bring to
-            a row. It takes a small exchange, with stochastic rounding one more forward pass.
+            a row. It takes a small exchange, and one more forward pass if operands are rounded.
     Returns:
         out as q, as wide as v; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads],
         natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled and
@@ -222,25 +221,8 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     extras = [lse] * return_lse + kept[:1] * return_max_logit
     if return_error_bound:
         assert v is not None, "a latent was refused"
-        extras.append(_error_bound(q.detach(), k.detach(), v.detach(), lse.detach(), call))
+        extras.append(attention_bound(call, *(x.detach() for x in (q, k, v, out, lse))))
     return (out, *extras) if extras else out
-
-
-@torch.no_grad()
-def _error_bound(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
-    """The bound of every row of a call's out; the lse of twice the scores tells squared weights."""
-    assert call.problem is not None
-    scores, squares = call.problem.scores, None
-    if stochastic(call.problem.passes[0].payload.wires.forward) and scores.softcap is None:
-        twice = {"softmax_scale": 2 * scores.scale, "dropout_p": 0.0, "max_logit": False}
-        again = replace(call, **twice, needs_grad=False, problem=None)
-        narrow = v[..., :16]
-        again = replace(again, problem=resolve_call(q, k, narrow, again)[0])
-        _, doubled, _ = torch.ops.tilewise.attention(q, k, narrow, again)
-        squares = torch.exp(doubled - 2 * lse)
-    return attention_bound(
-        call.problem, transport_for(call.group), (q, k, v), (lse, squares), call.sink is not None
-    )
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:

@@ -33,8 +33,10 @@ OTHERS = {
 }
 
 
-def drawn_call(seed: int, dtype: torch.dtype) -> tuple[tw.Plan, tw.Layout, tw.Mask, Any, Any]:
-    """Plan, layout, mask, other arguments, and the whole q, k, v."""
+def drawn_call(
+    seed: int, dtype: torch.dtype, *batch: int
+) -> tuple[tw.Plan, tw.Layout, tw.Mask, Any, Any]:
+    """Plan, layout, mask, other arguments, and the whole q, k, v [*batch, tokens, heads, width]."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     plan = rng.choice(PLANS)
@@ -43,7 +45,9 @@ def drawn_call(seed: int, dtype: torch.dtype) -> tuple[tw.Plan, tw.Layout, tw.Ma
     layout = rng.choice((tw.contiguous, tw.zigzag, tw.striped))(tokens, plan.world_size)
     mask = rng.choice((tw.Full(), tw.Causal(), tw.Window(9, 0), tw.Document([0, 7, tokens])))
     shapes = (heads, width), (kv_heads, width), (kv_heads, v_width)
-    wholes = [torch.randn(tokens, *shape, dtype=torch.float64) for shape in shapes]
+    wholes = [torch.randn(*batch, tokens, *shape, dtype=torch.float64) for shape in shapes]
+    if batch:
+        wholes = [x * 4 ** (torch.rand(*batch, 1, 1, 1) - 0.5) for x in wholes]
     wholes = [(x * 10 ** rng.uniform(-1, 0.5) + rng.choice((0, 0, 1))).to(dtype) for x in wholes]
     sink = rng.choice((None, None, torch.randn(heads, dtype=torch.float32)))
     more = {"softcap": rng.choice((None, None, 5.0)), "sink": sink}
@@ -52,22 +56,26 @@ def drawn_call(seed: int, dtype: torch.dtype) -> tuple[tw.Plan, tw.Layout, tw.Ma
     return plan, layout, mask, more, wholes
 
 
+BATCH = 20
+"""Draws of a call: sequences of one plan, layout and mask, each of other numbers and sizes."""
+
+
 def draw(seed: int, wire: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bounds and errors of a drawn call, one a row and head."""
-    plan, layout, mask, more, wholes = drawn_call(seed, dtype)
+    """Bounds and errors of a drawn call, [batch, tokens, heads]."""
+    plan, layout, mask, more, wholes = drawn_call(seed, dtype, BATCH)
     if isinstance(wire, Float8) and wire.stochastic:
         wire = Float8(wire.block, stochastic=True, seed=seed)
 
     def on_rank(rank: int, group: Any) -> tuple[Tensor, Tensor]:
-        mine = [layout.shard(x, rank, dim=0) for x in wholes]
+        mine = [layout.shard(x, rank, dim=1) for x in wholes]
         given = {"plan": plan, "layout": layout, "mask": mask, "group": group, **more}
         return tw.attention(*mine, wire=wire, return_error_bound=True, **given)  # pyright: ignore
 
     out, bound = (
-        layout.unshard(list(xs), dim=0)
+        layout.unshard(list(xs), dim=1)
         for xs in zip(*tw.loopback(plan.world_size, on_rank), strict=True)
     )
-    whole = tw.contiguous(len(wholes[0]), 1)
+    whole = tw.contiguous(wholes[0].shape[1], 1)
     wide = [x.double() for x in wholes]
     exact = tw.attention(*wide, plan=tw.ring(1), layout=whole, mask=mask, **more)
     error = (out.double() - exact).abs().amax(-1)
@@ -76,25 +84,26 @@ def draw(seed: int, wire: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def ratios(wire: Any, dtype: torch.dtype, draws: range) -> list[float]:
-    """Of the largest bound to the largest error of every draw."""
-    found = []
+    """Of the largest bound to the largest error of every draw; draws: seeds, BATCH of each."""
+    found: list[float] = []
     for seed in draws:
         bound, error = draw(seed, wire, dtype)
         assert (error <= bound).all(), (seed, float((error / bound).max()))
-        found.append(float(bound.max() / error.max()))
+        found += (bound.amax((1, 2)) / error.amax((1, 2))).tolist()
     return found
 
 
 @pytest.mark.parametrize("kind", [*EIGHT, *OTHERS])
 def test_errors_stay_below_their_bounds(kind: str):
-    count = 8 if kind in EIGHT else 4
-    assert statistics.median(ratios(*{**EIGHT, **OTHERS}[kind], range(count))) < 300
+    count, most = 8 if kind in EIGHT else 3, 30 if kind != "none" else 300
+    assert statistics.median(ratios(*{**EIGHT, **OTHERS}[kind], range(count))) < most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EIGHT)
 def test_errors_stay_below_their_bounds_in_5000_draws(kind: str):
-    assert statistics.median(ratios(*EIGHT[kind], range(1000, 6000))) < 300
+    found = ratios(*EIGHT[kind], range(1000, 1250))
+    assert len(found) == 5000 and statistics.median(found) < 30
 
 
 def test_a_bound_comes_last_and_is_asked_for_by_all():

@@ -94,9 +94,8 @@ def _sizes(
         run = PassRun(problem, transport, backward=backward, batch=q.shape[1], device=q.device)
         statistics = {"lse": of_out, "delta": of_out} if backward else {}
         named = {"q": q, **({"dout": dout} if backward else {}), **statistics}, {"k": k, "v": v}
-        error, wires = errors(run, named), run.payload.wires
-        wire = wires.backward if backward else wires.forward
-        of = keys(transport, wire, named[1], error, q.shape[2], zero)
+        error = errors(run, named)
+        of = keys(run, transport, named[1], error, q.shape[2], zero)
         found.append((of, norms(q, error["q"])))
     douts = norms(dout, error["dout"])
     # Weights come of scores and of lse, which are rounded in either pass.
