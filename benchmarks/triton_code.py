@@ -59,7 +59,11 @@ class Loop(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A kernel compiled."""
+    """A kernel compiled.
+
+    Attributes:
+        narrow: loads and stores of 2 bytes.
+    """
 
     kernel: str
     head_dim: int
@@ -68,6 +72,7 @@ class Code(NamedTuple):
     stack: int
     shared: int
     fit: int
+    narrow: int
     loops: tuple[Loop, ...]
 
 
@@ -101,8 +106,13 @@ class Target(NamedTuple):
     into: bool = False
 
 
-def compiled(job: Job, target: Target) -> Any:
-    """As for one dense sequence: [rows, heads, head_dim], lse [rows, heads]."""
+def compiled(job: Job, target: Target, *, stepped: bool = True) -> Any:
+    """As for one dense sequence: [rows, heads, head_dim], lse [rows, heads].
+
+    Args:
+        stepped: strides of rows are in units of 16 bytes, as `in_steps` gives them, and nothing
+            else is known of them; else of any numbers.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -112,6 +122,7 @@ def compiled(job: Job, target: Target) -> Any:
     given: dict[Any, Any] = {"HEAD_DIM": head_dim, "ROWS": rows, "KEYS": keys, "ADD": target.into}
     width = max(16, 1 << (head_dim - 1).bit_length())
     given |= {"WIDTH": width, "V_DIM": head_dim, "V_WIDTH": width, **job.options}
+    given["STEP"] = 16 // DTYPES[target.dtype].itemsize if stepped else 1
     given |= dict.fromkeys({"CAPPED", "DROPS", "PEAKS"}.intersection(job.kernel.arg_names), False)
     types: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
@@ -119,6 +130,8 @@ def compiled(job: Job, target: Target) -> Any:
         types[name] = _type(name, target)
         if name in ("statistics", "padded"):
             aligned[(i,)] = ALIGNED
+        elif isinstance(types[name], TensorView) and name not in ("lse", "largest"):
+            aligned[(i, 0)] = ALIGNED
         elif isinstance(types[name], TensorView | Lists):
             aligned |= {(i, j): ALIGNED for j in range(4) if types[name][j] != "constexpr"}
         if name == "rule":
@@ -174,8 +187,13 @@ def examined(job: Job, target: Target) -> Code:
         stack,
         shared,
         fit,
+        narrow_accesses(made.asm["ptx"]),
         tuple(loop._replace(masked=i > 0) for i, loop in enumerate(loops)),
     )
+
+
+def narrow_accesses(ptx: str) -> int:
+    return len(re.findall(r"\b(?:ld|st)\.global\S*\.[bu]16\b(?<!\.v\d\.b16)", ptx))
 
 
 def inner_loops(text: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ import tilewise as tw
 from tilewise import Plan, Role, Side
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
 from tilewise.kernels.reference import Reference
+from tilewise.kernels.triton.kernel import in_steps, view_of
 from tilewise.plan.payload import Payload
 
 N, NUM_TOKENS, HEAD_DIM = 4, 23, 8
@@ -22,7 +23,7 @@ class Recorder(Reference):
     """Computes nothing; keeps what it was given that is not aligned."""
 
     def __init__(self) -> None:
-        self.calls, self.misaligned = [0, 0], []
+        self.calls, self.misaligned, self.steps = [0, 0], [], set()
 
     def supports(self, *asked: object, **needs: object) -> str | None:
         return None
@@ -37,6 +38,7 @@ class Recorder(Reference):
 
     def _record(self, backward: int, **tensors: Tensor) -> None:
         self.calls[backward] += 1
+        self.steps.add(in_steps([view_of(x) for x in tensors.values()])[1])
         for name, x in tensors.items():
             places = [x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:-1])]
             if x.stride(-1) != 1 or any(at % 16 for at in places):
@@ -71,7 +73,8 @@ def test_every_strategy_hands_aligned_rows_to_kernels(heads: int, save: str):
     made = list(plans(N, "tree"))
     made += [make(MASK, LAYOUT) for _, make in MASK_AWARE]
     for plan in made[::3] if heads == 3 else made:
-        assert not recorded(plan, LAYOUT, heads, save).misaligned, plan.name
+        found = recorded(plan, LAYOUT, heads, save)
+        assert not found.misaligned and found.steps == {8}, plan.name
 
 
 def off_by_one(x: Tensor) -> Tensor:

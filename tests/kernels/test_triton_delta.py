@@ -34,7 +34,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tilewise.kernels.triton.delta import _put
-given = {"COLUMNS": 3, "HEAD_DIM": 80, "WIDTH": 128, "BLOCK": 32}
+given = {"STEP": 8, "COLUMNS": 3, "HEAD_DIM": 80, "WIDTH": 128, "BLOCK": 32}
+given |= {"d_column": 1, "o_column": 1}  # as Triton takes a stride of 1
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
 types = {
     name: "constexpr" if name in given
     else {"dout": "*bf16", "changed": "*bf16", "out": "*bf16", "delta": "*fp32"}.get(
@@ -43,7 +45,9 @@ types = {
     for name in _put.arg_names
 }
 for arch in (80, 90):
-    triton.compile(ASTSource(_put, types, given), target=GPUTarget("cuda", arch, 32))
+    source = ASTSource(_put, types, given, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+    assert "ld.global.v" in ptx and "ld.global.b16" not in ptx and "st.global.b16" not in ptx
 print("compiled")
 """
 
@@ -60,7 +64,7 @@ def test_one_kernel_makes_what_out_for_delta_makes(monkeypatch):
     assert (returncode, out) == (0, "same\n"), errors
 
 
-def test_it_compiles_for_bfloat16_on_ampere_and_hopper(monkeypatch):
+def test_it_compiles_to_whole_words_for_bfloat16_on_ampere_and_hopper(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     returncode, out, errors = run(COMPILED)
     assert (returncode, out) == (0, "compiled\n"), errors

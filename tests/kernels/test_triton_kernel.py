@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.kernel_cases import CALLS, call_of
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.triton.kernel import TritonSlices
+from tilewise.kernels.triton.kernel import TritonSlices, in_steps, view_of
 from tilewise.kernels.triton.tuning import tuning_for
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
@@ -84,11 +84,43 @@ def test_compiled_kernels_fit_shared_memory_and_keep_loads_ahead(arch: int):
     assert len(codes) == {80: 10, 90: 12, 100: 10}[arch]
     most = {80: 99, 90: 227, 100: 227}[arch] * 1024
     for code in codes:
-        assert code["shared"] <= most and code["fit"] >= 1, code
+        assert code["shared"] <= most and code["fit"] >= 1 and not code["narrow"], code
         assert [loop["masked"] for loop in code["loops"]] == [False, True]
         for loop in code["loops"]:
             assert loop["copies"] or code["blocks"].split()[3] == "1", code
             assert 12 * loop["spilled"] <= loop["instructions"], code
+
+
+NARROW = """
+import torch
+from benchmarks.triton_code import Target, compiled, jobs, narrow_accesses
+from tilewise.kernels.triton.tuning import LaunchBlocks
+job = jobs(32, torch.bfloat16, {arch})[0]._replace(blocks=LaunchBlocks(16, 32, 4, 2, 0))
+for stepped in (True, False):
+    ptx = compiled(job, Target({arch}, 32), stepped=stepped).asm["ptx"]
+    print(narrow_accesses(ptx), "cp.async.cg.shared.global" in ptx)
+"""
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+def test_rows_of_16_bytes_are_loaded_whole_where_strides_are_in_steps(arch: int):
+    """With blocks of few rows; those of the table stand in the test above."""
+    pytest.importorskip("triton")
+    stepped, plain = run_alone("-c", NARROW.format(arch=arch), timeout=100).splitlines()
+    assert stepped == "0 True" and plain.endswith("False") and int(plain.split()[0]) > 8
+
+
+def test_strides_are_in_steps_of_16_bytes_where_all_of_rows_are():
+    def steps(*tensors: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
+        views, step = in_steps([view_of(x) for x in tensors])
+        return [view[1:] for view in views], step
+
+    wire = torch.empty(6, 1, 5 * 64 + 8, dtype=torch.bfloat16)  # five heads and padding
+    rows, lse = wire[..., :320].unflatten(2, (5, 64)), torch.empty(6, 1, 5)
+    assert steps(rows, lse, rows.float()) == ([(41, 0, 8), (5, 5, 1), (40, 0, 8)], 8)
+    assert steps(rows.float(), rows.double()) == ([(80, 0, 16)] * 2, 4)
+    odd = torch.empty(6, 2, 5, 65, dtype=torch.bfloat16)
+    assert steps(rows, odd) == ([(328, 320, 64), (650, 325, 65)], 1)
 
 
 @pytest.mark.slow

@@ -41,10 +41,10 @@ def row_statistics(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :]
     batch = tl.program_id(2)
     here = (rows < num_rows) & (heads < num_heads)
-    at = at_head(lse, batch, heads) + tl.cast(rows, tl.int64) * lse.row
+    at = at_head(lse, batch, heads, 1) + tl.cast(rows, tl.int64) * lse.row
     row_lse = tl.load(at, mask=here, other=float("-inf")).to(tl.float32)
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
-    at = at_head(delta, batch, heads) + tl.cast(rows, tl.int64) * delta.row
+    at = at_head(delta, batch, heads, 1) + tl.cast(rows, tl.int64) * delta.row
     row_delta = tl.load(at, mask=here, other=0.0).to(tl.float32)
     at = statistics + (tl.cast(batch, tl.int64) * num_heads + heads) * 2 * padded + rows
     tl.store(at, row_lse, mask=heads < num_heads)
@@ -126,15 +126,17 @@ def rows_backward(
     ADD: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """dq. Grid: [items, batch * num_heads]."""
+    """dq. Grid: [items, batch * num_heads]. STEP: as for forward."""
     item = lists.items + tl.program_id(0) * 5
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     first = tl.load(item) * ROWS
-    k_base, v_base = at_head(k, batch, head // group), at_head(v, batch, head // group)
-    q_base, dout_base = at_head(q, batch, head), at_head(dout, batch, head)
-    q_block = load_rows(q_base, first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH)
-    dout_block = load_rows(dout_base, first, dout.row, num_rows, True, ROWS, V_DIM, V_WIDTH)
+    k_base, v_base = at_head(k, batch, head // group, STEP), at_head(v, batch, head // group, STEP)
+    k_row, v_row, dout_row = k.row * STEP, v.row * STEP, dout.row * STEP
+    q_base, dout_base = at_head(q, batch, head, STEP), at_head(dout, batch, head, STEP)
+    q_block = load_rows(q_base, first, q.row * STEP, num_rows, True, ROWS, HEAD_DIM, WIDTH)
+    dout_block = load_rows(dout_base, first, dout_row, num_rows, True, ROWS, V_DIM, V_WIDTH)
     at = row_places(rule, first, num_rows, ROWS) if DROPS else 0
     lse = statistics + tl.program_id(1).to(tl.int64) * 2 * padded + first + tl.arange(0, ROWS)
     row_lse, row_delta = tl.load(lse), tl.load(lse + padded)
@@ -142,7 +144,7 @@ def rows_backward(
     for i in range(tl.load(item + 1), tl.load(item + 2)):
         start, stop = run_of(lists.full, i, 1)
         acc = _rows_run(
-            acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k.row, v.row,
+            acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k_row, v_row,
             start, stop, 0, 0, scale, rule, at, head, batch,
             False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
@@ -150,11 +152,12 @@ def rows_backward(
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc = _rows_run(
-            acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k.row, v.row,
+            acc, q_block, dout_block, row_lse, row_delta, k_base, v_base, k_row, v_row,
             start, stop, low, high, scale, rule, at, head, batch,
             True, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
-    put_rows(at_head(dq, batch, head), first, dq.row, num_rows, acc * scale, ADD, HEAD_DIM)
+    dq_base = at_head(dq, batch, head, STEP)
+    put_rows(dq_base, first, dq.row * STEP, num_rows, acc * scale, ADD, HEAD_DIM)
 
 
 @triton.jit
@@ -256,6 +259,7 @@ def keys_backward(
     ADD: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
+    STEP: tl.constexpr,
     UNIT: tl.constexpr,
     DQ: tl.constexpr,
     DK: tl.constexpr,
@@ -263,28 +267,29 @@ def keys_backward(
 ):
     """dk if DK, dv if DV, over all query heads of a KV head. Grid: [items, batch * num_kv_heads].
 
-    DQ: add to dq too, atomically. UNIT: first rows of runs are its multiples, which lets pairs of
-    statistics be loaded at once.
+    DQ: add to dq too, atomically. STEP: as for forward. UNIT: first rows of runs are its
+    multiples, which lets pairs of statistics be loaded at once.
     """
     item = lists.items + tl.program_id(0) * 5
     batch, kv_head = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
     first = tl.load(item) * KEYS
-    k_base, v_base = at_head(k, batch, kv_head), at_head(v, batch, kv_head)
-    k_block = load_rows(k_base, first, k.row, num_keys, True, KEYS, HEAD_DIM, WIDTH)
-    v_block = load_rows(v_base, first, v.row, num_keys, True, KEYS, V_DIM, V_WIDTH)
+    k_base, v_base = at_head(k, batch, kv_head, STEP), at_head(v, batch, kv_head, STEP)
+    k_block = load_rows(k_base, first, k.row * STEP, num_keys, True, KEYS, HEAD_DIM, WIDTH)
+    v_block = load_rows(v_base, first, v.row * STEP, num_keys, True, KEYS, V_DIM, V_WIDTH)
+    q_row, dout_row, dq_row = q.row * STEP, dout.row * STEP, dq.row * STEP
     at = key_places(rule, first, num_keys, KEYS) if DROPS else 0
     dk_acc = tl.zeros([KEYS, WIDTH], tl.float32)
     dv_acc = tl.zeros([KEYS, V_WIDTH], tl.float32)
     for member in range(0, group):
         head = kv_head * group + member
-        q_base, dout_base = at_head(q, batch, head), at_head(dout, batch, head)
-        dq_base = at_head(dq, batch, head)
+        q_base, dout_base = at_head(q, batch, head, STEP), at_head(dout, batch, head, STEP)
+        dq_base = at_head(dq, batch, head, STEP)
         lse = statistics + (tl.program_id(1).to(tl.int64) * group + member) * 2 * padded
         for i in range(tl.load(item + 1), tl.load(item + 2)):
             start, stop = run_of(lists.full, i, UNIT)
             dk_acc, dv_acc = _keys_run(
                 dk_acc, dv_acc, k_block, v_block, q_base, dout_base, dq_base, lse, lse + padded,
-                q.row, dout.row, dq.row, start, stop, 0, 0, scale, rule, at, head, batch,
+                q_row, dout_row, dq_row, start, stop, 0, 0, scale, rule, at, head, batch,
                 False, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
         for i in range(tl.load(item + 3), tl.load(item + 4)):
@@ -292,12 +297,12 @@ def keys_backward(
             low, high = interval_of(lists.intervals, i, KEYS)
             dk_acc, dv_acc = _keys_run(
                 dk_acc, dv_acc, k_block, v_block, q_base, dout_base, dq_base, lse, lse + padded,
-                q.row, dout.row, dq.row, start, stop, low, high, scale, rule, at, head, batch,
+                q_row, dout_row, dq_row, start, stop, low, high, scale, rule, at, head, batch,
                 True, ROWS, HEAD_DIM, V_DIM, DQ, DK, DV, CAPPED, DROPS,
             )  # fmt: skip
     if DK:
-        put_rows(
-            at_head(dk, batch, kv_head), first, dk.row, num_keys, dk_acc * scale, ADD, HEAD_DIM
-        )
+        dk_base = at_head(dk, batch, kv_head, STEP)
+        put_rows(dk_base, first, dk.row * STEP, num_keys, dk_acc * scale, ADD, HEAD_DIM)
     if DV:
-        put_rows(at_head(dv, batch, kv_head), first, dv.row, num_keys, dv_acc, ADD, V_DIM)
+        dv_base = at_head(dv, batch, kv_head, STEP)
+        put_rows(dv_base, first, dv.row * STEP, num_keys, dv_acc, ADD, V_DIM)

@@ -15,9 +15,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def at_head(view, batch, head):
-    """Where the rows of a head begin; offsets are 64 bits wide."""
-    return view.base + tl.cast(batch, tl.int64) * view.batch + tl.cast(head, tl.int64) * view.head
+def at_head(view, batch, head, STEP: tl.constexpr):
+    """Where the rows of a head begin; offsets are 64 bits wide, strides in units of STEP."""
+    strided = tl.cast(batch, tl.int64) * view.batch + tl.cast(head, tl.int64) * view.head
+    return view.base + strided * STEP
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.kernel import in_steps, view_of
+
 _BLOCK = 32
 
 
@@ -28,12 +30,14 @@ def put_out_for_delta(
     num = math.prod(delta.shape)
     if not num:
         return
+    (read, written), step = in_steps([view_of(dout), view_of(out)])
     with torch.cuda.device_of(dout):
         _put[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
             *(dout, delta, changed, out),
-            *(*dout.stride(), *delta.stride(), *out.stride()),
+            *(*read[1:], dout.stride(3), *delta.stride(), *written[1:], out.stride(3)),
             *(num, *delta.shape[1:]),
             *(2.0**-shift, torch.finfo(dout.dtype).tiny),
+            STEP=step,
             COLUMNS=columns,
             HEAD_DIM=dout.shape[3],
             WIDTH=triton.next_power_of_2(dout.shape[3]),
@@ -47,7 +51,7 @@ def _put(
     d_row, d_batch, d_head, d_column, l_row, l_batch, l_head,
     o_row, o_batch, o_head, o_column,
     num, num_batch, num_heads, share, tiny,
-    COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out_c = rest / dout_c column by column, rest being what of delta earlier columns left."""
@@ -58,7 +62,7 @@ def _put(
     row = at // num_heads // num_batch
     column = tl.arange(0, WIDTH)
     inside = here[:, None] & (column < HEAD_DIM)[None, :]
-    place = dout + (row * d_row + batch * d_batch + head * d_head)[:, None]
+    place = dout + ((row * d_row + batch * d_batch + head * d_head) * STEP)[:, None]
     grad = tl.load(place + column[None, :] * d_column, mask=inside, other=0.0)
     rest = tl.load(delta + row * l_row + batch * l_batch + head * l_head, mask=here, other=0.0)
     narrow = grad.dtype
@@ -76,6 +80,7 @@ def _put(
         changes = tl.where(mine, divisor[:, None], changes)
         made = tl.where(mine, quotient[:, None], made)
         rest -= quotient * divisor
-    offset = (row * o_row + batch * o_batch + head * o_head)[:, None] + column[None, :] * o_column
+    offset = ((row * o_row + batch * o_batch + head * o_head) * STEP)[:, None]
+    offset += column[None, :] * o_column
     tl.store(changed + offset, changes.to(narrow), mask=inside)
     tl.store(out + offset, made.to(narrow), mask=inside)

@@ -149,19 +149,22 @@ def forward(
     ADD: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
+    STEP: tl.constexpr,
     PEAKS: tl.constexpr,
 ):
     """Grid: [items, batch * num_heads]; scale is that of the scores times log2(e), positive.
+
+    STEP: strides of tensors of rows are in units of it, which lets whole words be loaded.
 
     rule: a `ScoreRule`, read where CAPPED or DROPS; largest: of every row, written where PEAKS.
     """
     item = lists.items + tl.program_id(0) * 5
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     first = tl.load(item) * ROWS
-    k_base, v_base = at_head(k, batch, head // group), at_head(v, batch, head // group)
-    q_block = load_rows(
-        at_head(q, batch, head), first, q.row, num_rows, True, ROWS, HEAD_DIM, WIDTH
-    )
+    k_base, v_base = at_head(k, batch, head // group, STEP), at_head(v, batch, head // group, STEP)
+    k_row, v_row = k.row * STEP, v.row * STEP
+    q_base = at_head(q, batch, head, STEP)
+    q_block = load_rows(q_base, first, q.row * STEP, num_rows, True, ROWS, HEAD_DIM, WIDTH)
     places = row_places(rule, first, num_rows, ROWS) if DROPS else 0
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -169,20 +172,20 @@ def forward(
     for i in range(tl.load(item + 1), tl.load(item + 2)):
         start, stop = run_of(lists.full, i, 1)
         acc, total, peak = _run(
-            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, 0, 0, scale,
+            acc, total, peak, q_block, k_base, v_base, k_row, v_row, start, stop, 0, 0, scale,
             rule, places, head, batch, False, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
     for i in range(tl.load(item + 3), tl.load(item + 4)):
         start, stop = run_of(lists.masked, i, 1)
         low, high = interval_of(lists.intervals, i, ROWS)
         acc, total, peak = _run(
-            acc, total, peak, q_block, k_base, v_base, k.row, v.row, start, stop, low, high, scale,
+            acc, total, peak, q_block, k_base, v_base, k_row, v_row, start, stop, low, high, scale,
             rule, places, head, batch, True, KEYS, HEAD_DIM, V_DIM, CAPPED, DROPS,
         )  # fmt: skip
-    out_base, lse_base = at_head(out, batch, head), at_head(lse, batch, head)
-    largest_base = at_head(largest, batch, head) if PEAKS else lse_base
+    out_base, lse_base = at_head(out, batch, head, STEP), at_head(lse, batch, head, 1)
+    largest_base = at_head(largest, batch, head, 1) if PEAKS else lse_base
     largest_row = largest.row if PEAKS else lse.row
     _finish(
-        acc, total, peak, out_base, lse_base, largest_base, out.row, lse.row, largest_row,
+        acc, total, peak, out_base, lse_base, largest_base, out.row * STEP, lse.row, largest_row,
         first, num_rows, ADD, V_DIM, PEAKS,
     )  # fmt: skip

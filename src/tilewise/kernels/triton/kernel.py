@@ -5,6 +5,7 @@ triton_backward.py; triton is imported when the first of them runs.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -26,7 +27,10 @@ _STEP = 128  # rows that one program of row_statistics does
 
 
 class TensorView(NamedTuple):
-    """A tensor [rows, batch, heads] or [.., head_dim] as a kernel's argument; head_dim is dense."""
+    """A tensor [rows, batch, heads] or [.., head_dim] as a kernel's argument; head_dim is dense.
+
+    Strides are in numbers; of a tensor with head_dim in units of the launch's STEP.
+    """
 
     base: Tensor
     row: int
@@ -120,7 +124,7 @@ class TritonSlices:
         # the kernel takes the largest score before it scales: scale must be positive
         q, scale = (q, scale) if scale > 0 else (-q, -scale) if scale else (torch.zeros_like(q), 1)
         launch = _Launch(self._tuning(q, v).forward, call, into is not None, scores)
-        views = [_view(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
+        views = [view_of(x) for x in (q, k, v, out, lse, largest[0] if largest else lse)]
         scale = scores.softcap or scale
         launch(_kernels()[0], views, (len(q),), scale * math.log2(math.e), PEAKS=bool(largest))
         return result
@@ -146,7 +150,7 @@ class TritonSlices:
         grads = into or (_empty(q).zero_() if at_once else _empty(q), _empty(k), _empty(v))
         _, by_rows, by_keys, _ = _kernels()
         statistics = _row_statistics(lse, delta)
-        *operands, dq, dk, dv = (_view(x) for x in (q, k, v, dout, *grads))
+        *operands, dq, dk, dv = (view_of(x) for x in (q, k, v, dout, *grads))
         padded = statistics.shape[-1]
         if not at_once:
             launch = _Launch(tuning.dq, call, add, scores)
@@ -209,9 +213,11 @@ class _Launch:
             return
         if registers:
             options["maxnreg"] = registers
+        views, step = in_steps(views)
+        work = *views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale
         with torch.cuda.device_of(q):
             kernel[(num_items, programs)](
-                *(*views, lists, *sizes, heads, q.shape[2] // k.shape[2], scale),
+                *work,
                 _rule(self.scores),
                 HEAD_DIM=q.shape[3],
                 WIDTH=_block_width(q),
@@ -222,6 +228,7 @@ class _Launch:
                 ADD=self.add,
                 CAPPED=self.scores.softcap is not None,
                 DROPS=self.scores.dropout_p > 0,
+                STEP=step,
                 num_warps=warps,
                 num_stages=stages,
                 enable_fp_fusion=True,
@@ -255,7 +262,7 @@ def _row_statistics(lse: Tensor, delta: Tensor) -> Tensor:
     several = min(16, 1 << (heads - 1).bit_length())
     with torch.cuda.device_of(lse):
         _kernels()[3][(num_steps, -(-heads // several), batch)](
-            *(_view(lse), _view(delta), statistics, num_rows, shape[-1], heads),
+            *(view_of(lse), view_of(delta), statistics, num_rows, shape[-1], heads),
             ROWS=_STEP,
             HEADS=several,
         )
@@ -293,8 +300,25 @@ def _interprets() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _view(x: Tensor) -> TensorView:
+def view_of(x: Tensor) -> TensorView:
     return TensorView(x, *x.stride()[:3])
+
+
+def in_steps(views: Sequence[TensorView | Tensor]) -> tuple[list[TensorView | Tensor], int]:
+    """The same with strides of rows in units of a step: numbers in 16 bytes of operands, or 1.
+
+    It is 1 where a stride is no multiple. Triton itself sees only whether a stride is a multiple of
+    16 numbers. Rows on the wire are padded to 16 bytes, 8 numbers of 2 bytes: without a step they
+    would be loaded number by number.
+    """
+    stepped, found, step = [*views], 0, 16 // views[0][0].itemsize
+    for i, view in enumerate(views):
+        if isinstance(view, TensorView) and view.base.ndim == 4:
+            sizes = view.base.shape[:3]
+            strides = [x if n > 1 else 0 for n, x in zip(sizes, view[1:], strict=True)]
+            found = math.gcd(found, *strides)
+            stepped[i] = TensorView(view.base, *(stride // step for stride in strides))
+    return ([*views], 1) if found % step else (stepped, step)
 
 
 def _empty(like: Tensor, width: int | None = None) -> Tensor:
