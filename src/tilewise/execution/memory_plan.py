@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -174,10 +174,19 @@ def _placed(
     return found, max(map(add, found, sizes), default=0)
 
 
-class Workspace:
-    """Memory that one pass at a time uses, and what memory plans see of it."""
+Allocate: TypeAlias = Callable[[int], Tensor | None]
+"""Makes flat bytes on the device; None: too many."""
 
-    def __init__(self) -> None:
+
+class Workspace:
+    """Memory that one pass at a time uses, and what memory plans see of it.
+
+    Args:
+        allocate: asked first for the memory.
+    """
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
         self._buffer: Tensor | None = None
         self._views: WeakKeyDictionary[MemoryPlan, list[Tensor]] = WeakKeyDictionary()
         self._left: Moment | None = None
@@ -194,7 +203,10 @@ class Workspace:
         if self.num_bytes < memory_plan.num_bytes:
             self._views.clear()
             self._buffer = None  # before the larger one is made
-            self._buffer = torch.empty(memory_plan.num_bytes, dtype=torch.uint8, device=device)
+            if self._allocate is not None:
+                self._buffer = self._allocate(memory_plan.num_bytes)
+            if self._buffer is None:
+                self._buffer = torch.empty(memory_plan.num_bytes, dtype=torch.uint8, device=device)
         views = self._views.get(memory_plan)
         if views is None:
             whole = torch.empty(0, device=device) if self._buffer is None else self._buffer
@@ -214,11 +226,12 @@ class WorkspacePool:
     whatever threads or layers they are. A pass that fails does not put its workspace back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
         self.workspaces: list[Workspace] = []
 
     def take(self) -> Workspace:
         try:
             return self.workspaces.pop()
         except IndexError:
-            return Workspace()
+            return Workspace(self._allocate)

@@ -37,7 +37,12 @@ from tilewise.plan.ir import Item, Role, Rows, Side
 from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import count
 from tilewise.tiles.call_rows import CallStyle, TileCalls
-from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport
+from tilewise.transport.protocol import (
+    SMALL_BYTES,
+    Transport,
+    team_transport,
+    workspace_of,
+)
 from tilewise.transport.streams import is_capturing
 
 MOST_AHEAD = 8
@@ -91,6 +96,7 @@ def pass_run(
     if problem.kept is None:
         return make()
     ways = transport.receives_ahead, transport.node_size, team_transport(transport) is None
+    ways = *ways, workspace_of(transport)
     key = backward, batch, device, *ways, problem.kernel, problem.allocator
     return problem.kept.get("pass", key, make, 4)
 
@@ -167,8 +173,9 @@ class PassRun:
         self._bindings: PlanCache = pruned.memo(
             "bindings", (*key, self.payload, table, batch), PlanCache, keep
         )
+        allocate = workspace_of(transport)
         self._pool: WorkspacePool = problem.passes[0].plan.memo(
-            "pool", (rank, device), WorkspacePool, keep
+            "pool", (rank, device, allocate), lambda: WorkspacePool(allocate), keep
         )
 
     def _whole_exchanges(self, rank: int) -> dict[int, HeadExchange]:

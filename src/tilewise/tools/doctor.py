@@ -13,6 +13,7 @@ from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
 from tilewise.tools.bench.our_kernels import OTHERS, absent
+from tilewise.transport.symmetric_memory import lacking
 
 
 class Extra(NamedTuple):
@@ -158,7 +159,10 @@ def _transports() -> list[Component]:
     else:
         nccl = torch.cuda.is_available()
         use = "CUDA tensors" if nccl else "no CUDA device here"
-    return [*found, Component("transport", "nccl", nccl, use)]
+    found.append(Component("transport", "nccl", nccl, use))
+    reason = lacking()
+    use = 'CUDA tensors of one node; unproven, by name alone: transport_for(group, "symmetric")'
+    return [*found, Component("transport", "symmetric", reason is None, reason or use)]
 
 
 def _extras() -> list[Component]:

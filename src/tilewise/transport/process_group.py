@@ -100,7 +100,10 @@ class DistTransport:
 
     Attributes:
         agreement_seconds: how long an agreement waits for a rank; 0: the group's timeout.
+        declined: why it is not symmetric memory, where that was to be used if it can.
     """
+
+    declined: str | None = None
 
     def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
         self.rank, self.world_size = group.rank(), group.size()
@@ -124,6 +127,11 @@ class DistTransport:
                 self._lanes.append(lane_group(group, 1))
         self._receiving: deque[_Posted | _Shared] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} for {device}" for device, name in self._backends.items())
+        declined = f"; not symmetric memory: {self.declined}" if self.declined else ""
+        return f"DistTransport({self.world_size} ranks, {names}{declined})"
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         sends = travelling(sends, self.rank, self.world_size)

@@ -1,0 +1,280 @@
+"""Messages inside a node as pushes into the receiver's memory, by copy engines: no multiprocessors.
+
+Unproven: it has not run on a GPU. It is used where it is asked for by name.
+
+A receiver's host tells the sender's, over gloo, where a message is to be put: in its workspace, if
+that lies in symmetric memory, else in staging memory, from where it is copied. On the devices two
+signals order what one launch sends from one rank to another. *Room*: the receiver's stream has done
+with what lay there. *Data*: the sender's has put all of it. Both count messages, and only grow, so
+none is ever set back. The host waits for other hosts, but for no device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from enum import IntEnum
+from socket import gethostname
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
+from tilewise.transport.agreement import agree
+from tilewise.transport.nccl_groups import records_group
+from tilewise.transport.process_group import DistTransport
+from tilewise.transport.protocol import Handle, Message, Transport, travelling
+from tilewise.transport.streams import (
+    Moment,
+    Stream,
+    current_moment,
+    follow,
+    is_capturing,
+    new_stream,
+    on_stream,
+)
+from tilewise.transport.symmetric_memory import (
+    SymmetricHeap,
+    SymmetricMemory,
+    TorchSymmetricMemory,
+    lacking,
+)
+
+HEAP_BYTES = 2**30
+"""Symmetric memory of each rank, unless it is told."""
+
+
+class Signal(IntEnum):
+    """What a word that a peer writes counts: rooms it has for us, messages it has put here."""
+
+    ROOM = 0
+    DATA = 1
+
+
+class _Arrival(NamedTuple):
+    """A message on its way, and the staging memory that it comes to; None: it comes to its room."""
+
+    message: Message
+    staged: Tensor | None
+
+
+class _Pushing:
+    """What one launch sends and receives, waited for as a whole."""
+
+    def __init__(self, transport: SymmetricTransport, recvs: Sequence[_Arrival]) -> None:
+        self._transport, self._recvs = transport, recvs
+        self._counts = {x.message.peer: transport.offered[x.message.peer] for x in recvs}
+        self.pushed: Moment | None = None
+        self.sources: Sequence[Message] = ()  # kept alive until waited for
+        self.waited = False
+
+    def wait(self) -> None:
+        if self.waited:
+            return
+        self.waited = True
+        for peer, count in self._counts.items():
+            self._transport.memory.wait_signal(peer, Signal.DATA, count)
+        for arrival in self._recvs:
+            if arrival.staged is not None:
+                room = arrival.message.tensor.view(-1)
+                room.copy_(arrival.staged[: len(room)])
+                self._transport.staging.give(arrival.staged)
+        self.leave()
+        self._recvs = ()
+
+    def leave(self) -> None:
+        """Let the current stream wait for what was sent."""
+        follow(self.pushed)
+        self.pushed, self.sources = None, ()
+
+
+class SymmetricTransport:
+    """The transport of ranks that share a node and can write to each other's memory.
+
+    It runs the program that NCCL runs, with the same buffers. Graphs cannot capture it: at every
+    replay the counts of messages would be those of the capture.
+
+    Args:
+        hosts: the same ranks' transport for tensors of the CPU.
+        memory: symmetric memory of the same ranks.
+    """
+
+    receives_ahead = 0
+    node_size: int | None = None
+    takes_teams = False
+
+    def __init__(self, hosts: Transport, memory: SymmetricMemory) -> None:
+        self.rank, self.world_size = hosts.rank, hosts.world_size
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self.memory, self._hosts = memory, hosts
+        self._heap = SymmetricHeap(memory)
+        self.staging = _Staging(self._heap)
+        self.offered: Counter[int] = Counter()  # by peer: messages that it was told a place for
+        self._put: Counter[int] = Counter()  # by peer: messages that were pushed to it
+        self._streams: dict[torch.device, Stream | None] = {}
+        self._under_way: deque[_Pushing] = deque()
+
+    def __repr__(self) -> str:
+        return (
+            f"SymmetricTransport({self.world_size} ranks of one node, {self._heap.num_bytes} bytes "
+            "of symmetric memory each)"
+        )
+
+    @property
+    def agreement_number(self) -> int | None:
+        return getattr(self._hosts, "agreement_number", None)
+
+    def gather_records(self, record: Tensor) -> list[Tensor]:
+        return self._hosts.gather_records(record)
+
+    def workspace(self, num_bytes: int) -> Tensor | None:
+        """Memory that messages can be pushed to; None: too little is left, other memory will do.
+
+        Half of all is left for staging.
+        """
+        if any(not one.waited for one in self._under_way):  # a pass that failed may be written to
+            return None
+        return self._heap.take(num_bytes, spare=self._heap.num_bytes // 2)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
+        sends = travelling(sends, self.rank, self.world_size)
+        recvs = travelling(recvs, self.rank, self.world_size)
+        device = self.memory.own.device
+        self._check([*sends, *recvs], device)
+        arrivals = [self._room(message) for message in recvs]
+        launched = _Pushing(self, arrivals)
+        for peer in dict.fromkeys(message.peer for message in recvs):
+            self.memory.write_signal(peer, Signal.ROOM, self.offered[peer])
+        places = self._told(sends, arrivals)
+        self._push(launched, sends, places, device)
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.messages_sent += len(sends)
+        self._under_way.append(launched)
+        leaving = [one for one in self._under_way if one.sources]
+        for one in leaving[: -LAUNCHES_IN_FLIGHT or None]:
+            one.leave()
+        while self._under_way and self._under_way[0].waited:
+            self._under_way.popleft()
+        return launched
+
+    def _check(self, messages: Sequence[Message], device: torch.device) -> None:
+        for tensor, _, label in messages:
+            if tensor.device != device:
+                raise ValueError(
+                    f"{label}: a tensor on {tensor.device} cannot be pushed; the symmetric memory "
+                    f"of this rank is on {device}: move the tensors or set the device before"
+                )
+        if is_capturing(device):
+            raise RuntimeError(
+                "symmetric memory cannot be captured in a graph, whose replays would count no "
+                "messages; pass the process group itself, for NCCL"
+            )
+
+    def _room(self, message: Message) -> _Arrival:
+        self.offered[message.peer] += 1
+        in_place = self._heap.place(message.tensor) is not None
+        return _Arrival(message, None if in_place else self.staging.take(message))
+
+    def _told(
+        self, sends: Sequence[Message], arrivals: Sequence[_Arrival]
+    ) -> dict[int, list[tuple[int, int]]]:
+        """(place, number of bytes) of the messages to each peer, as their hosts tell."""
+        telling: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for message, staged in arrivals:
+            place = self._heap.place(message.tensor if staged is None else staged)
+            assert place is not None
+            telling[message.peer].append((place, message.tensor.nbytes))
+        counts = Counter(message.peer for message in sends)
+        label = "places of messages"
+        heard = {peer: torch.empty(n, 2, dtype=torch.int64) for peer, n in counts.items()}
+        outgoing = [
+            Message(torch.tensor(places).view(torch.uint8), peer, label)
+            for peer, places in telling.items()
+        ]
+        incoming = [Message(x.view(torch.uint8), peer, label) for peer, x in heard.items()]
+        self._hosts.exchange(outgoing, incoming).wait()
+        return {peer: [(a, b) for a, b in x.tolist()] for peer, x in heard.items()}
+
+    def _push(
+        self,
+        launched: _Pushing,
+        sends: Sequence[Message],
+        places: dict[int, list[tuple[int, int]]],
+        device: torch.device,
+    ) -> None:
+        if not sends:
+            return
+        if device not in self._streams:
+            self._streams[device] = new_stream(device)
+        ready = current_moment(device)
+        with on_stream(self._streams[device]):
+            follow(ready)
+            # each rank begins with another peer
+            for peer in sorted(places, key=lambda peer: (peer - self.rank) % self.world_size):
+                self._put[peer] += len(places[peer])
+                self.memory.wait_signal(peer, Signal.ROOM, self._put[peer])
+                mine = [message for message in sends if message.peer == peer]
+                for message, (place, size) in zip(mine, places[peer], strict=True):
+                    if size != message.tensor.nbytes:
+                        raise RuntimeError(
+                            f"rank {self.rank} sends {message.tensor.nbytes} bytes "
+                            f"({message.label}), but rank {peer} expects {size}"
+                        )
+                    target = self.memory.of(peer)[place : place + size]
+                    target.copy_(message.tensor.view(-1), non_blocking=True)
+                self.memory.write_signal(peer, Signal.DATA, self._put[peer])
+            launched.pushed, launched.sources = current_moment(device), sends
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+
+class _Staging:
+    """Symmetric memory for messages to other memory, in pieces of powers of 2, which it keeps."""
+
+    def __init__(self, heap: SymmetricHeap) -> None:
+        self._heap = heap
+        self._free: defaultdict[int, list[tuple[Tensor, Moment | None]]] = defaultdict(list)
+
+    def take(self, message: Message) -> Tensor:
+        """As many bytes as a message has, or more, for the current stream to offer."""
+        size = 1 << (message.tensor.nbytes - 1).bit_length()
+        if self._free[size]:
+            piece, moment = self._free[size].pop()
+            follow(moment)
+            return piece
+        piece = self._heap.take(size)
+        if piece is None:
+            raise RuntimeError(
+                f"{message.label}: to receive it {size} bytes of symmetric memory are needed, and "
+                f"{self._heap.num_free} of {self._heap.num_bytes} are free; give more heap_bytes "
+                "on every rank"
+            )
+        return piece
+
+    def give(self, piece: Tensor) -> None:
+        """The current stream has read it."""
+        self._free[len(piece)].append((piece, current_moment(piece.device)))
+
+
+def symmetric_transport(
+    group: dist.ProcessGroup, heap_bytes: int = HEAP_BYTES
+) -> SymmetricTransport:
+    """A group's transport by symmetric memory, made by all of its ranks together.
+
+    Args:
+        heap_bytes: of symmetric memory on each rank: workspaces get up to half, staging the rest.
+    Raises:
+        ValueError: the same on every rank, if one of them cannot have symmetric memory, ranks are
+            on several nodes, or they pass different heap_bytes.
+    """
+    is_gloo = dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
+    hosts = DistTransport(group if is_gloo else records_group(group))
+    error = lacking() or (None if heap_bytes > 0 else f"heap_bytes ({heap_bytes}) must be positive")
+    fields = {"the node of symmetric memory": gethostname(), "heap_bytes": str(heap_bytes)}
+    agree(hosts, fields, error and f"no symmetric memory: {error}")
+    return SymmetricTransport(hosts, TorchSymmetricMemory(group, heap_bytes))
