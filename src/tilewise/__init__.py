@@ -39,7 +39,7 @@ from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
 from tilewise.transport.protocol import Transport
-from tilewise.transport.resolve import Group
+from tilewise.transport.resolve import Group, transport_for
 from tilewise.verification.effective_mask import EffectiveMask, effective_mask
 from tilewise.verification.gradient_bound import ErrorBound, error_bound
 from tilewise.verification.parity import ParityReport, parity
@@ -114,6 +114,7 @@ __all__ = [
     "tiled",
     "tiled_layout",
     "to_json",
+    "transport_for",
     "tree",
     "ulysses",
     "volume",
