@@ -99,11 +99,12 @@ def _agree(
         if call.validate == "first":
             FIRST_AGREEMENTS.agree(group, transport, fields, error)
             return
-        if call.validate == "never" and isinstance(transport, DistTransport):
+        hosts = getattr(transport, "hosts", transport)
+        if call.validate == "never" and isinstance(hosts, DistTransport):
             # A rank without such a wire compares nothing: it would wait as long as its group.
             answered = FIRST_AGREEMENTS.wires.setdefault(group, set())
             wire = str(call.wire or call.wire_dtype)
-            transport.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
+            hosts.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
             agree(transport, fields, error)
             answered.add(wire)
             return

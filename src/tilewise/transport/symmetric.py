@@ -97,7 +97,7 @@ class SymmetricTransport:
     replay the counts of messages would be those of the capture.
 
     Args:
-        hosts: the same ranks' transport for tensors of the CPU.
+        hosts: the same ranks' transport for tensors of the CPU, by which they agree.
         memory: symmetric memory of the same ranks.
     """
 
@@ -109,7 +109,7 @@ class SymmetricTransport:
         self.rank, self.world_size = hosts.rank, hosts.world_size
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.memory, self._hosts = memory, hosts
+        self.memory, self.hosts = memory, hosts
         self._heap = SymmetricHeap(memory)
         self.staging = _Staging(self._heap)
         self.offered: Counter[int] = Counter()  # by peer: messages that it was told a place for
@@ -125,10 +125,10 @@ class SymmetricTransport:
 
     @property
     def agreement_number(self) -> int | None:
-        return getattr(self._hosts, "agreement_number", None)
+        return getattr(self.hosts, "agreement_number", None)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
-        return self._hosts.gather_records(record)
+        return self.hosts.gather_records(record)
 
     def workspace(self, num_bytes: int) -> Tensor | None:
         """Memory that messages can be pushed to; None: too little is left, other memory will do.
@@ -195,7 +195,7 @@ class SymmetricTransport:
             for peer, places in telling.items()
         ]
         incoming = [Message(x.view(torch.uint8), peer, label) for peer, x in heard.items()]
-        self._hosts.exchange(outgoing, incoming).wait()
+        self.hosts.exchange(outgoing, incoming).wait()
         return {peer: [(a, b) for a, b in x.tolist()] for peer, x in heard.items()}
 
     def _push(
