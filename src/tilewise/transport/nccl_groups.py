@@ -44,6 +44,18 @@ def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
     return _companion(group, name, CPU, Kinds.GLOO, gloo, (rank, len(team)))
 
 
+def gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group's ranks over gloo, by all of them together at first use; itself if it is gloo's."""
+    if CUDA not in group._device_types or group._get_backend(CUDA).name() == "gloo":
+        return group
+    known = _remembered(group, "gloo")
+    if known is not None:
+        return known
+    timeout, store = group._get_backend(CUDA).options._timeout, group_store(group, "gloo")
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    return _companion(group, "gloo", CPU, Kinds.GLOO, gloo)
+
+
 def lane_group(group: dist.ProcessGroup, lane: int) -> dist.ProcessGroup:
     """An NCCL group of the same ranks with a communicator and a stream of its own, warmed up.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
-from tilewise.transport.nccl_groups import agreed_node_size, lane_group, team_group
+from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group, team_group
 from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 from tilewise.transport.record_tree import RECORD_TREES
@@ -97,6 +97,7 @@ class DistTransport:
         node_size: neighbouring ranks of the group that share a node: messages between nodes get a
             lane of their own. None: on NCCL as torchrun says, if all
             nodes hold equally many neighbours; else one lane.
+        cpu_only: for tensors of the CPU alone, over gloo whatever the group has.
 
     Attributes:
         agreement_seconds: how long an agreement waits for a rank; 0: the group's timeout.
@@ -105,18 +106,20 @@ class DistTransport:
 
     declined: str | None = None
 
-    def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, node_size: int | None = None, cpu_only: bool = False
+    ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
         self.agreement_number: int | None = None  # of the last one, the same on all ranks
         self.agreement_seconds = 0.0
-        config = str(dist.get_backend_config(group))
+        config = "cpu:gloo" if cpu_only else str(dist.get_backend_config(group))
         self._backends = dict(part.split(":") for part in config.split(","))
         batched = self._backends.get("cuda") == "nccl"
         self.receives_ahead = 0 if batched else 1
         self.takes_teams = not batched
-        self._group, self._lanes = group, [group]
+        self._group, self._lanes = group, [gloo_group(group) if cpu_only else group]
         self.node_size = node_size
         if batched and self.world_size > 1:
             if node_size is None:

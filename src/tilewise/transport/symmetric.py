@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.agreement import agree
-from tilewise.transport.nccl_groups import records_group
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
 from tilewise.transport.streams import (
@@ -272,8 +271,7 @@ def symmetric_transport(
         ValueError: the same on every rank, if one of them cannot have symmetric memory, ranks are
             on several nodes, or they pass different heap_bytes.
     """
-    is_gloo = dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
-    hosts = DistTransport(group if is_gloo else records_group(group))
+    hosts = DistTransport(group, cpu_only=True)
     error = lacking() or (None if heap_bytes > 0 else f"heap_bytes ({heap_bytes}) must be positive")
     fields = {"the node of symmetric memory": gethostname(), "heap_bytes": str(heap_bytes)}
     agree(hosts, fields, error and f"no symmetric memory: {error}")
