@@ -293,3 +293,14 @@ def test_settings_of_other_libraries_are_priced_as_our_plans(mask: tw.Mask):
 def test_no_setting_of_another_library_is_named_for_a_mask_that_none_was_compared_on():
     work = workload(4, mask=tw.Causal() & tw.Window(5, 0))
     assert nearest_settings(tw.search(work, CLUSTERS["slow"], world_size=4)[0]) == ()
+
+
+def test_rows_come_to_a_far_node_once():
+    cluster = machine(1e6, node_size=2, nics=1, inside=Link(8e9))
+    mask = tw.Causal() & tw.Document([0, 12, 50, 64])
+    work = workload(4, mask=mask, layout=tw.balanced(mask, 64, 4, chunk=1))
+    found = tw.search(work, cluster, world_size=4)
+    by_node = next(one for one in found if "node_size=2" in one.plan.name)
+    direct = tw.simulate(tw.needed(mask, work.layout_for(4)), work, cluster)
+    assert by_node.seconds < direct.seconds
+    assert by_node.bytes_by_link["between"] < direct.bytes_by_link["between"]

@@ -24,6 +24,7 @@ from tilewise.strategies.catalog import (
     divisors,
 )
 from tilewise.strategies.hierarchical import hierarchical
+from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
@@ -103,7 +104,7 @@ def options(
         slow = ("hierarchical", "balanced_ring") if many else ("hierarchical",)
         found = [(degree, of) for degree, of in found if _plain(of) and of.kind not in slow]
     if unlike and world_size <= MOST_APART:
-        found += [(1, variant) for variant in _aware(work, world_size)]
+        found += [(1, variant) for variant in _aware(work, world_size, node_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
@@ -203,8 +204,8 @@ def _unlike(work: Workload, world_size: int) -> bool:
     return work.mask != Causal() or not even
 
 
-def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
-    """Plans made for the mask."""
+def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]:
+    """Plans made for the mask; needed also so that rows come to each node once."""
     layout = work.layout_for(world_size)
     kv_bytes = work.kv_bytes()
     for strategy in MASK_AWARE:
@@ -212,3 +213,5 @@ def _aware(work: Workload, world_size: int) -> Iterator[Variant]:
             continue
         make = partial(strategy.plan, work.mask, layout, kv_bytes)
         yield Variant(strategy.name, make, Shape())
+        if strategy.make is needed and node_size < world_size:
+            yield Variant(strategy.name, partial(needed, work.mask, layout, node_size), Shape())
