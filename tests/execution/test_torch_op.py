@@ -1,6 +1,7 @@
 """The registered operator: compiled whole, checkpointed selectively, checked by torch's opcheck."""
 
 import copy
+import logging
 import subprocess
 import sys
 import warnings
@@ -226,6 +227,49 @@ def test_a_second_derivative_is_an_error_and_never_missing(loss: str, wanted: st
         (value(x) + gradient.square().sum()).backward()
     with pytest.raises(RuntimeError, match="attention has no second derivative"):
         torch.autograd.functional.hvp(value, tensors[wanted], tensors[wanted])
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x.new_ones(())),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "a hessian by autograd": torch.autograd.functional.hessian,
+    "jvp by autograd": lambda f, x: torch.autograd.functional.jvp(f, x, x),
+    "second gradients": lambda f, x: torch.autograd.gradgradcheck(f, (x.requires_grad_(),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch's own jvp
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_that_are_not_there_raise_and_give_no_numbers(name: str):
+    q, k, v = (x.detach() for x in inputs())
+    together = {"plan": tw.ring(1), "layout": tw.contiguous(TOKENS, 1), "mask": tw.Causal()}
+    with pytest.raises(RuntimeError, match=r"functorch|Batching rule|no second derivative"):
+        TRANSFORMS[name](lambda x: tw.attention(x, k, v, **together).square().sum(), q)
+
+
+def test_forward_mode_raises():
+    q, k, v = (x.detach() for x in inputs())
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        together = {"plan": tw.ring(1), "layout": tw.contiguous(TOKENS, 1), "mask": tw.Causal()}
+        tw.attention(dual, k, v, **together)
+
+
+def test_what_inductor_does_not_keep_is_no_warning():
+    """Cached code would stand for a call of this process; the warning has twenty lines a graph."""
+    told = logging.getLogger("torch._inductor.codecache")
+
+    def shown(text: str) -> bool:
+        error = AttributeError(text)
+        given = told.name, logging.WARNING, "", 0, "Failed to pickle cache key", ()
+        return bool(told.filter(told.makeRecord(*given, (type(error), error, None))))
+
+    assert shown("'Model' object has no attribute '__name__'")
+    assert not shown("'AttentionCall' object has no attribute '__name__'")
 
 
 NEWER = """

@@ -198,7 +198,7 @@ class AsideKernel(ABC):
         scores: Scores | None = None,
     ) -> Accumulators:
         scores = Scores(scale) if scores is None else scores
-        if not (len(q) and len(k)):
+        if not (q.shape[0] and k.shape[0]):
             return into or no_keys(q, v, max_logit=scores.max_logit)
         width, v_width = q.shape[-1], v.shape[-1]
         if width == v_width or not self.equal_widths:
@@ -220,7 +220,7 @@ class AsideKernel(ABC):
         into: Gradients | None = None,
         scores: Scores | None = None,
     ) -> Gradients:
-        if not (len(q) and len(k)):
+        if not (q.shape[0] and k.shape[0]):
             return into or no_gradients(q, k, v)
         scores, width, v_width = scores or Scores(scale), q.shape[-1], v.shape[-1]
         if width == v_width or not self.equal_widths:

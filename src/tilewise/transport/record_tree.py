@@ -152,20 +152,26 @@ class RecordTree:
 
     def _tell(self, peer: int, data: bytes | bytearray) -> None:
         try:
-            self._ends[peer].sendall(data)
+            self._end(peer).sendall(data)
         except OSError as error:
             raise self._lost(peer, "sending to", error) from error
 
     def _hear(self, peer: int, size: int) -> bytes:
-        end = self._ends[peer]
         try:
+            end = self._end(peer)
             end.settimeout(max(self._until + self._later[peer] - monotonic(), 1e-3))
             return _read(end, size)
         except OSError as error:
             raise self._lost(peer, "receiving from", error) from error
 
+    def _end(self, peer: int) -> socket.socket:
+        if peer not in self._ends:
+            raise ConnectionError("it did so before; make a new group of the ranks that are left")
+        return self._ends[peer]
+
     def _lost(self, peer: int, verb: str, error: OSError) -> LostRankError:
-        self._ends[peer].close()  # what comes late would be taken for a later answer
+        if peer in self._ends:  # what comes late would be taken for a later answer
+            self._ends.pop(peer).close()
         group = self._group()
         assert group is not None
         return _failure(peer, verb, error, group)
@@ -196,6 +202,9 @@ def _height(rank: int, size: int) -> int:
 def _failure(
     peer: int, verb: str, error: OSError | RuntimeError, group: dist.ProcessGroup
 ) -> LostRankError:
+    if isinstance(error, TimeoutError):
+        text = "it is late, stopped, or not in a call that compares (validate='never', other code)"
+        error = TimeoutError(text)
     return failure_of([Message(torch.empty(0), peer, _LABEL)], verb, error, group)
 
 
