@@ -255,7 +255,7 @@ def test_wrong_logits_and_layouts_are_refused_on_every_rank():
     assert first == second
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_of_transformers_runs_over_a_tree(world_size):
     transformers = pytest.importorskip("transformers")
     from tilewise.integrations import hf

@@ -37,8 +37,13 @@ OFTEN = ("loopback", "double ring"), ("loopback", "one way"), ("two lanes", "mes
 
 def crossed() -> Iterator[Any]:
     """All there is; of loopback and of fresh buffers a part is enough for every day."""
-    for plan, where, bound in product((*PLANS, "one way"), ENDS, (True, False)):
-        often = (where, plan) in OFTEN or (bound and where == "one lane")
+    for number, plan in enumerate((*PLANS, "one way")):
+        yield from crossed_with(plan, number % 2 == 0)
+
+
+def crossed_with(plan: str, often_alone: bool) -> Iterator[Any]:
+    for where, bound in product(ENDS, (True, False)):
+        often = (where, plan) in OFTEN or (bound and where == "one lane" and often_alone)
         yield pytest.param(plan, where, bound, marks=[] if often else [pytest.mark.slow])
 
 

@@ -1,9 +1,11 @@
 """Ulysses on a transport that takes teams' exchanges as wholes, and what is kept between calls."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.execution.head_exchange import HeadExchange
@@ -59,10 +61,14 @@ def results(
     return [layout.unshard(list(parts), -3) for parts in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("save", ["replay", "gathered"])
-@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("num_tokens", [24, 23, 3])
+HEADS = (8, 8), (8, 4), (8, 2), (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "batch", "save"),
+    thinned(product((24, 23, 3), HEADS, ((), (2,)), ("replay", "gathered")), 3),
+    ids=str,
+)
 def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, monkeypatch):
     used = []
     scatter = HeadExchange.scatter

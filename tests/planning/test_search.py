@@ -77,7 +77,7 @@ def test_nothing_tried_by_hand_is_faster(name: str, mask: tw.Mask):
     (
         (8, tw.Causal()),
         pytest.param(24, tw.Causal(), marks=pytest.mark.slow),
-        (12, tw.Full()),
+        pytest.param(12, tw.Full(), marks=pytest.mark.slow),
         (6, tw.Causal() & tw.Document([0, 5, 9, 40, 96])),
         pytest.param(8, tw.Causal() & tw.Window(20, 0), marks=pytest.mark.slow),
     ),
@@ -148,7 +148,7 @@ def test_few_kv_heads_and_few_ranks_need_no_second_dimension(group: int, n: int)
     assert n > 1.5 * group or not two_sided(best.backward_plan)
 
 
-@pytest.mark.parametrize("times", (1.25, 7))
+@pytest.mark.parametrize("times", (1.25, pytest.param(7, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("mask", (tw.Full(), tw.Causal()), ids=repr)
 def test_more_bandwidth_everywhere_never_slows_the_choice(mask: tw.Mask, times: float):
     n = 4

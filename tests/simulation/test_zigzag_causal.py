@@ -62,7 +62,7 @@ def draws(sizes: list[int]) -> st.SearchStrategy[Plan]:
     return st.sampled_from(sizes).flatmap(lambda n: plans(n))
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(deadline=None, max_examples=12, derandomize=True)
 @given(
     draws([2, 6, 8, 12, 16]),
     st.sampled_from(sorted(MACHINES)),
@@ -83,7 +83,7 @@ def test_every_rank_of_many_does_what_its_own_pruned_program_does(plan: Plan, na
     check(plan, workload(plan.world_size, num_kv_heads=2, mask=CAUSAL), MACHINES[name])
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=15, derandomize=True)
 @given(draws([4, 6, 16, 24]))
 def test_the_rows_of_transfers_are_those_that_pruning_leaves(plan: Plan):
     n = plan.world_size

@@ -120,7 +120,7 @@ def test_every_rank_computes_as_much(n: int, kv_bytes: float):
 
 
 def test_a_plan_is_weighed_for_the_heads_that_it_finds():
-    n, heads = 64, (64, 8)
+    n, heads = 32, (64, 8)
     plan = tw.tiled(CAUSAL, tw.contiguous(n * 256, n))
     tuned = plan.tuned(*heads)
     assert (tuned.owners, tuned.cuts) == (plan.owners, plan.cuts)

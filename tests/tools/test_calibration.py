@@ -58,6 +58,7 @@ def test_a_calibrated_machine_predicts_any_number_of_ranks_of_its_host(calibrate
     assert tw.simulate(tw.ring(8), work, calibrated).bytes_by_link.keys() == {"inside"}
 
 
+@pytest.mark.slow
 def test_hosts_of_several_ranks_have_links_between_them():
     machine = run_processes(4, on_rank, SETTINGS._replace(node_size=2))[3]
     assert "node_size = 2" in machine and "One host" not in machine

@@ -201,7 +201,7 @@ def test_the_head_says_what_the_simulator_says(page: Page):
 
 
 def test_documents_and_two_plans_have_a_page():
-    two = subject(tw.ulysses(2, inner=tw.mesh(4, q_tile=2)), mask=tw.Document((0, 30, 64)))
+    two = subject(tw.ulysses(2, inner=tw.mesh(4, q_tile=2)), 32, tw.Document((0, 14, 32)))
     two = type(two)(two.plan, two.work, MACHINE, tw.mesh(8, q_tile=4))
     page = page_of(two)
     assert page.title == "Ulysses 2 × mesh 2 × 2, then mesh 4 × 2"  # noqa: RUF001

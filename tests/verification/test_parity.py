@@ -20,7 +20,7 @@ from tilewise.verification.comparison import matched_positions
 from tilewise.verification.records import Record
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fault} in {case.layer}")
+@pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: f"{case.fault} in {case.layer}")
 def test_a_fault_of_the_zoo_is_found_and_named(case):
     model, inputs = made(case.settings)
     report = tw.parity(model, inputs, case.split, backend="loopback")
