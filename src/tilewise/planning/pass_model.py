@@ -80,12 +80,7 @@ class PassModel:
     def flop(self) -> float:
         """Of all ranks together."""
         tokens = (0, self.work.num_tokens)
-        return self.pair_flop * int(self.work.mask.area(tokens, tokens))
-
-    @property
-    def pair_flop(self) -> float:
-        """Of an allowed pair of tokens, all heads."""
-        return float(self.payload(1).flop)
+        return float(self.payload(1).flop) * int(self.work.mask.area(tokens, tokens))
 
     @cached_property
     def kernel(self) -> KernelSpeed:

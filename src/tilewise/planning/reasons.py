@@ -45,7 +45,10 @@ def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
         )
     if row.strategy == "ring":
         second = next((other for other in rows if other.strategy not in ("ring", *tied)), None)
-        return first if second is None else f"{first} {_next(second, row)}"
+        if second is None:
+            return first
+        longer = _longer(second.seconds / row.seconds)
+        return f"{first} Next is {second.strategy}, {longer}: it {_against(second, row)}."
     seconds, at_least = ring
     known = next((other for other in rows if other.strategy == "ring"), None)
     if known is None or at_least:
@@ -55,11 +58,6 @@ def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
         return f"{first} A ring would take {least}{_time(seconds)}{longer}."
     longer = _longer(known.seconds / row.seconds)
     return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
-
-
-def _next(second: Row, best: Row) -> str:
-    longer = _longer(second.seconds / best.seconds)
-    return f"Next is {second.strategy}, {longer}: it {_against(second, best)}."
 
 
 def _longer(times: float, than: str = "") -> str:

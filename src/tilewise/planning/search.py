@@ -119,10 +119,6 @@ def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:
     return tuple(candidate.row for candidate in candidates)
 
 
-def _peak_bytes(pair: Pair) -> int:
-    return pair.peak_bytes
-
-
 def _told(even: Workload, work: Workload) -> str:
     if even.num_tokens == work.num_tokens:
         return ""
@@ -161,6 +157,6 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         found.backward_seconds,
         found.exposed_seconds,
         found.bytes_by_link,
-        partial(_peak_bytes, pair),
+        partial(getattr, pair, "peak_bytes"),
         distances,
     )

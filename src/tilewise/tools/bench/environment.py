@@ -27,7 +27,7 @@ def versions(device: str) -> dict[str, str]:
 
 def environment(device: str) -> dict[str, Any]:
     """Fields of every row; what changes from row to row is asked anew each time."""
-    known = versions(device)
+    known, mhz = versions(device), _proc("cpuinfo", "cpu MHz")
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -39,7 +39,7 @@ def environment(device: str) -> dict[str, Any]:
         "gpu": known["device"] if device == "cuda" else None,
         "cores": os.cpu_count(),
         "threads": 1,
-        "mhz": _mhz(),
+        "mhz": float(mhz) if mhz else None,
         "load_average": round(os.getloadavg()[0], 2),
     }
 
@@ -59,11 +59,6 @@ def _gpu() -> str:
 @cache
 def _cpu() -> str:
     return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
-def _mhz() -> float | None:
-    text = _proc("cpuinfo", "cpu MHz")
-    return float(text) if text else None
 
 
 def _proc(file: str, field: str) -> str | None:

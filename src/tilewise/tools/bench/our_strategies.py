@@ -207,20 +207,15 @@ COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyTy
 """Those that compose plans, and another form of one of the catalog's."""
 
 
-def _composed(make: Callable[[_Setting], tw.Plan | Planned], setting: _Setting) -> Planned:
-    made = make(setting)
-    return made if isinstance(made, Planned) else Planned(made, setting.layout())
-
-
-STRATEGIES: Mapping[str, Callable[[_Setting], Planned]] = MappingProxyType(
+STRATEGIES: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
     {
         **{s.name: partial(_usual, s) for s in catalog.STRATEGIES},
-        **{name: partial(_composed, make) for name, make in COMPOSED.items()},
+        **COMPOSED,
         **{s.name: partial(_mask_aware, s) for s in catalog.MASK_AWARE},
         "auto": _auto,
     }
 )
-"""What each name means for a case."""
+"""What each name means for a case; of a plan alone, on the case's layout."""
 
 
 @dataclass(frozen=True)
@@ -265,13 +260,13 @@ class Strategy:
         """Its plan and layout."""
         setting = _Setting(case, case.make_mask() if mask is None else mask)
         if self.text in STRATEGIES:
-            planned = STRATEGIES[self.text](setting)
+            made = STRATEGIES[self.text](setting)
         elif self.text.endswith(".json"):
-            planned = from_file(self.text, setting)
-        elif is_outside(self.text):
-            planned = Planned(_outside_plan(self.text, case.world_size), setting.layout())
+            made = from_file(self.text, setting)
         else:
-            planned = Planned(read_plan(self.text, case.world_size), setting.layout())
+            read = _outside_plan if is_outside(self.text) else read_plan
+            made = read(self.text, case.world_size)
+        planned = made if isinstance(made, Planned) else Planned(made, setting.layout())
         forward, _ = setting.work(planned.layout).resolve(planned.plan)
         return planned._replace(plan=forward.plan)
 

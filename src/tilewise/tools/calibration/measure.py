@@ -119,7 +119,7 @@ def _own_work(
     yield "executor"
     executor = overheads(clock, settings.dtypes[0], tables[0]) if measures else None
     prober.everyone(0.0)
-    return tuple(tables), executor or Overheads.nothing()
+    return tuple(tables), executor or Overheads()
 
 
 def _machine(

@@ -153,19 +153,18 @@ ROWS, HEADS, WIDTH = 16, 4, 32
 
 
 class Overheads(NamedTuple):
-    """Seconds and bytes per second, named as in Machine; handling: of a message in memory."""
+    """Seconds and bytes per second, named as in Machine; as given, of a rank that does not measure.
 
-    launch_seconds: float
-    handling_seconds: float
-    call_seconds: tuple[float, float]
-    merge_seconds: float
-    merge_bandwidth: float
-    pack_bandwidth: float
+    Attributes:
+        handling_seconds: of a message in memory.
+    """
 
-    @classmethod
-    def nothing(cls) -> Overheads:
-        """Of a rank that does not measure."""
-        return cls(0.0, 0.0, (0.0, 0.0), 0.0, math.inf, math.inf)
+    launch_seconds: float = 0.0
+    handling_seconds: float = 0.0
+    call_seconds: tuple[float, float] = (0.0, 0.0)
+    merge_seconds: float = 0.0
+    merge_bandwidth: float = math.inf
+    pack_bandwidth: float = math.inf
 
 
 class Instant:

@@ -28,7 +28,6 @@ from tilewise.tools.cli.output import (
 from tilewise.tools.lab.comparison import (
     Contest,
     ContestRow,
-    Lap,
     Limited,
     compete,
     plan_for,
@@ -89,7 +88,8 @@ def run(options: LabOptions) -> None:
         lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
         contest = _contest(options)
     with ending_on(LabError, RankError), _network(lab, options.limited) as network:
-        rows = rows_of(contest, _laps(network, contest), network)
+        names = contest.repeats * list(contest.names)
+        rows = rows_of(contest, list(counted(compete(network, contest), names)), network)
     if options.as_json:
         values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
         print_json(values | {"rows": [_as_json(row) for row in rows]})
@@ -180,11 +180,6 @@ def _usual(n: int, heads: int) -> list[str]:
     elif degree > 1:
         texts.append(f"ulysses({degree}, inner=ring({n // degree}))")
     return texts
-
-
-def _laps(network: Lab | Limited, contest: Contest) -> list[Lap]:
-    names = contest.repeats * list(contest.names)
-    return list(counted(compete(network, contest), names))
 
 
 def _as_json(row: ContestRow) -> dict[str, Any]:

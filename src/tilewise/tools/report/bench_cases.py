@@ -142,17 +142,13 @@ def described(fields: Mapping[str, Any]) -> str:
         *(f"{axis} {fields[axis]}" for axis in IDENTITY[-5:] if fields.get(axis) is not None),
         PASSES.get(fields.get("pass") or "", str(fields.get("pass") or "")),
         f"{count(int(fields['num_tokens']))} tokens" if fields.get("num_tokens") else "",
-        _per_rank(fields.get("tokens_per_rank")),
+        f"{count(int(tokens))} tokens a rank" if (tokens := fields.get("tokens_per_rank")) else "",
         f"{fields['world_size']} ranks" if (fields.get("world_size") or 1) > 1 else "",
         _heads(fields),
         str(fields.get("dtype") or ""),
         _network(fields),
     ]
     return ", ".join(part for part in said if part)
-
-
-def _per_rank(tokens: float | None) -> str:
-    return f"{count(int(tokens))} tokens a rank" if tokens else ""
 
 
 def _heads(fields: Mapping[str, Any]) -> str:

@@ -260,12 +260,8 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
              "linear layers": "s", "step": "s", "attention share": "%",
              "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    plans = (
-        ("ring", tw.ring(n)),
-        ("attention2d", tw.attention2d(*near_square(n))),
-        ("attention2d_overlap", tw.attention2d(*near_square(n), overlap=True)),
-        ("mesh", tw.mesh(n)),
-    )
+    names, every = ("ring", "attention2d", "attention2d_overlap", "mesh"), methods(n, work, n)
+    plans = [(name, every[name]()) for name in names]
     for cluster in (*clusters(), machine):
         for shape in MODELS:
             for tokens in MODEL_TOKENS:
