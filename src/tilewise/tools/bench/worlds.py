@@ -115,7 +115,7 @@ def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iter
         yield from measure(rank, job, joined)
 
 
-SECONDARY = ("gloo", "Connection closed by peer", "Connection reset by peer")
+SECONDARY = ("LostRankError", "gloo", "Connection closed by peer", "Connection reset by peer")
 """Words of errors that a rank has because another one failed."""
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "out of memory")
 
