@@ -69,6 +69,7 @@ BUGS = (
     Bug("Megatron #673", "gradients averaged", "llama", None, ("gradient_scaled",)),
     Bug("a sink a rank", "sinks not reduced", "gpt_oss", FIRST, ("missing_all_reduce",)),
     Bug("transformers #42496", "padding", "llama", FIRST, ("padding_attended",)),
+    Bug("transformers #42496", "late padding", "llama", LAST, ("padding_attended",)),
     Bug("rtp-llm #876", "scan", "scan", "scan", ("order_sensitive_layer",), {}, tw.zigzag),
     Bug("Automodel #1441", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.zigzag),
 )
@@ -106,7 +107,7 @@ def made(bug: Bug) -> tuple[nn.Module, dict[str, Tensor]]:
     inputs = {"input_ids": ids, "labels": ids.clone()}
     if bug.says == "no documents":
         inputs["position_ids"] = torch.cat([torch.arange(17), torch.arange(T - 17)])[None]
-    if bug.says == "padding":
+    if "padding" in bug.says:
         inputs["attention_mask"] = (torch.arange(T) >= 6).long()[None]
         inputs["labels"][:, :7] = -100
     if bug.model in ("scan", "conv"):
@@ -196,7 +197,8 @@ def attend(
     if "position_ids" in inputs and says != "no documents":
         starts = (inputs["position_ids"][0] == 0).cumsum(0)
         allowed = allowed & (starts[here][:, None] == starts)
-    if "attention_mask" in inputs and says != "padding":
+    attends_padding = says == "padding" or (says == "late padding" and module.layer_idx == 2)
+    if "attention_mask" in inputs and not attends_padding:
         allowed = allowed & inputs["attention_mask"][0].bool()
     if says == "full":
         allowed = torch.ones_like(allowed)

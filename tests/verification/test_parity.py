@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.thinned import thinned
 from torch import nn
-from verification.zoo import CASES, EDGES, WINDOW, Settings, T, made, share
+from verification.zoo import CASES, EDGES, VARIANTS, WINDOW, Settings, T, made, share
 
 import tilewise as tw
 from tilewise.verification.causes import CAUSES
@@ -29,6 +29,23 @@ def test_a_fault_of_the_zoo_is_found_and_named(case):
     )
     assert case.fault in str(report) and report.to_json()["cause"] == case.fault
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+QUICK = "window_longer", "mean_of_ranks", "labels_rolled", "gradient_uneven"
+
+
+@pytest.mark.parametrize(
+    "case, cause",
+    [
+        pytest.param(
+            *pair, id=pair[0].fault, marks=[pytest.mark.slow] * (pair[0].fault not in QUICK)
+        )
+        for pair in VARIANTS
+    ],
+)
+def test_a_fault_that_differs_a_little_is_named(case, cause):
+    report = tw.parity(*made(case.settings), case.split, backend="loopback")
+    assert (report.equal, report.layer, report.cause) == (False, case.layer, cause), str(report)
 
 
 def test_the_zoo_has_every_cause():

@@ -5,7 +5,6 @@ Every fault is as small as it can be: one argument dropped, one factor, one miss
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -247,6 +246,17 @@ def shared_attention(
         allowed = torch.ones_like(allowed)
     elif fault == "window_ignored":
         allowed = settings._replace(window=None).allowed(here, everywhere)
+    elif fault == "window_longer":
+        allowed = settings._replace(window=WINDOW + 1).allowed(here, everywhere)
+    elif fault == "border_lost":
+        edges = settings.documents[0], *settings.documents[2:]
+        allowed = settings._replace(documents=edges).allowed(here, everywhere)
+    elif fault == "causal_within":
+        allowed = torch.where(ranks == cp.rank, allowed, True)
+    elif fault == "order_of_ranks":
+        allowed = torch.where(ranks == cp.rank, allowed, ranks < cp.rank)
+    elif fault == "neighbours":
+        allowed = allowed & ((ranks == cp.rank) | (ranks == cp.rank - 1))
     elif fault == "window_per_block":
         near = (here % size)[:, None] - local <= WINDOW
         allowed = settings._replace(window=None).allowed(here, everywhere) & near
@@ -274,7 +284,14 @@ def shared_attention(
         allowed = torch.cat([allowed, torch.ones(len(here), 3, dtype=torch.bool)], 1)
     elif fault == "right merge":
         return merged(q, keys, values, allowed, detach=False)
+    elif fault == "mean_of_ranks":
+        members = [allowed & (ranks == rank) for rank in range(cp.world_size)]
+        outs = [attend(q, keys, values, member, settings, sink) for member in members]
+        count = sum(member.any(1) for member in members)
+        return sum(outs) / count[:, None, None]
     out = attend(q, keys, values, allowed, settings, sink)
+    if fault == "halved":
+        out = out * 0.5
     if fault == "heads_missing":
         out = out * (torch.arange(HEADS) < HEADS - 1)[:, None]
     return out
@@ -329,6 +346,10 @@ def share(
     elif fault == "labels_shifted":
         labels = torch.full_like(ids, -100)
         labels[:, :-1] = ids[:, 1:]
+    elif fault == "labels_rolled":
+        labels = ids.roll(-1, 1)
+    elif fault == "labels_not_shifted":
+        labels = ids
     elif fault == "loss_scaled":
         count = (labels != -100).sum()
     elif fault == "dropout_differs":
@@ -337,8 +358,8 @@ def share(
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
     loss = model(ids, labels, positions, count)
-    if fault == "gradient_scaled":
-        loss = Wrong.apply(loss, 4.0)
+    if fault in ("gradient_scaled", "gradient_uneven"):
+        loss = Wrong.apply(loss, 4.0 if fault == "gradient_scaled" or rank == 0 else 1.0)
     if fault in ("missing_all_reduce", "reduced"):
         loss.backward()
         reduce(model, cp, leave_out="mlp_norm" if fault == "missing_all_reduce" else None)
@@ -401,6 +422,17 @@ CASES = (
     Case("missing_all_reduce", "layers.0.mlp_norm"),
 )
 
-
-def copied(model: Model) -> Model:
-    return copy.deepcopy(model)
+THREE = Settings(documents=(0, 9, 20, T))
+VARIANTS = (
+    (Case("window_longer", SECOND, Settings(window=WINDOW), LATER), "window_ignored"),
+    (Case("border_lost", SECOND, THREE, LATER), "documents_ignored"),
+    (Case("causal_within", FIRST), "mask_ignored"),
+    (Case("order_of_ranks", SECOND, Settings(), {"first": 1}), "positions_wrong"),
+    (Case("neighbours", SECOND, Settings(), LATER), "shard_only"),
+    (Case("mean_of_ranks", SECOND, Settings(), LATER), "unknown"),
+    (Case("halved", FIRST), "unknown"),
+    (Case("labels_rolled", None, Settings(), {"layout": tw.striped}), "labels_shifted"),
+    (Case("labels_not_shifted", None, Settings(), {"layout": tw.contiguous}), "labels_shifted"),
+    (Case("gradient_uneven", None), "gradient_scaled"),
+)
+"""Faults that differ a little from those of CASES, and the cause that they are."""
