@@ -31,7 +31,7 @@ def test_a_fault_of_the_zoo_is_found_and_named(case):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-QUICK = "window_longer", "mean_of_ranks", "labels_rolled", "gradient_uneven"
+QUICK = "mean_of_ranks", "labels_rolled", "gradient_uneven"
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,28 @@ def test_a_rank_that_raises_is_named(backend):
     assert "rank 1 raised KeyError: 'no such shard'" in str(report)
 
 
-def test_a_rank_that_hangs_is_named_within_the_timeout():
-    report = tw.parity(*made(), hanging, timeout=6)
+@pytest.mark.parametrize("backend, timeout", [("gloo", 6), ("loopback", 2)])
+def test_a_rank_that_hangs_is_named_within_the_timeout(backend, timeout):
+    report = tw.parity(*made(), hanging, timeout=timeout, backend=backend)
     assert not report.equal and "rank 2 gave no answer in time" in str(report)
+    assert backend == "gloo" or "rank 1" not in str(report)
+
+
+def test_one_rank_has_all_rows():
+    report = tw.parity(*made(), share, world_size=1, backend="loopback")
+    assert report.equal and not report.notes
 
 
 class NoLoss(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
         return super().forward(x)
+
+
+SAYS_NOTHING = {
+    "no loss on ranks 0, 1, 2, 3": lambda *given: None,
+    "positions of 5, 5, 5, 5 rows": lambda *given: (share(*given), torch.arange(5)),
+    r"positions \[90, .* below num_tokens": lambda *given: (share(*given), 90 + torch.arange(8)),
+}
 
 
 def test_what_cannot_be_compared_is_an_error():
@@ -188,5 +202,10 @@ def test_what_cannot_be_compared_is_an_error():
         tw.parity(*made(), share, backend="mpi")
     with pytest.raises(ValueError, match=r"world_size \(0\)"):
         tw.parity(*made(), share, world_size=0)
+    with pytest.raises(ValueError, match=r"inputs \(list\) must be the keyword arguments"):
+        tw.parity(*made()[:1], [x], share)  # pyright: ignore
+    for text, split in SAYS_NOTHING.items():
+        with pytest.raises(ValueError, match=text):
+            tw.parity(*made(), split, backend="loopback")
     with pytest.raises(ValueError, match="holds no tensor"):
         tw.parity(NoLoss(4, 4), {}, share)

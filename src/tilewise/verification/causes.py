@@ -100,6 +100,7 @@ positions_wrong | moved | weights differ by up to {{moved:.3g}} times where mask
 unknown | merged | {{merged}}: partial results are merged by wrong log-sum-exps
 unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
 unknown | values_differ | weights differ by up to {{values_differ:.1%}}
+unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
 missing_all_reduce | unreduced | {{unreduced}}
 labels_shifted | border_rows | {{border_rows}}
 loss_scaled | loss_ratio !border_rows | {{loss_total}}; \

@@ -213,6 +213,8 @@ def matched_positions(
     whole: Record, ranks: Sequence[Record], num_tokens: int
 ) -> list[Tensor] | None:
     """Positions of every rank's rows, by their values at the first module that shows them."""
+    if len(ranks) == 1:
+        return [torch.arange(num_tokens)]
     for name, table in whole.outputs.items():
         parts = [record.outputs[name] for record in ranks if name in record.outputs]
         dim = token_dim(table, num_tokens)

@@ -30,7 +30,7 @@ from tilewise.verification.tables import facts_of_masks, facts_of_weights
 from tilewise.verification.weights import UnreadableError, Weights, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
-UNKNOWN = MappingProxyType({"values_differ": 1.0})
+UNKNOWN = MappingProxyType({"unread": True})
 BORDERS = 0.5  # of the rows, at most, may have another label if the loss is right
 UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
@@ -89,7 +89,7 @@ class Probes:
     def around_projection(self, name: str) -> str:
         """A projection is never at fault, what it gets is; so the module around it, else itself."""
         module = dict(self.model.named_modules()).get(name)
-        return name.rpartition(".")[0] if isinstance(module, nn.Linear | None) else name
+        return name.rpartition(".")[0] or name if isinstance(module, nn.Linear | None) else name
 
 
 def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
@@ -121,7 +121,7 @@ def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
     if common is not None:
         text = f"all gradients are {common:.4g} times what is right, on {len(found.ranks)} ranks"
         return Diagnosis({"gradient_ratio": text}, None, parameters)
-    facts = {"unreduced": unreduced} if unreduced else {"values_differ": max(parameters.values())}
+    facts = {"unreduced": unreduced} if unreduced else UNKNOWN
     return Diagnosis(facts, wrong[0].rpartition(".")[0], parameters)
 
 

@@ -127,7 +127,9 @@ def parity(
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size ({world_size!r}) must be a whole number, at least 1")
-    if not timeout > 0:
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"inputs ({type(inputs).__name__}) must be the keyword arguments of model")
+    if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout ({timeout!r}) must be a number of seconds above 0")
     in_world = dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
@@ -153,25 +155,30 @@ def parity(
 
 def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> ParityReport:
     num_tokens = _num_tokens(inputs)
-    whole, noisy, eps = _reference(model, inputs)
+    whole, noisy, eps = _reference(model, inputs, world)
     try:
         records = world.run([ModelRun()] * world.size)
     except RankError as error:
         finding = Finding("unknown", _failed(error.failures))
         return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
-    given, notes = [record.positions for record in records], ()
-    if any(positions is None for positions in given):
-        given = matched_positions(whole, records, num_tokens)
-        if given is None:
-            notes, given = (UNMATCHED,), [torch.zeros(0, dtype=torch.int64)] * world.size
+    given, notes = _positions(whole, records, num_tokens), ()
+    if given is None:
+        notes, given = (UNMATCHED,), [torch.zeros(0, dtype=torch.int64)] * world.size
     counted = torch.ones(num_tokens, dtype=torch.bool)
     padding = inputs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
         counted = padding.bool().all(0).cpu()
     found = Comparison(whole, records, given, noisy, counted, eps)
+    names = [name for name in whole.outputs if found.rows("outputs", name) is not None]
+    if not names and not notes:
+        counts = ", ".join(str(len(own)) for own in given)
+        raise ValueError(
+            f"split returned positions of {counts} rows by rank, but no module gave so many; "
+            "positions are those of a rank's rows in the whole sequence"
+        )
     diagnosis = diagnose(found, Probes(model, inputs, world, found))
-    deviations = [Deviation("output", name, found.error("outputs", name)) for name in whole.outputs]
-    for name in reversed(whole.outputs):
+    deviations = [Deviation("output", name, found.error("outputs", name)) for name in names]
+    for name in reversed(names):
         deviations.append(Deviation("gradient", name, found.error("grads", name)))
     deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
     compared = len(deviations) + 1
@@ -192,7 +199,27 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> Parit
     )
 
 
-def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, list[Record], float]:
+def _positions(whole: Record, ranks: list[Record], num_tokens: int) -> list[Tensor] | None:
+    """Of every rank's rows, as the split says or by their values; None if that cannot be said."""
+    silent = [str(rank) for rank, record in enumerate(ranks) if record.loss is None]
+    if silent:
+        raise ValueError(
+            f"split returned no loss on ranks {', '.join(silent)}; it must return its share of the "
+            "loss, a number, or (share, positions of its rows)"
+        )
+    given = [record.positions for record in ranks if record.positions is not None]
+    for rank, own in enumerate(given):
+        if own.is_floating_point() or not bool(((own >= -1) & (own < num_tokens)).all()):
+            raise ValueError(
+                f"split returned positions {own[:4].tolist()}, ... on rank {rank}, which must be "
+                f"whole numbers below num_tokens ({num_tokens}), or -1 for padding"
+            )
+    return given if len(given) == len(ranks) else matched_positions(whole, ranks, num_tokens)
+
+
+def _reference(
+    model: nn.Module, inputs: Mapping[str, Any], world: World
+) -> tuple[Record, list[Record], float]:
     """The unsplit model's record, disturbed ones, and the coarsest rounding of what it computes."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     if not dtypes:
@@ -206,6 +233,11 @@ def _reference(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Record, lis
         )
     if whole.loss != whole.loss:
         raise ValueError("the unsplit model's loss is not a number; parity needs one that is")
+    if world.seconds_left < 0:
+        raise ValueError(
+            f"the unsplit model alone takes {-world.seconds_left:.3g} s more than the timeout; give "
+            "fewer tokens or layers, or more time"
+        )
     noisy = [run_whole(model, inputs, ModelRun(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
     if eps > torch.finfo(torch.float64).eps:
         with suppress(RuntimeError, TypeError):  # code that insists on its dtype

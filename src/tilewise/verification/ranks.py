@@ -161,9 +161,10 @@ def _failed(rank: int, error: BaseException) -> RankFailure:
 
 
 def _late(rank: int, thread: int) -> RankFailure:
-    """A rank without an answer: late itself, or waiting for others, by where its thread stands."""
-    frames = traceback.extract_stack(sys._current_frames().get(thread))
-    waits = any(part in frame.filename for frame in frames for part in WAITING)
+    """A rank without an answer: late itself, or waiting for others, by where its share stands."""
+    files = [f.filename for f in traceback.extract_stack(sys._current_frames().get(thread))]
+    inside = files[len(files) - files[::-1].index(__file__) :] if __file__ in files else []
+    waits = any(part in file for file in inside for part in WAITING)
     return RankFailure(rank, "waits" if waits else "late", "no answer within the time limit")
 
 
