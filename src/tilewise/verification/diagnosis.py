@@ -271,7 +271,7 @@ def _weights(
         blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
     several = blocks if blocks.max() < found.num_tokens / 2 else None
     tables = [x.allowed(LEAST_WEIGHT) & found.counted[:, None] for x in (want, got)]
-    facts = facts_of_masks(*(x.numpy() for x in tables), "the unsplit model", several)
+    facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model", several)
     foreign = [h for h, (a, b) in enumerate(zip(want.sources, got.sources, strict=True)) if a != b]
     if foreign and not facts.get("empty_heads"):
         h = foreign[0]

@@ -235,8 +235,8 @@ def _reference(
         raise ValueError("the unsplit model's loss is not a number; parity needs one that is")
     if world.seconds_left < 0:
         raise ValueError(
-            f"the unsplit model alone takes {-world.seconds_left:.3g} s more than the timeout; give "
-            "fewer tokens or layers, or more time"
+            f"the unsplit model alone takes {-world.seconds_left:.3g} s longer than the timeout; "
+            "give fewer tokens or layers, or more time"
         )
     noisy = [run_whole(model, inputs, ModelRun(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
     if eps > torch.finfo(torch.float64).eps:

@@ -119,14 +119,14 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     """Whether what is missed is all between shards; pairs are missed, and none is attended more."""
     linked = got | got.T | np.eye(len(got), dtype=bool)
-    labels, before = np.arange(len(got)), None
+    labels, before = np.arange(len(got)), np.full(len(got), -1)
     while not np.array_equal(labels, before):  # per token the smallest that is linked with it
         before = labels
         labels = np.where(linked, labels[None], len(labels)).min(1)
     if (want & (labels[:, None] == labels) == got).all():
         parts = len(np.unique(labels))
         return {"cut": f"all between {parts} parts of the sequence that do not see each other"}
-    if blocks is not None and got.any(1)[want.any(1)].all():
+    if blocks is not None and (got.any(1) | ~want.any(1)).all():
         tiles = [np.ix_(blocks == a, blocks == b) for a in set(blocks) for b in set(blocks)]
         lost = [tile for tile in tiles if want[tile].any() and not got[tile].any()]
         if lost and all((got[t] == want[t]).all() or not got[t].any() for t in tiles):
