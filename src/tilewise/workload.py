@@ -91,7 +91,10 @@ class Workload:
         return self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def kv_bytes(self, degree: int = 1) -> float:
-        """Bytes of a KV shard per byte of a query shard, for one of so many head groups."""
+        """Bytes of a KV shard per byte of a query shard, for one of so many head groups.
+
+        A query shard counts as the mean of its q and its out: values of any width give one number.
+        """
         if self.wires.latent is not None:
             return self.wires.latent.row_width * degree / (self.num_heads * self.head_dim)
         return 2 * max(self.num_kv_heads, degree) / self.num_heads

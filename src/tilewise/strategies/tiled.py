@@ -31,8 +31,9 @@ def tiled(
     Args:
         mask, layout: the plan is for these only; ranks own rows as layout says. tiled_layout makes
             a layout that suits the mask.
-        kv_bytes: bytes of a KV shard per byte of a query shard, 2 num_kv_heads / num_heads. None:
-            volume and attention make the plan anew for the heads that they find.
+        kv_bytes: bytes of a KV shard per byte of a query shard, 2 num_kv_heads / num_heads: of
+            values of any width, if q and out count by their mean. None: volume and attention make
+            the plan anew for the heads that they find.
         slack: max / mean work - 1 that a rank may have; what is not needed to stay within it is
             spent on fewer bytes. The most level plan found if none is so level.
         linear: the work of a token in the rest of the layer, in allowed pairs of one layer, as
