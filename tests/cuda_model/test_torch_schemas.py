@@ -22,7 +22,7 @@ from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import Kind
 from tilewise.transport import symmetric_memory
-from tilewise.transport.symmetric_memory import TorchSymmetricMemory
+from tilewise.transport.symmetric_memory import SymmetricMemory
 
 SDPA = "aten::_scaled_dot_product_"
 QKV = "Tensor query, Tensor key, Tensor value"
@@ -183,7 +183,7 @@ def test_symmetric_memory_is_asked_for_as_both_versions_offer_it(monkeypatch):
     wholes = [torch.full([1024 + 16], 7, dtype=torch.uint8) for _ in range(2)]
     waits: list[tuple[int, int, int, int]] = []
 
-    def made(rank: int) -> TorchSymmetricMemory:
+    def made(rank: int) -> SymmetricMemory:
         group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
         found = {
             "empty": lambda size, dtype, device: wholes[rank][: size[0]],
@@ -191,7 +191,7 @@ def test_symmetric_memory_is_asked_for_as_both_versions_offer_it(monkeypatch):
         }
         for name, function in found.items():
             monkeypatch.setattr(symmetric, name, stub(SYMMETRIC[name], function))
-        return TorchSymmetricMemory(group, 1000)
+        return SymmetricMemory(group, 1000)
 
     def write(words: Tensor, offset: int, value: int) -> None:
         words[offset] = value

@@ -75,7 +75,7 @@ def test_it_is_never_chosen_without_being_named(group, monkeypatch):
 def test_a_group_that_can_gets_it(group, monkeypatch):
     made: Any = SimpleNamespace(own=torch.zeros(4096, dtype=torch.uint8))
     monkeypatch.setattr(symmetric, "lacking", lambda: None)
-    monkeypatch.setattr(symmetric, "TorchSymmetricMemory", lambda *asked: made)
+    monkeypatch.setattr(symmetric, "SymmetricMemory", lambda *asked: made)
     for name in ("symmetric", "auto"):
         found = tw.transport_for(group, name, heap_bytes=4096)
         assert isinstance(found, SymmetricTransport) and isinstance(found, tw.Transport)

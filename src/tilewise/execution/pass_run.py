@@ -96,8 +96,7 @@ def pass_run(
     if problem.kept is None:
         return make()
     ways = transport.receives_ahead, transport.node_size, team_transport(transport) is None
-    ways = *ways, workspace_of(transport)
-    key = backward, batch, device, *ways, problem.kernel, problem.allocator
+    key = backward, batch, device, *ways, workspace_of(transport), problem.kernel, problem.allocator
     return problem.kept.get("pass", key, make, 4)
 
 

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from enum import IntEnum
 from socket import gethostname
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,7 @@ from tilewise.transport.streams import (
     new_stream,
     on_stream,
 )
-from tilewise.transport.symmetric_memory import (
-    SymmetricHeap,
-    SymmetricMemory,
-    TorchSymmetricMemory,
-    lacking,
-)
+from tilewise.transport.symmetric_memory import SymmetricHeap, SymmetricMemory, lacking
 
 HEAP_BYTES = 2**30
 """Symmetric memory of each rank, unless it is told."""
@@ -52,19 +46,18 @@ class Signal(IntEnum):
     DATA = 1
 
 
-class _Arrival(NamedTuple):
-    """A message on its way, and the staging memory that it comes to; None: it comes to its room."""
-
-    message: Message
-    staged: Tensor | None
-
-
 class _Pushing:
-    """What one launch sends and receives, waited for as a whole."""
+    """What one launch sends and receives, waited for as a whole.
 
-    def __init__(self, transport: SymmetricTransport, recvs: Sequence[_Arrival]) -> None:
+    Args:
+        recvs: messages, and the symmetric memory that each comes to: its own tensor or staging.
+    """
+
+    def __init__(
+        self, transport: SymmetricTransport, recvs: Sequence[tuple[Message, Tensor]]
+    ) -> None:
         self._transport, self._recvs = transport, recvs
-        self._counts = {x.message.peer: transport.offered[x.message.peer] for x in recvs}
+        self._counts = {x.peer: transport.offered[x.peer] for x, _ in recvs}
         self.pushed: Moment | None = None
         self.sources: Sequence[Message] = ()  # kept alive until waited for
         self.waited = False
@@ -75,11 +68,10 @@ class _Pushing:
         self.waited = True
         for peer, count in self._counts.items():
             self._transport.memory.wait_signal(peer, Signal.DATA, count)
-        for arrival in self._recvs:
-            if arrival.staged is not None:
-                room = arrival.message.tensor.view(-1)
-                room.copy_(arrival.staged[: len(room)])
-                self._transport.staging.give(arrival.staged)
+        for message, room in self._recvs:
+            if room is not message.tensor:
+                message.tensor.view(-1).copy_(room)
+                self._transport.staging.give(room)
         self.leave()
         self._recvs = ()
 
@@ -113,7 +105,7 @@ class SymmetricTransport:
         self.staging = _Staging(self._heap)
         self.offered: Counter[int] = Counter()  # by peer: messages that it was told a place for
         self._put: Counter[int] = Counter()  # by peer: messages that were pushed to it
-        self._streams: dict[torch.device, Stream | None] = {}
+        self._stream: Stream | None = None  # on which all is pushed
         self._under_way: deque[_Pushing] = deque()
 
     def __repr__(self) -> str:
@@ -142,25 +134,7 @@ class SymmetricTransport:
         sends = travelling(sends, self.rank, self.world_size)
         recvs = travelling(recvs, self.rank, self.world_size)
         device = self.memory.own.device
-        self._check([*sends, *recvs], device)
-        arrivals = [self._room(message) for message in recvs]
-        launched = _Pushing(self, arrivals)
-        for peer in dict.fromkeys(message.peer for message in recvs):
-            self.memory.write_signal(peer, Signal.ROOM, self.offered[peer])
-        places = self._told(sends, arrivals)
-        self._push(launched, sends, places, device)
-        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
-        self.messages_sent += len(sends)
-        self._under_way.append(launched)
-        leaving = [one for one in self._under_way if one.sources]
-        for one in leaving[: -LAUNCHES_IN_FLIGHT or None]:
-            one.leave()
-        while self._under_way and self._under_way[0].waited:
-            self._under_way.popleft()
-        return launched
-
-    def _check(self, messages: Sequence[Message], device: torch.device) -> None:
-        for tensor, _, label in messages:
+        for tensor, _, label in (*sends, *recvs):
             if tensor.device != device:
                 raise ValueError(
                     f"{label}: a tensor on {tensor.device} cannot be pushed; the symmetric memory "
@@ -171,52 +145,54 @@ class SymmetricTransport:
                 "symmetric memory cannot be captured in a graph, whose replays would count no "
                 "messages; pass the process group itself, for NCCL"
             )
-
-    def _room(self, message: Message) -> _Arrival:
-        self.offered[message.peer] += 1
-        in_place = self._heap.place(message.tensor) is not None
-        return _Arrival(message, None if in_place else self.staging.take(message))
+        self.offered.update(message.peer for message in recvs)
+        rooms = [(message, self.staging.room(message)) for message in recvs]
+        launched = _Pushing(self, rooms)
+        for peer in dict.fromkeys(message.peer for message in recvs):
+            self.memory.write_signal(peer, Signal.ROOM, self.offered[peer])
+        places = self._told(sends, rooms)
+        if sends:
+            self._push(launched, sends, places)
+        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        self.messages_sent += len(sends)
+        self._under_way.append(launched)
+        leaving = [one for one in self._under_way if one.sources]
+        for one in leaving[: -LAUNCHES_IN_FLIGHT or None]:
+            one.leave()
+        while self._under_way and self._under_way[0].waited:
+            self._under_way.popleft()
+        return launched
 
     def _told(
-        self, sends: Sequence[Message], arrivals: Sequence[_Arrival]
-    ) -> dict[int, list[tuple[int, int]]]:
-        """(place, number of bytes) of the messages to each peer, as their hosts tell."""
-        telling: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for message, staged in arrivals:
-            place = self._heap.place(message.tensor if staged is None else staged)
-            assert place is not None
-            telling[message.peer].append((place, message.tensor.nbytes))
+        self, sends: Sequence[Message], rooms: Sequence[tuple[Message, Tensor]]
+    ) -> dict[int, Tensor]:
+        """By peer [messages to it, 2]: place and number of bytes of each, as its host tells."""
+        own: defaultdict[int, list[tuple[int | None, int]]] = defaultdict(list)
+        for message, room in rooms:
+            own[message.peer].append((self._heap.place(room), room.nbytes))
         counts = Counter(message.peer for message in sends)
-        label = "places of messages"
+        told = {peer: torch.tensor(places) for peer, places in own.items()}
         heard = {peer: torch.empty(n, 2, dtype=torch.int64) for peer, n in counts.items()}
-        outgoing = [
-            Message(torch.tensor(places).view(torch.uint8), peer, label)
-            for peer, places in telling.items()
-        ]
-        incoming = [Message(x.view(torch.uint8), peer, label) for peer, x in heard.items()]
+        outgoing, incoming = (
+            [Message(x.view(torch.uint8), peer, "places of messages") for peer, x in one.items()]
+            for one in (told, heard)
+        )
         self.hosts.exchange(outgoing, incoming).wait()
-        return {peer: [(a, b) for a, b in x.tolist()] for peer, x in heard.items()}
+        return heard
 
     def _push(
-        self,
-        launched: _Pushing,
-        sends: Sequence[Message],
-        places: dict[int, list[tuple[int, int]]],
-        device: torch.device,
+        self, launched: _Pushing, sends: Sequence[Message], places: dict[int, Tensor]
     ) -> None:
-        if not sends:
-            return
-        if device not in self._streams:
-            self._streams[device] = new_stream(device)
-        ready = current_moment(device)
-        with on_stream(self._streams[device]):
+        device = self.memory.own.device
+        self._stream, ready = self._stream or new_stream(device), current_moment(device)
+        with on_stream(self._stream):
             follow(ready)
             # each rank begins with another peer
             for peer in sorted(places, key=lambda peer: (peer - self.rank) % self.world_size):
                 self._put[peer] += len(places[peer])
                 self.memory.wait_signal(peer, Signal.ROOM, self._put[peer])
                 mine = [message for message in sends if message.peer == peer]
-                for message, (place, size) in zip(mine, places[peer], strict=True):
+                for message, (place, size) in zip(mine, places[peer].tolist(), strict=True):
                     if size != message.tensor.nbytes:
                         raise RuntimeError(
                             f"rank {self.rank} sends {message.tensor.nbytes} bytes "
@@ -233,20 +209,25 @@ class SymmetricTransport:
 
 
 class _Staging:
-    """Symmetric memory for messages to other memory, in pieces of powers of 2, which it keeps."""
+    """Symmetric memory for messages to other memory, in pieces that it keeps for later ones."""
 
     def __init__(self, heap: SymmetricHeap) -> None:
         self._heap = heap
         self._free: defaultdict[int, list[tuple[Tensor, Moment | None]]] = defaultdict(list)
 
-    def take(self, message: Message) -> Tensor:
-        """As many bytes as a message has, or more, for the current stream to offer."""
-        size = 1 << (message.tensor.nbytes - 1).bit_length()
+    def room(self, message: Message) -> Tensor:
+        """Where a message can be pushed: its tensor or as many bytes, the current stream's."""
+        size = message.tensor.nbytes
+        if self._heap.place(message.tensor) is not None:
+            return message.tensor
         if self._free[size]:
             piece, moment = self._free[size].pop()
             follow(moment)
             return piece
         piece = self._heap.take(size)
+        if piece is None:
+            self._free.clear()  # of other sizes
+            piece = self._heap.take(size)
         if piece is None:
             raise RuntimeError(
                 f"{message.label}: to receive it {size} bytes of symmetric memory are needed, and "
@@ -275,4 +256,4 @@ def symmetric_transport(
     error = lacking() or (None if heap_bytes > 0 else f"heap_bytes ({heap_bytes}) must be positive")
     fields = {"the node of symmetric memory": gethostname(), "heap_bytes": str(heap_bytes)}
     agree(hosts, fields, error and f"no symmetric memory: {error}")
-    return SymmetricTransport(hosts, TorchSymmetricMemory(group, heap_bytes))
+    return SymmetricTransport(hosts, SymmetricMemory(group, heap_bytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -21,37 +21,15 @@ _ALIGNMENT = 512
 _WRAP = 2**32  # of a signal's value; waiting compares cyclically
 
 
-class SymmetricMemory(Protocol):
-    """As much of every rank's memory as all ranks share, and signals between their streams.
-
-    Attributes:
-        own: this rank's, flat bytes.
-    """
-
-    own: Tensor
-
-    def of(self, peer: int) -> Tensor:
-        """A peer's memory: flat bytes, written by this device's streams."""
-        ...
-
-    def write_signal(self, peer: int, word: int, value: int) -> None:
-        """The current stream sets a peer's word for this rank, after all that it did before."""
-        ...
-
-    def wait_signal(self, peer: int, word: int, value: int) -> None:
-        """The current stream waits until this rank's word for a peer is at least a value."""
-        ...
-
-    def synchronize(self) -> None:
-        """The host waits for all streams of this device."""
-        ...
-
-
-class TorchSymmetricMemory:
-    """Made by all ranks of a group together, each with its device set.
+class SymmetricMemory:
+    """As much memory of every rank, on its device, as the others write to; made by all together.
 
     Args:
         num_bytes: of each rank, the same on all.
+
+    Attributes:
+        own: this rank's, flat bytes.
+
     Raises:
         RuntimeError: by torch, if a device cannot map another's memory.
     """
@@ -75,15 +53,18 @@ class TorchSymmetricMemory:
         self._peer_words = [x[num_bytes:].view(torch.uint32) for x in buffers]
 
     def of(self, peer: int) -> Tensor:
+        """A peer's memory: flat bytes, for this device's streams to write."""
         return self._peers[peer]
 
     def write_signal(self, peer: int, word: int, value: int) -> None:
+        """The current stream sets a peer's word for this rank, after all that it did before."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         words, at = self._peer_words[peer], self._rank * WORDS + word
         _SymmetricMemory.stream_write_value32(words, at, value % _WRAP)
 
     def wait_signal(self, peer: int, word: int, value: int) -> None:
+        """The current stream waits until this rank's word for a peer is at least a value."""
         driver = _driver()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         address = self._words.data_ptr() + 4 * (peer * WORDS + word)
@@ -93,6 +74,7 @@ class TorchSymmetricMemory:
             raise RuntimeError(f"cuStreamWaitValue32 for a signal of rank {peer}: {status}")
 
     def synchronize(self) -> None:
+        """The host waits for all streams of this device."""
         torch.cuda.synchronize(self._device)
 
 
