@@ -227,7 +227,7 @@ def test_flash_attn_is_called_as_its_contract_says(call, monkeypatch):
         return out, lse, None, None
 
     def backward(dout, q, k, v, out, lse, dq, dk, dv, **options):
-        assert options.pop("deterministic") is False
+        assert options.pop("deterministic") is torch.are_deterministic_algorithms_enabled()
         rest, window = sizes(q, k, options)
         scale = options.pop("softmax_scale")
         grads = emulated_backward(dout, q, k, v, out, lse, *rest, scale=scale, **window)
@@ -238,6 +238,8 @@ def test_flash_attn_is_called_as_its_contract_says(call, monkeypatch):
     functions = {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
     package(monkeypatch, "flash_attn.flash_attn_interface", **functions)
     package(monkeypatch, "flash_attn")
+    agrees(FlashAttn2(), call, (4, 2), torch.bfloat16, 1e-2)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     agrees(FlashAttn2(), call, (4, 2), torch.bfloat16, 1e-2)
 
 

@@ -31,29 +31,25 @@ MOST_BLOCKS = 16
 Kinds = dist.ProcessGroup.BackendType
 
 
-def team_group(group: dist.ProcessGroup, team: range) -> dist.ProcessGroup:
-    """A gloo group of neighbouring ranks of a gloo group, made by them together at first use."""
-    if len(team) == group.size():
+def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.ProcessGroup:
+    """Neighbouring ranks of a group, or all, over gloo, made by them together at first use.
+
+    It is the group itself where all are meant and CPU tensors go over gloo there.
+    """
+    size = group.size()
+    ranks, own = team or range(size), CPU if CPU in group._device_types else CUDA
+    if len(ranks) == size and own == CPU:
         return group
-    name = f"team{team.start}-{team.stop}"
+    name = f"gloo{ranks.start}-{ranks.stop}"
     known = _remembered(group, name)
     if known is not None:
         return known
-    timeout, rank = group._get_backend(CPU).options._timeout, group.rank() - team.start
-    gloo = dist.ProcessGroupGloo(group_store(group, name), rank, len(team), timeout=timeout)
-    return _companion(group, name, CPU, Kinds.GLOO, gloo, (rank, len(team)))
-
-
-def gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group's ranks over gloo, by all of them together at first use; itself if it is gloo's."""
-    if CUDA not in group._device_types or group._get_backend(CUDA).name() == "gloo":
-        return group
-    known = _remembered(group, "gloo")
-    if known is not None:
-        return known
-    timeout, store = group._get_backend(CUDA).options._timeout, group_store(group, "gloo")
-    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-    return _companion(group, "gloo", CPU, Kinds.GLOO, gloo)
+    timeout, place = (
+        group._get_backend(own).options._timeout,
+        (group.rank() - ranks.start, len(ranks)),
+    )
+    gloo = dist.ProcessGroupGloo(group_store(group, name), *place, timeout=timeout)
+    return _companion(group, name, CPU, Kinds.GLOO, gloo, place)
 
 
 def lane_group(group: dist.ProcessGroup, lane: int) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
-from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group, team_group
+from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 from tilewise.transport.record_tree import RECORD_TREES
@@ -171,7 +171,7 @@ class DistTransport:
         self.messages_sent += sum(
             size > 0 and peer != self.rank for peer, size in zip(team, sizes[0], strict=True)
         )
-        group = team_group(self._lanes[0], team)
+        group = gloo_group(self._lanes[0], team)
         work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
         received = _Posted(work, messages, "exchanging with", self._lanes[0])
         self._receiving.append(received)
