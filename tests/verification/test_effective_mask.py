@@ -235,6 +235,8 @@ def test_bad_sizes_are_errors():
         ValueError, match=r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"
     ):
         tw.effective_mask(Fault(), num_tokens=4, num_heads=3, num_kv_heads=2)
+    with pytest.raises(ValueError, match=r"softmax_scale \(0\) must be"):
+        tw.effective_mask(Fault(), num_tokens=4, num_heads=2, softmax_scale=0)
     with pytest.raises(ValueError, match=r"num_tokens \(0\) must be"):
         tw.effective_mask(Fault(), num_tokens=0, num_heads=3)
     with pytest.raises(ValueError, match="48 tokens were read"):

@@ -223,6 +223,8 @@ def effective_mask(
             f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
         )
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not scale:
+        raise ValueError("softmax_scale (0) must be another number: all weights would be the same")
     make = torch.Generator().manual_seed(0)
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)

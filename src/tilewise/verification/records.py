@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +146,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.job, self.record = model, job, Record()
         self.draw = torch.Generator().manual_seed(job.seed)  # leaves the model's own numbers alone
-        self.names: dict[int, str] = {}
-        self.strangers: dict[int, nn.Module] = {}  # held, so that no other module gets their ids
+        self.thread, self.names = get_ident(), dict[int, str]()
         self.weights: dict[int, str] = {}
         self.by_weight: set[str] = set()  # names that linear() gave
         for name, module in model.named_modules():
@@ -185,11 +185,11 @@ class _Recorder(TorchFunctionMode):
         return self._seen(name, True, args[:1], {}, out)
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """A module's forward hook; modules of other ranks' models are left alone."""
-        if id(module) not in self.names and id(module) not in self.strangers:
-            self.names.update({id(m): name for name, m in self.model.named_modules()})
-            if id(module) not in self.names:
-                self.strangers[id(module)] = module
+        """A module's forward hook; what runs in other threads, as other ranks do, is left alone."""
+        if get_ident() != self.thread:
+            return None
+        if id(module) not in self.names:  # the split may have put it there
+            self.names = {id(m): name for name, m in self.model.named_modules()}
         name = self.names.get(id(module))
         weight = getattr(module, "weight", None)
         if name is None or name in self.by_weight:
