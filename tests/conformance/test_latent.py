@@ -69,6 +69,24 @@ def test_ulysses_shares_a_kv_head_between_groups():
     run(tw.ulysses(4, inner=tw.ring(2)), tw.striped(13, 8), tw.Causal(), Sizes(8, 1))
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "partials"])
+def test_latents_and_their_gradients_may_be_encoded(kind: str):
+    layout, mask = tw.zigzag(24, 4), tw.Causal()
+    layer = draw_layer(24)
+    exact = layer.dense(mask)
+    for plan in (tw.ring(4), tw.mesh(4, q_tile=2), tw.ulysses(4)):
+        for wire, near in ((tw.wire.Float8(4), 0.3), (tw.wire.Plain("float32"), 1e-5)):
+            found, moved = layer.split(plan, layout, mask, wires={kind: wire})
+            work = layer.workload(mask=mask, layout=layout, wires={kind: wire})
+            assert moved == tw.volume(plan, work)
+            for name, x, y in zip(exact._fields, found, exact, strict=True):
+                kept = kind == "backward" and name in ("out", "lse")
+                off = float((x - y).abs().max() / y.abs().max())
+                assert off < (1e-12 if kept else near), (plan, wire, name)
+                assert kept or kind == "partials" or off > 1e-12, (plan, wire, name)
+            assert kind != "partials" or float((found.dlatent - exact.dlatent).abs().max()) > 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", range(1, 17))
 def test_every_world_size(n: int):

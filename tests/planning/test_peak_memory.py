@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -167,6 +168,23 @@ def test_peak_memory_is_the_planners_figure_on_more_ranks(n, mask, heads, save, 
 def test_wire_dtype_counts(plan, monkeypatch):
     case = plan, tw.Causal(), tw.zigzag(256, 4)
     check(monkeypatch, case, HEADS["GQA"], wire_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("plan", "save"),
+    [(tw.ring(4), "replay"), (tw.ulysses(4), "gathered"), (tw.mesh(4, q_tile=2), "replay")],
+    ids=repr,
+)
+def test_what_wires_are_decoded_into_counts(plan, save, monkeypatch):
+    eight, layout = tw.wire.Float8(16), tw.zigzag(128, 4)
+    wire = tw.wire.Wires(eight, tw.wire.Plain("float16"), partials=eight)
+    check(monkeypatch, (plan, tw.Causal(), layout), HEADS["GQA"], save=save, wire=wire)
+    work = tw.Workload(128, *HEADS["GQA"], layout=layout, mask=tw.Causal(), save=save)
+    plain, narrow = (
+        PassMemory(replace(work, wire=x).resolve(plan), backward=False).peak_bytes
+        for x in (None, eight)
+    )
+    assert narrow > plain, "eight bits a number, and what they are decoded into"
 
 
 @pytest.mark.parametrize("plan", [tw.ring(4, moves="q"), tw.attention2d(2, 2)], ids=repr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +81,13 @@ class Layer(NamedTuple):
     ) -> tuple[Results, tw.Volume]:
         """By tw.attention on every rank of a loopback, and the bytes that each rank sent."""
         dim, own = self.q.ndim - 3, {"keep": options.pop("keep", False)}
+        others = options.pop("wires", {})
 
         def on_rank(rank: int, group: Any) -> tuple[list[Tensor], tuple[int, int]]:
             rows = (layout.shard(x, rank, dim=dim) for x in (self.q, self.latent))
             given = [x.clone().requires_grad_() for x in (*rows, self.w_k, self.w_v)]
             call = {"plan": plan, "layout": layout, "mask": mask, "group": group, **options}
-            wire = self.wire(given[2:], **own)
+            wire = tw.wire.Wires(latent=self.wire(given[2:], **own), **others)
             out, lse = tw.attention(*given[:2], None, **call, return_lse=True, wire=wire)
             forward = group.bytes_sent
             dout, dlse = (layout.shard(x, rank, dim=dim) for x in (self.dout, self.dlse))
@@ -99,10 +102,10 @@ class Layer(NamedTuple):
         sums = [torch.stack(x).sum(0) for x in parts[4:]]
         return Results(*whole, *sums), tw.Volume(*zip(*moved, strict=True))
 
-    def workload(self, **more: Any) -> tw.Workload:
+    def workload(self, wires: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> tw.Workload:
         num_heads, num_kv_heads, head_dim, v_head_dim, width = self.sizes
         given = {"dtype": "float64", "v_head_dim": v_head_dim, **more}
-        wire = self.wire((), width=width)
+        wire = tw.wire.Wires(latent=self.wire((), width=width), **wires)
         return tw.Workload(self.q.shape[-3], num_heads, num_kv_heads, head_dim, wire=wire, **given)
 
 

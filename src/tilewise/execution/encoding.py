@@ -30,16 +30,18 @@ def encode(field: Field, x: Tensor, item: Item, rank: int) -> Tensor:
     raise TypeError(f"{field.name} has a wire that nobody encodes: {wire!r}")
 
 
-def decode(field: Field, columns: Tensor, heads: int) -> Tensor:
-    """The inverse of encode, but for rounding, in new memory and the field's dtype.
+def decode(field: Field, columns: Tensor, into: Tensor) -> Tensor:
+    """The inverse of encode, but for rounding.
 
     Args:
-        columns: uint8 [rows, batch, n], contiguous.
+        columns: uint8 [rows, batch, n].
+        into: [rows, batch, heads, width] of the field's dtype, which is returned.
     """
     wire = field.wire
-    if isinstance(wire, Plain):
-        numbers = columns.view(getattr(torch, wire.dtype or field.dtype))
-        return numbers.unflatten(-1, (heads, field.width)).to(getattr(torch, field.dtype))
+    if isinstance(wire, Plain):  # views of wider numbers begin at multiples of their size
+        numbers = columns.clone(memory_format=torch.contiguous_format)
+        numbers = numbers.view(getattr(torch, wire.dtype or field.dtype))
+        return into.copy_(numbers.unflatten(-1, into.shape[2:]))
     if isinstance(wire, Float8):
-        return float8.decode(columns, heads, field.width, getattr(torch, field.dtype))
+        return float8.decode(columns, into)
     raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")

@@ -78,12 +78,12 @@ def backward_pass(
     q, *kv, out, lse = (_rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else _rows_first(loadable(x), batched) for x in grads)
     batch, device = q.shape[1], q.device
+    run = pass_run(problem, transport, backward=True, batch=batch, device=device)
+    allocator = run.allocator((q, *kv, out, lse, dout, dlse))
     gathered = {}
     if problem.gathered:
         before = pass_run(problem, transport, backward=False, batch=batch, device=device)
-        gathered = before.found(kept)
-    run = pass_run(problem, transport, backward=True, batch=batch, device=device)
-    allocator = run.allocator((q, *kv, out, lse, dout, dlse))
+        gathered = before.found(kept, allocator)
     if dout is None:
         dout = allocator.take(out.shape, q.dtype).zero_()
     delta = _delta(out, dout, dlse, lse.dtype, allocator)

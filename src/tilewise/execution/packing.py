@@ -44,6 +44,7 @@ class Packing:
     Attributes:
         row_bytes: bytes of one token of one sequence.
         row_shape: shape of those bytes in a buffer.
+        encoded: the names of the fields that have a wire.
         in_place: whether packed fields can be used without a copy: all are aligned, none encoded.
         unit: bytes that a row's place must be a multiple of for that.
     """
@@ -52,7 +53,7 @@ class Packing:
         fields, starts, self.row_bytes, self.in_place = row
         self.names = [field.name for field in fields]
         self._fields, self._heads = fields, heads
-        self._encodes = any(field.wire is not None for field in fields)
+        self.encoded = tuple(field.name for field in fields if field.wire is not None)
         self._dtypes = [getattr(torch, field.dtype) for field in fields]
         self.unit = max((dtype.itemsize for dtype in self._dtypes), default=1)
         sizes = [heads * field.row_bytes for field in fields]
@@ -61,7 +62,7 @@ class Packing:
             (heads,) if field.name in STATISTICS else (heads, field.width) for field in fields
         ]
         # Fields of one shape are the slices of one tensor: fewer views than one by one.
-        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1 and not self._encodes
+        alike = len(set(zip(self._dtypes, self._shapes, strict=True))) == 1 and not self.encoded
         alike = alike and sum(sizes) == self.row_bytes
         self._alike = self._dtypes[0] if alike else None
         inner = (len(fields), *self._shapes[0][:-1]) if alike else ()
@@ -79,7 +80,7 @@ class Packing:
         """
         first = tensors[0]
         shape = *first.shape[:2], *self.row_shape
-        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and not self._encodes
+        alone = len(tensors) == 1 and first.dtype == self._dtypes[0] and not self.encoded
         if alone and first.is_contiguous() and first.numel():
             # strides of empty tensors forbid the views below
             return first.flatten(2).view(torch.uint8).view(shape)
@@ -101,8 +102,12 @@ class Packing:
             allocator.give(converted)
         return wire
 
-    def unpack(self, wire: Tensor) -> dict[str, Tensor]:
-        """The inverse of pack: views of the buffer where alignment allows, else copies."""
+    def unpack(self, wire: Tensor, source: Source | None = None) -> dict[str, Tensor]:
+        """The inverse of pack: views of the buffer where alignment allows, else copies.
+
+        Args:
+            source: of the memory that fields are decoded into; None: new memory.
+        """
         if self._alike is not None:
             return dict(zip(self.names, wire.view(self._alike).unbind(2), strict=False))
         tensors = []
@@ -110,12 +115,14 @@ class Packing:
             self._fields, self._columns, self._dtypes, self._shapes, strict=True
         ):
             packed = wire[..., columns]
+            if field.wire is not None:
+                take = wire.new_empty if source is None else source.take
+                into = take((*wire.shape[:2], *shape), dtype=dtype)
+                tensors.append(decode(field, packed, into))
+                continue
             # contiguous() keeps a single row where it is, unaligned
             if not self.in_place:
                 packed = packed.clone(memory_format=torch.contiguous_format)
-            if field.wire is not None:
-                tensors.append(decode(field, packed, self._heads))
-                continue
             tensors.append(packed.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
 

@@ -340,8 +340,8 @@ class PassRun:
             kept.append(wire)
         return kept
 
-    def found(self, kept: Sequence[Tensor]) -> dict[Item, PackedRows]:
-        """What `kept` kept, as the operands of another pass."""
+    def found(self, kept: Sequence[Tensor], allocator: Allocator) -> dict[Item, PackedRows]:
+        """What `kept` kept, as the operands of another pass, decoded into buffers of that."""
         operands: dict[Item, PackedRows] = {}
         if self._exchanges:
             for side, fields in self._first.fields(kept[0]):
@@ -358,7 +358,7 @@ class PassRun:
                 rows = self._arriving[item] or ((0, self.layouts[item.side].size(item.shard)),)
                 part = wire[start : start + self._num_rows(item)]
                 place = None if arena is None else (arena, start)
-                operands[item] = PackedRows(rows, packing.unpack(part), part, place)
+                operands[item] = PackedRows(rows, packing.unpack(part, allocator), part, place)
         return operands
 
     @cached_property

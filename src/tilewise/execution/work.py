@@ -168,7 +168,7 @@ class PassWork(ABC):
     def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
         item, _, _, rows = transfer
         if item.role is Role.OPERAND:
-            fields = self._operand_packing[item.side].unpack(wire)
+            fields = self._operand_packing[item.side].unpack(wire, self._allocator)
             before = self.operands.get(item)  # gathered in forward
             if before is not None:
                 fields = {**before.fields, **fields}
@@ -177,9 +177,10 @@ class PassWork(ABC):
             place = self._place(item) if self._arena_of else None
             self.operands[item] = PackedRows(rows, fields, wire, place)
         elif item.role is Role.PARTIAL:
-            values = self._packing[item.side, item.role].unpack(wire).values()
-            self._merge_arrived(item, rows, tuple(values))
-            self._allocator.give(wire)
+            packing = self._packing[item.side, item.role]
+            values = packing.unpack(wire, self._allocator)
+            self._merge_arrived(item, rows, tuple(values.values()))
+            self._give(wire, packing, values)
         else:
             self.results[item] = wire
 
@@ -219,13 +220,19 @@ class PassWork(ABC):
     def free(self, item: Item) -> None:
         if self.frame.keep:
             return
-        wire = self.operands.pop(item).wire
+        _, fields, wire, _ = self.operands.pop(item)
         if wire is not None:
-            self._allocator.give(wire)
+            self._give(wire, self._operand_packing[item.side], fields)
         for own in self._with_free.get(item, ()) if self._with_free else ():
             wire = self.operands[own].wire
             if wire is not None:
                 self._allocator.give(wire)
+
+    def _give(self, wire: Tensor, packing: Packing, fields: Mapping[str, Tensor]) -> None:
+        """Give what has arrived back, and what it was decoded into."""
+        self._allocator.give(wire)
+        for name in packing.encoded:
+            self._allocator.give(fields[name])
 
     def run(self, tile: Tile) -> None:
         bound = self.frame.binder.tile(tile)
@@ -242,7 +249,8 @@ class PassWork(ABC):
         result = self.results.get(item._replace(role=Role.RESULT))
         if result is None:
             return self._filled(item)
-        return tuple(self._packing[item.side, Role.RESULT].unpack(result).values())
+        packing = self._packing[item.side, Role.RESULT]
+        return tuple(packing.unpack(result, self._allocator).values())
 
     def _scores(self, bound: BoundCall) -> Scores:
         """What a kernel is told of a call that asks for more than a scale."""

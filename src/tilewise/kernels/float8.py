@@ -34,11 +34,15 @@ def encode(wire: Float8, x: Tensor, stream: tuple[int, int] = (0, 0)) -> Tensor:
     return torch.cat([codes, (exponents + _BIAS).to(torch.uint8)], -1)
 
 
-def decode(packed: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of encode: [rows, batch, heads, width] of a dtype, exact unless it overflows."""
+def decode(packed: Tensor, into: Tensor) -> Tensor:
+    """The inverse of encode into [rows, batch, heads, width], exact unless it overflows."""
+    *_, heads, width = into.shape
     codes, exponents = packed.split([heads * width, heads], -1)
-    numbers = codes.contiguous().view(torch.float8_e4m3fn).unflatten(-1, (heads, width)).float()
-    return (numbers * _power(exponents.int() - _BIAS)[..., None]).to(dtype)
+    numbers = codes.view(torch.float8_e4m3fn).unflatten(-1, (heads, width))
+    powers = _power(exponents.int() - _BIAS)[..., None]
+    if into.dtype == torch.float16:  # too narrow for the powers themselves
+        return into.copy_(numbers.float() * powers)
+    return into.copy_(numbers).mul_(powers)
 
 
 def spacing(wire: Float8, x: Tensor) -> Tensor:
