@@ -258,3 +258,17 @@ def test_encoding_and_decoding_take_time_in_the_simulator():
     times = tw.simulate(tw.ring(4), plain, slow)
     free = tw.simulate(tw.ring(4), tw.Workload(8192, **{**kernel, "dtype": "float16"}), slow)
     assert times.forward_seconds > free.forward_seconds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_code_and_power_is_decoded_as_torch_does(dtype: torch.dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(128, 2)[:127].flatten()  # the last are NaN
+    codes = codes[codes != 127]
+    numbers = codes.view(torch.float8_e4m3fn).double()
+    powers = torch.arange(-126, 121)
+    packed = torch.cat(
+        [codes.expand(len(powers), 1, -1), (powers + 127).to(torch.uint8)[:, None, None]], -1
+    )
+    found = decode(packed, torch.empty(len(powers), 1, 1, len(codes), dtype=dtype))
+    exact = torch.ldexp(numbers, powers[:, None].double()).to(dtype)
+    assert torch.equal(found[:, 0, 0], exact)

@@ -14,6 +14,8 @@ from tilewise.wires.float8 import Float8
 _BIAS = 127
 _LEAST, _MOST = -126, 120
 """Exponents of the powers of two; a block's largest number is below 2^8 times its power."""
+_NOT_FINITE = 128
+"""The exponent of a block with a number that is not finite."""
 _NORMAL = 2.0**-6
 """The least normal number of e4m3; its subnormals are 2^-9 apart."""
 
@@ -31,6 +33,7 @@ def encode(wire: Float8, x: Tensor, stream: tuple[int, int] = (0, 0)) -> Tensor:
     if wire.stochastic:
         scaled = _round_stochastically(scaled, wire.seed, stream)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(2)
+    exponents = torch.where(finite, exponents, _NOT_FINITE)
     return torch.cat([codes, (exponents + _BIAS).to(torch.uint8)], -1)
 
 
@@ -38,11 +41,16 @@ def decode(packed: Tensor, into: Tensor) -> Tensor:
     """The inverse of encode into [rows, batch, heads, width], exact unless it overflows."""
     *_, heads, width = into.shape
     codes, exponents = packed.split([heads * width, heads], -1)
-    numbers = codes.view(torch.float8_e4m3fn).unflatten(-1, (heads, width))
-    powers = _power(exponents.int() - _BIAS)[..., None]
-    if into.dtype == torch.float16:  # too narrow for the powers themselves
-        return into.copy_(numbers.float() * powers)
-    return into.copy_(numbers).mul_(powers)
+    # The bits of e4m3 within those of bfloat16 are the same number times 2^-120: a shift takes a
+    # tenth of the time that torch's conversion takes on a CPU.
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    numbers = bits.view(torch.bfloat16).unflatten(-1, (heads, width))
+    exponents = exponents.int()[..., None] - _BIAS
+    first = (exponents + 120) >> 1  # no power of two is that large at once
+    second = torch.where(exponents == _NOT_FINITE, torch.nan, _power(exponents + 120 - first))
+    wide = into if into.dtype != torch.float16 else into.float()
+    wide.copy_(numbers).mul_(_power(first).to(wide.dtype)).mul_(second.to(wide.dtype))
+    return wide if wide is into else into.copy_(wide)
 
 
 def spacing(wire: Float8, x: Tensor) -> Tensor:
