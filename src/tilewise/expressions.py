@@ -28,7 +28,7 @@ MASKS: Mapping[str, Callable[..., Mask]] = MappingProxyType(
         **{"chunked_causal": chunked_causal, "causal_with_blocks": causal_with_blocks},
     }
 )
-WIRES: Mapping[str, Callable[..., AnyWire]] = MappingProxyType(
+WIRES: Mapping[str, type[AnyWire]] = MappingProxyType(
     {"float8": Float8, "plain": Plain, "latent": Latent, "wires": Wires}
 )
 NO_WIRE = "none"
@@ -78,7 +78,7 @@ def read_wire(text: str) -> AnyWire | None:
         _known(node.id, WIRES, "wire", [NO_WIRE])
         node = ast.Call(node, [], [])
     wire = _value(node, text, WIRES, "wire")
-    if not isinstance(wire, tuple(WIRES.values())):
+    if not isinstance(wire, Float8 | Plain | Latent | Wires):
         raise ValueError(f"{text!r} is not a wire, such as float8 or plain('bfloat16')")
     return wire
 

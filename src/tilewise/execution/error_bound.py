@@ -167,11 +167,13 @@ def keys(
     reach = reach.clamp_min(torch.finfo(torch.float32).tiny)
     every = torch.cat([spectra, v_columns, wide, singles.clamp_min(0.0)], -1)
     every = every.repeat_interleave(num_heads // every.shape[2], 2)
-    first = every[..., :4].unbind(-1)
+    matrix, of_errors, v_columns, spread = every[..., :4].unbind(-1)
     singles = iter(every[..., 4:].unbind(-1))
     k_norms, v_norms = (Norms(*islice(singles, len(Norms._fields))) for _ in range(2))
     k_steps, v_steps = (Steps(*islice(singles, len(Steps._fields))) for _ in range(2))
-    return Keys(*first, k_norms, v_norms, k_steps, v_steps, middle, reach)
+    return Keys(
+        *(matrix, of_errors, v_columns, spread), k_norms, v_norms, k_steps, v_steps, middle, reach
+    )
 
 
 def wire_of(run: PassRun) -> Wire:
@@ -275,7 +277,7 @@ def attention_bound(
     found = errors(run, named)
     zero = call.sink is not None or problem.scores.dropout_p > 0
     of, spread = keys(run, transport, named[1], found, q.shape[-2], zero), None
-    if wire_of(run) != Plain(run.payload.dtype):
+    if wire_of(run) != Plain(dtype_name(run.payload.dtype)):
         away = rows_last((rows[2].double() - of.middle) / of.reach, batched)
         spread = _spread(call, (q, k, away.square()), of, lse)
     bound = output_bound(problem, run, (rows[0], found["q"]), of, rows[3].double(), spread)
