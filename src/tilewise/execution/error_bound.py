@@ -111,8 +111,8 @@ def errors(run: PassRun, named: Sequence[Named]) -> dict[str, Tensor]:
         {name: torch.zeros_like(x, dtype=torch.float64) for name, x in of.items()} for of in named
     ]
     allocator = FreshAllocator(run.device)
-    places = run.own(found)
-    for item, block in run.own(named).items():
+    places = run.own.operands(found)
+    for item, block in run.own.operands(named).items():
         packing = run.packing[item.side, item.role]
         names = [field.name for field in run.payload.fields(item.side, item.role) if field.wire]
         if item not in sent or not names or not block.fields[names[0]].numel():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -26,12 +26,13 @@ from tilewise.execution.allocator import (
 from tilewise.execution.gather import Binder, Spans
 from tilewise.execution.head_exchange import HeadExchange, head_exchange, whole_side
 from tilewise.execution.memory_plan import WorkspacePool
+from tilewise.execution.own_rows import OwnRows
 from tilewise.execution.packing import Arena, PackedRows, Packing
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Frame, PassWork, packings
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.plan.builder import operand, partial
+from tilewise.plan.builder import operand
 from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Item, Role, Rows, Side
 from tilewise.plan.payload import Payload
@@ -58,22 +59,6 @@ def _carries(payload: Payload) -> frozenset[tuple[Side, Role]]:
 def _row_bytes(payload: Payload) -> list[int]:
     """By side: bytes of a token's row of the item that has most."""
     return [max(payload.row_bytes(Item(side, role, 0)) for role in Role) for side in Side]
-
-
-class _Own(NamedTuple):
-    """An operand that is this rank's own: its rows and heads among the caller's; None: all."""
-
-    item: Item
-    local: Rows
-    rows: slice | None
-    heads: slice | None
-
-    def fields(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self.rows is not None:
-            tensors = {name: x[self.rows] for name, x in tensors.items()}
-        if self.heads is not None:
-            tensors = {name: x[:, :, self.heads] for name, x in tensors.items()}
-        return tensors
 
 
 class _Place(NamedTuple):
@@ -120,7 +105,7 @@ class PassRun:
         _, mask, self.layouts, self.groups, self.payload = resolved
         # A latent is of all heads: every group has the whole.
         latent = self.payload.wires.latent is not None
-        self._carried = self.groups._replace(num_kv_heads=1) if latent else self.groups
+        carried = self.groups._replace(num_kv_heads=1) if latent else self.groups
         pruned = resolved.pruned if problem.prune else resolved.plan
         self.packing = packings(self.payload)
         ahead, exchanges = transport.receives_ahead, ()
@@ -150,10 +135,7 @@ class PassRun:
         self._lifetimes: Lifetimes = pruned.memo(
             "lifetimes", key, lambda: lifetimes(self.program), keep
         )
-        self._owners = [
-            [shard for shard, ranks in enumerate(side) if rank in ranks] for side in pruned.owners
-        ]
-        self._cuts = pruned.cuts
+        self.own = OwnRows(pruned.owners, pruned.cuts, self.layouts, carried, rank)
         self._spans: Spans = {}
         self._exchanges: dict[int, HeadExchange] = {}
         if exchanges and all(one.by_head for one in exchanges) and batch:
@@ -244,14 +226,6 @@ class PassRun:
         names = (name for name, _ in self.payload.inputs(Side.KV))
         return dict(zip(names, tensors, strict=True))
 
-    def own(self, named: Sequence[Mapping[str, Tensor]]) -> dict[Item, PackedRows]:
-        """The operands that are this rank's own: views of its tensors."""
-        return {
-            one.item: PackedRows(one.local, one.fields(tensors))
-            for tensors, own in zip(named, self._own, strict=True)
-            for one in own
-        }
-
     def start(
         self,
         named: Sequence[dict[str, Tensor]],
@@ -264,9 +238,7 @@ class PassRun:
         if self._exchanges:
             arenas = self._all_shards(operands)
             return operands, arenas, self._lifetimes, named
-        for tensors, own in zip(named, self._own, strict=True):
-            for one in own:
-                operands[one.item] = PackedRows(one.local, one.fields(tensors))
+        operands.update(self.own.operands(named))
         allocator = allocator or FreshAllocator(self.device)
         arenas = [self._arena(place, operands, allocator) for place in self._places]
         if gathered:
@@ -295,25 +267,8 @@ class PassRun:
         """
         if self._exchanges:
             self._last.gather(work.arrived[False], side, results)
-            return
-        held = self._held[side]
-        if len(held) == self.groups.groups == 1:
-            for result, value in zip(results, work.final(partial(side, held[0][0])), strict=True):
-                result.copy_(value)
-            return
-        for shard, rows in held:
-            sums: dict[int, tuple[Tensor, ...]] = {}  # by first head
-            for group in range(self.groups.groups):
-                values = work.final(partial(side, shard, group))
-                heads = self._carried.slice(side, group)
-                # Groups may share a KV head, whose gradients sum.
-                for total, value in zip(sums.setdefault(heads.start, values), values, strict=True):
-                    if total is not value:
-                        total.add_(value)
-            width = self._carried.slice(side, 0).stop
-            for first, values in sums.items():
-                for result, value in zip(results, values, strict=True):
-                    result[rows][:, :, first : first + width].copy_(value)
+        else:
+            self.own.collect(work, side, results)
 
     def buffers(self) -> Iterator[tuple[Item, ...]]:
         """The items that lie in each of the buffers that hold what arrives.
@@ -375,27 +330,6 @@ class PassRun:
     def _starts(self, items: Sequence[Item]) -> list[int]:
         """First row of each item in the arena of these items."""
         return [0, *accumulate(map(self._num_rows, items))][:-1]
-
-    @cached_property
-    def _held(self) -> list[list[tuple[int, slice]]]:
-        """This rank's shards by side, and where their rows are among its own."""
-        cuts = self._cuts
-        return [
-            [(s, slice(*cuts[s]) if cuts else slice(0, layout.sizes[s])) for s in held]
-            for held, layout in zip(self._owners, self.layouts, strict=True)
-        ]
-
-    @cached_property
-    def _own(self) -> list[list[_Own]]:
-        """This rank's own operands by side."""
-        found: list[list[_Own]] = [[], []]
-        for side in Side:
-            for (shard, rows), group in product(self._held[side], range(self.groups.groups)):
-                local = ((0, rows.stop - rows.start),)
-                chosen = rows if self._cuts else None
-                heads = self._carried.slice(side, group) if self.groups.groups > 1 else None
-                found[side].append(_Own(operand(side, shard, group), local, chosen, heads))
-        return found
 
     @cached_property
     def _places(self) -> list[_Place]:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_groups import CPU, CUDA, group_store
@@ -66,7 +67,7 @@ class RecordTree:
             raise _failure(peer, "connecting to", error, group) from error
         finalize(group, _close, self._ends)
 
-    def _connect(self, store: dist.Store, seconds: float) -> None:
+    def _connect(self, store: Store, seconds: float) -> None:
         host, secret, own = _host(store), os.urandom(16), str(self._rank)
         family, here = _address_towards(host)
         with socket.create_server(("", 0), family=family) as listener:
@@ -231,7 +232,7 @@ def _close(ends: dict[int, socket.socket]) -> None:
         end.close()
 
 
-def _host(store: dist.Store) -> str:
+def _host(store: Store) -> str:
     """Where a group's store is; this host for stores that are files."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
