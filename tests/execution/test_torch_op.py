@@ -131,6 +131,7 @@ def _silent(rank: int) -> list[int]:
     return [compiled_rank(rank, 2, plan, "aot_eager") for plan in plans]
 
 
+@pytest.mark.slow
 def test_compiled_ranks_of_a_process_group_agree_with_eager_ones():
     assert run_processes(2, _silent) == [[3, 3]] * 2
 

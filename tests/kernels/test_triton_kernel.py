@@ -102,7 +102,8 @@ for stepped in (True, False):
 """
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
 def test_rows_of_16_bytes_are_loaded_whole_where_strides_are_in_steps(arch: int):
     """With blocks of few rows; those of the table stand in the test above."""
     pytest.importorskip("triton")

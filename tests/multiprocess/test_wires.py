@@ -27,7 +27,7 @@ def attend_with_another_wire(rank: int, folder: str, other: int) -> None:
     raise caught.value
 
 
-@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize("other", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_without_the_others_wire_does_not_wait_for_ever(tmp_path: Path, other: int):
     with pytest.raises(AssertionError, match="validate='never'"):
         run_processes(N, attend_with_another_wire, str(tmp_path), other)

@@ -168,7 +168,9 @@ def test_a_rank_that_raises_is_named(backend):
     assert "rank 1 raised KeyError: 'no such shard'" in str(report)
 
 
-@pytest.mark.parametrize("backend, timeout", [("gloo", 6), ("loopback", 2)])
+@pytest.mark.parametrize(
+    "backend, timeout", [pytest.param("gloo", 6, marks=pytest.mark.slow), ("loopback", 2)]
+)
 def test_a_rank_that_hangs_is_named_within_the_timeout(backend, timeout):
     report = tw.parity(*made(), hanging, timeout=timeout, backend=backend)
     assert not report.equal and "rank 2 gave no answer in time" in str(report)
