@@ -5,7 +5,7 @@ its messages and its bookkeeping. All threads of a process count, gloo's too. Co
 turn, forth and back, several calls in a row; a figure is the mean over ranks, then the median and
 the quartiles over rounds.
 
-    python benchmarks/call_cost.py [--rounds 15] [--tokens 64] [--only NAME ...] [--json]
+    python -m benchmarks.call_cost [--rounds 15] [--tokens 64] [--only NAME ...] [--json]
 
 Without --only the peers named in BESIDE; --only "" takes all that can run.
 """

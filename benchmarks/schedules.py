@@ -17,7 +17,7 @@ is a rank's allowed pairs and its tokens' matrix products; max / mean is weighed
 are tokens of padding. Planning is processor time of a step, the longest: choice of documents,
 layout, plan and one rank's share (prepare).
 
-    python benchmarks/schedules.py [--ranks 64,256] [--steps 3] [--json]
+    python -m benchmarks.schedules [--ranks 64,256] [--steps 3] [--json]
 """
 
 from __future__ import annotations
