@@ -64,6 +64,7 @@ def test_one_kernel_makes_what_out_for_delta_makes(monkeypatch):
     assert (returncode, out) == (0, "same\n"), errors
 
 
+@pytest.mark.slow
 def test_it_compiles_to_whole_words_for_bfloat16_on_ampere_and_hopper(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     returncode, out, errors = run(COMPILED)
