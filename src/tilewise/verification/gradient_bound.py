@@ -23,6 +23,8 @@ from tilewise.functional import Together, attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
 from tilewise.transport.protocol import Transport
+from tilewise.wires.float8 import Float8
+from tilewise.wires.wire import Plain
 
 _STEEPEST = 0.77
 """No slope of 1 - tanh(x)^2 is larger."""
@@ -55,17 +57,30 @@ def error_bound(
         dout: the gradient of out.
         call: the keyword arguments of the attention in question.
     Raises:
-        ValueError: as attention, the same on every rank.
+        ValueError: as attention, the same on every rank; partials travel in Float8 or float16.
     """
     q, k, v, dout = (x.detach() for x in (q, k, v, dout))
     if dout.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
     _, lse, of_out = attention(q, k, v, return_lse=True, return_error_bound=True, **call)
-    asked = AttentionCall(**{**call, "sink": kind_of(call.get("sink")), "needs_grad": True})
+    sink, share = call.get("sink"), torch.ones_like(lse)
+    if sink is not None:
+        without: Any = {**call, "sink": None, "return_lse": True}
+        share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
+    asked = AttentionCall(**{**call, "sink": kind_of(sink), "needs_grad": True})
     problem, transport = resolve_call(q, k, v, asked)
+    payload = problem.passes[1].payload
+    partials = payload.wires.partials
+    own = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
+    if isinstance(partials, Float8) or own == "float16":
+        raise ValueError(
+            f"no bound of gradients is proven for partials in {partials} of {payload.dtype}: "
+            "numbers far below the largest lose more than a share of themselves; send partials in "
+            "Plain('float32'), or ask attention for return_error_bound, which serves all"
+        )
     batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
-    tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out)]
-    dq, *shares = _sizes(problem, transport, tensors, asked.sink is not None)
+    tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out, share)]
+    dq, *shares = _sizes(problem, transport, tensors, sink is not None)
     if not batched:
         dq, *shares = (x.squeeze(1) for x in (dq, *shares))
     else:
@@ -86,18 +101,22 @@ def _sizes(
     problem: Problem, transport: Transport, tensors: list[Tensor], sink: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of every query row: the bound of dq, and what a weight of 1 adds to those of dk and dv."""
-    q, k, v, dout, of_out = tensors
+    q, k, v, dout, of_out, share = tensors
+    # A sink takes its share of dout before that travels.
+    share = share[..., None]
+    travels, share = (dout * share).to(dout.dtype), share.double()
     scores, of_out = problem.scores, of_out.double()
     zero, kept = sink or scores.dropout_p > 0, 1 / (1 - scores.dropout_p)
     found: list[tuple[Keys, Norms]] = []
     for backward in (False, True):
         run = PassRun(problem, transport, backward=backward, batch=q.shape[1], device=q.device)
         statistics = {"lse": of_out, "delta": of_out} if backward else {}
-        named = {"q": q, **({"dout": dout} if backward else {}), **statistics}, {"k": k, "v": v}
+        named = {"q": q, **({"dout": travels} if backward else {}), **statistics}, {"k": k, "v": v}
         error = errors(run, named)
         of = keys(run, transport, named[1], error, q.shape[2], zero)
         found.append((of, norms(q, error["q"])))
-    douts = norms(dout, error["dout"])
+    off = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
+    douts = norms(dout, torch.where(share > 0, off / share, 0.0))
     # Weights come of scores and of lse, which are rounded in either pass.
     of, row = (_larger(one, other) for one, other in zip(*found, strict=True))
     off = shift(scores.scale, row, of, run.payload.dtype, run.payload.head_dim).total
