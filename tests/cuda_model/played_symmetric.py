@@ -16,7 +16,7 @@ from tilewise.transport.protocol import Handle, Message
 from tilewise.transport.symmetric import SymmetricTransport
 
 
-class World:
+class PlayedWorld:
     """What the ranks of one loopback share."""
 
     def __init__(self, device: PlayedDevice, scheduler: CooperativeScheduler, heap_bytes: int):
@@ -41,7 +41,7 @@ class World:
 class PlayedMemory:
     """One rank's symmetric memory: a signal carries the clock of the stream that writes it."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: PlayedWorld, rank: int) -> None:
         self._world, self._rank = world, rank
         self.own, self.synchronized = world.memory[rank], 0
 
@@ -71,7 +71,7 @@ class PlayedMemory:
 class PlayedHosts:
     """Messages from host to host, which order nothing on a device."""
 
-    def __init__(self, world: World, group: LoopbackGroup) -> None:
+    def __init__(self, world: PlayedWorld, group: LoopbackGroup) -> None:
         self._world, self.rank, self.world_size = world, group.rank, group.world_size
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
@@ -86,7 +86,7 @@ class PlayedHosts:
 
 
 class _Hearing:
-    def __init__(self, world: World, rank: int, recvs: Sequence[Message]) -> None:
+    def __init__(self, world: PlayedWorld, rank: int, recvs: Sequence[Message]) -> None:
         self._world, self._rank, self._recvs = world, rank, recvs
 
     def wait(self) -> None:
@@ -101,11 +101,11 @@ class _Hearing:
 
 def over_symmetric(device: PlayedDevice, heap_bytes: int = 2**20) -> Any:
     """rank's end of loopback -> a SymmetricTransport whose memory is played."""
-    worlds: dict[int, World] = {}
+    worlds: dict[int, PlayedWorld] = {}
 
     def transport(rank: int, group: LoopbackGroup) -> SymmetricTransport:
         scheduler = group._world.scheduler
-        world = worlds.setdefault(id(group._world), World(device, scheduler, heap_bytes))
+        world = worlds.setdefault(id(group._world), PlayedWorld(device, scheduler, heap_bytes))
         hosts: Any = PlayedHosts(world, group)
         return SymmetricTransport(hosts, PlayedMemory(world, rank))
 

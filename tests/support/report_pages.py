@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tilewise as tw
-from tilewise.tools.report.plan_report import Subject
+from tilewise.tools.report.plan_report import ReportedPlan
 
 MACHINE = tw.Machine.preset("h100x8-1nic")
 SWITCHES = (
@@ -19,10 +19,10 @@ SWITCHES = (
 )
 
 
-def subject(plan: tw.Plan, num_tokens: int = 64, mask: tw.Mask | None = None) -> Subject:
+def subject(plan: tw.Plan, num_tokens: int = 64, mask: tw.Mask | None = None) -> ReportedPlan:
     """A plan on a small workload, for which only few sizes are simulated."""
     work = tw.Workload(num_tokens, 8, 2, 64, mask=tw.Full() if mask is None else mask)
-    return Subject(plan, work, MACHINE, reason="It is <small> & fast.")
+    return ReportedPlan(plan, work, MACHINE, reason="It is <small> & fast.")
 
 
 def row(contender: str, mask: str = "causal", **fields: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_masks import refused_model
-from tilewise.integrations.hf_proof import Subject, is_masked, refuted
+from tilewise.integrations.hf_proof import ModelUnderTest, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 
@@ -103,7 +103,7 @@ def refusal(
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        error = refuted(Subject(model_class, text, loss, config, _attach))
+        error = refuted(ModelUnderTest(model_class, text, loss, config, _attach))
     return error
 
 

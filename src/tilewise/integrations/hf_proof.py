@@ -35,7 +35,7 @@ ADVICE = "check_model(model, numerical=False) leaves this check out"
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelUnderTest:
     """What is proven: a class with a configuration.
 
     Args:
@@ -52,13 +52,13 @@ class Subject:
 
 
 @lru_cache(maxsize=64)
-def refuted(subject: Subject) -> str | None:
+def refuted(subject: ModelUnderTest) -> str | None:
     """Why models of this class and configuration cannot run split; None if a tiny one can."""
     with _untouched():
         return _refuted(subject)
 
 
-def _refuted(subject: Subject) -> str | None:
+def _refuted(subject: ModelUnderTest) -> str | None:
     name = subject.model_class.__name__
     try:
         model = _tiny_model(subject)
@@ -82,7 +82,7 @@ def _refuted(subject: Subject) -> str | None:
     return f"{name} split over ranks is not the unsplit model: {found}. {_hint(subject)}"
 
 
-def _hint(subject: Subject) -> str:
+def _hint(subject: ModelUnderTest) -> str:
     if subject.loss and refuted(_without_loss(subject)) is None:
         return (
             "Its loss is not its share of the whole one, all else is right: call it without "
@@ -94,8 +94,8 @@ def _hint(subject: Subject) -> str:
     )
 
 
-def _without_loss(subject: Subject) -> Subject:
-    return Subject(subject.model_class, subject.text, False, subject.config, subject.attach)
+def _without_loss(subject: ModelUnderTest) -> ModelUnderTest:
+    return ModelUnderTest(subject.model_class, subject.text, False, subject.config, subject.attach)
 
 
 def _could_not_run(name: str, error: Exception) -> str:
@@ -108,7 +108,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200]
 
 
-def _tiny_model(subject: Subject) -> Any:
+def _tiny_model(subject: ModelUnderTest) -> Any:
     """A model of random weights, so large that what a token sees matters."""
     config = shrunk(subject.config)
     config._attn_implementation = "eager"
@@ -123,7 +123,7 @@ def _tiny_model(subject: Subject) -> Any:
     return model
 
 
-def _split(subject: Subject, whole: Any) -> list[Record]:
+def _split(subject: ModelUnderTest, whole: Any) -> list[Record]:
     layout, causal = contiguous(NUM_TOKENS, WORLD_SIZE), Causal()
 
     def on_rank(rank: int, group: Any) -> Record:
@@ -139,7 +139,7 @@ def _split(subject: Subject, whole: Any) -> list[Record]:
         return loopback(WORLD_SIZE, on_rank)
 
 
-def _run(subject: Subject, model: Any, cp: ContextParallel | None) -> Record:
+def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Record:
     """Loss and gradients; with cp this rank's share."""
     make = torch.Generator().manual_seed(1)
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCABULARY)

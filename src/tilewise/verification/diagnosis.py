@@ -18,7 +18,7 @@ from tilewise.verification.attention_path import PathPart, find_path, q_and_k
 from tilewise.verification.causes import classify
 from tilewise.verification.comparison import Comparison, loss_difference, rows_of, step_errors
 from tilewise.verification.gradients import difference, multiple
-from tilewise.verification.ranks import World
+from tilewise.verification.ranks import RankRunner
 from tilewise.verification.records import (
     ModelRun,
     OutputSetting,
@@ -55,7 +55,7 @@ class Probes:
     """Further runs of both models, with columns of a module's output set."""
 
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any], world: World, found: Comparison
+        self, model: nn.Module, inputs: Mapping[str, Any], world: RankRunner, found: Comparison
     ):
         self.model, self.inputs, self.world, self.found = model, inputs, world, found
         self.dtype: torch.dtype | None = None  # in which both run; None: the model's own

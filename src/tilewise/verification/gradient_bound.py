@@ -49,8 +49,9 @@ def error_bound(
 
     Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, that of out
     under stochastic rounding but for a probability of 1e-9 a row; docs/float8.md derives them. It
-    runs the forward pass, and a forward and a backward pass of two numbers a value whose operands
-    are not rounded: to find out what a wire costs, not for every step.
+    runs the forward pass (twice if there is a sink), and a forward and a backward pass of two
+    numbers a value whose operands are not rounded: to find out what a wire costs, not for every
+    step.
 
     Args:
         q, k, v: of attention, this rank's rows.
@@ -64,9 +65,6 @@ def error_bound(
         raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
     _, lse, of_out = attention(q, k, v, return_lse=True, return_error_bound=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
-    if sink is not None:
-        without: Any = {**call, "sink": None, "return_lse": True}
-        share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
     asked = AttentionCall(**{**call, "sink": kind_of(sink), "needs_grad": True})
     problem, transport = resolve_call(q, k, v, asked)
     payload = problem.passes[1].payload
@@ -78,6 +76,9 @@ def error_bound(
             "numbers far below the largest lose more than a share of themselves; send partials in "
             "Plain('float32'), or ask attention for return_error_bound, which serves all"
         )
+    if sink is not None:
+        without: Any = {**call, "sink": None, "return_lse": True}
+        share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
     batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
     tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out, share)]
     dq, *shares = _sizes(problem, transport, tensors, sink is not None)
@@ -115,8 +116,8 @@ def _sizes(
         error = errors(run, named)
         of = keys(run, transport, named[1], error, q.shape[2], zero)
         found.append((of, norms(q, error["q"])))
-    off = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
-    douts = norms(dout, torch.where(share > 0, off / share, 0.0))
+    lost = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
+    douts = norms(dout, torch.where(share > 0, lost / share, 0.0))
     # Weights come of scores and of lse, which are rounded in either pass.
     of, row = (_larger(one, other) for one, other in zip(*found, strict=True))
     off = shift(scores.scale, row, of, run.payload.dtype, run.payload.head_dim).total

@@ -16,7 +16,7 @@ from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.comparison import Comparison, matched_positions
 from tilewise.verification.diagnosis import Probes, diagnose
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.ranks import BACKENDS, RankShare, Split, World
+from tilewise.verification.ranks import BACKENDS, RankRunner, RankShare, Split
 from tilewise.verification.records import ModelRun, Record, run_whole
 
 NOISE_RUNS = 2
@@ -136,7 +136,7 @@ def parity(
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
     share = RankShare(model, inputs, split or _through_tilewise(model, inputs))
-    world = World(share, world_size, backend, timeout)
+    world = RankRunner(share, world_size, backend, timeout)
     if backend == "torchrun" and dist.get_rank():
         result = world.serve()
     else:
@@ -153,7 +153,7 @@ def parity(
     return result
 
 
-def _compare(model: nn.Module, inputs: Mapping[str, Any], world: World) -> ParityReport:
+def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> ParityReport:
     num_tokens = _num_tokens(inputs)
     whole, noisy, eps = _reference(model, inputs, world)
     try:
@@ -218,7 +218,7 @@ def _positions(whole: Record, ranks: list[Record], num_tokens: int) -> list[Tens
 
 
 def _reference(
-    model: nn.Module, inputs: Mapping[str, Any], world: World
+    model: nn.Module, inputs: Mapping[str, Any], world: RankRunner
 ) -> tuple[Record, list[Record], float]:
     """The unsplit model's record, disturbed ones, and the coarsest rounding of what it computes."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]

@@ -37,7 +37,7 @@ class RankShare(NamedTuple):
         return run_model(model, lambda: self.split(model, inputs, rank, group), job)
 
 
-class World:
+class RankRunner:
     """Runs jobs on all ranks until its time is over.
 
     Args:

@@ -124,7 +124,7 @@ class Balance(NamedTuple):
 LEVEL = Balance()
 
 
-class Variant(NamedTuple):
+class PackingLimits(NamedTuple):
     """How to pack components into ranks, areas as shares of the mean."""
 
     slack: float  # over the mean that a rank's area may be
@@ -132,7 +132,9 @@ class Variant(NamedTuple):
     fill: float = 1.0  # area up to which ranks are filled at first
 
 
-def attempt(tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: Variant) -> Placement:
+def attempt(
+    tables: Sequence[RegionTable], n: int, kv_bytes: float, variant: PackingLimits
+) -> Placement:
     """Place the components of any mask, given in the order of their rows.
 
     Args:
@@ -209,7 +211,7 @@ def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Sh
 
 
 VARIANTS = tuple(
-    Variant(*x)
+    PackingLimits(*x)
     for x in (
         *((0.018, 0.9), (0.018, 0.8), (0.018, 1.0), (0.005, 0.9), (0.018, 0.7), (0.005, 0.8)),
         *((0.018, 0.6), (0.005, 1.0), (0.005, 0.7), (0.018, 0.5), (0.005, 0.6), (0.018, 0.4)),
@@ -271,7 +273,7 @@ def place_tables(
     variants, candidates = VARIANTS[:tries], []
     if balance != LEVEL:
         spare = limit - 1
-        variants = [Variant(max(0.0, spare - MARGIN), x, 1 + spare / 2) for x in SCALES]
+        variants = [PackingLimits(max(0.0, spare - MARGIN), x, 1 + spare / 2) for x in SCALES]
     for variant in variants:
         with suppress(TooSmallError):
             candidates.append(attempt(tables, n, kv_bytes, variant))

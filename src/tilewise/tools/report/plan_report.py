@@ -32,7 +32,7 @@ RANKED = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReportedPlan:
     """What the page is about.
 
     Args:
@@ -56,7 +56,7 @@ class Subject:
         return StudyEntry(plan_charts.THIS, self.plan, simulate(*plans))
 
 
-def subject_of(candidate: Candidate) -> Subject:
+def subject_of(candidate: Candidate) -> ReportedPlan:
     """A candidate, for its own layout, save and wire."""
     best = candidate.rows[0].seconds if candidate.rows else 1.0
     rows = tuple(
@@ -73,7 +73,7 @@ def subject_of(candidate: Candidate) -> Subject:
         )
         for row in candidate.rows
     )
-    return Subject(
+    return ReportedPlan(
         candidate.plan,
         candidate.own_work,
         candidate.machine,
@@ -85,7 +85,9 @@ def subject_of(candidate: Candidate) -> Subject:
     )
 
 
-def page_of(subject: Subject, *, full: bool = False, tell: Callable[[str], object] = str) -> Page:
+def page_of(
+    subject: ReportedPlan, *, full: bool = False, tell: Callable[[str], object] = str
+) -> Page:
     """All figures and tables of a candidate.
 
     Args:
@@ -119,16 +121,16 @@ def page_of(subject: Subject, *, full: bool = False, tell: Callable[[str], objec
     )
 
 
-def _title(subject: Subject) -> str:
+def _title(subject: ReportedPlan) -> str:
     forward, back = in_words(subject.plan.name), in_words(_back(subject).name)
     return forward if forward == back else f"{forward}, then {back}"
 
 
-def _back(subject: Subject) -> Plan:
+def _back(subject: ReportedPlan) -> Plan:
     return subject.backward_plan or subject.plan
 
 
-def _lead(subject: Subject) -> str:
+def _lead(subject: ReportedPlan) -> str:
     work, machine = subject.work, subject.machine
     return (
         f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}, "
@@ -137,7 +139,7 @@ def _lead(subject: Subject) -> str:
     )
 
 
-def _facts(subject: Subject, others: list[StudyEntry]) -> tuple[Fact, ...]:
+def _facts(subject: ReportedPlan, others: list[StudyEntry]) -> tuple[Fact, ...]:
     mine = subject.entry.simulation
     ring = next((entry for entry in others if entry.family == "ring"), None)
     sent = mine.bytes_by_link
@@ -179,12 +181,12 @@ def _facts(subject: Subject, others: list[StudyEntry]) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def _choice(subject: Subject, entries: list[StudyEntry]) -> Section:
+def _choice(subject: ReportedPlan, entries: list[StudyEntry]) -> Section:
     intro = subject.reason or "What else one would try by hand, simulated on the same machine."
     return Section("why", "Why this plan", intro, (plan_charts.seconds(entries),), subject.ranked)
 
 
-def _assignments(subject: Subject) -> Section:
+def _assignments(subject: ReportedPlan) -> Section:
     work, plan = subject.work, subject.plan
     figures: tuple[Figure, ...] = plan_charts.assignments(work.resolve(plan)[0])
     groups = plan.num_head_groups
@@ -198,7 +200,7 @@ def _assignments(subject: Subject) -> Section:
     return Section("assignment", "Assignment", intro, figures, narrow=len(figures) > 1)
 
 
-def _inputs(subject: Subject) -> Section:
+def _inputs(subject: ReportedPlan) -> Section:
     work, n = subject.work, subject.plan.world_size
     kv_bytes = work.num_tokens * work.num_kv_heads * sum(work.widths) * ITEM_BYTES(work.dtype)
     rows = (
@@ -217,11 +219,11 @@ def _inputs(subject: Subject) -> Section:
     return Section("inputs", "Machine and workload", table=Table(("field", "value"), rows))
 
 
-def _mask(subject: Subject) -> str:
+def _mask(subject: ReportedPlan) -> str:
     return type(subject.work.mask).__name__.lower()
 
 
-def _layout(subject: Subject) -> str:
+def _layout(subject: ReportedPlan) -> str:
     layout = subject.work.layout
     return layout if isinstance(layout, str) else layout.name
 

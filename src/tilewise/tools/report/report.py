@@ -75,7 +75,7 @@ def read(
     if isinstance(found, Plan):
         if about is None:
             raise ValueError(f"{paths[0]} is a plan alone; a report needs its workload, too")
-        subject = plan_report.Subject(found, *about(found))
+        subject = plan_report.ReportedPlan(found, *about(found))
     else:
         subject = plan_report.subject_of(found)
     return Report(plan_report.page_of(subject, full=full, tell=tell))
