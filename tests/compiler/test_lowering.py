@@ -262,6 +262,7 @@ def test_a_program_prints_an_instruction_a_line():
     assert "compute q0 q1 x kv0 kv1, head group 1" in str(tw.lower(tw.ulysses(2), 1)).splitlines()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_a_profiler_sees_each_instruction_by_its_label():
     program = tw.lower(tw.ring(1), 0)
     q = torch.randn(4, 2, 8)
