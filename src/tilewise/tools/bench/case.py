@@ -46,6 +46,10 @@ class LabNetwork:
         if self.name in NETWORKS[3:] and not self.mbit > 0:
             raise ValueError(f"mbit ({self.mbit:g}) must be above 0")
 
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
 
 @dataclass(frozen=True)
 class BenchCase:

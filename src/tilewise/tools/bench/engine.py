@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -19,12 +19,11 @@ from tilewise.tools.bench.environment import available_bytes, environment, versi
 from tilewise.tools.bench.grid import Plan
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
 from tilewise.tools.bench.launched import Launched, LaunchedWorld
-from tilewise.tools.bench.measure import Job, RankPlacement
+from tilewise.tools.bench.measure import Job
 from tilewise.tools.bench.results import Results, Row
 from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
-from tilewise.tools.bench.worlds import Blamed, World
-from tilewise.tools.lab.lab import Lab
-from tilewise.tools.lab.rate_limited import LINE_SHARE, nics
+from tilewise.tools.bench.worlds import Blamed, World, world_on
+from tilewise.tools.lab.rate_limited import LINE_SHARE
 from tilewise.tools.outside import is_outside, version
 
 
@@ -56,27 +55,32 @@ def run_cases(plan: Plan, results: Results, settings: EngineSettings) -> Iterato
 
     Cases of one network follow each other, as its processes stay.
     """
-    plan = sorted(plan, key=_network)
-    for _, same in groupby(plan, key=_network):
+
+    def network(entry: tuple[BenchCase, tuple[Contender, ...]]) -> tuple[Any, ...]:
+        return entry[0].world_size, entry[0].device, *astuple(entry[0].network)
+
+    for _, same in groupby(sorted(plan, key=network), key=network):
         yield from _on_one_network(list(same), results, settings)
-
-
-def _network(entry: tuple[BenchCase, tuple[Contender, ...]]) -> tuple[Any, ...]:
-    return entry[0].world_size, entry[0].device, *astuple(entry[0].network)
 
 
 def _on_one_network(
     plan: Plan, results: Results, settings: EngineSettings
 ) -> Iterator[Started | Row]:
+    first, timeout, launched = plan[0][0], settings.timing.timeout_seconds, settings.launched
     with ExitStack() as stack:
-        made = _world(plan[0][0], settings)
+        made = (
+            closing(LaunchedWorld(launched, timeout, first.device))
+            if launched
+            else world_on(first.network, timeout, first.device)
+        )
         world = cache(lambda: stack.enter_context(made))  # a lab is made if a case must run
         for case, contenders in plan:
             entries = [_entry(case, contender, settings) for contender in contenders]
-            todo = [entry for entry in entries if not _is_finished(entry, results, settings)]
-            keys = tuple(entry.key for entry in entries)
-            yield Started(case, keys, len(entries) - len(todo))
-            for row in _case_rows(todo, world, settings):
+            rows = [results.rows.get(entry.key) for entry in entries]
+            done = [row and (row["outcome"] == "ok" or not settings.retry) for row in rows]
+            todo = [entry for entry, is_done in zip(entries, done, strict=True) if not is_done]
+            yield Started(case, tuple(e.key for e in entries), len(entries) - len(todo))
+            for row in _case_rows(todo, world) if todo else ():
                 results.append(row)
                 yield row
 
@@ -98,18 +102,9 @@ def _files(case: BenchCase) -> dict[str, str]:
     return found
 
 
-def _is_finished(entry: PlannedRow, results: Results, settings: EngineSettings) -> bool:
-    row = results.rows.get(entry.key)
-    return row is not None and (row["outcome"] == "ok" or not settings.retry)
-
-
-def _case_rows(
-    todo: list[PlannedRow], world: Callable[[], World], settings: EngineSettings
-) -> Iterator[Row]:
+def _case_rows(todo: list[PlannedRow], world: Callable[[], World]) -> Iterator[Row]:
     """The rows of one case: first those that need no run, then the measured ones."""
-    if not todo:
-        return
-    case, about = todo[0].case, environment(todo[0].case.device)
+    case, timing, about = todo[0].case, todo[0].timing, environment(todo[0].case.device)
     ready: list[PlannedRow] = []
     for entry in todo:
         outcome, message, prediction = _foreseen(entry)
@@ -118,13 +113,11 @@ def _case_rows(
             yield unfinished_row(entry, outcome, message, about)
         else:
             ready.append(entry)
-    if not ready:
-        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "inputs"
-        error_rows = write_inputs(case, case.make_mask(), settings.timing.truth_pairs, path)
+        error_rows = write_inputs(case, case.make_mask(), timing.truth_pairs, path) if ready else 0
         while ready:
-            job = Job(case, settings.timing, tuple(e.contender for e in ready), str(path))
+            job = Job(case, timing, tuple(entry.contender for entry in ready), str(path))
             try:
                 found = world().run(job)
             except Blamed as blamed:
@@ -178,24 +171,3 @@ def _too_large(wanted: int, free: int, what: str) -> str:
         f"predicted: {what} need {wanted / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used; "
         "take fewer tokens, ranks or heads"
     )
-
-
-@contextmanager
-def _world(case: BenchCase, settings: EngineSettings) -> Iterator[World]:
-    """The processes of a case's network."""
-    network, timeout_seconds = case.network, settings.timing.timeout_seconds
-    if settings.launched is not None:
-        with LaunchedWorld(settings.launched, timeout_seconds, case.device) as world:
-            yield world
-        return
-    sizes = network.hosts, network.ranks_per_host
-    with ExitStack() as stack:
-        place = RankPlacement()
-        if network.name == "lab":
-            lab = stack.enter_context(Lab(*sizes, mbit=network.mbit))
-            place = RankPlacement(site=lab.site)
-        elif network.name == "limited":
-            speeds = stack.enter_context(nics(*sizes, network.mbit * LINE_SHARE))
-            place = RankPlacement(nics=speeds)
-        world = World(case.world_size, timeout_seconds, place, case.device)
-        yield stack.enter_context(world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tilewise.tools.bench.case import LabNetwork
 from tilewise.tools.bench.inputs import write_inputs
-from tilewise.tools.bench.measure import Job, RankPlacement
+from tilewise.tools.bench.measure import Job
 from tilewise.tools.bench.worlds import Answers, Blamed, World
 from tilewise.transport.nodes import local_world_size
 from tilewise.transport.processes import PlacedProcesses, RankError, RankFailure
@@ -32,36 +33,39 @@ class LaunchedWorld(World):
     """A world whose ranks are those of all launched processes, this one's among them."""
 
     def __init__(self, launched: Launched, timeout_seconds: float, device: str):
-        super().__init__(launched.world_size, timeout_seconds, RankPlacement(), device)
+        super().__init__(launched.world_size, timeout_seconds, device)
         self.launched, self._starts = launched, 0
 
-    def run(self, job: Job) -> list[tuple[Any, ...]]:
+    def run(
+        self, job: Job, tell: Callable[[int], object] = lambda _: None
+    ) -> list[tuple[Any, ...]]:
         if self.launched.rank == 0:
             self.launched.tell((job, self.timeout_seconds, self.device))
-        return super().run(replace(job, inputs=self.launched.inputs_of(job)))
+        return super().run(replace(job, inputs=self.launched.inputs_of(job)), tell)
 
-    def _share(self) -> PlacedProcesses:
+    def _started(self) -> Answers:
+        """What all ranks answered, or how some failed, the same in every launched process."""
         mine = self.launched
         self._starts += 1  # a world that starts again meets under another name
         store = mine.store.host, mine.store.port, f"bench {self.device} {self._starts}"
         gpus = mine.network.ranks_per_host if self.device == "cuda" else 0
-        return PlacedProcesses(1, mine.rank, self.world_size, store, gpus)
-
-    def _gathered(self, answers: Answers) -> Answers:
-        """What all ranks answered, or how some failed, the same in every launched process."""
-        with closing(answers):
+        job = None
+        with closing(
+            self._processes(PlacedProcesses(1, mine.rank, self.world_size, store, gpus))
+        ) as answers:
             while True:
-                mine: tuple[Any, ...] = ()
+                answer: tuple[Any, ...] = ()
                 failures: tuple[RankFailure, ...] = ()
                 try:
-                    mine = next(answers, ())
+                    with suppress(StopIteration):
+                        answer = answers.send(job)
                 except RankError as error:
                     failures = error.failures
-                found = self.launched.gather((mine, failures))
+                found = mine.gather((answer, failures))
                 failed = tuple(failure for _, many in found for failure in many)
                 if failed or not all(answer for answer, _ in found):
                     raise RankError("some ranks failed", failed)
-                yield tuple(answer[0] for answer, _ in found)
+                job = yield tuple(answer[0] for answer, _ in found)
 
 
 class Launched:
@@ -131,7 +135,7 @@ class Launched:
             told: list[Any] = [None]
             dist.broadcast_object_list(told)
             if world is not None and (told[0] is None or world.device != told[0][2]):
-                world.__exit__()
+                world.close()
                 world = None
             if told[0] is None:
                 return

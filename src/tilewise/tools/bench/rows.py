@@ -161,7 +161,7 @@ def _bytes(ranks: Sequence[Figures]) -> Row:
     """What one run sent, where it could be counted."""
     names = "bytes_by_rank", "bytes_by_link", "messages_by_rank", "bytes_max_rank", "bytes_total"
     row: Row = dict.fromkeys((*names, "bytes_max_link", "messages_max_rank"))
-    row["nic_bytes_by_host"] = list(ranks[0].nic_bytes) or None
+    row["nic_bytes_by_host"] = [nic.sent_bytes for nic in ranks[0].nics] or None
     unknown = sorted({name for rank in ranks for name in rank.uncounted})
     row["bytes_reason"] = f"not counted: {', '.join(unknown)}" if unknown else None
     traffic = [rank.traffic for rank in ranks if rank.traffic is not None]

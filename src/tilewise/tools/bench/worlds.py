@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from collections.abc import Generator, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from tilewise.tools.bench.measure import Announced, Figures, Job, RankPlacement, measure
+import torch.distributed as dist
+
+from tilewise.tools.bench.case import LabNetwork
+from tilewise.tools.bench.measure import Figures, Job, measure
+from tilewise.tools.lab.lab import Lab
+from tilewise.tools.lab.rate_limited import LINE_SHARE, Nics, RateLimited, nics
+from tilewise.tools.lab.site import Site
 from tilewise.transport.processes import PlacedProcesses, RankError, RankFailure, gather_yields
 
-Answers = Generator[tuple[Any, ...], Any, None]
+Answers = Generator[tuple[Any, ...], Job | None, None]
 
 
 class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an error of this program
@@ -22,97 +27,105 @@ class Blamed(Exception):  # noqa: N818 - an outcome of one contender, not an err
         self.contender, self.outcome, self.message = contender, outcome, message
 
 
+@contextmanager
+def world_on(network: LabNetwork, timeout_seconds: float, device: str = "cpu") -> Iterator[World]:
+    """Ranks on a network of this machine, which is there for as long as they are.
+
+    Raises:
+        LabError: where the network lab is asked for and cannot be made.
+    """
+    sizes = network.hosts, network.ranks_per_host
+    with ExitStack() as stack:
+        site = speeds = None
+        if network.name == "lab":
+            site = stack.enter_context(Lab(*sizes, mbit=network.mbit)).site
+        elif network.name == "limited":
+            speeds = stack.enter_context(nics(*sizes, network.mbit * LINE_SHARE))
+        world = World(network.world_size, timeout_seconds, device, site, speeds)
+        stack.callback(world.close)
+        yield world
+
+
 class World:
-    """Ranks on this machine, joined by gloo. A context: leaving it ends them.
+    """Ranks that run jobs, joined by gloo.
 
     Args:
         timeout_seconds: for each step of a job.
-        place: loopback, a transport that keeps to NICs' speeds, or the hosts of a lab, which must
-            be there for as long as the world is.
         device: "cuda": every rank has a GPU of its own.
+        site: the lab that the ranks are on; None: they are on this host.
+        speeds: what their transport keeps to; None: nothing.
     """
 
     def __init__(
-        self, world_size: int, timeout_seconds: float, place: RankPlacement, device: str = "cpu"
+        self,
+        world_size: int,
+        timeout_seconds: float,
+        device: str,
+        site: Site | None = None,
+        speeds: Nics | None = None,
     ):
         self.world_size, self.timeout_seconds = world_size, timeout_seconds
-        self.device, self._place = device, place
-        self._senders: list[Connection] = []
+        self.device, self._site, self._speeds = device, site, speeds
         self._answers: Answers | None = None
 
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def run(self, job: Job) -> list[tuple[Figures, ...]]:
+    def run(
+        self, job: Job, tell: Callable[[int], object] = lambda _: None
+    ) -> list[tuple[Figures, ...]]:
         """Per contender the figures of every rank.
 
+        Args:
+            tell: called with the contender whose turn it is.
         Raises:
             Blamed: when a rank failed; the next run starts new processes.
         """
         at = 0
         try:
             if self._answers is None:
-                self._start()
-            assert self._answers is not None
-            for sender in self._senders:
-                sender.send(job)
-            while True:
+                self._answers = self._started()
+                next(self._answers)
+            answers = self._answers.send(job)
+            while isinstance(answers[0], int):
+                tell(at := answers[0])
                 answers = next(self._answers)
-                if not isinstance(answers[0], Announced):
-                    return list(zip(*answers, strict=True))
-                at = answers[0].contender
+            return list(zip(*answers, strict=True))
         except RankError as error:
-            self._stop()
+            self.close()
             raise Blamed(at, *_judged(error.failures)) from None
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
-    def _start(self) -> None:
-        share = self._share()
-        pairs = [multiprocessing.Pipe(duplex=False) for _ in range(share.num_ranks)]
-        self._senders = [sender for _, sender in pairs]
-        receivers = [receiver for receiver, _ in pairs]
-        site = self._place.site
-        self._answers = self._gathered(
-            gather_yields(
-                share,
-                _serve,
-                (receivers, self._place),
-                timeout_seconds=self.timeout_seconds,
-                settle=site.enter if site else None,
-            )
-        )
-
-    def _share(self) -> PlacedProcesses:
-        """The ranks that this process starts."""
-        n = self.world_size
-        return PlacedProcesses(n, 0, n, gpus=n if self.device == "cuda" else 0)
-
-    def _gathered(self, answers: Answers) -> Answers:
-        """What all ranks of the world answer, from what these do."""
-        return answers
-
-    def _stop(self) -> None:
-        for sender in self._senders:
-            sender.close()
-        answers, self._answers, self._senders = self._answers, None, []
+    def close(self) -> None:
+        """End the ranks."""
+        answers, self._answers = self._answers, None
         if answers is not None:
             answers.close()
 
+    def _started(self) -> Answers:
+        """What all ranks answer to jobs."""
+        n = self.world_size
+        return self._processes(PlacedProcesses(n, 0, n, gpus=n if self.device == "cuda" else 0))
 
-def _serve(rank: int, receivers: list[Connection], place: RankPlacement) -> Iterator[Any]:
-    """A rank's life: jobs until the caller hangs up."""
-    joined = place.joined()
+    def _processes(self, share: PlacedProcesses) -> Answers:
+        """What the ranks answer that this process starts."""
+        return gather_yields(
+            share,
+            _serve,
+            (self._site, self._speeds),
+            timeout_seconds=self.timeout_seconds,
+            settle=self._site.enter if self._site else None,
+        )
+
+
+def _serve(rank: int, site: Site | None, speeds: Nics | None) -> Generator[Any, Job, None]:
+    """A rank's life: it is sent jobs and answers with each step, then with its figures."""
+    world = dist.group.WORLD
+    assert world is not None, "ranks have a default group"
+    group = RateLimited(world, speeds) if speeds else None
+    answer = None
     while True:
-        try:
-            job = receivers[rank % len(receivers)].recv()
-        except EOFError:
-            return
-        yield from measure(rank, job, joined)
+        job = yield answer
+        answer = yield from measure(rank, job, group, site)
 
 
 SECONDARY = ("LostRankError", "gloo", "Connection closed by peer", "Connection reset by peer")

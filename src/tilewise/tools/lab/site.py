@@ -8,6 +8,8 @@ host 0            host 1                 everything is in namespaces of ours,
 [ ------ bridge ------------- ]          the switch
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import shutil
@@ -54,6 +56,10 @@ class NicTraffic(NamedTuple):
     def sent_payload(self) -> int:
         """What TCP was given to send: no headers, no acknowledgements."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
+
+    def since(self, before: NicTraffic) -> NicTraffic:
+        """What was added to an earlier reading."""
+        return NicTraffic(*(b - a for a, b in zip(before, self, strict=True)))
 
 
 class Site(NamedTuple):
