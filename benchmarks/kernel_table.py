@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.whole_mask import placed
 from tilewise.kernels.protocol import Kernel, accumulator_dtype
 from tilewise.kernels.registry import PROVIDERS, Use, kernel_named, mask_kind
 from tilewise.masks.base import Mask
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.bench.our_kernels import placed
 from tilewise.tools.calibration.own_work import SharedClock
 
 

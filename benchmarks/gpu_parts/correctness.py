@@ -20,10 +20,10 @@ import tilewise as tw
 from benchmarks.gpu_parts.case import Row
 from benchmarks.gpu_parts.session import Session, captured
 from benchmarks.gpu_parts.sizes import CHECKED_PLANS, mask_named
+from benchmarks.whole_mask import placed, whole_mask
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.cover import tile_calls
-from tilewise.tools.bench.our_kernels import placed, whole_mask
 
 NAMES = ("out", "dq", "dk", "dv")
 # All but cuDNN's, so that the bound does not depend on what torch prefers on a device: with a dense

@@ -32,6 +32,7 @@ WIRES: Mapping[str, type[AnyWire]] = MappingProxyType(
     {"float8": Float8, "plain": Plain, "latent": Latent, "wires": Wires}
 )
 NO_WIRE = "none"
+WIRE = f"As in float8(64) or wires(backward=float8()): {', '.join(WIRES)}; or {NO_WIRE}."
 
 
 def read_plan(text: str, world_size: int | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,17 +11,11 @@ from multiprocess.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw
+from tilewise.tools.bench.case import LAYOUTS, BenchCase, LabNetwork, Timing
+from tilewise.tools.bench.our_strategies import strategy
+from tilewise.tools.bench.worlds import world_on
 from tilewise.tools.cli import app
-from tilewise.tools.lab import Lab
-from tilewise.tools.lab.comparison import (
-    Contest,
-    Limited,
-    compete,
-    nic_bytes,
-    plan_for,
-    rows_of,
-    schedule,
-)
+from tilewise.tools.lab.comparison import ContestRow, compete, nic_bytes
 from tilewise.tools.lab.rate_limited import Nics, RateLimited, nics
 from tilewise.tools.lab.site import missing
 
@@ -58,25 +53,24 @@ def test_transfers_inside_a_host_do_not_count():
         nic_bytes(tw.ring(6), work, 4, backward=False)
 
 
-def test_rounds_run_there_and_back():
-    contest = Contest(("ring(2)", "all_gather(2)"), workload(8), repeats=2)
-    order = [(-1, 1), (-1, 0), (0, 0), (0, 1), (1, 1), (1, 0)]
-    assert list(schedule(contest)) == order
+def competed(case: BenchCase, *names: str) -> list[ContestRow]:
+    """Rows of strategies on a case's network, of one repeat."""
+    timing = Timing(repeats=1, warmups=0, timeout_seconds=120.0, truth_pairs=1)
+    order: list[int] = []
+    with world_on(case.network, timing.timeout_seconds) as world:
+        rows = compete(world, case, [strategy(name) for name in names], timing, order.append)
+    assert order == 2 * list(range(len(names)))
+    return rows
 
 
 @needs_lab
 def test_in_a_lab_the_wire_carries_what_volume_says():
-    contest = Contest(
-        ("ring(3)", "ulysses(3)"),
-        tw.Workload(768, 6, 6, 32, dtype="float32"),
-        backward=True,
-        repeats=1,
-    )
-    with Lab(3, mbit=200) as lab:
-        rows = rows_of(contest, list(compete(lab, contest)), lab)
-    for row in rows:
+    network = LabNetwork("lab", 3, 1, 200.0)
+    case = BenchCase("network", "full", 768, 6, 6, 32, world_size=3, network=network)
+    rows = competed(case, "ring(3)", "ulysses(3)")
+    for row, plan in zip(rows, (tw.ring(3), tw.ulysses(3)), strict=True):
         assert row.network == "network namespaces"
-        volume = tw.volume(tw.ring(3) if row.strategy == "ring(3)" else tw.ulysses(3), contest.work)
+        volume = tw.volume(plan, tw.Workload(768, 6, 6, 32, dtype="float32"))
         assert row.formula_bytes == sum(map(sum, volume))
         assert row.counted_bytes is not None
         assert row.formula_bytes < row.counted_bytes < 1.02 * row.formula_bytes
@@ -114,9 +108,9 @@ def test_the_rate_limited_transport_carries_every_byte():
 
 
 def test_the_rate_limited_transport_is_no_faster_than_its_nics():
-    contest = Contest(("ring(2)",), workload(1024), repeats=1)
-    network = Limited(2, 1, 20.0)
-    (row,) = rows_of(contest, list(compete(network, contest)), network)
+    network = LabNetwork("limited", 2, 1, 20.0)
+    case = BenchCase("network", "full", 1024, 4, 4, 16, "float32", "forward", 2, network=network)
+    (row,) = competed(case, "ring(2)")
     assert row.network == "rate-limited transport"
     assert row.counted_bytes is None
     assert row.line_share <= 1.1  # a bucket is 10 ms deep
@@ -161,7 +155,7 @@ def test_without_root_the_command_says_so_and_falls_back(monkeypatch: pytest.Mon
         ("--mbit 0", "mbit (0.0) must be from 1 to 100000"),
         ("--mask nothing", "mask 'nothing' is not known"),
         ("--num-heads 3 --strategy ulysses(2)", "degree"),
-        ("--layout spiral", "layout ('spiral') must be one of"),
+        ("--layout spiral", "layout 'spiral' is not known; take one of own"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words: str, message: str):
@@ -171,9 +165,12 @@ def test_bad_input_is_refused_in_one_line(words: str, message: str):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_strategies_that_see_the_mask_are_made_for_the_workload():
-    mask = tw.Causal() & tw.Document([0, 20, 96])
-    work = tw.Workload(96, 4, 2, 8, mask=mask, layout=tw.contiguous(96, 4))
-    assert plan_for("needed", work, 4) == tw.needed(mask, tw.contiguous(96, 4))
-    assert plan_for("tiled", work, 4).world_size == 4
-    assert plan_for("ring", work, 4) == tw.ring(4)
+@pytest.mark.parametrize("layout", ["contiguous", "tiled"])
+def test_strategies_that_see_the_mask_are_made_for_the_layout_of_the_case(layout: str):
+    case = BenchCase("network", "causal & document([0, 20, 96])", 96, 4, 2, 8, world_size=4)
+    case = replace(case, layout=layout)
+    mask, at = case.make_mask(), LAYOUTS[layout](case.make_mask(), 96, 4)
+    made = {name: strategy(name).planned(case)[:2] for name in ("needed", "tiled", "ring")}
+    assert made["needed"] == (tw.needed(mask, at), at)
+    assert made["tiled"] == (tw.tiled(mask, at, kv_bytes=1.0), at)
+    assert made["ring"] == (tw.ring(4), at)

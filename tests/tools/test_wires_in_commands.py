@@ -10,10 +10,13 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.expressions import read_wire
-from tilewise.tools.bench.case import KINDS
+from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork
+from tilewise.tools.bench.contender import Facts
 from tilewise.tools.bench.grid import entered, read_cases
+from tilewise.tools.bench.measure import Figures
+from tilewise.tools.bench.our_strategies import strategy
 from tilewise.tools.cli import app
-from tilewise.tools.lab.comparison import Contest, Lap, Limited, rows_of
+from tilewise.tools.lab.comparison import rows_of
 
 Float8, Wires, Plain = tw.wire.Float8, tw.wire.Wires, tw.wire.Plain
 
@@ -88,11 +91,21 @@ def test_contenders_are_named_by_their_wire(tmp_path: Path):
 
 
 def test_the_lab_compares_wires_of_one_strategy():
-    work = tw.Workload(64, 4, 4, 32, dtype="bfloat16")
-    contest = Contest(("ring(4)",) * 2, work, True, wires=("none", "float8"))
-    assert contest.names == ("ring(4), wire none", "ring(4), wire float8")
-    laps = [Lap(repeat, number, 2.0 - number, ()) for repeat in range(5) for number in range(2)]
-    first, second = rows_of(contest, laps, Limited(4, 1, 50.0))
-    moved = [sum(map(max, tw.volume(tw.ring(4), contest.work_of(i)))) for i in range(2)]
+    case = BenchCase("network", "full", 64, 4, 4, 32, "bfloat16", world_size=4, layout="zigzag")
+    case = replace(case, network=LabNetwork("limited", 4, 1, 50.0))
+    pair = [strategy("ring(4)", wire=wire) for wire in ("none", "float8")]
+    figures = [
+        Figures("zigzag", 16, {}, [(0.0, 0.0, x)] * 5, None, None, (), (), Facts(), 0, {})
+        for x in (2.0, 1.0)
+    ]
+    first, second = rows_of(case, pair, [[one] * 4 for one in figures])
+    moved = [
+        sum(map(max, tw.volume(tw.ring(4), tw.Workload(64, 4, 4, 32, wire=wire))))
+        for wire in (None, Float8())
+    ]
     assert second.byte_ratio == moved[0] / moved[1] > 1.1 and first.byte_ratio == 1
-    assert second.strategy == "ring(4), wire float8" and second.ratio == 2
+    assert [row.strategy for row in (first, second)] == [
+        "ring(4), wire none",
+        "ring(4), wire float8",
+    ]
+    assert second.ratio == 2

@@ -4,9 +4,17 @@ import hashlib
 import importlib
 import sys
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
+
+from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.registry import given_kernel, kernel_named
+from tilewise.kernels.self_check import check_kernel, place
+from tilewise.tools.bench.environment import installed
 
 
 def is_outside(text: str) -> bool:
@@ -60,3 +68,28 @@ def version(text: str) -> str:
     """What changes when the file behind a text does: 8 digits of its content."""
     content = Path(module_of(text.rpartition(":")[0]).__file__ or "").read_bytes()
     return hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
+def version_of(*names: str | None) -> str:
+    """The library's version, with those of the files outside that names are of."""
+    return " ".join([installed("tilewise"), *(version(n) for n in names if n and is_outside(n))])
+
+
+def kernel_of(name: str) -> Kernel:
+    """The kernel that a registered name, "module:name" or "FILE.py:name" stands for; of a class
+    of a file, an instance."""
+    if not is_outside(name):
+        return kernel_named(name)
+    found = load(name)
+    try:
+        return given_kernel(found() if isinstance(found, type) else found)
+    except (TypeError, ValueError) as error:
+        kind = found if isinstance(found, type) else type(found)
+        raise ValueError(f"{name}{place(kind)}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def check_kernel_of(name: str, version: str, asked: tuple[str, torch.dtype, int, bool]) -> None:
+    """Check a version of a kernel of a file outside once for what it is asked for."""
+    if is_outside(name) and (asked[0] == "cpu" or torch.cuda.is_available()):
+        check_kernel(kernel_of(name), *asked[:3], backward=asked[3])

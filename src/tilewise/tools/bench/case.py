@@ -5,19 +5,30 @@ Everything that decides a figure is a field here, since a row's key is made of t
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from tilewise.arguments import DtypeName, check_dtype, require_range
+from tilewise.layouts.balanced import default_layout
+from tilewise.layouts.layout import Layout
 from tilewise.masks import ALL_NAMES
 from tilewise.masks.base import Mask
 from tilewise.plan.payload import head_groups
+from tilewise.strategies.tiled import tiled_layout
+from tilewise.tools.mask_report import figures
 from tilewise.tools.mask_report.named import USUAL, Axes, mask_of
 
 KINDS = ("kernels", "strategies", "network")
 PASSES = ("forward", "backward", "both")
 NETWORKS = ("none", "loopback", "cluster", "lab", "limited")
-LAYOUTS = ("own", "contiguous", "zigzag", "striped", "balanced")
+LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(
+    {"own": default_layout, **figures.LAYOUTS, "tiled": tiled_layout}
+)
+"""How the tokens lie: (mask, num_tokens, world_size); "own": each contender's best."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class BenchCase:
     dtype: DtypeName = "float32"
     which: str = "both"  # the pass that is timed, one of PASSES
     world_size: int = 1
-    layout: str = "own"  # "own" (each contender its best) or one of LAYOUTS for all
+    layout: str = "own"  # one of LAYOUTS, for all contenders
     seed: int = 0
     device: str = "cpu"  # "cpu" or "cuda"
     network: LabNetwork = LabNetwork()
@@ -94,9 +105,20 @@ class BenchCase:
     def heads(self) -> tuple[int, int, int]:
         return self.num_heads, self.num_kv_heads, self.head_dim
 
+    @property
+    def asked(self) -> tuple[str, torch.dtype, int, bool]:
+        """What a kernel is asked for, as `Kernel.supports` takes it."""
+        return self.device, getattr(torch, self.dtype), self.head_dim, self.which != "forward"
+
     def make_mask(self) -> Mask:
         """The mask, the same on every rank."""
         return mask_of(self.mask, self.num_tokens, self.seed, self.axes)
+
+    def timed(self, forward: Iterable[Any], backward: Iterable[Any]) -> list[Any]:
+        """Figures of the two passes as those of what is timed."""
+        if self.which == "both":
+            return [a + b for a, b in zip(forward, backward, strict=True)]
+        return list(forward if self.which == "forward" else backward)
 
     def flops(self, pairs: float) -> float:
         """Floating-point operations of so many (query, key, head) triples in the timed pass.

@@ -11,12 +11,12 @@ from importlib import resources
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise import masks
-from tilewise.expressions import read_heads
+from tilewise.expressions import WIRE, read_heads
 from tilewise.kernels.registry import PROVIDERS
-from tilewise.tools.bench.case import KINDS, BenchCase, LabNetwork, Timing, known_fields
+from tilewise.tools.bench.case import KINDS, LAYOUTS, BenchCase, LabNetwork, Timing, known_fields
 from tilewise.tools.bench.contender import Contender
 from tilewise.tools.bench.our_kernels import DENSE, OTHERS, kernel
 from tilewise.tools.bench.our_strategies import STRATEGIES, strategy
@@ -24,37 +24,43 @@ from tilewise.tools.mask_report.named import HAVE, Axes
 from tilewise.tools.outside import module_of
 
 Values = tuple[Any, ...]
-FIELDS: Mapping[str, type] = MappingProxyType(
+
+
+class Field(NamedTuple):
+    """A list that a grid may have: in TOML of this type, as an option of this help."""
+
+    of: type
+    about: str
+
+
+FIELDS: Mapping[str, Field] = MappingProxyType(
     {
-        "mask": str,
-        "contender": str,
-        "num_tokens": int,
-        "tokens_per_rank": int,
-        "world_size": int,
-        "hosts": int,
-        "ranks_per_host": int,
-        "mbit": float,
-        "network": str,
-        "heads": str,
-        "head_dim": int,
-        "dtype": str,
-        "pass": str,
-        "layout": str,
-        "seed": int,
-        "device": str,
-        "kernel": str,
-        "wire": str,
-        "block": int,
-        "density": float,
-        "window": int,
-        "cap": int,
-        "corpus": str,
+        "mask": Field(str, "A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated."),
+        "contender": Field(str, "A name, a call, plan.json or FILE.py:name."),
+        "kernel": Field(str, "A name of tilewise doctor, module:name or FILE.py:name."),
+        "wire": Field(str, WIRE),
+        "num_tokens": Field(int, "Of the whole sequence."),
+        "tokens_per_rank": Field(int, "Instead of --num-tokens."),
+        "world_size": Field(int, "Ranks: local processes."),
+        "hosts": Field(int, "Hosts of the network lab."),
+        "ranks_per_host": Field(int, "Ranks on each."),
+        "mbit": Field(float, "Of a host's NIC, each way."),
+        "network": Field(str, "lab or limited."),
+        "heads": Field(str, "Query and KV heads, as in 32:8."),
+        "head_dim": Field(int, "Elements of a head."),
+        "dtype": Field(str, "float64, float32, bfloat16 or float16."),
+        "pass": Field(str, "forward, backward or both."),
+        "layout": Field(str, f"{', '.join(LAYOUTS)}."),
+        "seed": Field(int, "Of masks and inputs."),
+        "device": Field(str, "cpu or cuda."),
+        "block": Field(int, "Tokens of a block, of block patterns."),
+        "density": Field(float, "Of block-sparse patterns, up to 1."),
+        "window": Field(int, "Tokens, of sliding windows."),
+        "cap": Field(int, "Tokens of the longest document."),
+        "corpus": Field(str, "Of document lengths, or a CSV."),
     }
 )
-"""What a grid may list; each is a list of this type in TOML."""
-SIZES: Mapping[str, str] = MappingProxyType(
-    {"num_tokens": "tokens_per_rank", "tokens_per_rank": "num_tokens"}
-)
+LENGTHS = "num_tokens", "tokens_per_rank"
 """Each says how long the sequence is, so one given takes the place of the other."""
 
 
@@ -63,13 +69,14 @@ Who = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a grid stands in its file, for messages.
+class Grid:
+    """The lists of one [[grid]], and where they stand in its file, for messages.
 
     Args:
         lines: of its fields that no option has replaced.
     """
 
+    lists: Mapping[str, Values]
     file: str
     lines: Mapping[str, int]
 
@@ -84,6 +91,13 @@ class Place:
             where = "" if line is None else f"{self.file}, line {line}: "
             raise ValueError(f"{where}{error}") from None
 
+    def narrowed(self, chosen: Mapping[str, Values]) -> Grid:
+        """With these lists in place of its own."""
+        replaced = {*chosen, *(LENGTHS if chosen.keys() & LENGTHS else ())}
+        kept = {name: values for name, values in self.lists.items() if name not in replaced}
+        lines = {name: line for name, line in self.lines.items() if name not in chosen}
+        return Grid({**kept, **chosen}, self.file, lines)
+
 
 @dataclass(frozen=True)
 class BenchRun:
@@ -91,40 +105,30 @@ class BenchRun:
 
     kind: str
     timing: Timing
-    grids: tuple[Mapping[str, Values], ...]  # each the lists of one [[grid]]
-    places: tuple[Place, ...]  # of the grids
+    grids: tuple[Grid, ...]
 
-    def narrowed(self, given: Mapping[str, Sequence[Any]]) -> BenchRun:
-        """With lists in place of all grids' own."""
+    def narrowed(self, given: Mapping[str, Sequence[Any] | None]) -> BenchRun:
+        """With lists in place of all grids' own; empty ones leave them as they are."""
         chosen = {name: tuple(values) for name, values in given.items() if values}
-        dropped = {SIZES[name] for name in chosen if name in SIZES}
-        grids = ({k: v for k, v in grid.items() if k not in dropped} for grid in self.grids)
-        places = (
-            replace(place, lines={k: v for k, v in place.lines.items() if k not in chosen})
-            for place in self.places
-        )
-        grids = tuple({**grid, **chosen} for grid in grids)
-        return replace(self, grids=grids, places=tuple(places))
+        return replace(self, grids=tuple(grid.narrowed(chosen) for grid in self.grids))
 
-    def cases(self) -> Iterator[tuple[BenchCase, tuple[Who, ...], Place]]:
+    def cases(self) -> Iterator[tuple[BenchCase, tuple[Who, ...], Grid]]:
         """Every case once, with its contenders as named; none named: all there are."""
-        wanted: dict[BenchCase, dict[Who, None]] = {}
-        places: dict[BenchCase, Place] = {}
-        for grid, place in zip(self.grids, self.places, strict=True):
-            lists = dict(grid)
-            kernels = lists.pop("kernel", ("",))
-            names = lists.pop("contender", ("",))
-            # A kernel on one rank sends nothing: a wire is refused there.
-            wires = lists.pop("wire", ("",)) if self.kind != "kernels" else ("",)
-            if self.kind == "kernels":  # a kernel is a contender there
+        found: dict[BenchCase, tuple[dict[Who, None], Grid]] = {}
+        for grid in self.grids:
+            lists = dict(grid.lists)
+            kernels, names = lists.pop("kernel", ("",)), lists.pop("contender", ("",))
+            wires = ("",)
+            if self.kind == "kernels":  # a kernel is a contender there, and a wire no field
                 names = (*filter(None, names), *filter(None, kernels)) or ("",)
                 kernels = ("",)
-            with place.named():
+            else:
+                wires = lists.pop("wire", wires)
+            with grid.named():
                 for case in _cases(self.kind, lists):
                     who = product(names, kernels, wires)
-                    wanted.setdefault(case, {}).update(dict.fromkeys(who))
-                    places.setdefault(case, place)
-        yield from ((case, tuple(who), places[case]) for case, who in wanted.items())
+                    found.setdefault(case, ({}, grid))[0].update(dict.fromkeys(who))
+        yield from ((case, tuple(who), grid) for case, (who, grid) in found.items())
 
 
 def preset(kind: str, name: str) -> BenchRun:
@@ -162,38 +166,34 @@ def _run(text: str, where: str, kind: str) -> BenchRun:
         made = Timing(**timing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}, timing: {error}") from None
-    places = _places(text, where, len(grids))
-    lists = tuple(_grid(grid, place) for grid, place in zip(grids, places, strict=True))
-    return BenchRun(kind, made, lists, places)
+    lines = _lines(text)
+    lines += [{}] * (len(grids) - len(lines))  # grids that are written inline
+    made_grids = (_grid(grid, where, at) for grid, at in zip(grids, lines, strict=False))
+    return BenchRun(kind, made, tuple(made_grids))
 
 
-def _places(text: str, where: str, count: int) -> tuple[Place, ...]:
-    """Where each [[grid]] and its fields begin; tomllib does not tell."""
+def _lines(text: str) -> list[dict[str, int]]:
+    """Where the fields of each [[grid]] stand; tomllib does not tell."""
     found: list[dict[str, int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*\[\[\s*grid", line):
             found.append({})
         elif found and (field := re.match(r"\s*[\"']?([\w-]+)[\"']?\s*=", line)):
             found[-1].setdefault(field[1], number)
-    found += [{}] * (count - len(found))  # grids that are written inline
-    return tuple(Place(where, lines) for lines in found[:count])
+    return found
 
 
-def _grid(grid: Mapping[str, Any], place: Place) -> dict[str, Values]:
+def _grid(grid: Mapping[str, Any], file: str, lines: Mapping[str, int]) -> Grid:
     lists: dict[str, Values] = {}
-    for name in grid:
-        at = f"{place.file}, line {place.lines.get(name, '?')}"
-        _known([name], FIELDS, f"{at}, grid")
     for name, values in grid.items():
-        values = tuple(values) if isinstance(values, list) else (values,)
-        wanted = (int, float) if FIELDS[name] is float else FIELDS[name]
+        at = f"{file}, line {lines.get(name, '?')}, grid"
+        _known([name], FIELDS, at)
+        of, values = FIELDS[name].of, tuple(values) if isinstance(values, list) else (values,)
+        wanted = (int, float) if of is float else of
         if not values or not all(isinstance(v, wanted) and v is not True for v in values):
-            at = f"{place.file}, line {place.lines.get(name, '?')}"
-            raise ValueError(
-                f"{at}, grid: {name} ({list(values)}) must be a list of {FIELDS[name].__name__}"
-            )
+            raise ValueError(f"{at}: {name} ({list(values)}) must be a list of {of.__name__}")
         lists[name] = values
-    return lists
+    return Grid(lists, file, lines)
 
 
 def _known(table: Iterable[str], names: Iterable[str], where: str) -> None:
@@ -220,31 +220,27 @@ def _cases(kind: str, lists: dict[str, Values]) -> Iterator[BenchCase]:
 
 def _case(kind: str, words: dict[str, Any]) -> BenchCase:
     """One combination of a grid's words as a case."""
-    fields: dict[str, Any] = {"kind": kind}
+    network = LabNetwork()
     if kind == "network":
         sizes = words.pop("hosts"), words.pop("ranks_per_host"), float(words.pop("mbit"))
         network = LabNetwork(words.pop("network", "lab"), *sizes)
-        fields |= {"network": network, "world_size": network.hosts * network.ranks_per_host}
     elif kind == "strategies":
-        n = words.pop("world_size", 4)
-        fields |= {"world_size": n, "network": LabNetwork("loopback", 1, n)}
-    per_rank = words.pop("tokens_per_rank", None)
-    if per_rank is not None:
-        fields["num_tokens"] = per_rank * fields.get("world_size", 1)
-    heads = words.pop("heads", None)
-    if heads is not None:
-        fields["num_heads"], fields["num_kv_heads"] = read_heads(heads)
+        network = LabNetwork("loopback", 1, words.pop("world_size", 4))
+    if (per_rank := words.pop("tokens_per_rank", None)) is not None:
+        words["num_tokens"] = per_rank * network.world_size
+    if (heads := words.pop("heads", None)) is not None:
+        words["num_heads"], words["num_kv_heads"] = read_heads(heads)
     if "pass" in words:
-        fields["which"] = words.pop("pass")
+        words["which"] = words.pop("pass")
     axes = Axes(**{axis: words.pop(axis) for axis in HAVE if axis in words})
     axes.check()
-    fields["axes"] = axes.of(words["mask"])
-    unused = [name for name in words if name not in known_fields(BenchCase)]
+    own = {"kind": kind, "network": network, "world_size": network.world_size}
+    unused = [name for name in words if name in own or name not in known_fields(BenchCase)]
     if unused:
         raise ValueError(f"{', '.join(unused)}: not of {kind}; leave it out")
-    if "num_tokens" not in fields and "num_tokens" not in words:
+    if "num_tokens" not in words:
         raise ValueError("a grid needs num_tokens or tokens_per_rank")
-    return BenchCase(**{**words, **fields})
+    return BenchCase(**own, **words, axes=axes.of(words["mask"]))
 
 
 Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
@@ -295,7 +291,7 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
         return (*names, *((name, "", "") for name in by_name))
 
     plan: Plan = []
-    for case, names, place in run.cases():
-        with place.named():
+    for case, names, grid in run.cases():
+        with grid.named():
             plan.append((case, tuple(enter(who, case) for who in chosen(names))))
     return plan

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -14,17 +14,15 @@ import tilewise as tw
 from tilewise.arguments import require_type
 from tilewise.compiler.checker import check
 from tilewise.expressions import NO_WIRE, read_plan, read_wire
-from tilewise.layouts.balanced import default_layout
 from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
 from tilewise.strategies import catalog
 from tilewise.strategies.catalog import degrees, divisors, near_square
-from tilewise.tools.bench.case import BenchCase
+from tilewise.tools.bench.case import LAYOUTS, BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
-from tilewise.tools.bench.our_kernels import asked_of, check_outside, provided, version_of
 from tilewise.tools.bench.traffic import WatchedTransport
-from tilewise.tools.mask_report.figures import LAYOUTS, report
-from tilewise.tools.outside import is_outside, load
+from tilewise.tools.mask_report.figures import report
+from tilewise.tools.outside import check_kernel_of, is_outside, kernel_of, load, version_of
 from tilewise.transport.resolve import transport_for
 from tilewise.wires.wire import AnyWire, latent_of
 
@@ -39,17 +37,16 @@ class Planned(NamedTuple):
 
 def from_file(path: str, setting: _Setting) -> Planned:
     """The plan that to_json wrote, or the candidate that tilewise plan wrote."""
-    case = setting.case
-    found = load_plan(path)
+    case, found = setting.case, load_plan(path)
     if isinstance(found, tw.Plan):
         if found.world_size != case.world_size:
             raise ValueError(f"{path} is for {found.world_size} ranks, not {case.world_size}")
-        return Planned(found, setting.layout())
+        return Planned(found, setting.layout)
     for what, told, wanted in (
         ("ranks", found.world_size, case.world_size),
         ("tokens", found.work.num_tokens, case.num_tokens),
         ("heads", (found.work.num_heads, found.work.num_kv_heads), case.heads[:2]),
-        ("mask", found.work.mask, case.make_mask()),
+        ("mask", found.work.mask, setting.mask),
     ):
         if told != wanted:
             raise ValueError(f"{path} is for {what} {told}, not {wanted}; plan for this case")
@@ -57,36 +54,51 @@ def from_file(path: str, setting: _Setting) -> Planned:
     return Planned(found.plan, found.layout, None if same else found.backward_plan)
 
 
-class _Setting(NamedTuple):
+class _Setting:
     """A case as strategies see it; the mask and its layout are made once."""
 
-    case: BenchCase
-    mask: tw.Mask
+    def __init__(self, case: BenchCase, mask: tw.Mask):
+        self.case, self.mask, self.n = case, mask, case.world_size
+        self.kv_bytes = 2 * case.num_kv_heads / case.num_heads
 
-    @property
-    def n(self) -> int:
-        return self.case.world_size
-
-    @property
-    def kv_bytes(self) -> float:
-        return 2 * self.case.num_kv_heads / self.case.num_heads
-
-    def nodes(self) -> tuple[int, int]:
-        """Hosts and the ranks on each; where there is but one of either, ranks are cut in two
-        factors."""
-        network = self.case.network
-        if min(network.hosts, network.ranks_per_host) > 1:
-            return network.hosts, network.ranks_per_host
-        return near_square(self.n)
-
+    @cached_property
     def layout(self) -> tw.Layout:
         """The case's; "own": what levels the mask's work."""
-        make = default_layout if self.case.layout == "own" else LAYOUTS[self.case.layout]
-        return make(self.mask, self.case.num_tokens, self.n)
+        return LAYOUTS[self.case.layout](self.mask, self.case.num_tokens, self.n)
+
+    def two(self, name: str, *, nodes: bool = False) -> tuple[int, int]:
+        """Two factors of the number of ranks, for a strategy that needs both above 1.
+
+        Args:
+            nodes: hosts and the ranks on each, unless there is but one of either.
+        """
+        network = self.case.network
+        hosts = network.hosts, network.ranks_per_host
+        factors = hosts if nodes and min(hosts) > 1 else near_square(self.n)
+        if 1 in factors:
+            raise ValueError(f"{name} needs a number of ranks that is a product, not {self.n}")
+        return factors
 
     def work(self, layout: tw.Layout, wire: AnyWire | None = None) -> tw.Workload:
         sizes, dtype = (self.case.num_tokens, *self.case.heads), self.case.dtype
         return tw.Workload(*sizes, dtype=dtype, mask=self.mask, layout=layout, wire=wire)
+
+    def degree(self, name: str, two_levels: bool = False) -> int:
+        """The largest Ulysses degree that the heads allow and that leaves an inner plan its ranks.
+
+        Args:
+            two_levels: the inner plan cuts its ranks in two factors.
+        """
+        n, heads = self.n, self.case.heads[:2]
+        left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in degrees(n, *heads))
+        degree = max((d for d, inner in left if inner > 1), default=1)
+        if degree > 1:
+            return degree
+        what = "a product of two" if two_levels else "two"
+        raise ValueError(
+            f"{name} needs a degree above 1 that divides the ranks ({n}) with {what} left over, "
+            f"and the heads ({heads[0]}:{heads[1]})"
+        )
 
 
 def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
@@ -97,97 +109,60 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
         )
     if strategy.cut == "tile":
         return _of_tiles(setting)
-    factors = setting.nodes() if strategy.cut == "nodes" else near_square(setting.n)
-    if strategy.cut in ("nodes", "grid"):
-        _two(strategy.name, factors)
+    factors = near_square(setting.n)
+    if strategy.cut:
+        factors = setting.two(strategy.name, nodes=strategy.cut == "nodes")
     plan = next(strategy.at(*factors, setting.kv_bytes)).make()
     if strategy.levels and setting.case.layout == "own":
         return Planned(plan, strategy.layout(setting.case.num_tokens, setting.n))
-    return Planned(plan, setting.layout())
+    return Planned(plan, setting.layout)
 
 
 def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
     """Of the meshes of all tiles, split by heads first, the one whose busiest rank sends least in
     what the case runs."""
-    layout, which = setting.layout(), setting.case.which
+    layout, n = setting.layout, setting.n // degree
     work = setting.work(layout)
     kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
 
     def made(q_tile: int) -> tw.Plan:
-        inner = tw.mesh(setting.n // degree, q_tile, kv_bytes=kv_bytes)
+        inner = tw.mesh(n, q_tile, kv_bytes=kv_bytes)
         return tw.ulysses(degree, inner) if degree > 1 else inner
 
     def sent(plan: tw.Plan) -> tuple[int, int]:
-        passes = tw.volume(plan, work)
-        by_rank = [sum(both) for both in zip(*passes, strict=True)]
-        if which != "both":
-            by_rank = passes.forward if which == "forward" else passes.backward
+        by_rank = setting.case.timed(*tw.volume(plan, work))
         return max(by_rank), sum(by_rank)
 
-    return Planned(min(map(made, divisors(setting.n // degree)), key=sent), layout)
+    return Planned(min(map(made, divisors(n)), key=sent), layout)
 
 
 def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
-    case, mask, kv_bytes = setting.case, setting.mask, setting.kv_bytes
-    if strategy.levels and case.layout != "own":
-        raise ValueError(f"{strategy.name} makes its own layout, it cannot run on {case.layout}")
-    layout = (
-        strategy.layout(mask, case.num_tokens, setting.n, kv_bytes)
-        if strategy.levels
-        else setting.layout()
-    )
+    """On the layout where it is at home, unless the case says which."""
+    mask, num_tokens, kv_bytes = setting.mask, setting.case.num_tokens, setting.kv_bytes
+    own = strategy.levels and setting.case.layout == "own"
+    at_home = strategy.layout(mask, num_tokens, setting.n, kv_bytes) if own else None
+    layout = at_home or setting.layout
     return Planned(strategy.plan(mask, layout, kv_bytes), layout)
-
-
-def _two(name: str, factors: tuple[int, int]) -> tuple[int, int]:
-    """The factors, refused if one of them is 1."""
-    if 1 in factors:
-        n = factors[0] * factors[1]
-        raise ValueError(f"{name} needs a number of ranks that is a product, not {n}")
-    return factors
 
 
 def _auto(setting: _Setting) -> Planned:
     """What ContextParallel takes for strategy "auto"."""
-    work = setting.work(setting.layout())
+    work = setting.work(setting.layout)
     machine = tw.Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
     plan, backward = promising(work, machine, setting.n)
-    return Planned(plan, work.layout_for(setting.n), None if backward is plan else backward)
+    return Planned(plan, setting.layout, None if backward is plan else backward)
 
 
 def _hierarchical(setting: _Setting) -> tw.Plan:
     """A tile of whole nodes, a ring inside each."""
-    num_nodes, node_size = _two("hierarchical", setting.nodes())
+    num_nodes, node_size = setting.two("hierarchical", nodes=True)
     return tw.hierarchical(tw.mesh(num_nodes), tw.ring(node_size))
-
-
-def _attention2d_overlap(setting: _Setting) -> tw.Plan:
-    """ATTENTION2D's variant O."""
-    return tw.attention2d(*_two("attention2d_overlap", near_square(setting.n)), overlap=True)
-
-
-def _degree(setting: _Setting, name: str, two_levels: bool = False) -> int:
-    """The largest Ulysses degree that the heads allow and that leaves an inner plan its ranks.
-
-    Args:
-        two_levels: the inner plan cuts its ranks in two factors.
-    """
-    n, heads = setting.n, (setting.case.num_heads, setting.case.num_kv_heads)
-    left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in degrees(n, *heads))
-    degree = max((d for d, inner in left if inner > 1), default=1)
-    if degree > 1:
-        return degree
-    what = "a product of two" if two_levels else "two"
-    raise ValueError(
-        f"{name} needs a degree above 1 that divides the ranks ({n}) with {what} left over, and "
-        f"the heads ({heads[0]}:{heads[1]})"
-    )
 
 
 def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
     """Heads first, a ring of what is left: USP's; on two levels LoongTrain's."""
     name = "ulysses_double_ring" if levels > 1 else "ulysses_ring"
-    degree = _degree(setting, name, levels > 1)
+    degree = setting.degree(name, levels > 1)
     inner = setting.n // degree
     rings = tw.double_ring(*near_square(inner)) if levels > 1 else tw.ring(inner)
     return tw.ulysses(degree, rings)
@@ -196,12 +171,14 @@ def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
 COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
     {
         "ring_moves_q": lambda s: tw.ring(s.n, moves="q"),
-        "attention2d_overlap": _attention2d_overlap,
+        "attention2d_overlap": lambda s: tw.attention2d(
+            *s.two("attention2d_overlap"), overlap=True
+        ),
         "hierarchical": _hierarchical,
         "ulysses": lambda s: tw.ulysses(s.n),
         "ulysses_ring": _ulysses_ring,
         "ulysses_double_ring": lambda s: _ulysses_ring(s, levels=2),
-        "ulysses_mesh": lambda s: _of_tiles(s, _degree(s, "ulysses_mesh")),
+        "ulysses_mesh": lambda s: _of_tiles(s, s.degree("ulysses_mesh")),
     }
 )
 """Those that compose plans, and another form of one of the catalog's."""
@@ -226,24 +203,19 @@ class Strategy:
     Args:
         kernel: what its tiles are computed with, a name or "FILE.py:name"; None: what suits.
         wire: as read_wire reads it; None: none.
+        prune: leave out what the mask makes needless.
     """
 
     text: str
     kernel: str | None = None
     wire: str | None = None
+    prune: bool = True
+    library: ClassVar = "tilewise"
 
     @property
     def name(self) -> str:
         wire = self.wire and f"wire {self.wire}"
         return ", ".join(part for part in (self.text, self.kernel, wire) if part)
-
-    @property
-    def encoding(self) -> AnyWire | None:
-        return read_wire(self.wire or NO_WIRE)
-
-    @property
-    def library(self) -> str:
-        return "tilewise"
 
     @property
     def version(self) -> str:
@@ -253,8 +225,8 @@ class Strategy:
         """Refuse a plan or a kernel of a file outside the package that is none."""
         if is_outside(self.text):
             _check_plan(self.text, self.version, case.world_size)
-        if self.kernel is not None and is_outside(self.kernel):
-            check_outside(self.kernel, self.version, *asked_of(case))
+        if self.kernel is not None:
+            check_kernel_of(self.kernel, self.version, case.asked)
 
     def planned(self, case: BenchCase, mask: tw.Mask | None = None) -> Planned:
         """Its plan and layout."""
@@ -266,77 +238,69 @@ class Strategy:
         else:
             read = _outside_plan if is_outside(self.text) else read_plan
             made = read(self.text, case.world_size)
-        planned = made if isinstance(made, Planned) else Planned(made, setting.layout())
+        planned = made if isinstance(made, Planned) else Planned(made, setting.layout)
         forward, _ = setting.work(planned.layout).resolve(planned.plan)
         return planned._replace(plan=forward.plan)
 
+    @lru_cache(maxsize=8)  # noqa: B019 - a frozen value: equal ones share what they find
+    def asked(self, case: BenchCase) -> tuple[Planned, tw.Workload]:
+        """For questions before a run, which come several at a time; ranks plan for themselves."""
+        mask = case.make_mask()
+        planned = self.planned(case, mask)
+        wire = read_wire(self.wire or NO_WIRE)
+        return planned, _Setting(case, mask).work(planned.layout, wire)
+
     def supports(self, case: BenchCase) -> str | None:
         try:
-            _asked(self, case)
+            self.asked(case)
         except ValueError as error:
             return " ".join(str(error).split())
-        reason = provided(self.kernel).supports(*asked_of(case)) if self.kernel else None
+        reason = kernel_of(self.kernel).supports(*case.asked) if self.kernel else None
         return reason and f"kernel {self.kernel}: {reason}"
 
     def predict(self, case: BenchCase, machine: tw.Machine) -> Prediction:
         """As the simulator says, and tw.volume."""
-        (plan, layout, backward), mask = _asked(self, case)
-        work = _Setting(case, mask).work(layout, self.encoding)
+        (plan, _, backward), work = self.asked(case)
         replayed = tw.simulate(plan, work, machine, backward)
-        sent = tw.volume(plan, work, backward)
-        passes = {
-            "forward": ((replayed.forward,), (sent.forward,)),
-            "backward": ((replayed.backward,), (sent.backward,)),
-            "both": ((replayed.forward, replayed.backward), tuple(sent)),
-        }
-        timelines, counts = passes[case.which]
+        timelines = replayed.forward, replayed.backward
         return Prediction(
             replayed.peak_bytes,
-            sum(timeline.seconds for timeline in timelines),
-            sum(max(use.exposed_seconds for use in timeline.ranks) for timeline in timelines),
-            max(map(sum, zip(*counts, strict=True))),
+            *case.timed(
+                *((one.seconds, max(use.exposed_seconds for use in one.ranks)) for one in timelines)
+            ),
+            max(case.timed(*tw.volume(plan, work, backward))),
             plan.name,
         )
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> _Prepared:
         mask = case.make_mask()
-        plan, layout, backward = self.planned(case, mask)
-        transport = WatchedTransport(transport_for(group))
-        kernel = None if self.kernel is None else provided(self.kernel)
-        planned = mask, plan, layout, backward
-        return _Prepared(case, *planned, transport, kernel, self.encoding)
-
-
-@lru_cache(maxsize=8)
-def _asked(strategy: Strategy, case: BenchCase) -> tuple[Planned, tw.Mask]:
-    """For questions before a run, which come several at a time; ranks plan for themselves."""
-    mask = case.make_mask()
-    return strategy.planned(case, mask), mask
+        planned = self.planned(case, mask)
+        wire, transport = read_wire(self.wire or NO_WIRE), WatchedTransport(transport_for(group))
+        words = {**planned._asdict(), "mask": mask, "wire": wire, "prune": self.prune}
+        words |= {"kernel": self.kernel and kernel_of(self.kernel), "group": transport}
+        return _Prepared(case.num_heads, words)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    case: BenchCase
-    mask: tw.Mask
-    plan: tw.Plan
-    layout: tw.Layout
-    backward_plan: tw.Plan | None
-    transport: WatchedTransport
-    kernel: tw.Kernel | None
-    wire: AnyWire | None
+    num_heads: int
+    words: dict[str, Any]  # of tw.attention
+
+    @property
+    def layout(self) -> tw.Layout:
+        return self.words["layout"]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        chosen = {"plan": self.plan, "backward_plan": self.backward_plan, "layout": self.layout}
-        where = {"group": self.transport, "kernel": self.kernel, "wire": self.wire}
-        return tw.attention(q, k, v, mask=self.mask, **where, **chosen)
+        return tw.attention(q, k, v, **self.words)
 
     def facts(self) -> Facts:
-        (waste,) = report(self.mask, self.layout, self.plan, ranks=[self.transport.rank])
-        heads = self.case.num_heads // self.plan.num_head_groups
+        plan, rank = self.words["plan"], self.words["group"].rank
+        (waste,) = report(self.words["mask"], self.layout, plan, ranks=[rank])
+        heads = self.num_heads // plan.num_head_groups
         return Facts(waste.allowed * heads, waste.computed * heads, waste.num_calls)
 
     def traffic(self) -> Traffic:
-        return self.transport.traffic()
+        return self.words["group"].traffic()
 
 
 def _outside_plan(text: str, n: int) -> tw.Plan:
@@ -357,7 +321,9 @@ def _check_plan(text: str, version: str, n: int) -> None:
         raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
 
 
-def strategy(text: str, kernel: str | None = None, wire: str | None = None) -> Strategy:
+def strategy(
+    text: str, kernel: str | None = None, wire: str | None = None, *, prune: bool = True
+) -> Strategy:
     """A strategy by what a user writes, the kernel that it computes with, and the wire."""
     if is_outside(text):
         load(text)
@@ -370,7 +336,7 @@ def strategy(text: str, kernel: str | None = None, wire: str | None = None) -> S
             )
         read_plan(text)
     if kernel:
-        provided(kernel)
+        kernel_of(kernel)
     if wire and latent_of(read_wire(wire)):
         raise ValueError(f"wire {wire!r} is of latents, but the cases have k and v; take another")
-    return Strategy(text, kernel or None, wire or None)
+    return Strategy(text, kernel or None, wire or None, prune)

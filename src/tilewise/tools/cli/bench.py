@@ -1,9 +1,9 @@
 """tilewise bench: run the benchmark's cases."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
 from tilewise.tools.bench.grid import (
     FIELDS,
     BenchRun,
+    Field,
     Plan,
     contenders_of,
     entered,
@@ -21,7 +22,7 @@ from tilewise.tools.bench.grid import (
 )
 from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
-from tilewise.tools.cli.options import WIRE, AsJson, command_of, option, read_machine_option
+from tilewise.tools.cli.options import AsJson, command_of, option, read_machine_option
 from tilewise.tools.cli.output import (
     counting_bar,
     ending_on,
@@ -100,49 +101,28 @@ def _line(case: ReportCase) -> list[str]:
     ]
 
 
-Many = list[str] | None
-Numbers = list[int] | None
+def _list(name: str, field: Field) -> tuple[str, Any, None]:
+    """A field of a grid as an option that may be repeated: its name, type and default."""
+    names = {"contender": ["--strategy"], "pass": ["--pass"]}.get(name, [])
+    many: Any = list[field.of] | None  # pyright: ignore[reportInvalidTypeForm]
+    return name.replace("pass", "passes"), Annotated[many, option(field.about, *names)], None
+
+
+Lists: Any = make_dataclass("Lists", [_list(*x) for x in FIELDS.items() if x[0] != "network"])
+"""Lists in place of those of the preset or the file, as options."""
 
 
 class BenchOptions(NamedTuple):
-    """What to run, and where its rows go. Lists replace those of the preset or the file."""
+    """What to run, and where its rows go."""
 
     quick: Annotated[bool, option("Small: under 3 minutes on 2 cores.", "--quick")] = False
     cases: Annotated[Path | None, option("A TOML file with grids of cases.")] = None
     output: Annotated[Path, option("Results, JSON lines.", "--output", "-o")] = Path(
         "results.jsonl"
     )
-    mask: Annotated[
-        Many, option("A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated.")
-    ] = None
-    block: Annotated[Numbers, option("Tokens of a block, of block patterns.")] = None
-    density: Annotated[list[float] | None, option("Of block-sparse patterns, up to 1.")] = None
-    window: Annotated[Numbers, option("Tokens, of sliding windows.")] = None
-    cap: Annotated[Numbers, option("Tokens of the longest document.")] = None
-    corpus: Annotated[Many, option("Of document lengths, or a CSV.")] = None
-    contender: Annotated[
-        Many, option("A name, a call, plan.json or FILE.py:name.", "--strategy")
-    ] = None
-    kernel: Annotated[Many, option("A name of tilewise doctor, module:name or FILE.py:name.")] = (
-        None
-    )
-    wire: Annotated[Many, option(WIRE)] = None
-    num_tokens: Annotated[Numbers, option("Of the whole sequence.")] = None
-    tokens_per_rank: Annotated[Numbers, option("Instead of --num-tokens.")] = None
-    world_size: Annotated[Numbers, option("Ranks: local processes.")] = None
-    hosts: Annotated[Numbers, option("Hosts of the network lab.")] = None
-    ranks_per_host: Annotated[Numbers, option("Ranks on each.")] = None
-    mbit: Annotated[list[float] | None, option("Of a host's NIC, each way.")] = None
     limited: Annotated[
         bool, option("No lab: a transport that keeps to the speed.", "--limited")
     ] = False
-    heads: Annotated[Many, option("Query and KV heads, as in 32:8.")] = None
-    head_dim: Annotated[Numbers, option("Elements of a head.")] = None
-    dtype: Annotated[Many, option("float64, float32, bfloat16 or float16.")] = None
-    passes: Annotated[Many, option("forward, backward or both.", "--pass")] = None
-    layout: Annotated[Many, option("own, contiguous, zigzag, striped or balanced.")] = None
-    seed: Annotated[Numbers, option("Of masks and inputs.")] = None
-    device: Annotated[Many, option("cpu or cuda.")] = None
     repeats: Annotated[int | None, option("Timed runs.")] = None
     warmups: Annotated[int | None, option("Runs before those.")] = None
     timeout_seconds: Annotated[float | None, option("Of one step of one case.")] = None
@@ -150,51 +130,47 @@ class BenchOptions(NamedTuple):
         str | None, option("Preset or TOML file: what predictions are for; unless given, assumed.")
     ] = None
     also: Annotated[
-        Many, option("A module whose contenders() take part, such as benchmarks.peers.")
+        list[str] | None,
+        option("A module whose contenders() take part, such as benchmarks.peers."),
     ] = None
     retry: Annotated[bool, option("Run again what was not ok.", "--retry")] = False
     as_json: AsJson = False
 
 
-LAB = "hosts", "ranks_per_host", "mbit", "limited"
-TIMES = "repeats", "warmups", "timeout_seconds"
-
-
-def kernels(options: BenchOptions) -> None:
+def kernels(options: BenchOptions, lists: Any) -> None:
     """Every kernel on every mask, one rank: time, memory, errors."""
-    _bench("kernels", options)
+    _bench("kernels", options, lists)
 
 
-def strategies(options: BenchOptions) -> None:
+def strategies(options: BenchOptions, lists: Any) -> None:
     """Every strategy on every mask, over local processes, or over those that torchrun started."""
     with refusing_bad_input():
         launched = Launched.joined()
     if launched is None:
-        return _bench("strategies", options)
+        return _bench("strategies", options, lists)
     try:
         if launched.rank:
             launched.serve()
         else:
-            _bench("strategies", options, launched)
+            _bench("strategies", options, lists, launched)
     finally:
         launched.close()
 
 
-def network(options: BenchOptions) -> None:
+def network(options: BenchOptions, lists: Any) -> None:
     """Strategies over hosts that the network lab makes: Linux, root."""
-    _bench("network", options)
+    _bench("network", options, lists)
 
 
-def _bench(kind: str, options: BenchOptions, launched: Launched | None = None) -> None:
+def _bench(kind: str, options: BenchOptions, lists: Any, launched: Launched | None = None) -> None:
     with refusing_bad_input():
-        run = _run(kind, options)
+        run = _run(kind, options, lists)
         if launched is not None:
             n = launched.world_size
-            if set(options.world_size or ()) - {n}:
-                raise ValueError(f"--world-size ({options.world_size}) must be {n}, as launched")
+            if set(lists.world_size or ()) - {n}:
+                raise ValueError(f"--world-size ({lists.world_size}) must be {n}, as launched")
             run = run.narrowed({"world_size": [n]})
-        others = [one for module in options.also or () for one in contenders_of(module)]
-        plan = entered(run, others)
+        plan = entered(run, [one for module in options.also or () for one in contenders_of(module)])
         machine = read_machine_option(options.machine) if options.machine else None
         if launched is not None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
@@ -208,7 +184,7 @@ def _bench(kind: str, options: BenchOptions, launched: Launched | None = None) -
         summary(rows, options.output)
 
 
-def _run(kind: str, options: BenchOptions) -> BenchRun:
+def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
     """The preset or file, with the options' lists and times in place of its own."""
     if options.quick and options.cases is not None:
         raise ValueError("--quick and --cases both say what to run; give one")
@@ -216,21 +192,21 @@ def _run(kind: str, options: BenchOptions) -> BenchRun:
         run = read_cases(options.cases, kind)
     else:
         run = preset(kind, "quick" if options.quick else "standard")
-    given = options._asdict()
-    times = {name: given[name] for name in TIMES if given[name] is not None}
-    lists = {name: given.get("passes" if name == "pass" else name) or () for name in FIELDS}
-    if options.limited:
-        lists["network"] = ["limited"]
-    return replace(run.narrowed(lists), timing=replace(run.timing, **times))
+    times = {name: getattr(options, name) for name in ("repeats", "warmups", "timeout_seconds")}
+    times = {name: value for name, value in times.items() if value is not None}
+    given = {"network": ["limited"] if options.limited else None, "pass": lists.passes}
+    run = run.narrowed({**{name: vars(lists).get(name) for name in FIELDS}, **given})
+    return replace(run, timing=replace(run.timing, **times))
 
 
 bench_app = typer.Typer(
     help="Measure kernels and strategies, ours and others', into a results file.",
     no_args_is_help=True,
 )
+LAB = "hosts", "ranks_per_host", "mbit", "limited"
 for run, without in (
     (kernels, ("contender", "wire", "world_size", "tokens_per_rank", "layout", *LAB)),
     (strategies, LAB),
     (network, ("device", "world_size")),
 ):
-    bench_app.command()(command_of(run, BenchOptions, without=without))
+    bench_app.command()(command_of(run, BenchOptions, Lists, without=without))

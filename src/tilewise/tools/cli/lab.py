@@ -1,8 +1,8 @@
 """tilewise lab: strategies on a network made for it, and what such networks leave behind."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -11,33 +11,29 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tilewise.arguments import dtype_name
+from tilewise.expressions import WIRE
 from tilewise.strategies.catalog import near_square
+from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
+from tilewise.tools.bench.our_strategies import Strategy, strategy
+from tilewise.tools.bench.worlds import Blamed, world_on
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import WIRE, AsJson, command_of, layout_of, option
+from tilewise.tools.cli.options import AsJson, command_of, option
 from tilewise.tools.cli.output import (
     as_bytes,
-    counted,
     ending_on,
     print_error,
     print_json,
     print_plain,
     refusing_bad_input,
+    steps,
     table_console,
     table_of,
 )
-from tilewise.tools.lab.comparison import (
-    Contest,
-    ContestRow,
-    Limited,
-    compete,
-    plan_for,
-    rows_of,
-)
+from tilewise.tools.lab.comparison import ContestRow, compete
 from tilewise.tools.lab.lab import Lab, clean
 from tilewise.tools.lab.site import LabError
-from tilewise.tools.mask_report.named import mask_of
 from tilewise.transport.processes import RankError
-from tilewise.workload import Workload, volume
+from tilewise.workload import volume
 
 HEADS, HEAD_DIM = 16, 32
 
@@ -86,10 +82,28 @@ def run(options: LabOptions) -> None:
     """Compare strategies on real sockets: interleaved, a ratio per repeat, bytes at the switch."""
     with refusing_bad_input():
         lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
-        contest = _contest(options)
-    with ending_on(LabError, RankError), _network(lab, options.limited) as network:
-        names = contest.repeats * list(contest.names)
-        rows = rows_of(contest, list(counted(compete(network, contest), names)), network)
+        name = "limited" if options.limited else "lab"
+        network = LabNetwork(name, lab.hosts, lab.ranks_per_host, lab.mbit)
+        case = BenchCase(
+            *("network", options.mask, network.world_size * options.tokens_per_rank),
+            *(options.num_heads, options.num_kv_heads or options.num_heads, options.head_dim),
+            *(dtype_name(options.dtype), "both" if options.backward else "forward"),
+            *(network.world_size, options.layout),
+            network=network,
+        )
+        contenders = _contenders(options, case)
+    timing = Timing(options.repeats, warmups=0, timeout_seconds=240.0, truth_pairs=1)
+    with ExitStack() as stack:
+        stack.enter_context(ending_on(LabError, RankError, Blamed))
+        try:
+            world = stack.enter_context(world_on(network, timing.timeout_seconds))
+        except LabError as error:
+            print_error(f"tilewise: no lab: {error}. Using a rate-limited transport instead.")
+            case = replace(case, network=replace(network, name="limited"))
+            world = stack.enter_context(world_on(case.network, timing.timeout_seconds))
+        tell = stack.enter_context(steps((1 + timing.repeats) * len(contenders)))
+        names = [one.name for one in contenders]
+        rows = compete(world, case, contenders, timing, lambda turn: tell(names[turn]))
     if options.as_json:
         values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
         print_json(values | {"rows": [_as_json(row) for row in rows]})
@@ -133,41 +147,19 @@ lab_app.command("clean")(clean_command)
 lab_app.command("calibrate")(calibrate)
 
 
-@contextmanager
-def _network(lab: Lab, limited: bool) -> Iterator[Lab | Limited]:
-    """The lab; where none can be made, a transport that keeps to its speeds, and a word why."""
-    network: Lab | Limited = Limited(lab.hosts, lab.ranks_per_host, lab.mbit)
-    with ExitStack() as stack:
-        if not limited:
-            try:
-                network = stack.enter_context(lab)
-            except LabError as error:
-                print_error(f"tilewise: no lab: {error}. Using a rate-limited transport instead.")
-        yield network
-
-
-def _contest(options: LabOptions) -> Contest:
-    n = options.hosts * options.ranks_per_host
-    kv_heads, num_tokens = options.num_kv_heads or options.num_heads, n * options.tokens_per_rank
-    mask = mask_of(options.mask, num_tokens)
-    work = Workload(
-        num_tokens=num_tokens,
-        num_heads=options.num_heads,
-        num_kv_heads=kv_heads,
-        head_dim=options.head_dim,
-        dtype=dtype_name(options.dtype),
-        mask=mask,
-        layout=layout_of(options.layout, mask, num_tokens, n),
-    )
-    texts, wires = options.strategy or _usual(n, min(options.num_heads, kv_heads)), ()
-    if options.wire:
-        texts, wires = zip(*product(texts, options.wire), strict=True)
-    how = options.backward, options.prune, options.repeats
-    contest = Contest(tuple(texts), work, *how, tuple(wires))
-    for number, text in enumerate(texts):
-        work = contest.work_of(number)
-        volume(plan_for(text, work, n), work)  # refuses what the heads or the layout do not allow
-    return contest
+def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
+    """Every strategy with every wire; refused where the heads or the layout do not allow one."""
+    texts = options.strategy or _usual(case.world_size, min(case.num_heads, case.num_kv_heads))
+    found = [
+        strategy(text, wire=wire, prune=options.prune)
+        for text, wire in product(texts, options.wire or [None])
+    ]
+    for one in found:
+        if reason := one.supports(case):
+            raise ValueError(reason)
+        (plan, _, backward_plan), work = one.asked(case)
+        volume(plan, work, backward_plan)
+    return found
 
 
 def _usual(n: int, heads: int) -> list[str]:
@@ -197,17 +189,8 @@ def _report(options: LabOptions, rows: list[ContestRow]) -> None:
         highlight=False,
     )
     table = table_of(
-        *(
-            "strategy",
-            "seconds",
-            "ratio",
-            "range",
-            "bytes",
-            "ratio/bytes",
-            "line",
-            "sent",
-            "counted",
-        )
+        *("strategy", "seconds", "ratio", "range", "bytes"),
+        *("ratio/bytes", "line", "sent", "counted"),
     )
     for row in rows:
         counted = row.counted_bytes

@@ -15,7 +15,7 @@ from tilewise.expressions import (
     MASKS,
     NO_WIRE,
     STRATEGIES,
-    WIRES,
+    WIRE,
     read_heads,
     read_plan,
     read_wire,
@@ -95,7 +95,6 @@ PlanText = Annotated[
 ]
 WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", min=1)]
 TOKENS = "Of the whole sequence: 4096, 128K or 1M (in powers of 1024)."
-WIRE = f"As in float8(64) or wires(backward=float8()): {', '.join(WIRES)}; or none."
 
 
 class WorkOptions(NamedTuple):

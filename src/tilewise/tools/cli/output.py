@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,14 +96,23 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: progress.update(task, description=text)
 
 
+@contextmanager
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Show under a bar how many of so many steps are done; call it to name the one that begins."""
+    with counting_bar() as progress:
+        task = progress.add_task("starting", total=total)
+        begun = count()
+        yield lambda name: progress.update(task, completed=next(begun), description=name)
+        progress.update(task, completed=total, description="done")
+
+
 def counted(results: Iterable[T], names: Sequence[str]) -> Iterator[T]:
     """Results one after the other, under a bar that names the one at work."""
-    with counting_bar() as progress:
-        task, arriving = progress.add_task("", total=len(names)), iter(results)
-        for done, name in enumerate(names):
-            progress.update(task, completed=done, description=name)
+    with steps(len(names)) as tell:
+        arriving = iter(results)
+        for name in names:
+            tell(name)
             yield next(arriving)
-        progress.update(task, completed=len(names), description="done")
         yield from arriving
 
 
