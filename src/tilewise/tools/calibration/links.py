@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,18 +46,14 @@ def shared_cores(prober: Prober, node_size: int) -> Cores:
 def _together(prober: Prober, ranks: int) -> float:
     """Seconds of the same kernels on each of so many ranks at once, of the slowest."""
     q, k, v = torch.randn(3, ROWS, 1, HEADS, WIDTH)
-    kernel, call = (
-        kernel_for("cpu", q.dtype, WIDTH),
-        KernelCall(((0, ROWS),), ((0, ROWS),), Kind.FULL),
-    )
-    kernel.forward(q, k, v, call, 0.1)
-    prober.everyone(0.0)
-    start = time.perf_counter()
-    if prober.rank < ranks:
-        for _ in range(TIMES):
+    kernel = kernel_for("cpu", q.dtype, WIDTH)
+    call = KernelCall(((0, ROWS),), ((0, ROWS),), Kind.FULL)
+
+    def work() -> None:
+        for _ in range(TIMES if prober.rank < ranks else 0):
             kernel.forward(q, k, v, call, 0.1)
-    taken = time.perf_counter() - start
-    return max(prober.everyone(taken)[:ranks])
+
+    return prober.slowest(work, 1)
 
 
 SMALL = 1024
@@ -114,35 +111,43 @@ class Prober:
         seconds = self._one_way(a, b, size, 10)
         return Link(size / max(seconds - latency, seconds / 10), latency)
 
+    def slowest(self, work: Callable[[], object], turns: int) -> float:
+        """Median seconds of work that all ranks begin together, of the slowest rank, once warm."""
+        seconds = []
+        for _ in range(turns + 1):
+            self.everyone(0.0)
+            start = time.perf_counter()
+            work()
+            self.finish()
+            seconds.append(max(self.everyone(time.perf_counter() - start)))
+        return statistics.median(seconds[1:])
+
     def usage(self, size: int, rounds: int) -> Usage:
         """Of messages of a size that everybody sends to all others at once."""
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         sends, recvs = ([self._message(size, peer) for peer in peers] for _ in range(2))
 
-        def once() -> None:
+        def exchange() -> None:
             self.transport.exchange(sends, recvs).wait()
             self.transport.finish()
 
-        once()
-        taken: list[tuple[float, float]] = []
-        for _ in range(rounds):
-            own, whole = time.thread_time(), time.process_time()
-            once()
-            taken.append((time.thread_time() - own, time.process_time() - whole))
-        typical = (statistics.median(x) / len(peers) for x in zip(*taken, strict=True))
-        return Usage(*(statistics.median(self.everyone(x)) for x in typical))
+        return self._usage(exchange, rounds)
 
     def agreement(self, record_bytes: int) -> float:
         """Processor seconds of one rank per other rank, for comparing records."""
         record = torch.zeros(record_bytes, dtype=torch.uint8)
-        self.transport.gather_records(record)
-        taken = []
-        for _ in range(TURNS):
-            start = time.process_time()
-            self.transport.gather_records(record)
-            taken.append(time.process_time() - start)
-        typical = statistics.median(taken) / (self.world_size - 1)
-        return statistics.median(self.everyone(typical))
+        return self._usage(lambda: self.transport.gather_records(record), TURNS).whole
+
+    def _usage(self, work: Callable[[], object], rounds: int) -> Usage:
+        """Per other rank, once warm; of the median rank."""
+        work()
+        taken: list[tuple[float, float]] = []
+        for _ in range(rounds):
+            own, whole = time.thread_time(), time.process_time()
+            work()
+            taken.append((time.thread_time() - own, time.process_time() - whole))
+        typical = (statistics.median(x) / (self.world_size - 1) for x in zip(*taken, strict=True))
+        return Usage(*(statistics.median(self.everyone(x)) for x in typical))
 
     def _one_way(self, a: int, b: int, size: int, turns: int) -> float:
         """Half the median seconds of a message there and back, as rank a sees it."""

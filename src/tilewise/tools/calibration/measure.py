@@ -2,8 +2,6 @@
 
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ from tilewise.tools.calibration.links import SMALL, Cores, Prober, Usage, availa
 from tilewise.tools.calibration.own_work import (
     CPU,
     CUDA,
-    Overheads,
     SharedClock,
     Sizes,
     kernel_tables,
@@ -82,8 +79,8 @@ def calibration(group: Any = None, settings: Settings | None = None) -> Iterator
     if n % node_size and node_size < n:
         raise ValueError(f"node_size ({node_size}) must divide the number of ranks ({n})")
     device = torch.device(settings.device)
-    prober, clock = Prober(transport, device), SharedClock(device)
-    tables, executor = yield from _own_work(prober, clock, settings)
+    prober = Prober(transport, device)
+    tables, executor = yield from _own_work(prober, SharedClock(device), settings)
     yield "cores"
     cores = shared_cores(prober, node_size) if device.type == "cpu" else None
     yield "links"
@@ -92,103 +89,82 @@ def calibration(group: Any = None, settings: Settings | None = None) -> Iterator
     yield "messages"
     usages = prober.usage(SMALL, 30), prober.usage(BULK, 6)
     agree = prober.agreement(RECORD_BYTES)
-    machine = _machine(settings, tables, executor, (inside, between), cores)
-    machine = _with_messages(machine, executor, usages, agree)
+    found: list[tuple[TimedTrial, float]] = []
     if cores is not None and between is None:
         yield "whole calls"
         found = [(one, run_trial(prober, one)) for one in trials(n, settings.dtypes[0])]
-        machine = fitted(machine, found) if prober.rank == 0 else machine
-    yield read_machine(prober.text(machine.to_toml()), settings.name)
+    text = ""
+    if prober.rank == 0:
+        machine = _machine(settings, tables, executor, inside, between)
+        machine = _with_messages(replace(machine, agree_seconds=agree), cores, *usages)
+        text = fitted(machine, found).to_toml()
+    yield read_machine(prober.text(text), settings.name)
 
 
 def _own_work(
     prober: Prober, clock: SharedClock, settings: Settings
-) -> Generator[str, None, tuple[tuple[KernelSpeed, ...], Overheads]]:
+) -> Generator[str, None, tuple[list[KernelSpeed], dict[str, Any]]]:
     """Kernels and the executor, on as many ranks as the cores of a host run undisturbed.
 
-    All of those measure, so that caches and memory are as busy as they will be.
+    All of those measure, rank 0 among them, so that caches and memory are as busy as they will be.
     """
     busy = available() if clock.device.type == "cpu" else prober.world_size
-    measures, tables = prober.rank < busy, []
+    tables: list[KernelSpeed] = []
     sizes = settings.sizes or (CUDA if clock.device.type == "cuda" else CPU)
     for dtype in settings.dtypes:
         for head_dim in sizes.head_dims:
             yield f"kernels: {dtype}, head_dim {head_dim}"
-            tables += kernel_tables(dtype, head_dim, clock, sizes) if measures else []
+            tables += kernel_tables(dtype, head_dim, clock, sizes) if prober.rank < busy else []
             prober.everyone(0.0)
     yield "executor"
-    executor = overheads(clock, settings.dtypes[0], tables[0]) if measures else None
+    executor = overheads(clock, settings.dtypes[0], tables) if tables else {}
     prober.everyone(0.0)
-    return tuple(tables), executor or Overheads()
+    return tables, executor
 
 
 def _machine(
     settings: Settings,
-    tables: tuple[KernelSpeed, ...],
-    executor: Overheads,
-    links: tuple[Link | None, Link | None],
-    cores: Cores | None,
+    tables: list[KernelSpeed],
+    executor: dict[str, Any],
+    inside: Link | None,
+    between: Link | None,
 ) -> Machine:
     """All but what messages keep busy."""
-    inside, between = links
     known = inside or between
     assert known is not None
     assumed = "" if between else " One host: between nodes is as inside."
-    node_size = settings.node_size or HOST
-    threads = torch.get_num_threads()
-    launch = [k.launch_seconds for k in tables[:2]] or [0.0, 0.0]
-    forward, backward = (
-        max(call - own - executor.launch_seconds, 0.0)
-        for call, own in zip(executor.call_seconds, launch, strict=True)
+    memory_bytes = (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if settings.device == "cpu"
+        else torch.cuda.get_device_properties(settings.device).total_memory
     )
     return Machine(
         settings.name,
-        node_size,
-        known if inside is None else inside,
+        settings.node_size or HOST,
+        known,
         between or known,
-        tables,
-        launch_seconds=executor.launch_seconds,
-        call_seconds=(forward, backward),
-        merge_seconds=executor.merge_seconds,
-        merge_bandwidth=executor.merge_bandwidth,
-        pack_bandwidth=executor.pack_bandwidth,
-        memory_bytes=_memory_bytes(settings),
-        cores=cores and cores.cores,
-        core_sharers=cores and cores.sharers,
-        source=f"Measured by tilewise calibrate, {threads} thread(s) a rank.{assumed}",
+        tuple(tables),
+        **executor,
+        memory_bytes=memory_bytes,
+        source=f"Measured by tilewise calibrate, {torch.get_num_threads()} thread(s) a rank."
+        + assumed,
     )
 
 
-def _with_messages(
-    machine: Machine, executor: Overheads, usages: tuple[Usage, Usage], agree: float
-) -> Machine:
-    """What messages keep busy: ranks that post them, and cores where those are shared."""
-    small, bulk = usages
-    machine = replace(machine, message_seconds=executor.handling_seconds + small.own / 2)
-    if machine.cores is None:
-        return replace(machine, agree_seconds=agree)
+def _with_messages(machine: Machine, cores: Cores | None, small: Usage, bulk: Usage) -> Machine:
+    """With what messages keep busy: ranks that post them, and cores where those are shared."""
+    machine = replace(machine, message_seconds=machine.message_seconds + small.own / 2)
+    if cores is None:
+        return machine
     per_byte = max(bulk.whole - small.whole, 0.0) / (BULK - SMALL)
     copy_cores = per_byte * machine.inside.bandwidth / 2
     carry = max(small.whole - small.own, 0.0) / (2 * copy_cores) if copy_cores else 0.0
-    links = (
+    inside, between = (
         replace(link, latency=max(link.latency - carry, 0.0))
         for link in (machine.inside, machine.between)
     )
-    inside, between = links
-    return replace(
-        machine,
-        inside=inside,
-        between=between,
-        copy_cores=copy_cores,
-        carry_seconds=carry,
-        agree_seconds=agree,
-    )
-
-
-def _memory_bytes(settings: Settings) -> int:
-    if settings.device != "cpu":
-        return torch.cuda.get_device_properties(settings.device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared = {"cores": cores.cores, "core_sharers": cores.sharers, "copy_cores": copy_cores}
+    return replace(machine, **shared, carry_seconds=carry, inside=inside, between=between)
 
 
 MOST_RANKS = 64
@@ -252,20 +228,10 @@ def run_trial(prober: Prober, trial: TimedTrial) -> float:
     plan, work, _ = trial
     layout = work.layout_for(plan.world_size)
     shape = layout.size(prober.rank), work.num_heads, work.head_dim
-    dtype = getattr(torch, work.dtype)
-    q, k, v, dout = torch.randn(4, *shape, device=prober.device).to(dtype).unbind()
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    seconds = []
-    for turn in range(REPEATS + 1):
-        prober.everyone(0.0)
-        start = time.perf_counter()
-        out = attention(q, k, v, plan=plan, layout=layout, mask=work.mask, group=prober.transport)
-        out.backward(dout)
-        prober.finish()
-        slowest = max(prober.everyone(time.perf_counter() - start))
-        if turn:
-            seconds.append(slowest)
-    return statistics.median(seconds)
+    made = torch.randn(4, *shape, device=prober.device).to(getattr(torch, work.dtype))
+    q, k, v = (x.detach().requires_grad_() for x in made[:3])
+    words = {"plan": plan, "layout": layout, "mask": work.mask, "group": prober.transport}
+    return prober.slowest(lambda: attention(q, k, v, **words).backward(made[3]), REPEATS)
 
 
 def fitted(machine: Machine, measured: list[tuple[TimedTrial, float]]) -> Machine:
@@ -290,7 +256,7 @@ def _factor(machine: Machine, trial: TimedTrial, seconds: float) -> float:
 
 def _overheads_slowed(machine: Machine, times: float) -> Machine:
     names = (f"{what}_seconds" for what in ("launch", "message", "carry", "agree"))
-    slowed = {name: getattr(machine, name) * times for name in names}
+    slowed: dict[str, Any] = {name: getattr(machine, name) * times for name in names}
     forward, backward = machine.call_seconds
     return replace(machine, **slowed, call_seconds=(forward * times, backward * times))
 

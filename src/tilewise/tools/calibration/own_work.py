@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,96 +75,67 @@ CUDA = Sizes((64, 256, 1024, 4096, 16384), (64, 128), 8, 1 << 28)
 
 def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -> list[KernelSpeed]:
     """The forward and the backward pass of a dtype and head_dim."""
-    bench = _Bench(dtype, head_dim, clock, sizes.num_heads)
-    launches = bench.seconds(SMALLEST, SMALLEST)
-    rows, edges = sizes.rows, _edges(bench, sizes)
-    measured = {(m, n): bench.seconds(m, n) for m in rows for n in rows if m * n <= sizes.most}
+    heads, rows, most = sizes.num_heads, sizes.rows, sizes.most
+    seconds = partial(_tile_seconds, clock, dtype, (heads, head_dim))
+    launches = seconds((SMALLEST, SMALLEST))
+    square = (max(m for m in rows if m * m <= most),) * 2
+    squares = seconds(square), seconds(square, Kind.CAUSAL)
+    measured = {(m, n): seconds((m, n)) for m in rows for n in rows if m * n <= most}
     tables = []
     for backward, launch in enumerate(launches):
-        heads = sizes.num_heads
         flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, Wires()).flop
-        speeds = {
-            (m, n): flop * m * n / max(seconds[backward] - launch, seconds[backward] / 10)
-            for (m, n), seconds in measured.items()
-        }
-        flops = tuple(tuple(speeds[_within(m, n, rows, sizes.most)] for n in rows) for m in rows)
+
+        def speed(m: int, n: int, backward: int = backward, flop: float = flop) -> float:
+            """Of the measured tile that stands for one of any size: its longer side cut down."""
+            while m * n > most:
+                shorter = rows[rows.index(max(m, n)) - 1]
+                m, n = (shorter, n) if m >= n else (m, shorter)
+            taken = measured[m, n][backward]
+            return flop * m * n / max(taken - launches[backward], taken / 10)
+
+        flops = tuple(tuple(speed(m, n) for n in rows) for m in rows)
+        full, causal = (one[backward] for one in squares)
+        edge = max(causal / full - 0.5, 0.0) * square[0]
         grid = tuple(map(float, rows))
-        edge = edges[backward]
         tables.append(KernelSpeed(dtype, bool(backward), grid, grid, flops, head_dim, launch, edge))
     return tables
 
 
-class _Bench:
-    """Times one kernel on tiles of any size."""
+def _tile_seconds(
+    clock: SharedClock,
+    dtype: str,
+    heads: tuple[int, int],
+    rows: tuple[int, int],
+    kind: Kind = Kind.FULL,
+) -> tuple[float, float]:
+    """Of forward and backward of one tile.
 
-    def __init__(self, dtype: str, head_dim: int, clock: SharedClock, num_heads: int):
-        self.dtype, self.head_dim = getattr(torch, dtype), head_dim
-        self.clock, self.num_heads = clock, num_heads
-        use = use_of(clock.device, tw.Full(), 1 << 14)
-        self.kernel: tw.Kernel = kernel_for(clock.device.type, self.dtype, head_dim, use)
+    Args:
+        heads: their number and head_dim.
+        rows: queries and keys.
+    """
+    of, device = getattr(torch, dtype), clock.device
 
-    def seconds(
-        self, num_queries: int, num_keys: int, kind: Kind = Kind.FULL
-    ) -> tuple[float, float]:
-        """Of forward and backward of one tile."""
-        q, dout = self._random(num_queries), self._random(num_queries)
-        k, v = self._random(num_keys), self._random(num_keys)
-        call = KernelCall(((0, num_queries),), ((0, num_keys),), kind)
-        scale = self.head_dim**-0.5
-        _, lse = self.kernel.forward(q, k, v, call, scale)
-        delta = torch.zeros_like(lse, dtype=accumulator_dtype(self.dtype))
+    def random(num: int) -> Tensor:
+        return torch.randn(num, 1, *heads, dtype=of, device=device)
 
-        def forward() -> object:
-            return self.kernel.forward(q, k, v, call, scale)
-
-        def backward() -> object:
-            return self.kernel.backward(q, k, v, dout, lse, delta, call, scale)
-
-        area = num_queries * num_keys
-        times = max(1, (1 << 18) // (area + (1 << 12)))
-        return (
-            self.clock.seconds(forward, REPEATS, times),
-            self.clock.seconds(backward, REPEATS, times),
-        )
-
-    def _random(self, rows: int) -> Tensor:
-        shape = rows, 1, self.num_heads, self.head_dim
-        return torch.randn(shape, dtype=self.dtype, device=self.clock.device)
-
-
-def _edges(bench: _Bench, sizes: Sizes) -> list[float]:
-    """Keys per query that a causal square takes longer than half of a full one."""
-    size = max(rows for rows in sizes.rows if rows * rows <= sizes.most)
-    full, causal = bench.seconds(size, size), bench.seconds(size, size, Kind.CAUSAL)
-    return [max(b / a - 0.5, 0.0) * size for a, b in zip(full, causal, strict=True)]
-
-
-def _within(m: int, n: int, rows: tuple[int, ...], most: int) -> tuple[int, int]:
-    """The measured tile that stands for one of any size: its longer side cut down."""
-    while m * n > most:
-        longer = max(m, n)
-        shorter = rows[rows.index(longer) - 1]
-        m, n = (shorter, n) if m == longer else (m, shorter)
-    return m, n
+    kernel = kernel_for(device.type, of, heads[1], use_of(device, tw.Full(), 1 << 14))
+    (m, n), scale = rows, heads[1] ** -0.5
+    q, k, v, dout = random(m), random(n), random(n), random(m)
+    call = KernelCall(((0, m),), ((0, n),), kind)
+    _, lse = kernel.forward(q, k, v, call, scale)
+    delta = torch.zeros_like(lse, dtype=accumulator_dtype(of))
+    times = max(1, (1 << 18) // (m * n + (1 << 12)))
+    return (
+        clock.seconds(lambda: kernel.forward(q, k, v, call, scale), REPEATS, times),
+        clock.seconds(
+            lambda: kernel.backward(q, k, v, dout, lse, delta, call, scale), REPEATS, times
+        ),
+    )
 
 
 STEPS = 32
 ROWS, HEADS, WIDTH = 16, 4, 32
-
-
-class Overheads(NamedTuple):
-    """Seconds and bytes per second, named as in Machine; as given, of a rank that does not measure.
-
-    Attributes:
-        handling_seconds: of a message in memory.
-    """
-
-    launch_seconds: float = 0.0
-    handling_seconds: float = 0.0
-    call_seconds: tuple[float, float] = (0.0, 0.0)
-    merge_seconds: float = 0.0
-    merge_bandwidth: float = math.inf
-    pack_bandwidth: float = math.inf
 
 
 class Instant:
@@ -189,22 +160,25 @@ class Instant:
     finish = wait
 
 
-def overheads(clock: SharedClock, dtype: str, kernel: KernelSpeed) -> Overheads:
-    """All of them, measured without a second rank.
+def overheads(clock: SharedClock, dtype: str, kernels: Sequence[KernelSpeed]) -> dict[str, Any]:
+    """Fields of a Machine that can be measured without a second rank; of message_seconds the part
+    for handling a message in memory.
 
     Args:
-        kernel: the forward table of dtype, whose launch is not counted again.
+        kernels: the forward and the backward table of dtype, whose launch is not counted again.
     """
     merge_seconds, merge_bandwidth = _merging(clock)
     per_tile, per_message = _steps(clock, dtype)
-    return Overheads(
-        max(per_tile - kernel.launch_seconds - merge_seconds, 0.0),
-        per_message,
-        _calls(clock, dtype),
-        merge_seconds,
-        merge_bandwidth,
-        _packing(clock),
-    )
+    launch = max(per_tile - kernels[0].launch_seconds - merge_seconds, 0.0)
+    calls = zip(_calls(clock, dtype), kernels, strict=False)
+    return {
+        "launch_seconds": launch,
+        "message_seconds": per_message,
+        "call_seconds": tuple(max(call - k.launch_seconds - launch, 0.0) for call, k in calls),
+        "merge_seconds": merge_seconds,
+        "merge_bandwidth": merge_bandwidth,
+        "pack_bandwidth": _packing(clock),
+    }
 
 
 def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
@@ -218,38 +192,26 @@ def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
 def _forward_seconds(clock: SharedClock, plan: tw.Plan, dtype: str) -> float:
     """Of one rank's forward pass on shards of a few rows, messages arriving at once."""
     n = plan.world_size
-    q, k, v = (x[:, 0] for x in _rows(ROWS, dtype, clock.device))
-    layout, transport = tw.contiguous(n * ROWS, n), Instant(n, 1)
-
-    def once() -> object:
-        words = {"plan": plan, "layout": layout, "mask": tw.Full(), "group": transport}
-        return tw.attention(q, k, v, **words, validate="never")
-
-    return clock.seconds(once, 7, 3)
+    q, k, v = _rows(ROWS, dtype, clock.device)
+    words = {"plan": plan, "layout": tw.contiguous(n * ROWS, n), "mask": tw.Full()}
+    words |= {"group": Instant(n, 1), "validate": "never"}
+    return clock.seconds(lambda: tw.attention(q, k, v, **words), 7, 3)
 
 
-def _rows(num: int, dtype: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    shape = 3, num, 1, HEADS, WIDTH
-    q, k, v = torch.randn(shape, dtype=getattr(torch, dtype), device=device)
-    return q, k, v
+def _rows(num: int, dtype: str, device: torch.device) -> Tensor:
+    return torch.randn(3, num, HEADS, WIDTH, dtype=getattr(torch, dtype), device=device)
 
 
 def _calls(clock: SharedClock, dtype: str) -> tuple[float, float]:
     """Of a forward and a backward pass of one tile of a few rows, with its kernel's launch."""
-    q, k, v = (x[:, 0].clone().requires_grad_() for x in _rows(4, dtype, clock.device))
-    plan, layout, alone = tw.ring(1), tw.contiguous(4, 1), LocalTransport()
-    dout = torch.randn_like(q)
-    forward, backward = [], []
-    now = time.thread_time if clock.by_cpu else time.perf_counter
-    for _ in range(60):
-        start = now()
-        out = tw.attention(q, k, v, plan=plan, layout=layout, mask=tw.Full(), group=alone)
-        middle = now()
-        out.backward(dout)
-        forward.append(middle - start)
-        backward.append(now() - middle)
-    first, second = (sorted(x)[len(x) // 2] for x in (forward, backward))
-    return first, second
+    q, k, v = (x.clone().requires_grad_() for x in _rows(4, dtype, clock.device))
+    words = {"plan": tw.ring(1), "layout": tw.contiguous(4, 1), "mask": tw.Full()}
+
+    def forward() -> Tensor:
+        return tw.attention(q, k, v, **words, group=LocalTransport())
+
+    alone = clock.seconds(forward, 60)
+    return alone, max(clock.seconds(lambda: forward().backward(q.detach()), 60) - alone, 0.0)
 
 
 def _merging(clock: SharedClock) -> tuple[float, float]:
