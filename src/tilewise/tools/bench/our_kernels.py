@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,8 +73,8 @@ class DenseKernel:
     """Attention over the whole table with a dense mask, by torch alone: "naive" or "sdpa"."""
 
     name: str
-    library: ClassVar = "torch"
-    version: ClassVar = str(torch.__version__)
+    library: str = field(default="torch", init=False)
+    version: str = field(default=str(torch.__version__), init=False)
 
     def check(self, case: BenchCase) -> None:
         return

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -210,7 +210,7 @@ class Strategy:
     kernel: str | None = None
     wire: str | None = None
     prune: bool = True
-    library: ClassVar = "tilewise"
+    library: str = field(default="tilewise", init=False)
 
     @property
     def name(self) -> str:
@@ -262,15 +262,14 @@ class Strategy:
         """As the simulator says, and tw.volume."""
         (plan, _, backward), work = self.asked(case)
         replayed = tw.simulate(plan, work, machine, backward)
-        timelines = replayed.forward, replayed.backward
-        return Prediction(
-            replayed.peak_bytes,
-            *case.timed(
-                *((one.seconds, max(use.exposed_seconds for use in one.ranks)) for one in timelines)
-            ),
-            max(case.timed(*tw.volume(plan, work, backward))),
-            plan.name,
+        seconds, exposed = case.timed(
+            *(
+                (one.seconds, max(use.exposed_seconds for use in one.ranks))
+                for one in (replayed.forward, replayed.backward)
+            )
         )
+        sent = max(case.timed(*tw.volume(plan, work, backward)))
+        return Prediction(replayed.peak_bytes, seconds, exposed, sent, plan.name)
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> _Prepared:
         mask = case.make_mask()

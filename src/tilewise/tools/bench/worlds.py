@@ -117,7 +117,7 @@ class World:
         )
 
 
-def _serve(rank: int, site: Site | None, speeds: Nics | None) -> Generator[Any, Job, None]:
+def _serve(rank: int, site: Site | None, speeds: Nics | None) -> Generator[Any, Any, None]:
     """A rank's life: it is sent jobs and answers with each step, then with its figures."""
     world = dist.group.WORLD
     assert world is not None, "ranks have a default group"

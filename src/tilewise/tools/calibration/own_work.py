@@ -78,8 +78,8 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
     heads, rows, most = sizes.num_heads, sizes.rows, sizes.most
     seconds = partial(_tile_seconds, clock, dtype, (heads, head_dim))
     launches = seconds((SMALLEST, SMALLEST))
-    square = (max(m for m in rows if m * m <= most),) * 2
-    squares = seconds(square), seconds(square, Kind.CAUSAL)
+    side = max(m for m in rows if m * m <= most)
+    squares = seconds((side, side)), seconds((side, side), Kind.CAUSAL)
     measured = {(m, n): seconds((m, n)) for m in rows for n in rows if m * n <= most}
     tables = []
     for backward, launch in enumerate(launches):
@@ -95,7 +95,7 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
 
         flops = tuple(tuple(speed(m, n) for n in rows) for m in rows)
         full, causal = (one[backward] for one in squares)
-        edge = max(causal / full - 0.5, 0.0) * square[0]
+        edge = max(causal / full - 0.5, 0.0) * side
         grid = tuple(map(float, rows))
         tables.append(KernelSpeed(dtype, bool(backward), grid, grid, flops, head_dim, launch, edge))
     return tables
