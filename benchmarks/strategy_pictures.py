@@ -15,8 +15,9 @@ from pathlib import Path
 
 import tilewise as tw
 from tilewise.tools.mask_report.view import colours
-from tilewise.tools.report.chart import LANES, LINK_NAMES, OWN, SERIES, in_words, quantity
-from tilewise.tools.report.plan_charts import timeline
+from tilewise.tools.report.drawing import colour
+from tilewise.tools.report.timeline import LANES, LINK_NAMES, OWN, timeline
+from tilewise.tools.report.words import in_words, quantity
 
 DOCUMENTS = tw.Causal() & tw.Document([0, 96, 128, 288, 320, 512])
 TOKENS = 512
@@ -170,7 +171,7 @@ def times(plan: tw.Plan) -> str:
     for bar in chart.bars:
         y = 44 + bar.row * high + (0 if bar.lane in OWN else 19 + 7 * links.index(bar.lane))
         thick = 17 if bar.lane in OWN else 6
-        size, fill = (max(bar.seconds * scale, 0.6), thick), SERIES[LANES[bar.lane]].light
+        size, fill = (max(bar.seconds * scale, 0.6), thick), colour(LANES[bar.lane])
         edge = 'stroke="#fbfcfe" stroke-width="0.4"'
         parts.append(box(left + bar.start * scale, y, size, fill, edge))
     turn = left + chart.turn * scale
@@ -184,7 +185,7 @@ def times(plan: tw.Plan) -> str:
     x = left
     for lane in chart.lanes:
         name = LINK_NAMES.get(lane, lane)
-        parts.append(box(x, 8, (10, 10), SERIES[LANES[lane]].light))
+        parts.append(box(x, 8, (10, 10), colour(LANES[lane])))
         parts.append(text(x + 15, 17, name, anchor="start"))
         x += 40 + 7 * len(name)
     return svg(

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import tilewise as tw
 from tilewise.tools.cli import app
-from tilewise.tools.report.chart import Chart
 from tilewise.tools.study import simulated
 from tilewise.tools.study.memory import formula, memory, planned
 from tilewise.tools.study.table import StudyTable, read_tables
@@ -44,8 +43,7 @@ def test_scaling_shares_the_tokens_or_adds_them(monkeypatch: pytest.MonkeyPatch)
         row["strategy"] for row in records(strong)
     }
     (figure,) = strong.section().figures
-    assert isinstance(figure.drawing, Chart)
-    assert [line.x for line in figure.drawing.series if line.name == "ring"] == [(8, 16)]
+    assert [line["x"] for line in figure.drawing.data if line["name"] == "ring"] == [[8, 16]]
 
 
 def test_tile_shapes_have_the_bytes_of_the_formula():

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 from tilewise.tools.doctor import MissingExtraError
-from tilewise.tools.report.chart import quantity
+from tilewise.tools.report.words import quantity
 
 T = TypeVar("T")
 FAILED, BAD_INPUT = 1, 2

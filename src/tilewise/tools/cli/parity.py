@@ -17,9 +17,8 @@ from tilewise.tools.cli.output import (
 )
 from tilewise.tools.doctor import require
 from tilewise.tools.outside import is_outside, load
-from tilewise.tools.report.chart import Section
-from tilewise.tools.report.chart import Table as PageTable
-from tilewise.tools.report.page import Fact, Page, written
+from tilewise.tools.report.page import Fact, Page, Section, written
+from tilewise.tools.report.page import Table as PageTable
 from tilewise.verification.causes import CAUSES
 from tilewise.verification.parity import ParityReport
 from tilewise.verification.parity import parity as compare

@@ -2,14 +2,14 @@
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tilewise.tools.bench.results import read_results
 from tilewise.tools.report import bench_charts
 from tilewise.tools.report.bench_cases import (
-    Facet,
     ReportCase,
     Row,
     cases,
@@ -18,9 +18,8 @@ from tilewise.tools.report.bench_cases import (
     facets,
     is_whole,
 )
-from tilewise.tools.report.chart import Figure, Section
 from tilewise.tools.report.longca import read_csv
-from tilewise.tools.report.page import Fact, Page
+from tilewise.tools.report.page import Fact, Figure, Page, Section, Table
 
 FACETS = 2
 ABOUT = ("cpu", "gpu", "cores", "threads", "torch_version", "python_version", "os", "commit")
@@ -70,112 +69,74 @@ def page_of(found: Rows) -> Page:
     """All figures and tables of a benchmark."""
     rows, every = found.rows, cases(found.rows)
     colours = {name: place for place, name in enumerate(contenders(rows))}
-    kinds = list(dict.fromkeys(str(row.get("kind")) for row in rows))
-    by_kind = {kind: [c for c in every if dict(c.fields)["kind"] == kind] for kind in kinds}
-    sections = (
-        _winners(by_kind, colours),
-        _section(
-            "support",
-            "Supported, slow, failed",
-            [bench_charts.heat_map(kind, mine, colours) for kind, mine in by_kind.items()],
-        ),
-        _section(
-            "scaling",
-            "Scaling",
-            [
-                bench_charts.along(field, shown, number, colours)
-                for field in ("num_tokens", "world_size")
-                for kind in kinds
-                for number, shown in enumerate(_facets(by_kind[kind], field))
-            ],
-        ),
-        _section(
-            "speed",
-            "Speed per mask",
-            [bench_charts.speeds(kind, mine, colours) for kind, mine in by_kind.items()],
-        ),
-        _section("traffic-section", "Traffic", [bench_charts.bytes_against_time(rows, colours)]),
-        _section("memory-section", "Memory", [bench_charts.memory(rows, colours)]),
-        _section("prediction", "Prediction", [bench_charts.predictions(rows, colours)]),
-        _wrong(rows),
-        _conditions(rows),
-    )
+    by_kind: dict[str, list[ReportCase]] = {}
+    for case in every:
+        by_kind.setdefault(case.fields["kind"], []).append(case)
+    kinds = by_kind.items()
+    won = [(kind, mine) for kind, mine in kinds if any(case.done for case in mine)]
+    figures: dict[tuple[str, str], list[Figure | None]] = {
+        ("winners", "Winners"): [bench_charts.winners(*one, colours) for one in won],
+        ("support", "Supported, slow, failed"): [
+            bench_charts.support(*one, colours) for one in kinds
+        ],
+        ("scaling", "Scaling"): [
+            bench_charts.along(field, shown, number, colours)
+            for field in ("num_tokens", "world_size")
+            for mine in by_kind.values()
+            for number, shown in enumerate(
+                facets([row for case in mine for row in case.rows], field, FACETS)
+            )
+        ],
+        ("speed", "Speed per mask"): [bench_charts.speeds(*one, colours) for one in kinds],
+        ("traffic-section", "Traffic"): [bench_charts.bytes_against_time(rows, colours)],
+        ("memory-section", "Memory"): [bench_charts.memory(rows, colours)],
+        ("prediction", "Prediction"): [bench_charts.predictions(rows, colours)],
+    }
+    sections = [
+        Section(name, title, figures=tuple(filter(None, drawn)), narrow=name == "scaling")
+        for (name, title), drawn in figures.items()
+        if any(drawn)
+    ]
+    if wrong := [row for row in rows if row.get("is_exact") is False]:
+        names = ("contender", "library", "mask", "pass", "num_tokens", "world_size", *FINDINGS)
+        intro = "Compared with fp64 attention on sampled queries: largest error over the tolerance."
+        table = bench_charts.row_table(wrong, names)
+        sections.append(Section("wrong", "Wrong results", intro, table=table))
+    sections.append(Section("conditions", "Measured on", table=_conditions(rows)))
+    lost = f"{found.num_lost} lines were" if found.num_lost > 1 else "1 line was"
     return Page(
         "Benchmark",
-        " and ".join(kinds).capitalize() + ", side by side",
+        " and ".join(by_kind).capitalize() + ", side by side",
         f"{len(rows):,} rows of {len(every):,} cases, from {', '.join(found.sources)}.",
-        _facts(rows, every),
-        tuple(section for section in sections if section),
-        _lost(found.num_lost),
+        tuple(_facts(rows, len(every), len(wrong))),
+        tuple(sections),
+        f"{lost} not whole and left out: the file was cut off or damaged there."
+        if found.num_lost
+        else "",
     )
 
 
-def _facets(every: Iterable[ReportCase], field: str) -> list[Facet]:
-    return facets((row for case in every for row in case.rows), field, FACETS)
-
-
-def _lost(number: int) -> str:
-    if not number:
-        return ""
-    said = "1 line was" if number == 1 else f"{number} lines were"
-    return f"{said} not whole and left out: the file was cut off or damaged there."
-
-
-def _facts(rows: Sequence[Row], every: Sequence[ReportCase]) -> tuple[Fact, ...]:
+def _facts(rows: list[Row], num_cases: int, num_wrong: int) -> Iterator[Fact]:
+    yield Fact("Cases", f"{num_cases:,}", f"of {len({row['mask'] for row in rows})} masks")
+    yield Fact("Contenders", f"{len(contenders(rows))}")
     done = sum(cost(row) is not None for row in rows)
-    wrong = sum(row.get("is_exact") is False for row in rows)
-    ended = {
-        name: sum(row.get("outcome") == outcome for row in rows)
-        for name, outcome in (
-            ("Unsupported", "unsupported"),
-            ("Out of memory", "out_of_memory"),
-            ("Timed out", "timed_out"),
-            ("Failed", "failed"),
-        )
-    }
-    facts = [
-        Fact("Cases", f"{len(every):,}", f"of {len({row.get('mask') for row in rows})} masks"),
-        Fact("Contenders", f"{len(contenders(rows))}"),
-        Fact("Measured", f"{done:,}", f"of {len(rows):,} rows"),
-        *(Fact(name, f"{number:,}", "rows") for name, number in ended.items() if number),
-    ]
-    if wrong:
-        facts.append(Fact("Wrong results", f"{wrong:,}", "rows beyond their tolerance"))
-    return tuple(facts)
+    yield Fact("Measured", f"{done:,}", f"of {len(rows):,} rows")
+    ends = Counter(row["outcome"] for row in rows)
+    for outcome in ("unsupported", "out_of_memory", "timed_out", "failed"):
+        if ends[outcome]:
+            yield Fact(outcome.replace("_", " ").capitalize(), f"{ends[outcome]:,}", "rows")
+    if num_wrong:
+        yield Fact("Wrong results", f"{num_wrong:,}", "rows beyond their tolerance")
 
 
-def _section(name: str, title: str, figures: Iterable[Figure | None]) -> Section | None:
-    drawn = tuple(figure for figure in figures if figure)
-    return Section(name, title, figures=drawn, narrow=name == "scaling") if drawn else None
-
-
-def _winners(by_kind: dict[str, list[ReportCase]], colours: dict[str, int]) -> Section | None:
-    won = [(kind, mine) for kind, mine in by_kind.items() if any(case.done for case in mine)]
-    return _section(
-        "winners", "Winners", [bench_charts.winners(kind, mine, colours) for kind, mine in won]
-    )
-
-
-def _wrong(rows: Sequence[Row]) -> Section | None:
-    wrong = [row for row in rows if row.get("is_exact") is False]
-    if not wrong:
-        return None
-    names = ("contender", "library", "mask", "pass", "num_tokens", "world_size", *FINDINGS)
-    intro = "Compared with fp64 attention on sampled queries: largest error over the tolerance."
-    return Section("wrong", "Wrong results", intro, table=bench_charts.row_table(wrong, names))
-
-
-def _conditions(rows: Sequence[Row]) -> Section:
+def _conditions(rows: list[Row]) -> Table:
     seen = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in ABOUT}
-    lines = [{"field": name, "value": ", ".join(v)} for name, v in seen.items() if v]
-    sources = sorted(
+    seen["libraries"] = sorted(
         {
-            f"{r['library']} {r.get('library_version') or ''}".strip()
-            for r in rows
-            if r.get("library")
+            f"{row['library']} {row.get('library_version') or ''}".strip()
+            for row in rows
+            if row.get("library")
         }
     )
-    lines.append({"field": "libraries", "value": ", ".join(sources)})
-    return Section(
-        "conditions", "Measured on", table=bench_charts.row_table(lines, ("field", "value"))
-    )
+    lines = tuple((name, ", ".join(values)) for name, values in seen.items() if values)
+    return Table(("field", "value"), lines)

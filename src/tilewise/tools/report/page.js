@@ -25,10 +25,42 @@
     return { columns, rows: Math.ceil(names.length / columns) };
   };
 
+  // What all figures share; a figure's own words go before it.
+  const template = () => {
+    const style = getComputedStyle(document.body);
+    const [ink, card, line, frame, soft] = ["ink", "card", "line", "frame", "soft"].map((name) =>
+      style.getPropertyValue(`--${name}`).trim());
+    const title = { standoff: 8, font: { size: 13 } };
+    const lines = { gridcolor: line, showline: true, linecolor: frame, zerolinecolor: line };
+    const axis = { title, ...lines, automargin: true };
+    return {
+      layout: {
+        paper_bgcolor: card,
+        plot_bgcolor: "rgba(0,0,0,0)",
+        font: { family: style.fontFamily, size: narrow.matches ? 11 : 13, color: ink },
+        margin: { l: 12, r: 16, t: 16, b: 12 },
+        legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", xanchor: "left" },
+        hoverlabel: { bgcolor: soft, bordercolor: frame, font: { color: ink } },
+        hovermode: "closest",
+        dragmode: false,
+        modebar: { bgcolor: "rgba(0,0,0,0)", color: frame, activecolor: ink },
+        shapedefaults: { line: { color: frame, width: 1.5, dash: "dot" } },
+        annotationdefaults: { font: { size: 12, color: ink }, showarrow: false },
+        xaxis: axis,
+        yaxis: axis,
+      },
+      data: {
+        bar: [{ marker: { line: { color: card, width: 0.5 } } }],
+        scatter: [{ line: { width: 2.2 } }],
+        heatmap: [{ textfont: { size: 12 } }],
+      },
+    };
+  };
+
   const fitted = (figure) => {
     const made = coloured(figure);
+    made.layout.template = template();
     if (narrow.matches) {
-      made.layout.font.size = 11;
       made.layout.dragmode = false; // a finger scrolls the page
       const ticks = made.layout.xaxis.ticktext;
       if (ticks && ticks.length > 6) {
@@ -38,7 +70,7 @@
       if (made.data.length > 4 && made.data[0].type !== "heatmap") {
         const entrywidth = 1 / columns;
         const more = { entrywidthmode: "fraction", entrywidth, maxheight: 19 * rows + 20 };
-        Object.assign(made.layout.legend, { ...more, font: { size: 10 } });
+        made.layout.legend = Object.assign(made.layout.legend || {}, { ...more, font: { size: 10 } });
       }
     }
     return made;

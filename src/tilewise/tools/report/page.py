@@ -7,14 +7,12 @@ import json
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
+from string import Template
 from typing import NamedTuple
 
 from tilewise.tools.doctor import require
-from tilewise.tools.report.chart import DARK, NOTHING, Figure, Section, Table
-from tilewise.tools.report.plotly_figures import as_plotly, height, width
-
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-POLICY += "img-src data: blob:; base-uri 'none'; form-action 'none'"
+from tilewise.tools.report.drawing import SERIES, Drawing
+from tilewise.tools.report.words import NOTHING
 
 
 class Fact(NamedTuple):
@@ -23,6 +21,40 @@ class Fact(NamedTuple):
     name: str
     value: str
     note: str = ""
+
+
+class Table(NamedTuple):
+    """Texts in columns."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Figure(NamedTuple):
+    """A drawing with its words.
+
+    Attributes:
+        jumps: parts of the horizontal axis to zoom in on, by name.
+    """
+
+    name: str  # of its place on the page, and of the PNG that the page saves
+    title: str
+    caption: str  # what to see in it; read out where it cannot be seen
+    drawing: Drawing
+    rows: Table | None = None  # what it was drawn from
+    jumps: tuple[tuple[str, float, float], ...] = ()
+
+
+class Section(NamedTuple):
+    """A part of the page."""
+
+    name: str
+    title: str
+    intro: str = ""  # sentences before the figures
+    figures: tuple[Figure, ...] = ()  # side by side where there is room and narrow is set
+    table: Table | None = None  # shown as it is
+    narrow: bool = False
+    picture: str = ""  # SVG, shown as it is
 
 
 class Page(NamedTuple):
@@ -41,42 +73,20 @@ def written(page: Page) -> str:
     require("plotly", "a report's page")
     from plotly.offline import get_plotlyjs
 
-    links = "".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in page.sections)
-    facts = "".join(_fact(fact) for fact in page.facts)
-    sections = "\n".join(_section(section) for section in page.sections)
-    notice = f'<p class="notice" role="note">{escape(page.notice)}</p>' if page.notice else ""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="color-scheme" content="light dark">
-<title>{escape(page.title)} · tilewise</title>
-<style>{_resource("page.css")}</style>
-</head>
-<body>
-<header>
-<p class="kind">{escape(page.kind)}</p>
-<h1>{escape(page.title)}</h1>
-<p class="lead">{escape(page.lead)}</p>
-{notice}
-<dl class="facts">{facts}</dl>
-</header>
-<nav aria-label="Parts of the page"><div>{links}</div></nav>
-<main>
-<noscript><p class="notice">The charts are drawn by the script in this file; the tables show
-the same numbers.</p></noscript>
-{sections}
-</main>
-<footer>Made by tilewise {version("tilewise")} as one file that loads nothing from the
-network.</footer>
-<script type="application/json" id="dark-colours">{_json(dict(DARK))}</script>
-<script>{get_plotlyjs()}</script>
-<script>{_resource("page.js")}</script>
-</body>
-</html>
-"""
+    return Template(_resource("page.html")).substitute(
+        kind=escape(page.kind),
+        title=escape(page.title),
+        lead=escape(page.lead),
+        notice=page.notice and f'<p class="notice" role="note">{escape(page.notice)}</p>',
+        facts="".join(map(_fact, page.facts)),
+        links="".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in page.sections),
+        sections="\n".join(map(_section, page.sections)),
+        version=version("tilewise"),
+        dark=_json(dict(SERIES)),
+        css=_resource("page.css"),
+        script=_resource("page.js"),
+        plotly=get_plotlyjs(),
+    )
 
 
 def _resource(name: str) -> str:
@@ -105,48 +115,43 @@ def _section(section: Section) -> str:
     if section.picture:
         parts.append(f'<div class="card">{section.picture}</div>')
     if section.figures:
-        inside = "".join(_figure(figure) for figure in section.figures)
+        inside = "".join(map(_figure, section.figures))
         parts.append(f'<div class="figures{" narrow" * section.narrow}">{inside}</div>')
     return "".join([*parts, "</section>"])
 
 
 def _figure(figure: Figure) -> str:
-    drawing = as_plotly(figure.drawing)
-    pixels = height(figure.drawing)
-    said = escape(f"{figure.title}. {figure.caption}", quote=True)
-    kind = "plot" if pixels else "plot square"
-    least = width(figure.drawing)
-    tall = f' data-height={pixels} style="height:{pixels}px;min-width:{least}px"' if pixels else ""
+    from plotly.graph_objects import Figure as PlotlyFigure
+
+    data, layout, height, width = figure.drawing
+    # plotly packs arrays and refuses words it does not know; page.js has the template
+    drawn = PlotlyFigure({"data": data, "layout": layout | {"template": "none"}}).to_plotly_json()
+    size = f' data-height={height} style="height:{height}px;min-width:{width}px"' if height else ""
     jumps = "".join(
         f'<button type="button" data-figure="{figure.name}" data-from="{start!r}" '
         f'data-to="{stop!r}">{escape(name)}</button>'
         for name, start, stop in figure.jumps
     )
-    rows = ""
-    if figure.rows:
-        table = _table(figure.rows)
-        rows = f'<details><summary>Numbers</summary><div class="scroll">{table}</div></details>'
+    jumps = jumps and f'<div class="jumps">{jumps}</div>'
+    rows = figure.rows and f'<div class="scroll">{_table(figure.rows)}</div>'
     return (
         f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
-        + (f'<div class="jumps">{jumps}</div>' if jumps else "")
-        + f'<div class="wide"><script type="application/json">{_json(drawing)}</script>'
-        f'<div class="{kind}" id="{figure.name}" role="img" aria-label="{said}"'
-        f"{' data-zoom=yes' * bool(jumps)}"
-        f"{tall}></div></div>"
-        f"{rows}</figure>"
+        f'{jumps}<div class="wide"><script type="application/json">{_json(drawn)}</script>'
+        f'<div class="plot{"" if height else " square"}" id="{figure.name}" role="img" '
+        f'aria-label="{escape(f"{figure.title}. {figure.caption}")}"'
+        f"{' data-zoom=yes' * bool(jumps)}{size}></div></div>"
+        + (f"<details><summary>Numbers</summary>{rows}</details>" if rows else "")
+        + "</figure>"
     )
 
 
 def _table(table: Table) -> str:
-    right = [
-        bool(table.rows) and all(_is_number(row[column]) for row in table.rows)
-        for column in range(len(table.header))
-    ]
+    right = [all(map(_is_number, column)) for column in zip(*table.rows, strict=True)]
 
     def line(cells: tuple[str, ...], tag: str) -> str:
         return "".join(
             f"<{tag}{' class=number' * number}>{escape(cell)}</{tag}>"
-            for cell, number in zip(cells, right, strict=True)
+            for cell, number in zip(cells, right or [False] * len(cells), strict=True)
         )
 
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in table.rows)

@@ -10,18 +10,10 @@ from tilewise.planning.candidate import Candidate
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import simulate
 from tilewise.tools.report import plan_charts
-from tilewise.tools.report.chart import (
-    Figure,
-    Section,
-    Table,
-    count,
-    in_words,
-    quantity,
-    short,
-    times,
-)
-from tilewise.tools.report.page import Fact, Page
+from tilewise.tools.report.page import Fact, Page, Section, Table
 from tilewise.tools.report.studies import Studies, StudyEntry
+from tilewise.tools.report.timeline import timeline_figure
+from tilewise.tools.report.words import count, in_words, quantity, short, times
 from tilewise.workload import Workload
 
 LONGEST_MASK = 200  # letters
@@ -50,10 +42,15 @@ class ReportedPlan:
     least_bytes: float = 0.0
     peak_bytes: int = 0  # of a device, where it has been counted
 
+    @property
+    def plans(self) -> tuple[Plan, Plan]:
+        """Forward's and backward's."""
+        return self.plan, self.backward_plan or self.plan
+
     @cached_property
     def entry(self) -> StudyEntry:
-        plans = self.plan, self.work, self.machine, self.backward_plan
-        return StudyEntry(plan_charts.THIS, self.plan, simulate(*plans))
+        found = simulate(self.plan, self.work, self.machine, self.backward_plan)
+        return StudyEntry(plan_charts.THIS, self.plan, found)
 
 
 def subject_of(candidate: Candidate) -> ReportedPlan:
@@ -93,103 +90,72 @@ def page_of(
     Args:
         full, tell: as for Studies.
     """
-    studies = Studies(subject.work, subject.machine, full=full, tell=tell)
-    others = studies.compared(subject.plan.world_size)
-    found = studies.rescaled(subject.entry, subject.backward_plan)
-    entries = [subject.entry, *others]
+    work, plan, entry = subject.work, subject.plan, subject.entry
+    studies = Studies(work, subject.machine, full=full, tell=tell)
+    others = studies.compared(plan.world_size)
+    found, every = studies.rescaled(entry, subject.backward_plan), [entry, *others]
+    reason = subject.reason or "What else one would try by hand, simulated on the same machine."
     sections = (
-        _choice(subject, entries),
+        Section("why", "Why this plan", reason, (plan_charts.seconds(every),), subject.ranked),
         _assignments(subject),
-        Section("when", "Timeline", figures=(plan_charts.timeline_figure(subject.entry),)),
-        Section("traffic", "Traffic", figures=(plan_charts.bytes_by_link(entries),)),
+        Section("when", "Timeline", figures=(timeline_figure(entry.simulation),)),
+        Section("traffic", "Traffic", figures=(plan_charts.bytes_by_link(every),)),
         Section(
             "elsewhere",
             "Other clusters",
             "The same layer simulated on more or fewer devices, and on faster or slower links.",
-            (plan_charts.scaling(studies, subject.entry), plan_charts.sensitivity(found)),
+            (plan_charts.scaling(studies, entry), plan_charts.sensitivity(found)),
             narrow=True,
         ),
-        _inputs(subject),
+        Section("inputs", "Machine and workload", table=_inputs(subject)),
+    )
+    lead = (
+        f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}, "
+        f"{work.dtype}, {type(work.mask).__name__.lower()} mask, {_layout(work)} layout, on "
+        f"{subject.machine.name}. Every time on this page is simulated, of one layer's forward and "
+        "backward pass."
     )
     return Page(
-        f"Attention over {count(subject.work.num_tokens)} tokens on "
-        f"{subject.plan.world_size} devices",
-        _title(subject),
-        _lead(subject),
-        _facts(subject, others),
+        f"Attention over {count(work.num_tokens)} tokens on {plan.world_size} devices",
+        ", then ".join(dict.fromkeys(in_words(one.name) for one in subject.plans)),
+        lead,
+        tuple(_facts(subject, others)),
         sections,
     )
 
 
-def _title(subject: ReportedPlan) -> str:
-    forward, back = in_words(subject.plan.name), in_words(_back(subject).name)
-    return forward if forward == back else f"{forward}, then {back}"
-
-
-def _back(subject: ReportedPlan) -> Plan:
-    return subject.backward_plan or subject.plan
-
-
-def _lead(subject: ReportedPlan) -> str:
-    work, machine = subject.work, subject.machine
-    return (
-        f"{work.num_heads} query and {work.num_kv_heads} KV heads of {work.shown_widths}, "
-        f"{work.dtype}, {_mask(subject)} mask, {_layout(subject)} layout, on {machine.name}. "
-        "Every time on this page is simulated, of one layer's forward and backward pass."
-    )
-
-
-def _facts(subject: ReportedPlan, others: list[StudyEntry]) -> tuple[Fact, ...]:
+def _facts(subject: ReportedPlan, others: list[StudyEntry]) -> Iterator[Fact]:
     mine = subject.entry.simulation
-    ring = next((entry for entry in others if entry.family == "ring"), None)
-    sent = mine.bytes_by_link
-    outer = {link: sent[link] for link in sent if link != "inside"}
+    sent = sum(mine.bytes_by_link.values())
+    outside = sent - mine.bytes_by_link.get("inside", 0)
+    passes = quantity(mine.forward_seconds, "s"), quantity(mine.backward_seconds, "s")
+    yield Fact(
+        "Time per layer", quantity(mine.seconds, "s"), "{} forward, {} backward".format(*passes)
+    )
+    for entry in others:
+        if entry.family == "ring":
+            seconds = entry.simulation.seconds
+            ratio = seconds / mine.seconds
+            name, ratio = ("Faster than a ring", ratio) if ratio >= 1 else ("Slower", 1 / ratio)
+            yield Fact(name, times(ratio), f"a ring takes {quantity(seconds, 's')}")
+    hidden = "messages not hidden behind compute"
+    yield Fact("Waiting", quantity(mine.exposed_seconds, "s"), hidden)
     share = mine.compute_seconds / mine.seconds if mine.seconds else 1.0
-    facts = [
-        Fact(
-            "Time per layer",
-            quantity(mine.seconds, "s"),
-            f"{quantity(mine.forward_seconds, 's')} forward, "
-            f"{quantity(mine.backward_seconds, 's')} backward",
-        ),
-        Fact("Waiting", quantity(mine.exposed_seconds, "s"), "messages not hidden behind compute"),
-        Fact("Compute", f"{100 * share:.0f} %", "of the time, on the busiest rank"),
-        Fact(
-            "Sent by a rank",
-            quantity(sum(sent.values()), "B"),
-            f"{quantity(sum(outer.values()), 'B')} leave the node",
-        ),
-        Fact(
-            "Peak memory",
-            quantity(subject.peak_bytes or mine.peak_bytes, "B"),
-            "of a device, buffers included",
-        ),
-    ]
-    if subject.least_seconds:
-        over = times(mine.seconds / subject.least_seconds)
-        least = quantity(subject.least_seconds, "s")
-        facts.append(Fact("Over the compute bound", over, f"no plan is below {least}"))
-    if subject.least_bytes:
-        over = times(sum(sent.values()) / subject.least_bytes)
-        least = quantity(subject.least_bytes, "B")
-        facts.append(Fact("Over the byte bound", over, f"no even plan sends below {least}"))
-    if ring is not None:
-        ratio = ring.simulation.seconds / mine.seconds
-        name, ratio = ("Faster than a ring", ratio) if ratio >= 1 else ("Slower", 1 / ratio)
-        note = f"a ring takes {quantity(ring.simulation.seconds, 's')}"
-        facts.insert(1, Fact(name, times(ratio), note))
-    return tuple(facts)
-
-
-def _choice(subject: ReportedPlan, entries: list[StudyEntry]) -> Section:
-    intro = subject.reason or "What else one would try by hand, simulated on the same machine."
-    return Section("why", "Why this plan", intro, (plan_charts.seconds(entries),), subject.ranked)
+    yield Fact("Compute", f"{100 * share:.0f} %", "of the time, on the busiest rank")
+    yield Fact("Sent by a rank", quantity(sent, "B"), f"{quantity(outside, 'B')} leave the node")
+    peak = quantity(subject.peak_bytes or mine.peak_bytes, "B")
+    yield Fact("Peak memory", peak, "of a device, buffers included")
+    if least := subject.least_seconds:
+        note = f"no plan is below {quantity(least, 's')}"
+        yield Fact("Over the compute bound", times(mine.seconds / least), note)
+    if least := subject.least_bytes:
+        note = f"no even plan sends below {quantity(least, 'B')}"
+        yield Fact("Over the byte bound", times(sent / least), note)
 
 
 def _assignments(subject: ReportedPlan) -> Section:
-    work, plan = subject.work, subject.plan
-    figures: tuple[Figure, ...] = plan_charts.assignments(work.resolve(plan)[0])
-    groups = plan.num_head_groups
+    figures = plan_charts.assignments(subject.work.resolve(subject.plan)[0])
+    groups = subject.plan.num_head_groups
     intro = (
         "Rows are shards of queries, columns shards of keys and values: every cell is computed by "
         "one rank. A rank's own shards need not travel; all others of its rows and columns must."
@@ -200,8 +166,12 @@ def _assignments(subject: ReportedPlan) -> Section:
     return Section("assignment", "Assignment", intro, figures, narrow=len(figures) > 1)
 
 
-def _inputs(subject: ReportedPlan) -> Section:
-    work, n = subject.work, subject.plan.world_size
+def _layout(work: Workload) -> str:
+    return work.layout if isinstance(work.layout, str) else work.layout.name
+
+
+def _inputs(subject: ReportedPlan) -> Table:
+    work, (plan, backward_plan) = subject.work, subject.plans
     kv_bytes = work.num_tokens * work.num_kv_heads * sum(work.widths) * ITEM_BYTES(work.dtype)
     rows = (
         ("tokens", f"{work.num_tokens:,}"),
@@ -209,23 +179,14 @@ def _inputs(subject: ReportedPlan) -> Section:
         ("dtype", work.dtype),
         ("on the wire", str(work.wires)),
         ("mask", repr(work.mask)[:LONGEST_MASK]),
-        ("layout", _layout(subject)),
-        ("operands for backward", work.save or subject.plan.default_save),
-        ("a device's K and V", quantity(kv_bytes / n, "B")),
-        ("plan forward", subject.plan.name),
-        ("plan backward", _back(subject).name),
+        ("layout", _layout(work)),
+        ("operands for backward", work.save or plan.default_save),
+        ("a device's K and V", quantity(kv_bytes / plan.world_size, "B")),
+        ("plan forward", plan.name),
+        ("plan backward", backward_plan.name),
         *_machine(subject.machine),
     )
-    return Section("inputs", "Machine and workload", table=Table(("field", "value"), rows))
-
-
-def _mask(subject: ReportedPlan) -> str:
-    return type(subject.work.mask).__name__.lower()
-
-
-def _layout(subject: ReportedPlan) -> str:
-    layout = subject.work.layout
-    return layout if isinstance(layout, str) else layout.name
+    return Table(("field", "value"), rows)
 
 
 def _machine(machine: Machine) -> Iterator[tuple[str, str]]:

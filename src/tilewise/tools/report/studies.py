@@ -40,6 +40,9 @@ class StudyEntry(NamedTuple):
     simulation: Simulation
 
 
+Placed = tuple[float, StudyEntry]  # on so many devices, or with so many times the bandwidth
+
+
 class Studies:
     """The best of each family for a workload on a machine; what was simulated once is kept.
 
@@ -91,17 +94,15 @@ class Studies:
         powers = range(int(math.log2(SMALLEST)), int(math.log2(FULLY)) + 1)
         return [1 << power for power in powers if 1 << power <= last]
 
-    def scaled(self) -> list[tuple[float, StudyEntry]]:
+    def scaled(self) -> list[Placed]:
         """Each size with the best of the families that are tried on all."""
         found = [(n, self.best(name, n)) for n in self.sizes() for name in SCALED]
         return [(n, entry) for n, entry in found if entry]
 
-    def rescaled(
-        self, this: StudyEntry, backward_plan: tw.Plan | None
-    ) -> list[tuple[float, StudyEntry]]:
+    def rescaled(self, this: StudyEntry, backward_plan: tw.Plan | None) -> list[Placed]:
         """Each bandwidth with a plan, and the best of a few families of its size."""
         tried = [self.best(name, this.plan.world_size) for name in TRIED]
-        found: list[tuple[float, StudyEntry]] = []
+        found: list[Placed] = []
         for entry in (this, *(entry for entry in tried if entry)):
             self.tell(f"{entry.family} on slower and faster links")
             own = entry is this

@@ -14,7 +14,7 @@ from tilewise.plan.payload import ITEM_BYTES
 from tilewise.planning.peak_memory import PassMemory
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.environment import peak_bytes
-from tilewise.tools.report.chart import count, short
+from tilewise.tools.report.words import count, short
 from tilewise.tools.study.simulated import methods
 from tilewise.tools.study.table import StudyTable, Value
 from tilewise.transport.processes import run_ranks

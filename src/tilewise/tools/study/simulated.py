@@ -14,7 +14,7 @@ from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 from tilewise.tools.mask_report.named import drawn
-from tilewise.tools.report.chart import count, short
+from tilewise.tools.report.words import count, short
 from tilewise.tools.study.table import StudyTable, Value
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)

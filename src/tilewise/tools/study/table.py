@@ -5,17 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.tools.report.chart import (
-    Axis,
-    Chart,
-    Figure,
-    Section,
-    Series,
-    Table,
-    log_axis,
-    quantity,
-)
-from tilewise.tools.report.page import Page
+from tilewise.tools.report.drawing import Series, axis, lines, log_axis
+from tilewise.tools.report.page import Figure, Page, Section, Table
+from tilewise.tools.report.words import quantity
 
 Value = str | int | float | None
 
@@ -58,24 +50,23 @@ class StudyTable(NamedTuple):
         return Section(self.name, self.title, self.about, figures, table)
 
     def _figure(self) -> Figure:
-        lines: dict[str, list[tuple[float, float, str]]] = {}
-        for row in self.rows:
-            values = dict(self.records(row))
-            x, y = values[self.along], values[self.height]
+        columns = [list(self.units).index(name) for name in (self.along, self.height, self.by)]
+        found: dict[Value, dict[float, float]] = {}
+        for x, y, line in ([row[column] for column in columns] for row in self.rows):
             if isinstance(x, int | float) and isinstance(y, int | float):
-                note = shown(y, self.units[self.height])
-                lines.setdefault(str(values[self.by]), []).append((x, y, note))
-        series = tuple(
-            Series(name, *map(tuple, zip(*points, strict=True)), number)  # pyright: ignore
-            for number, (name, points) in enumerate(lines.items())
-        )
-        places = sorted({x for points in lines.values() for x, _, _ in points})
-        unit = self.units[self.along]
-        ticks = tuple((place, shown(place, unit)) for place in places)
-        heights = (y for points in lines.values() for _, y, _ in points)
-        y_axis = log_axis(self.height, self.units[self.height], heights)
-        drawing = Chart(Axis(self.along, unit, log=True, ticks=ticks), y_axis, series)
-        return Figure(f"{self.name}-chart", f"{self.height}, by {self.along}", "", drawing)
+                found.setdefault(line, {})[x] = y
+        unit, y_unit = self.units[self.along], self.units[self.height]
+        series = [
+            Series(
+                str(name), [*line], [*line.values()], [shown(y, y_unit) for y in line.values()], i
+            )
+            for i, (name, line) in enumerate(found.items())
+        ]
+        places = sorted({x for line in found.values() for x in line})
+        x = axis(self.along, ticks=[(place, shown(place, unit)) for place in places], log=True)
+        y = log_axis(self.height, y_unit, (y for line in found.values() for y in line.values()))
+        title = f"{self.height}, by {self.along}"
+        return Figure(f"{self.name}-chart", title, "", lines(x, y, series))
 
 
 def shown(value: Value, unit: str) -> str:

@@ -1,0 +1,184 @@
+"""What the ranks of a simulated plan do and when: both passes, drawn as bars."""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tilewise.simulation.engine import Span
+from tilewise.simulation.network import LINKS
+from tilewise.simulation.simulator import Simulation
+from tilewise.tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
+from tilewise.tools.report.page import Figure, Table
+from tilewise.tools.report.words import CROSS, quantity
+
+MOST_ROWS = 12
+FIRST_KERNELS = 8  # shown first, each a bar of its own
+FINEST = 1500  # bars closer than this part of the pass are drawn as one
+ROW = 64  # pixels
+OWN = ("compute", "wait")  # lanes of which a rank is in one at a time
+LANES = MappingProxyType({"compute": 0, "wait": 1, "inside": 5, "between": 3, "across": 6})
+"""The palette's numbers of what a rank does."""
+LINK_NAMES = MappingProxyType(
+    {"inside": "inside the node", "between": "between nodes", "across": "between racks"}
+)
+
+
+class Bar(NamedTuple):
+    """Something that a rank did; several that followed at once are one."""
+
+    row: int
+    lane: str
+    start: float
+    seconds: float
+    note: str
+
+
+class Timeline(NamedTuple):
+    """Both passes of a few ranks.
+
+    Attributes:
+        turn, end: when backward begins and ends.
+    """
+
+    ranks: tuple[tuple[int, int], ...]  # of the rows: which, and how many do the same
+    lanes: tuple[str, ...]  # what is drawn: a rank's own ones, then links
+    bars: tuple[Bar, ...]
+    turn: float
+    end: float
+
+
+def timeline(simulation: Simulation, most: int = MOST_ROWS) -> Timeline:
+    """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
+    uses, first = simulation.forward.ranks, _first_steps(simulation)
+    if len(uses) > most:
+        uses = [uses[i * (len(uses) - 1) // (most - 1)] for i in range(most)]
+    bars: list[Bar] = []
+    begin = 0.0
+    passes = (simulation.forward, simulation.backward)
+    for part, symmetry in zip(passes, simulation.symmetries, strict=True):
+        by_lane: dict[tuple[int, str], list[Span]] = {}
+        for span in part.spans:
+            by_lane.setdefault((span.rank, span.lane), []).append(span)
+        for row, use in enumerate(uses):
+            for lane in (*OWN, *LINKS):
+                spans = by_lane.get((symmetry.first(use.rank), lane), ())
+                joined = _joined(spans, part.seconds / FINEST, 0.0 if begin else first)
+                bars += [bar._replace(row=row, start=begin + bar.start) for bar in joined]
+        begin += part.seconds
+    ranks = tuple((use.rank, use.members) for use in uses)
+    lanes = tuple(lane for lane in (*OWN, *LINKS) if any(bar.lane == lane for bar in bars))
+    return Timeline(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
+
+
+def _first_steps(simulation: Simulation) -> float:
+    """When the rank that is shown first has done so many kernels."""
+    timeline = simulation.forward
+    rank = timeline.ranks[0].rank
+    ends = sorted(
+        x.start + x.seconds for x in timeline.spans if x.rank == rank and x.lane == "compute"
+    )
+    return ends[min(FIRST_KERNELS, len(ends)) - 1] if ends else timeline.seconds
+
+
+def _joined(spans: Iterable[Span], gap: float, first: float) -> list[Bar]:
+    """Bars of spans; those that begin after the first steps are joined over small gaps."""
+    made: list[Bar] = []
+    names: list[str] = []
+    busy = 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        start, end = span.start, span.start + span.seconds
+        last = made[-1] if made else None
+        if last and start > first and start - (last.start + last.seconds) < gap:
+            start, end = last.start, max(end, last.start + last.seconds)
+            made.pop()
+        else:
+            busy, names = 0.0, []
+        busy += span.seconds
+        names.append(span.name)
+        made.append(Bar(0, span.lane, start, end - start, _note(span.lane, names, busy)))
+    return made
+
+
+def _note(lane: str, names: list[str], busy: float) -> str:
+    what = LINK_NAMES.get(lane, lane)
+    if len(names) > 1:
+        return f"{what}: {len(names)} in {quantity(busy, 's')}"
+    return f"{what} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
+
+
+def timeline_figure(simulation: Simulation) -> Figure:
+    """The timeline as a figure that can be zoomed."""
+    found = timeline(simulation)
+    shown, world_size = len(found.ranks), simulation.world_size
+    alike = len(simulation.forward.ranks)
+    if alike == world_size:
+        which = "all ranks" if shown == world_size else f"{shown} of {world_size} ranks"
+    elif alike == 1:
+        which = f"one rank, which stands for all {world_size}"
+    else:
+        which = f"{shown} of the {alike} ranks that stand for all {world_size}"
+    caption = (
+        f"The upper bar of a rank is itself: computing, or waiting for messages. The thin bars "
+        f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
+        "waiting, and messages that end while something is computed. Shown first: the first steps; "
+        "take the buttons, or drag across, to see others."
+    )
+    jumps = (
+        ("First steps", 0.0, _first_steps(simulation)),
+        ("Forward", 0.0, found.turn),
+        ("Backward", found.turn, found.end),
+        ("Both passes", 0.0, found.end),
+    )
+    rows = tuple(_row(simulation, *rank) for rank in found.ranks)
+    table = Table(("rank", "ranks like it", "compute", "wait", "idle", "sent"), rows)
+    title = "Timeline per rank, forward then backward"
+    return Figure("timeline", title, caption, _drawn(found), table, jumps)
+
+
+def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
+    both = simulation.use(rank)
+    seconds = (
+        quantity(sum(getattr(use, f"{what}_seconds") for use in both), "s")
+        for what in ("compute", "exposed", "idle")
+    )
+    sent = sum(sum(use.bytes_by_link.values()) for use in both)
+    return str(rank), str(members), *seconds, quantity(sent, "B")
+
+
+def _drawn(found: Timeline) -> Drawing:
+    """Lying bars in rows, one trace per lane."""
+    names = [f"rank {rank}" + f"<br>{CROSS}{like}" * (like > 1) for rank, like in found.ranks]
+    bounds = [len(names) - 0.4, -0.95]
+    rows = {"showgrid": False, "zeroline": False, "range": bounds, "fixedrange": True}
+    above = {"y": -0.68, "xanchor": "left"}
+    layout = {
+        "xaxis": axis("time", "s") | {"range": [0, found.end], "zeroline": False},
+        "yaxis": axis("", ticks=tuple(enumerate(names))) | rows,
+        "barmode": "overlay",
+        "dragmode": "zoom",
+        "shapes": [{"x0": found.turn, "x1": found.turn, "yref": "y domain", "y0": 0, "y1": 1}],
+        "annotations": [
+            above | {"x": 0, "text": "forward"},
+            above | {"x": found.turn, "text": "backward", "xshift": 4},
+        ],
+    }
+    height = AROUND + 30 + ROW * len(names)
+    return Drawing([_lane(found, lane) for lane in found.lanes], layout, height)
+
+
+def _lane(found: Timeline, lane: str) -> Words:
+    """The bars of one lane: a rank's own above, below them each kind of link."""
+    mine = [bar for bar in found.bars if bar.lane == lane]
+    links = [name for name in found.lanes if name not in OWN]
+    shift, thick = (-0.16, 0.44) if lane in OWN else (0.16 + 0.16 * links.index(lane), 0.14)
+    return {
+        "type": "bar",
+        "name": LINK_NAMES.get(lane, lane),
+        "orientation": "h",
+        "y": [bar.row + shift for bar in mine],
+        "width": thick,
+        "base": [bar.start for bar in mine],
+        "x": [bar.seconds for bar in mine],
+        "marker": {"color": colour(LANES[lane])},
+        **hover([bar.note for bar in mine]),
+    }

@@ -1,0 +1,72 @@
+"""Numbers and plans as people read them."""
+
+import ast
+import math
+
+CROSS, NOTHING = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+PREFIXES = ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")
+WHOLE = 4  # the place of no prefix
+COUNTED = ("B", "FLOP", "FLOP/s", "B/s")  # units that have no thousandths
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """As in "12.3 ms" or "1.5 GB"; without a unit thousands are grouped."""
+    if not math.isfinite(value):
+        return NOTHING
+    if not unit:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if unit == "%":
+        return f"{value:.3g} %"
+    if value == 0:
+        return f"0 {unit}"
+    power = math.floor(math.log10(abs(value) * 1.0005) / 3)
+    least = 0 if unit in COUNTED else -WHOLE
+    power = min(max(power, least), len(PREFIXES) - 1 - WHOLE)
+    scaled = value / 1000.0**power
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
+    return f"{digits} {PREFIXES[power + WHOLE]}{unit}"
+
+
+def times(ratio: float) -> str:
+    """A ratio with its cross, as in 2.3 times."""
+    return f"{ratio:.2f}{CROSS}" if ratio < 10 else f"{ratio:.3g}{CROSS}"
+
+
+def count(number: int) -> str:
+    """Tokens or devices: powers of two in their short form, as in "256k" for 262144."""
+    for power, letter in ((30, "G"), (20, "M"), (10, "k")):
+        if number >= 1 << power and number % (1 << power - 2) == 0:
+            return f"{number / (1 << power):g}{letter}"
+    return f"{number:,}"
+
+
+def short(plan_name: str) -> str:
+    """A plan's name without what goes without saying."""
+    for usual in (", schedule='greedy'", ", moves='kv'"):
+        plan_name = plan_name.replace(usual, "")
+    return plan_name
+
+
+def in_words(plan_name: str) -> str:
+    """A plan's name for a title, as in "Ulysses 8 x mesh 4 x 8"; as it is, where it is no call."""
+    try:
+        call = ast.parse(plan_name, mode="eval").body
+    except SyntaxError:
+        return plan_name
+    return _said(call) if isinstance(call, ast.Call) else plan_name
+
+
+def _said(call: ast.Call) -> str:
+    words = {str(word.arg): word.value for word in call.keywords}
+    inner = [one for one in (*call.args, *words.values()) if isinstance(one, ast.Call)]
+    numbers = [one.value for one in call.args if isinstance(one, ast.Constant)]
+    name = ast.unparse(call.func)
+    if name == "mesh" and "q_tile" in words:
+        a = int(ast.unparse(words["q_tile"]))
+        numbers = [a, int(str(numbers[0])) // a]
+    if name in ("tiled", "needed"):
+        inner = []
+    name = "Ulysses" if name == "ulysses" else name.replace("_", " ")
+    first = f" {CROSS} ".join([f"{name} {numbers[0]}" if numbers else name, *map(str, numbers[1:])])
+    turned = " of queries" if "moves='q'" in map(ast.unparse, call.keywords) else ""
+    return f" {CROSS} ".join([first + turned, *map(_said, inner)])
