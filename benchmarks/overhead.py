@@ -72,7 +72,8 @@ def by_hand(q, k, v, transport: Instant, scale: float):
 def prepared(q, k, v, transport: Instant, problem):
     """What a call does before its program starts."""
     run = pass_run(problem, transport, backward=False, batch=1, device=q.device)
-    return run, Forward(run.frame(problem), run.payload, *run.start(({"q": q}, {"k": k, "v": v})))
+    named = {"q": q}, {"k": k, "v": v}
+    return run, Forward(run, problem, run.allocator((q, k, v)), named)
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -97,7 +98,7 @@ def main() -> None:
                 ("by hand", lambda: by_hand(q, k, v, transport, problem.scores.scale)),
                 ("before", lambda: prepared(q, k, v, transport, problem)),
                 ("executor", lambda run=run, work=work: execute(run.program, work, transport)),
-                ("after", lambda run=run, work=work, to=results: run.collect(work, Side.Q, to)),
+                ("after", lambda work=work, to=results: work.collect(Side.Q, to)),
             ):
                 times[name].append(microseconds(part))
     median = {name: statistics.median(values) for name, values in times.items()}

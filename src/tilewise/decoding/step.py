@@ -12,22 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.compiler.liveness import Lifetimes
 from tilewise.decoding.chunk import num_held
+from tilewise.execution.allocator import FreshAllocator
 from tilewise.execution.executor import execute
 from tilewise.execution.gather import Tensors
 from tilewise.execution.packing import loadable
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import Problem
 from tilewise.execution.sinks import with_sink
-from tilewise.execution.work import Forward, Frame
+from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Side, Tile
-from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import Ranges, count_rows, union
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.tiles.calls import KernelCall, Kind
@@ -140,11 +138,7 @@ class DecodingPass:
     def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
         run = PassRun(problem, transport, backward=False, batch=batch, device=device)
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
-        self._program, self._frame, self._payload = (
-            run.program,
-            run.frame(problem),
-            run.payload,
-        )
+        self._run, self._problem = run, problem
 
     def attend(
         self,
@@ -155,13 +149,13 @@ class DecodingPass:
         sink: Tensor | None = None,
     ) -> Tensor:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
-        heads = self._payload.num_heads, self._payload.num_kv_heads
-        kernel = self._frame.kernel
+        payload, kernel = self._run.payload, self._run.kernel
+        heads = payload.num_heads, payload.num_kv_heads
         cut = CallStyle(kernel.square_causal, kernel.whole_tile)
         calls = [*reads(mask, places, self._here, heads, cut)]
         rows = loadable(q).transpose(0, 1)
-        work = Decode(self._frame, self._payload, (rows, *cached), calls)
-        execute(self._program, work, self._transport)
+        work = Decode(self._run, self._problem, (rows, *cached), calls)
+        execute(self._run.program, work, self._transport)
         out, lse = work.final(partial(Side.Q, 0))
         if sink is not None:
             out, _ = with_sink(out, lse, sink)
@@ -179,25 +173,25 @@ class Decode(Forward):
 
     def __init__(
         self,
-        frame: Frame,
-        payload: Payload,
+        run: PassRun,
+        problem: Problem,
         tensors: tuple[Tensor, Tensor, Tensor],
         calls: Sequence[CacheRead],
     ):
-        super().__init__(frame, payload, {}, [], Lifetimes({}, {}))
+        super().__init__(run, problem, FreshAllocator(run.device))
         self._queries, *self._cached = tensors
         self._reads = calls
 
     def run(self, tile: Tile) -> None:
         if not self._reads:
             return
-        item, kernel = partial(Side.Q, tile.q[0], tile.heads), self.frame.kernel
+        item = partial(Side.Q, tile.q[0], tile.heads)
         if self._is_all(self._reads):
-            self._add(item, None, self._attend(self._reads[0], kernel))
+            self.partials.add(item, None, self._attend(self._reads[0]))
             return
-        partials = self.partials[item] = self._empty(item)
+        partials = self.partials.made(item)
         for read in self._reads:
-            self._take_in(read, partials, self._attend(read, kernel))
+            self._take_in(read, partials, self._attend(read))
 
     def _take_in(self, read: CacheRead, partials: Tensors, values: Tensors) -> None:
         """Add a call's results to its rows, sequences and heads."""
@@ -221,13 +215,11 @@ class Decode(Forward):
         whole = first.sequences == slice(0, batch) and first.q_heads is None
         return whole and len(calls) == 1 and first.call.q == ((0, rows),)
 
-    def _attend(self, read: CacheRead, kernel: Kernel) -> Tensors:
+    def _attend(self, read: CacheRead) -> Tensors:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
-        given, scores = (queries, k, v, read.call), self.frame.scores
-        if not self._asks:
-            return kernel.forward(*given, scores.scale)
-        return kernel.forward(*given, scores.scale, None, scores)
+        told = (self._scores,) if self._asks else ()
+        return self._kernel.forward(queries, k, v, read.call, self._scale, None, *told)
 
 
 def _rows(x: Tensor, ranges: Ranges, sequences: slice, heads: slice | None) -> Tensor:

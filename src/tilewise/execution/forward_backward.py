@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilewise.execution.allocator import Allocator, FreshAllocator
+from tilewise.execution.allocator import Allocator
 from tilewise.execution.executor import execute
 from tilewise.execution.packing import loadable
-from tilewise.execution.pass_run import pass_run
+from tilewise.execution.pass_run import PassRun, pass_run
 from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.kernels.protocol import accumulator_dtype
@@ -32,17 +32,14 @@ def forward_pass(
     run = pass_run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     allocator = run.allocator(rows, keep)
-    # What backward is to find again is no buffer of this pass.
-    lasting = FreshAllocator(q.device) if keep else allocator
-    named = {"q": rows[0]}, run.named_kv(rows[1:])
-    frame = run.frame(problem, keep, allocator)
-    work = Forward(frame, run.payload, *run.start(named, allocator=lasting))
+    named = {"q": rows[0]}, _named_kv(run, rows[1:])
+    work = Forward(run, problem, allocator, named, keep=keep)
     execute(run.program, work, transport)
     out, lse = results = empty_results(q, run.payload.v_head_dim)
     if run.payload.max_logit:
         results = *results, torch.empty_like(lse)
-    run.collect(work, Side.Q, [_rows_first(x, batched) for x in results])
-    kept = run.kept(work) if keep else []
+    work.collect(Side.Q, [_rows_first(x, batched) for x in results])
+    kept = work.kept() if keep else []
     allocator.end()
     return out, lse, [*map(_largest, results[2:]), *kept]
 
@@ -87,15 +84,20 @@ def backward_pass(
     if dout is None:
         dout = allocator.take(out.shape, q.dtype).zero_()
     delta = _delta(out, dout, dlse, lse.dtype, allocator)
-    named = ({"q": q, "dout": dout, "lse": lse, "delta": delta}, run.named_kv(kv))
-    frame = run.frame(problem, allocator=allocator)
-    work = Backward(frame, run.payload, *run.start(named, gathered, allocator))
+    named = {"q": q, "dout": dout, "lse": lse, "delta": delta}, _named_kv(run, kv)
+    work = Backward(run, problem, allocator, named, gathered)
     execute(run.program, work, transport)
     dq, *dkv = (x.new_empty(x.shape) for x in saved[:-2])
-    run.collect(work, Side.Q, [_rows_first(dq, batched)])
-    run.collect(work, Side.KV, [_rows_first(x, batched) for x in dkv])
+    work.collect(Side.Q, [_rows_first(dq, batched)])
+    work.collect(Side.KV, [_rows_first(x, batched) for x in dkv])
     allocator.end()
     return dq, *dkv
+
+
+def _named_kv(run: PassRun, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """k and v, or latents, by the names of their fields."""
+    names = [name for name, _ in run.payload.inputs(Side.KV)]
+    return dict(zip(names, tensors, strict=True))
 
 
 def _delta(

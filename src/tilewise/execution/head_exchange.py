@@ -3,75 +3,105 @@
 The first gives every rank its heads of all rows, the second every rank all heads of its rows. A
 buffer has a row of bytes for each token and peer, in which a token's operands or partials of both
 sides lie one after the other. So a field is written and read by one strided copy for all peers,
-and what arrives by the first lies as tiles read it.
+and what arrives by the first lies as tiles read it: as one shard of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.execution.packing import Arena, PackedRows, Packing
+from tilewise.arguments import ITEM_BYTES
+from tilewise.execution.packing import STATISTICS
 from tilewise.layouts.layout import Layout
-from tilewise.plan.builder import operand
-from tilewise.plan.ir import Item, Role, Side
-from tilewise.plan.payload import HeadGroups
-
-Fields = dict[str, Tensor]
+from tilewise.plan.ir import Role, Side
+from tilewise.plan.payload import HeadGroups, Payload
+from tilewise.transport.protocol import TeamSizes
 
 
 class ExchangedField(NamedTuple):
-    """What travels of one side: how it is packed, and where in a row of bytes it begins."""
+    """One tensor of a side in the buffers' rows.
+
+    Attributes:
+        shape: of what one rank has of a token: heads, and a width unless it is a statistic.
+        start: where it begins in a row, and row: how long that is, in numbers of its dtype.
+    """
 
     side: Side
-    packing: Packing
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     start: int
+    row: int
+
+    def of(self, buffer: Tensor, batch: int) -> Tensor:
+        """[rows, batch, heads of one rank(, width)] of all of a buffer's rows."""
+        strides = batch * self.row, self.row, *self._inner
+        numbers = buffer.view(self.dtype)
+        rows = numbers.numel() // (batch * self.row)
+        return numbers.as_strided((rows, batch, *self.shape), strides, self.start)
+
+    def by_rank(self, buffer: Tensor, batch: int, num_ranks: int) -> Tensor:
+        """[rows, batch, ranks, heads of one rank(, width)] of a buffer with equally many for
+        each."""
+        numbers = buffer.view(self.dtype)
+        rows = numbers.numel() // (num_ranks * batch * self.row)
+        strides = batch * self.row, self.row, rows * batch * self.row, *self._inner
+        return numbers.as_strided((rows, batch, num_ranks, *self.shape), strides, self.start)
+
+    @property
+    def _inner(self) -> tuple[int, ...]:
+        return (self.shape[1], 1) if len(self.shape) > 1 else (1,)
 
 
 class HeadExchange:
     """One of the exchanges, in one pass of one rank.
 
+    Args:
+        rows: of all ranks.
+
     Attributes:
         is_first: of operands; else of partials.
-        counts: rows for and from every rank: this rank's where it has all heads, else theirs.
+        sizes: bytes that leave for and arrive from each rank, this one included.
     """
 
     def __init__(
         self,
         role: Role,
-        parts: Sequence[ExchangedField],
+        fields: Sequence[ExchangedField],
         rows: Sequence[int],
         rank: int,
         groups: HeadGroups,
+        batch: int,
     ):
-        self.is_first, self.parts, self._groups = role is Role.OPERAND, parts, groups
-        self._shared = {part.side: self._heads(part.side, len(rows)) for part in parts}
-        self._row_bytes = sum(part.packing.row_bytes for part in parts)
-        self._rows = rows
-        alike, by_rank = [rows[rank]] * len(rows), list(rows)
-        self.counts = (alike, by_rank) if self.is_first else (by_rank, alike)
+        self.is_first, self._fields, self._groups = role is Role.OPERAND, fields, groups
+        self._num_ranks, self._batch = len(rows), batch
+        heads = groups.num_heads, groups.num_kv_heads
+        # The head of every rank, where several ranks have the same one; None: each has its own.
+        self._shared = [
+            None if n >= len(rows) else torch.arange(len(rows)) * n // len(rows) for n in heads
+        ]
+        row_bytes = fields[0].row * fields[0].dtype.itemsize if fields else 0
+        bytes_of = [count * batch * row_bytes for count in rows]
+        alike = [bytes_of[rank]] * len(rows)  # this rank's rows where it has all heads
+        self.sizes: TeamSizes = (alike, bytes_of) if self.is_first else (bytes_of, alike)
+        self._totals = tuple(map(sum, self.sizes))
 
-    def buffers(self, batch: int) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor]:
         """What leaves and what arrives, of any content."""
-        width = batch, self._row_bytes
-        out, arrived = (torch.empty(sum(x), *width, dtype=torch.uint8) for x in self.counts)
-        return out, arrived
+        leaving, arriving = self._totals
+        return torch.empty(leaving, dtype=torch.uint8), torch.empty(arriving, dtype=torch.uint8)
 
-    def sizes(self, batch: int) -> tuple[list[int], list[int]]:
-        """Bytes that leave for and arrive from each rank, this one included."""
-        leaving, arriving = ([x * batch * self._row_bytes for x in rows] for rows in self.counts)
-        return leaving, arriving
-
-    def fields(self, buffer: Tensor) -> Iterator[tuple[Side, Fields]]:
-        """A buffer's tensors [rows, batch, heads of one rank(, width)], by side."""
-        if not buffer.numel():
-            return
-        for side, packing, start in self.parts:
-            columns = buffer[..., start : start + packing.row_bytes]
-            yield side, packing.unpack(columns.unflatten(-1, packing.row_shape))
+    def fields(self, buffer: Tensor) -> dict[Side, dict[str, Tensor]]:
+        """Of all rows one rank's heads: what arrives by the first, what leaves by the second."""
+        found: dict[Side, dict[str, Tensor]] = {}
+        for field in self._fields:
+            found.setdefault(field.side, {})[field.name] = field.of(buffer, self._batch)
+        return found
 
     def scatter(self, own: Sequence[Mapping[str, Tensor]], buffer: Tensor) -> None:
         """Write this rank's rows, each head where its rank is to find it.
@@ -79,13 +109,12 @@ class HeadExchange:
         Args:
             own: by side, tensors [rows, batch, all heads(, width)].
         """
-        for side, fields in self.fields(buffer):
-            for name, place in fields.items():
-                x, heads = own[side][name], self._shared[side]
-                if heads is not None:
-                    x = x.index_select(2, heads)
-                split = x.unflatten(2, (len(self._rows), -1)).movedim(2, 0)
-                place.unflatten(0, (len(self._rows), -1)).copy_(split)
+        for field in self._fields:
+            place = field.by_rank(buffer, self._batch, self._num_ranks)
+            x, heads = own[field.side][field.name], self._shared[field.side]
+            if heads is not None:
+                x = x.index_select(2, heads)
+            place.copy_(x.view(place.shape))
 
     def gather(self, buffer: Tensor, of: Side, results: Sequence[Tensor]) -> None:
         """Read what all ranks computed of this rank's rows.
@@ -93,76 +122,46 @@ class HeadExchange:
         Args:
             results: of this side, tensors [rows, batch, all heads(, width)] to write.
         """
-        for fields in (fields for side, fields in self.fields(buffer) if side is of):
-            for x, result in zip(fields.values(), results, strict=True):
-                x, shared = x.unflatten(0, (len(self._rows), -1)), len(self._rows)
-                if self._shared[of] is not None:  # ranks of one KV head, whose gradients sum
-                    shared = self._groups.num_kv_heads
-                    x = x.unflatten(0, (shared, -1)).sum(1, dtype=_wide(x.dtype))
-                result.unflatten(2, (shared, -1)).copy_(x.movedim(0, 2))
-
-    def _heads(self, side: Side, num_ranks: int) -> Tensor | None:
-        """The head of every rank, where several ranks have the same one; None: each has its own."""
-        num_heads = self._groups.num_heads if side is Side.Q else self._groups.num_kv_heads
-        return None if num_heads >= num_ranks else torch.arange(num_ranks) * num_heads // num_ranks
+        mine = (field for field in self._fields if field.side is of)
+        for field, result in zip(mine, results, strict=True):
+            x = field.by_rank(buffer, self._batch, self._num_ranks)
+            if self._shared[of] is not None:  # ranks of one KV head, whose gradients sum
+                x = x.unflatten(2, (self._groups.num_kv_heads, -1)).sum(3, dtype=_wide(x.dtype))
+            result.view(x.shape).copy_(x)
 
 
 def head_exchange(
     role: Role,
-    packings: Mapping[tuple[Side, Role], Packing],
+    payload: Payload,
     layouts: tuple[Layout, Layout],
     groups: HeadGroups,
     rank: int,
+    batch: int,
 ) -> HeadExchange | None:
     """None, on all ranks: sides do not have the same rows, or fields could not be used in place."""
-    parts, start = [], 0
-    for side in Side:
-        packing = packings[side, role]
-        if packing.names:
-            parts.append(ExchangedField(side, packing, start))
-            start += packing.row_bytes
-    unit = max((part.packing.unit for part in parts), default=1)
-    aligned = all(p.packing.in_place and p.packing.row_bytes % unit == 0 for p in parts)
-    rows = {layouts[part.side].sizes for part in parts}
+    formats = {side: payload.row_format(side, role) for side in Side if payload.fields(side, role)}
+    rows = {layouts[side].sizes for side in formats}
+    unit = max((ITEM_BYTES(x.dtype) for row in formats.values() for x in row.fields), default=1)
+    aligned = all(row.in_place and row.num_bytes % unit == 0 for row in formats.values())
     if not aligned or len(rows) != 1:
         return None
-    return HeadExchange(role, parts, rows.pop(), rank, groups)
+    fields, begin = [], 0
+    total = sum(row.num_bytes for row in formats.values())
+    for side, row in formats.items():
+        for field, start in zip(row.fields, row.starts, strict=True):
+            size, heads = ITEM_BYTES(field.dtype), payload.heads(side)
+            shape = (heads,) if field.name in STATISTICS else (heads, field.width)
+            place = (begin + start) // size, total // size
+            fields.append(
+                ExchangedField(side, field.name, getattr(torch, field.dtype), shape, *place)
+            )
+        begin += row.num_bytes
+    return HeadExchange(role, fields, rows.pop(), rank, groups, batch)
 
 
-def whole_side(
-    side: Side, layout: Layout, group: int, fields: Fields
-) -> tuple[Arena, dict[Item, PackedRows]]:
-    """The operands of all shards, one after the other in an arena of these fields."""
-    items = [operand(side, shard, group) for shard in range(layout.world_size)]
-    starts, start = {}, 0
-    for item in items:
-        starts[item], start = start, start + layout.size(item.shard)
-    arena = Arena(starts, None, fields)
-    return arena, {
-        item: PackedRows(
-            ((0, layout.size(item.shard)),),
-            RowsOf(fields, starts[item], starts[item] + layout.size(item.shard)),
-            None,
-            (arena, starts[item]),
-        )
-        for item in items
-    }
-
-
-class RowsOf(Mapping[str, Tensor]):
-    """Neighbouring rows of tensors by name."""
-
-    def __init__(self, whole: Mapping[str, Tensor], start: int, stop: int):
-        self._whole, self._rows = whole, slice(start, stop)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._whole[name][self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
+def as_one_shard(layout: Layout) -> Layout:
+    """All shards' rows, one after the other."""
+    return Layout(layout.num_tokens, [chain(*layout.runs)], layout.name)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

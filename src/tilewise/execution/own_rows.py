@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tilewise.execution.packing import PackedRows
-from tilewise.execution.work import PassWork
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Rows, Side
@@ -71,17 +70,19 @@ class OwnRows:
             for one in own
         }
 
-    def collect(self, work: PassWork, side: Side, results: Sequence[Tensor]) -> None:
-        """As PassRun.collect."""
+    def collect(
+        self, final: Callable[[Item], Sequence[Tensor]], side: Side, results: Sequence[Tensor]
+    ) -> None:
+        """As PassWork.collect; final: what a partial came to."""
         held = self._held[side]
         if len(held) == self._groups.groups == 1:
-            for result, value in zip(results, work.final(partial(side, held[0][0])), strict=True):
+            for result, value in zip(results, final(partial(side, held[0][0])), strict=True):
                 result.copy_(value)
             return
         for shard, rows in held:
-            sums: dict[int, tuple[Tensor, ...]] = {}  # by first head
+            sums: dict[int, Sequence[Tensor]] = {}  # by first head
             for group in range(self._groups.groups):
-                values = work.final(partial(side, shard, group))
+                values = final(partial(side, shard, group))
                 heads = self._groups.slice(side, group)
                 # Groups may share a KV head, whose gradients sum.
                 for total, value in zip(sums.setdefault(heads.start, values), values, strict=True):

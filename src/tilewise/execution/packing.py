@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from tilewise.execution.allocator import Allocator, Source
 from tilewise.execution.encoding import decode, encode
-from tilewise.plan.ir import Item, Rows
-from tilewise.plan.payload import ALIGNMENT_BYTES, RowFormat
+from tilewise.plan.ir import Item, Role, Rows, Side
+from tilewise.plan.payload import ALIGNMENT_BYTES, Payload, RowFormat
 
 STATISTICS = ("lse", "delta", "largest")
 
@@ -127,12 +128,22 @@ class Packing:
         return dict(zip(self.names, tensors, strict=True))
 
 
+@lru_cache(maxsize=64)
+def packings(payload: Payload) -> Mapping[tuple[Side, Role], Packing]:
+    """How every kind of item is packed in a pass."""
+    return {
+        (side, role): Packing(payload.row_format(side, role), payload.heads(side))
+        for side in Side
+        for role in Role
+    }
+
+
 def loadable(x: Tensor) -> Tensor:
     """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
     be. Else a copy."""
     unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
-    places = (stride * x.itemsize for stride in x.stride()[:-1])
-    if x.stride(-1) == 1 and not any(at % unit for at in (x.data_ptr(), *places)):
+    begins = x.stride(-1) == 1 and x.data_ptr() % unit == 0
+    if begins and (x.is_contiguous() or not any(at * x.itemsize % unit for at in x.stride()[:-1])):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
