@@ -11,7 +11,7 @@ from support.bound_passes import Case, Counting, on_ranks, uncounted
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.execution import allocator, work
+from tilewise.execution import allocator, partials
 from tilewise.execution.memory_plan import BufferSpec, MemoryPlan, WorkspacePool, places
 from tilewise.kernels.protocol import deliver
 
@@ -73,7 +73,7 @@ def test_a_bound_call_allocates_its_results_and_nothing_else(plan, mask, dtype, 
         case.counted(counting)
         return counting
 
-    monkeypatch.setattr(work, "deliver", merging)
+    monkeypatch.setattr(partials, "deliver", merging)
     for counting in on_ranks(
         plan, tw.zigzag(61, 4), MASKS[mask], counts, dtype=dtype, save="replay"
     ):

@@ -99,7 +99,7 @@ class FreshAllocator(_NoTracking):
         return self.take(shape, dtype)
 
     def lasting(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
+        return x if x.dtype is dtype else x.to(dtype)
 
     def end(self) -> None:
         return

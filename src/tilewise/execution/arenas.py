@@ -6,7 +6,7 @@ What backward is to find again is kept by these buffers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ class ArenaTable:
         """
         kept = {id(b.arena[0]): b.arena[0] for b in operands.values() if b.arena}
         arenas = [self._arena(place, operands, allocator) for place in self._places]
-        placed = {item for place in self._places for item in place.items}
+        placed = {*chain.from_iterable(self._program.arenas)}
         arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
         for arena in arenas:
             for item in operands.keys() & arena.starts.keys():

@@ -24,45 +24,24 @@ from tilewise.transport.protocol import TeamSizes
 
 
 class ExchangedField(NamedTuple):
-    """One tensor of a side in the buffers' rows.
+    """One tensor of a side in a buffer, as shapes and strides in numbers of its dtype.
 
     Attributes:
-        shape: of what one rank has of a token: heads, and a width unless it is a statistic.
-        start: where it begins in a row, and row: how long that is, in numbers of its dtype.
+        start: where it begins in a row of bytes.
+        whole: [rows, batch, heads of one rank(, width)] of all of a buffer's rows.
+        by_rank: [rows, batch, ranks, heads of one rank(, width)] of one with equally many for each.
     """
 
     side: Side
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
-    row: int
-
-    def of(self, buffer: Tensor, batch: int) -> Tensor:
-        """[rows, batch, heads of one rank(, width)] of all of a buffer's rows."""
-        strides = batch * self.row, self.row, *self._inner
-        numbers = buffer.view(self.dtype)
-        rows = numbers.numel() // (batch * self.row)
-        return numbers.as_strided((rows, batch, *self.shape), strides, self.start)
-
-    def by_rank(self, buffer: Tensor, batch: int, num_ranks: int) -> Tensor:
-        """[rows, batch, ranks, heads of one rank(, width)] of a buffer with equally many for
-        each."""
-        numbers = buffer.view(self.dtype)
-        rows = numbers.numel() // (num_ranks * batch * self.row)
-        strides = batch * self.row, self.row, rows * batch * self.row, *self._inner
-        return numbers.as_strided((rows, batch, num_ranks, *self.shape), strides, self.start)
-
-    @property
-    def _inner(self) -> tuple[int, ...]:
-        return (self.shape[1], 1) if len(self.shape) > 1 else (1,)
+    whole: tuple[tuple[int, ...], tuple[int, ...]]
+    by_rank: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class HeadExchange:
     """One of the exchanges, in one pass of one rank.
-
-    Args:
-        rows: of all ranks.
 
     Attributes:
         is_first: of operands; else of partials.
@@ -71,25 +50,21 @@ class HeadExchange:
 
     def __init__(
         self,
-        role: Role,
+        is_first: bool,
         fields: Sequence[ExchangedField],
-        rows: Sequence[int],
+        row_bytes: Sequence[int],
         rank: int,
         groups: HeadGroups,
-        batch: int,
     ):
-        self.is_first, self._fields, self._groups = role is Role.OPERAND, fields, groups
-        self._num_ranks, self._batch = len(rows), batch
-        heads = groups.num_heads, groups.num_kv_heads
+        """row_bytes: of all rows of each rank."""
+        self.is_first, self._fields, self._groups = is_first, fields, groups
+        self._dtypes, n = {field.dtype for field in fields}, len(row_bytes)
         # The head of every rank, where several ranks have the same one; None: each has its own.
-        self._shared = [
-            None if n >= len(rows) else torch.arange(len(rows)) * n // len(rows) for n in heads
-        ]
-        row_bytes = fields[0].row * fields[0].dtype.itemsize if fields else 0
-        bytes_of = [count * batch * row_bytes for count in rows]
-        alike = [bytes_of[rank]] * len(rows)  # this rank's rows where it has all heads
-        self.sizes: TeamSizes = (alike, bytes_of) if self.is_first else (bytes_of, alike)
-        self._totals = tuple(map(sum, self.sizes))
+        heads = groups.num_heads, groups.num_kv_heads
+        self._shared = [None if h >= n else torch.arange(n) * h // n for h in heads]
+        alike, theirs = [row_bytes[rank]] * n, [*row_bytes]
+        self.sizes: TeamSizes = (alike, theirs) if is_first else (theirs, alike)
+        self._totals = sum(self.sizes[0]), sum(self.sizes[1])
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """What leaves and what arrives, of any content."""
@@ -98,9 +73,10 @@ class HeadExchange:
 
     def fields(self, buffer: Tensor) -> dict[Side, dict[str, Tensor]]:
         """Of all rows one rank's heads: what arrives by the first, what leaves by the second."""
+        numbers = self._numbers(buffer)
         found: dict[Side, dict[str, Tensor]] = {}
-        for field in self._fields:
-            found.setdefault(field.side, {})[field.name] = field.of(buffer, self._batch)
+        for side, name, dtype, start, whole, _ in self._fields:
+            found.setdefault(side, {})[name] = numbers[dtype].as_strided(*whole, start)
         return found
 
     def scatter(self, own: Sequence[Mapping[str, Tensor]], buffer: Tensor) -> None:
@@ -109,12 +85,12 @@ class HeadExchange:
         Args:
             own: by side, tensors [rows, batch, all heads(, width)].
         """
-        for field in self._fields:
-            place = field.by_rank(buffer, self._batch, self._num_ranks)
-            x, heads = own[field.side][field.name], self._shared[field.side]
+        numbers = self._numbers(buffer)
+        for side, name, dtype, start, _, by_rank in self._fields:
+            x, heads = own[side][name], self._shared[side]
             if heads is not None:
                 x = x.index_select(2, heads)
-            place.copy_(x.view(place.shape))
+            numbers[dtype].as_strided(*by_rank, start).copy_(x.view(by_rank[0]))
 
     def gather(self, buffer: Tensor, of: Side, results: Sequence[Tensor]) -> None:
         """Read what all ranks computed of this rank's rows.
@@ -122,12 +98,15 @@ class HeadExchange:
         Args:
             results: of this side, tensors [rows, batch, all heads(, width)] to write.
         """
-        mine = (field for field in self._fields if field.side is of)
+        numbers, mine = self._numbers(buffer), [x for x in self._fields if x.side is of]
         for field, result in zip(mine, results, strict=True):
-            x = field.by_rank(buffer, self._batch, self._num_ranks)
+            x = numbers[field.dtype].as_strided(*field.by_rank, field.start)
             if self._shared[of] is not None:  # ranks of one KV head, whose gradients sum
                 x = x.unflatten(2, (self._groups.num_kv_heads, -1)).sum(3, dtype=_wide(x.dtype))
             result.view(x.shape).copy_(x)
+
+    def _numbers(self, buffer: Tensor) -> dict[torch.dtype, Tensor]:
+        return {dtype: buffer.view(dtype) for dtype in self._dtypes}
 
 
 def head_exchange(
@@ -145,18 +124,21 @@ def head_exchange(
     aligned = all(row.in_place and row.num_bytes % unit == 0 for row in formats.values())
     if not aligned or len(rows) != 1:
         return None
-    fields, begin = [], 0
-    total = sum(row.num_bytes for row in formats.values())
+    (rows,), fields, begin = rows, [], 0
+    row_bytes, n = sum(row.num_bytes for row in formats.values()), len(layouts[0].sizes)
     for side, row in formats.items():
         for field, start in zip(row.fields, row.starts, strict=True):
-            size, heads = ITEM_BYTES(field.dtype), payload.heads(side)
-            shape = (heads,) if field.name in STATISTICS else (heads, field.width)
-            place = (begin + start) // size, total // size
-            fields.append(
-                ExchangedField(side, field.name, getattr(torch, field.dtype), shape, *place)
-            )
+            size, statistic = ITEM_BYTES(field.dtype), field.name in STATISTICS
+            heads = (payload.heads(side),) if statistic else (payload.heads(side), field.width)
+            step, inner = row_bytes // size, (1,) if statistic else (field.width, 1)
+            whole = (sum(rows), batch, *heads), (batch * step, step, *inner)
+            apart = rows[rank] * batch * step
+            by_rank = (rows[rank], batch, n, *heads), (batch * step, step, apart, *inner)
+            named = side, field.name, getattr(torch, field.dtype)
+            fields.append(ExchangedField(*named, (begin + start) // size, whole, by_rank))
         begin += row.num_bytes
-    return HeadExchange(role, fields, rows.pop(), rank, groups, batch)
+    of_ranks = [count * batch * row_bytes for count in rows]
+    return HeadExchange(role is Role.OPERAND, fields, of_ranks, rank, groups)
 
 
 def as_one_shard(layout: Layout) -> Layout:

@@ -81,15 +81,16 @@ Arrival = tuple[Handle, Transfer | None, Tensor]
 def launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post every receive by itself, to be waited for by itself; small ones of a rank together."""
     handle, _, lane, sends, recvs, _ = launch
+    if len(recvs) == 1:
+        return launch_together(launch, work, transport)
     arrivals: list[Arrival] = []
     if recvs:
         messages = _incoming(work, launch)
         started: dict[int, Handle] = {}
-        if len(recvs) > 1:
-            for peer in dict.fromkeys(hop.src for hop in recvs):
-                mine = [message for message in messages if message.peer == peer]
-                if shares_message([message.tensor.nbytes for message in mine]):
-                    started[peer] = transport.exchange((), mine, lane)
+        for peer in dict.fromkeys([hop.src for hop in recvs]):
+            mine = [message for message in messages if message.peer == peer]
+            if shares_message([message.tensor.nbytes for message in mine]):
+                started[peer] = transport.exchange((), mine, lane)
         for message, hop in zip(messages, recvs, strict=True):
             handed = started.get(hop.src) or transport.exchange((), (message,), lane)
             arrivals.append((handed, hop, message.tensor))

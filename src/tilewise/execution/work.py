@@ -219,7 +219,7 @@ class PassWork(ABC):
         for name in packing.encoded:
             self._allocator.give(fields[name])
 
-    def _told(self, bound: BoundCall) -> tuple[Scores, ...]:
+    def _told(self, bound: BoundCall) -> tuple[()] | tuple[Scores]:
         """What a kernel is told of a call, where more than a scale is asked for."""
         if not self._asks:
             return ()
@@ -273,14 +273,14 @@ class Backward(PassWork):
         call, q_parts, k_parts, q_heads, kv_heads = bound
         scratch, partials = self._scratch, self.partials
         names = "q", "dout", "lse", "delta"
-        queries, *statistics = gather(q, q_parts, names, q_heads, scratch, q_rows)
+        queries, dout, lse, delta = gather(q, q_parts, names, q_heads, scratch, q_rows)
         expanded = second = None
         if self._expansion is None:
             k, v = gather(kv, k_parts, ("k", "v"), kv_heads, scratch, k_rows)
             second = partials.target(k_parts, kv_heads)
         else:
             k, v, *_ = expanded = self._expanded(placed, kv, learns=True)
-        operands = queries, k, v, *statistics, call, self._scale
+        operands = queries, k, v, dout, lse, delta, call, self._scale
         first, into = partials.target(q_parts, q_heads), None
         if (first and second) or not self._allocator.adopts:
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)

@@ -28,9 +28,10 @@ def merge(a: Partial, b: Partial) -> Partial:
         ValueError: if shapes differ.
     Source: Milakov and Gimelshein 2018. Departs from it by working on normalised outputs.
     """
-    _check_shapes(a, b)
-    lse, share = _weigh(a.lse, b.lse)
-    return Partial(torch.lerp(a.out, b.out.to(a.out.dtype), share[..., None]), lse)
+    _check_shapes(*a, *b)
+    share = _share(a.lse, b.lse)[..., None]
+    out = torch.lerp(a.out, b.out.to(a.out.dtype), share)
+    return Partial(out, torch.logaddexp(a.lse, b.lse))
 
 
 def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -39,7 +40,7 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
     One pass over out_acc; out is read once (and converted once where it is narrower, but on CUDA,
     where one kernel does all and allocates nothing).
     """
-    _check_shapes(Partial(out_acc, lse_acc), Partial(out, lse))
+    _check_shapes(out_acc, lse_acc, out, lse)
     if out_acc.is_meta:  # shapes without values
         return
     if out_acc.is_cuda and out_acc.ndim == 4:
@@ -47,22 +48,25 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
 
         merge_rows(out_acc, lse_acc, out, lse)
         return
-    total, share = _weigh(lse_acc, lse.to(lse_acc.dtype))
-    out_acc.lerp_(out.to(out_acc.dtype), share.to(out_acc.dtype)[..., None])
-    lse_acc.copy_(total)
+    lse = lse if lse.dtype is lse_acc.dtype else lse.to(lse_acc.dtype)
+    out = out if out.dtype is out_acc.dtype else out.to(out_acc.dtype)
+    share = _share(lse_acc, lse)
+    share = share if share.dtype is out.dtype else share.to(out.dtype)
+    out_acc.lerp_(out, share.unsqueeze(-1))
+    torch.logaddexp(lse_acc, lse, out=lse_acc)
 
 
-def _weigh(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The lse of both and the share exp(lse_b - lse) of b; 0 where b has no key."""
+def _share(lse_a: Tensor, lse_b: Tensor) -> Tensor:
+    """What b has of both, exp(lse_b - lse); 0 where b has no key."""
     # by the difference, since exp(lse_b - lse) has the rounding of a large lse in its exponent
     share = (lse_b - lse_a).sigmoid_()
     # -inf - -inf is nan: a row that neither side reaches keeps out_a, which is 0
-    return torch.logaddexp(lse_a, lse_b), share.masked_fill_(lse_b == -torch.inf, 0.0)
+    return share.masked_fill_(lse_b == -torch.inf, 0.0)
 
 
-def _check_shapes(a: Partial, b: Partial) -> None:
-    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+def _check_shapes(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         raise ValueError(
-            f"partials differ in shape: out {tuple(a.out.shape)} and {tuple(b.out.shape)}, "
-            f"lse {tuple(a.lse.shape)} and {tuple(b.lse.shape)}; merge the same rows and heads"
+            f"partials differ in shape: out {tuple(out_a.shape)} and {tuple(out_b.shape)}, "
+            f"lse {tuple(lse_a.shape)} and {tuple(lse_b.shape)}; merge the same rows and heads"
         )

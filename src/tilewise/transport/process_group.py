@@ -1,7 +1,7 @@
 """Messages over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -26,15 +26,26 @@ _UNWAITED = 2
 
 
 class _Posted:
-    """One torch.distributed Work, waited for at most once (on gloo a second wait blocks)."""
+    """One torch.distributed Work, waited for at most once (on gloo a second wait blocks).
+
+    Args:
+        messages: what travels by it; kept alive till then.
+        joined: holds the bytes of several, one after the other.
+        splits: they have arrived there.
+    """
 
     def __init__(
-        self, work: dist.Work, messages: Sequence[Message], verb: str, group: dist.ProcessGroup
+        self,
+        work: dist.Work,
+        messages: Sequence[Message],
+        verb: str,
+        group: dist.ProcessGroup,
+        joined: Tensor | None = None,
+        splits: bool = False,
     ) -> None:
         self._work: dist.Work | None = work
-        self._group = group
-        self._messages: Sequence[Message] = messages  # keeps the tensors alive
-        self._verb = verb
+        self._messages, self._verb, self._group = messages, verb, group
+        self._joined, self._splits = joined, splits
 
     @property
     def waited(self) -> bool:
@@ -48,31 +59,15 @@ class _Posted:
             work.wait()
         except RuntimeError as error:
             raise failure_of(self._messages, self._verb, error, self._group) from error
-        self._messages = ()
-
-
-class _Shared:
-    """A posted operation whose one buffer holds several messages' bytes, one after the other."""
-
-    def __init__(self, posted: _Posted, arrived: Tensor, messages: Sequence[Message]) -> None:
-        self._posted, self._arrived, self._messages = posted, arrived, messages
-
-    @property
-    def waited(self) -> bool:
-        return self._posted.waited
-
-    def wait(self) -> None:
-        if self.waited:
-            return
-        self._posted.wait()
-        pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
-        for message, piece in zip(self._messages, pieces, strict=True):
-            message.tensor.view(-1).copy_(piece)
-        self._messages = ()
+        if self._splits and self._joined is not None:
+            pieces = self._joined.split([message.tensor.nbytes for message in self._messages])
+            for message, piece in zip(self._messages, pieces, strict=True):
+                message.tensor.view(-1).copy_(piece)
+        self._messages, self._joined = (), None
 
 
 class _Exchange:
-    def __init__(self, receives: Sequence[_Posted | _Shared]) -> None:
+    def __init__(self, receives: Sequence[_Posted]) -> None:
         self._receives = receives
 
     def wait(self) -> None:
@@ -116,6 +111,8 @@ class DistTransport:
         self.agreement_seconds = 0.0
         config = "cpu:gloo" if cpu_only else str(dist.get_backend_config(group))
         self._backends = dict(part.split(":") for part in config.split(","))
+        wrong = {("cuda", "gloo"), ("cpu", "nccl")}
+        self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
         self.receives_ahead = 0 if batched else 1
         self.takes_teams = not batched
@@ -128,7 +125,7 @@ class DistTransport:
             self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group, 1))
-        self._receiving: deque[_Posted | _Shared] = deque()
+        self._receiving: deque[_Posted] = deque()
         self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
 
     def __repr__(self) -> str:
@@ -137,26 +134,28 @@ class DistTransport:
         return f"DistTransport({self.world_size} ranks, {names}{declined})"
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
-        sends = travelling(sends, self.rank, self.world_size)
-        recvs = travelling(recvs, self.rank, self.world_size)
+        sends = sends and travelling(sends, self.rank, self.world_size)
+        recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
             return _Exchange(())
-        backend = self._backend([*sends, *recvs])
-        self.bytes_sent += sum(message.tensor.nbytes for message in sends)
+        backend = self._backend(sends, recvs)
+        for message in sends:
+            self.bytes_sent += message.tensor.nbytes
         if backend == "nccl":
             self.messages_sent += len(sends)
             sending = self._post_batches(sends, recvs, lane)
             receives = sending if recvs else []
         else:
-            receives, sending = self._post_each(sends, recvs, self._lanes[0], _LANE_TAG + lane)
+            receives = self._post_each(recvs, False, lane) if recvs else []
+            sending = self._post_each(sends, True, lane) if sends else []
             self.messages_sent += len(sending)
         while self._receiving and self._receiving[0].waited:
             self._receiving.popleft()
         self._receiving.extend(receives)
         if sends:
             self._sending[lane].append(sending)
-        self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
-        return _Exchange(receives)
+            self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
+        return receives[0] if len(receives) == 1 else _Exchange(receives)
 
     def exchange_all(
         self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
@@ -166,16 +165,15 @@ class DistTransport:
             for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
             if peer != self.rank and (for_peer or from_peer)
         ]
-        self._backend([Message(leaving, self.rank, label)])
-        self.bytes_sent += sum(sizes[0]) - sizes[0][self.rank - team.start]
-        self.messages_sent += sum(
-            size > 0 and peer != self.rank for peer, size in zip(team, sizes[0], strict=True)
-        )
+        self._backend((Message(leaving, self.rank, label),))
+        own = sizes[0][self.rank - team.start]
+        self.bytes_sent += sum(sizes[0]) - own
+        self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
         group = gloo_group(self._lanes[0], team)
         work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
         received = _Posted(work, messages, "exchanging with", self._lanes[0])
         self._receiving.append(received)
-        return _Exchange([received])
+        return received
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self.world_size == 1:
@@ -206,39 +204,44 @@ class DistTransport:
         for lane in tuple(self._sending):
             self._reap(lane, 0)
 
-    def _backend(self, messages: Sequence[Message]) -> str:
-        devices = sorted({message.tensor.device.type for message in messages})
+    def _backend(self, *given: Sequence[Message]) -> str:
+        """The backend that carries all of these, of which there is at least one."""
+        kinds: dict[str, None] = {}
+        for messages in given:
+            for message in messages:
+                kinds[message.tensor.device.type] = None
+        devices = [*kinds]
+        if len(devices) == 1 and devices[0] in self._carried:
+            return self._carried[devices[0]]
+        devices = sorted(devices)
         names = [self._backends.get(device, "none") for device in devices]
-        if len(devices) > 1 or (devices[0], names[0]) in {("cuda", "gloo"), ("cpu", "nccl")}:
-            raise ValueError(
-                f"tensors on {' and '.join(devices)} cannot travel over {' and '.join(names)}; "
-                "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
-                "with the backend of their device"
-            )
-        if names[0] == "none":
+        if names == ["none"]:
             raise ValueError(
                 f"the group has no backend for {devices[0]} tensors, it has {self._backends}"
             )
-        return names[0]
+        raise ValueError(
+            f"tensors on {' and '.join(devices)} cannot travel over {' and '.join(names)}; "
+            "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
+            "with the backend of their device"
+        )
 
-    def _post_each(
-        self, sends: Sequence[Message], recvs: Sequence[Message], group: dist.ProcessGroup, tag: int
-    ) -> tuple[list[_Posted | _Shared], list[_Posted]]:
-        receives: list[_Posted | _Shared] = []
-        for mine in _shared(recvs):
-            whole = mine[0]
-            if len(mine) > 1:
-                size = sum(message.tensor.nbytes for message in mine)
-                whole = whole._replace(tensor=whole.tensor.new_empty(size))
-            posted = _post(group.recv, whole, "receiving from", group, tag)
-            receives.append(_Shared(posted, whole.tensor, mine) if len(mine) > 1 else posted)
-        sending = []
-        for mine in _shared(sends):
-            whole = mine[0]
-            if len(mine) > 1:
-                whole = whole._replace(tensor=torch.cat([one.tensor.view(-1) for one in mine]))
-            sending.append(_post(group.send, whole, "sending to", group, tag))
-        return receives, sending
+    def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[_Posted]:
+        """Start sends or receives; gloo refuses one if its other end is known to be lost."""
+        group, tag = self._lanes[0], _LANE_TAG + lane
+        start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
+        posted = []
+        for mine in _shared(messages):
+            whole, several = mine[0].tensor, len(mine) > 1
+            if several and is_send:
+                whole = torch.cat([message.tensor.view(-1) for message in mine])
+            elif several:
+                whole = whole.new_empty(sum(message.tensor.nbytes for message in mine))
+            try:
+                work = start([whole], mine[0].peer, tag)
+            except RuntimeError as error:
+                raise failure_of(mine, verb, error, group) from error
+            posted.append(_Posted(work, mine, verb, group, whole, several and not is_send))
+        return posted
 
     def _post_batches(
         self, sends: Sequence[Message], recvs: Sequence[Message], lane: int
@@ -273,18 +276,3 @@ def _shared(messages: Sequence[Message]) -> Sequence[Sequence[Message]]:
         else:
             found += [(message,) for message in mine]
     return found
-
-
-def _post(
-    start: Callable[[list[Tensor], int, int], dist.Work],
-    message: Message,
-    verb: str,
-    group: dist.ProcessGroup,
-    tag: int,
-) -> _Posted:
-    """Start one send or receive; gloo refuses it at once if the other end is known to be lost."""
-    try:
-        work = start([message.tensor], message.peer, tag)
-    except RuntimeError as error:
-        raise failure_of((message,), verb, error, group) from error
-    return _Posted(work, (message,), verb, group)

@@ -132,16 +132,20 @@ def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[
     Raises:
         ValueError: if a peer is this rank or outside the group, or a tensor is not flat bytes.
     """
-    kept = [message for message in messages if message.tensor.numel()]
-    for tensor, peer, label in kept:
+    kept = []
+    for message in messages:
+        tensor, peer, label = message
+        if not tensor.numel():
+            continue
         if peer == rank or not 0 <= peer < world_size:
             raise ValueError(
                 f"{label}: peer ({peer}) must be another rank of the group "
                 f"(this is rank {rank} of {world_size}); what a rank owns stays at home"
             )
-        if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+        if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
             raise ValueError(
                 f"{label}: a message is contiguous uint8, not {tensor.dtype} with strides "
                 f"{tensor.stride()}; use tensor.contiguous().view(torch.uint8)"
             )
+        kept.append(message)
     return kept
