@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.liveness import ALIGNMENT, aligned
+from tilewise.masks.strips import expand
 from tilewise.transport.streams import Moment, current_moment, follow
 
 MOST_TRIES, MOST_PLACED = 32, 4096
 """Times that places are looked for anew, and requests placed in all of them, for each order."""
+
+
+FAR = 1 << 50
+"""Bytes; beyond all workspaces."""
 
 
 class BufferSpec(NamedTuple):
@@ -138,39 +143,43 @@ class _Rivals(NamedTuple):
     """Of a request: its offset minus that of request `others[n]` is not in (lows[n], highs[n])."""
 
     others: np.ndarray
-    lows: np.ndarray
-    highs: np.ndarray
+    limits: np.ndarray  # lows and highs
 
 
 def _rivals(requests: Sequence[Sequence[_Box]]) -> list[_Rivals]:
-    numbers = np.repeat(np.arange(len(requests)), [*map(len, requests)])
-    table = [box for boxes in requests for box in boxes]
-    starts, stops, begins, ends = np.array(table, np.int64).reshape(-1, 4).T
-    rivals, none = [], np.empty(0, np.int64)
-    for i, boxes in enumerate(requests):
-        near = [(none, none, none)]
-        for box in boxes:
-            at = np.flatnonzero((begins < box.end) & (ends > box.begin) & (numbers != i))
-            near.append((numbers[at], starts[at] - box.stop, stops[at] - box.start))
-        rivals.append(_Rivals(*map(np.concatenate, zip(*near, strict=True))))
-    return rivals
+    """And two more each, at FLOOR below all and beyond all, which say that offsets begin at 0."""
+    n = len(requests)
+    numbers = np.repeat(np.arange(n), [*map(len, requests)])
+    boxes = np.array([box for boxes in requests for box in boxes], np.int64).reshape(-1, 4)
+    by_begin = boxes[:, 2].argsort(kind="stable")
+    numbers, (starts, stops, begins, ends) = numbers[by_begin], boxes[by_begin].T
+    first, later = expand(np.arange(len(ends)) + 1, np.searchsorted(begins, ends))
+    one, other = np.concatenate([first, later]), np.concatenate([later, first])
+    apart = numbers[one] != numbers[other]
+    one, other = one[apart], other[apart]
+    limits = np.stack([starts[other] - stops[one], stops[other] - starts[one]])
+    every, ones = np.arange(n), np.ones(n, np.int64)
+    owner = np.concatenate([numbers[one], every, every])
+    others = np.concatenate([numbers[other], n * ones, n * ones])
+    floors = np.stack([np.append(-FAR * ones, FAR * ones), np.append(0 * ones, FAR * ones)])
+    limits = np.append(limits, floors, axis=1)
+    by_owner = owner.argsort(kind="stable")
+    cuts = np.searchsorted(owner[by_owner], np.arange(1, n))
+    others, limits = others[by_owner], limits[:, by_owner]
+    return [*map(_Rivals, np.split(others, cuts), np.split(limits, cuts, axis=1))]
 
 
 def _placed(
     rivals: Sequence[_Rivals], sizes: Sequence[int], order: Iterable[int]
 ) -> tuple[list[int], int]:
-    offsets, placed = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), bool)
+    offsets = np.full(len(sizes) + 1, 2 * FAR)  # of those that are yet to be placed
+    offsets[-1] = 0
     for i in order:
-        there = placed[rivals[i].others]
-        others, lows, highs = (column[there] for column in rivals[i])
-        at = offsets[others]
-        lows, highs = at + lows, at + highs
-        by_low = lows.argsort()
-        taken = np.maximum.accumulate(np.concatenate(([0], highs[by_low])))
-        free = lows[by_low] >= taken[:-1]
-        offsets[i] = taken[free.argmax() if free.any() else -1]
-        placed[i] = True
-    found = offsets.tolist()
+        limits = offsets[rivals[i].others] + rivals[i].limits
+        lows, highs = limits[:, limits[0].argsort()]
+        taken = np.maximum.accumulate(highs)
+        offsets[i] = taken[(lows[1:] >= taken[:-1]).argmax()]
+    found = offsets[:-1].tolist()
     return found, max(map(add, found, sizes), default=0)
 
 

@@ -36,10 +36,12 @@ def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
         return ()
     exact = None if candidate.world_size <= EXACT_RANKS else False
     best: dict[str, Setting] = {}
+    known: dict[str, float] = {}  # by a plan's name: libraries have some in common
     for library, options, plan in _settings(candidate):
-        seconds = simulate(plan, work, candidate.machine, exact=exact).seconds
-        if library not in best or seconds < best[library].seconds:
-            best[library] = Setting(library, options, plan.name, seconds)
+        if plan.name not in known:
+            known[plan.name] = simulate(plan, work, candidate.machine, exact=exact).seconds
+        setting = Setting(library, options, plan.name, known[plan.name])
+        best[library] = min(best.get(library, setting), setting, key=lambda one: one.seconds)
     return tuple(best.values())
 
 

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,17 @@ class PassMemory:
         return round(self._scale * self._most([rank]))
 
     def _most(self, ranks: Sequence[int], enough: int = 0) -> int:
-        most, problem = enough, self._problem
-        for number, rank in enumerate(ranks):
-            if number % RANKS_A_COPY == 0:
-                passes = self._problem.passes
-                copied = _with(passes, plan=_copy(passes[0].plan))
-                problem = problem._replace(passes=copied)
-            most = max(most, rank_peak_bytes(problem, rank, self._backward, most))
+        """The highest figure of them, placed in falling order of what they need at most."""
+        most = enough
+        for first in range(0, len(ranks), RANKS_A_COPY):
+            passes = self._problem.passes
+            problem = self._problem._replace(passes=_with(passes, plan=_copy(passes[0].plan)))
+            some = ranks[first : first + RANKS_A_COPY]
+            asked = (_recorded(problem, rank, self._backward) for rank in some)
+            bounded = [(held + _slots(buffers), held, buffers) for held, buffers in asked]
+            for limit, held, buffers in sorted(bounded, key=itemgetter(0), reverse=True):
+                if limit > most:
+                    most = max(most, held + places(buffers, most - held)[1])
         return most
 
 
@@ -140,13 +145,18 @@ def _some(ranks: np.ndarray) -> list[int]:
     return ranks[list(places)].tolist()
 
 
-def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0) -> int:
+def rank_peak_bytes(problem: Problem, rank: int, backward: bool) -> int:
     """Peak bytes of one rank in a pass of a checked call on one sequence.
 
     Args:
         problem: of its kernel only counts how that wants tiles cut.
-        enough: what need not be bettered: figures up to it may be above the truth, for less work.
     """
+    held, buffers = _recorded(problem, rank, backward)
+    return held + places(buffers)[1]
+
+
+def _recorded(problem: Problem, rank: int, backward: bool) -> tuple[int, list[BufferSpec]]:
+    """Bytes of the caller's tensors, and the buffers that the pass takes."""
     asked: list[BufferSpec] = []
     problem = problem._replace(
         kernel=NoKernel(problem.kernel.square_causal, problem.kernel.whole_tile),
@@ -163,9 +173,7 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool, enough: int = 0
         dout = torch.empty_like(out)
         saved = q, *kv, out, lse
         held += [dout, *backward_pass(problem, transport, saved, kept, (dout, None))]
-    num_bytes = sum(x.nbytes for x in held)
-    apart = num_bytes + _slots(asked)
-    return apart if apart <= enough else num_bytes + places(asked, enough - num_bytes)[1]
+    return sum(x.nbytes for x in held), asked
 
 
 def _scores(passes: Passes) -> Scores:

@@ -1,16 +1,17 @@
 """Which rows of which shard each kernel call of a tile reads, and which of them need copying."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Mask
+from tilewise.layouts.layout import Layout, Run
+from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.plan.row_ranges import Ranges, row_index
+from tilewise.plan.row_ranges import Ranges, row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
@@ -61,15 +62,16 @@ class TileCalls(NamedTuple):
 
     def calls(self, tile: Tile, held: Held) -> Iterator[CallParts[np.ndarray]]:
         """The calls of a tile whose blocks hold these rows, query side first."""
-        local = [[row_index(rows) for rows in side] for side in held]
-        q_positions, k_positions = (
-            np.concatenate([layout.rows(s)[x] for s, x in zip(shards, rows, strict=True)])
-            for layout, shards, rows in zip(self.layouts, tile[:2], local, strict=True)
+        blocks = tuple(
+            tuple((layout, *of) for of in zip(shards, rows, strict=True))
+            for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True)
         )
         for mask, q_heads, kv_heads in self._masks(tile.heads):
-            for call in _cut(q_positions, k_positions, mask, self.cut):
-                q = self._parts(Side.Q, tile, call.q, local[0])
-                k = self._parts(Side.KV, tile, call.k, local[1])
+            for call, *parts in _calls(blocks, mask, self.cut):
+                q, k = (
+                    tuple(x._replace(item=partial(side, shards[x.shard], tile.heads)) for x in of)
+                    for side, shards, of in zip(Side, tile[:2], parts, strict=True)
+                )
                 yield CallParts(call, q, k, q_heads, kv_heads)
 
     def _masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
@@ -83,23 +85,98 @@ class TileCalls(NamedTuple):
         for i, mask in enumerate(by_head[first]):
             yield mask, slice(i * shared, (i + 1) * shared), slice(i, i + 1)
 
-    def _parts(
-        self, side: Side, tile: Tile, ranges: Ranges, local: Sequence[np.ndarray]
-    ) -> tuple[RowSelection[np.ndarray], ...]:
-        rows = row_index(ranges)
-        starts = np.cumsum([0, *map(len, local)])
-        which = np.searchsorted(starts, rows, side="right") - 1
-        parts: list[tuple[int, RowSelection[np.ndarray]]] = []
-        for i in np.unique(which).tolist():
-            shard = (tile.q, tile.kv)[side][i]
-            in_call = np.flatnonzero(which == i)
-            in_block = rows[in_call] - starts[i]
-            limits = len(rows), len(local[i]), self.layouts[side].size(shard)
-            for places in _pieces((in_call, in_block, local[i][in_block])):
-                index = (_index(x, n) for x, n in zip(places, limits, strict=True))
-                part = RowSelection(i, partial(side, shard, tile.heads), *index)
-                parts.append((int(places[0][0]), part))
-        return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
+
+Blocks: TypeAlias = tuple[tuple[tuple[Layout, int, Rows], ...], ...]
+"""By side the shards that a tile reads, and which of their rows are held."""
+Placed: TypeAlias = tuple[
+    tuple[KernelCall, tuple[RowSelection[np.ndarray], ...], tuple[RowSelection[np.ndarray], ...]],
+    ...,
+]
+"""Calls and their rows by side; the items are those of shard 0."""
+
+
+class _Block(NamedTuple):
+    """Held rows of a shard: their positions, which of its rows they are, and how many it has."""
+
+    positions: np.ndarray
+    local: np.ndarray
+    size: int
+
+    @classmethod
+    def of(cls, layout: Layout, shard: int, rows: Rows) -> "_Block":
+        local = row_index(rows)
+        return cls(layout.rows(shard)[local], local, layout.size(shard))
+
+
+def _calls(blocks: Blocks, mask: Mask, cut: CallStyle) -> Placed:
+    """The calls of a tile of these blocks; tiles share them whose positions have one order.
+
+    A full or a causal mask asks for no more than the order.
+    """
+    spans = [_spans(x.runs[shard], rows) for side in blocks for x, shard, rows in side]
+    known = [span for span in spans if span is not None]
+    if mask in (Full(), Causal()) and len(known) == len(spans):
+        near = iter(_closed_up(known))
+        sides = ([(next(near), x[2], x[0].size(x[1])) for x in side] for side in blocks)
+        return _shared(tuple(map(tuple, sides)), mask, cut)
+    return _made([[_Block.of(*block) for block in side] for side in blocks], mask, cut)
+
+
+@lru_cache(maxsize=4096)
+def _spans(runs: tuple[Run, ...], rows: Rows) -> Ranges | None:
+    """Positions of some rows of these, if they are a few ranges."""
+    if len(runs) + len(rows) > MAX_PIECES or any(run.stride != 1 for run in runs):
+        return None
+    positions = row_index(tuple((run.start, run.start + run.count) for run in runs))
+    return to_ranges(positions[row_index(rows)])
+
+
+def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
+    """Positions without the gaps between them."""
+    table = np.array([span for part in parts for span in part], np.int64).reshape(-1, 2)
+    edges, at = np.unique(table, return_inverse=True)
+    starts, stops = at.reshape(-1, 2).T
+    depth = np.bincount(starts, minlength=len(edges)) - np.bincount(stops, minlength=len(edges))
+    sizes = np.diff(edges) * (np.cumsum(depth)[:-1] > 0)
+    moved = np.concatenate([[0], np.cumsum(sizes)])
+    left = iter(zip(moved[starts].tolist(), moved[stops].tolist(), strict=True))
+    return [tuple(next(left) for _ in part) for part in parts]
+
+
+@lru_cache(maxsize=256)
+def _shared(
+    ranged: tuple[tuple[tuple[Ranges, Rows, int], ...], ...], mask: Mask, cut: CallStyle
+) -> Placed:
+    sides = [[_Block(row_index(at), row_index(x), n) for at, x, n in side] for side in ranged]
+    return _made(sides, mask, cut)
+
+
+def _made(sides: Sequence[Sequence[_Block]], mask: Mask, cut: CallStyle) -> Placed:
+    q, k = (np.concatenate([block.positions for block in side]) for side in sides)
+    return tuple(
+        (call, _parts(Side.Q, call.q, sides[0]), _parts(Side.KV, call.k, sides[1]))
+        for call in _cut(q, k, mask, cut)
+    )
+
+
+def _parts(
+    side: Side, ranges: Ranges, blocks: Sequence[_Block]
+) -> tuple[RowSelection[np.ndarray], ...]:
+    """Which rows of which block a call reads, in the order of the call."""
+    rows = row_index(ranges)
+    starts = np.cumsum([0, *(len(block.local) for block in blocks)])
+    which = np.searchsorted(starts, rows, side="right") - 1
+    parts: list[tuple[int, RowSelection[np.ndarray]]] = []
+    for i in np.unique(which).tolist():
+        _, local, size = blocks[i]
+        in_call = np.flatnonzero(which == i)
+        in_block = rows[in_call] - starts[i]
+        limits = len(rows), len(local), size
+        for places in _pieces((in_call, in_block, local[in_block])):
+            index = (_index(x, n) for x, n in zip(places, limits, strict=True))
+            part = RowSelection(i, partial(side, 0), *index)
+            parts.append((int(places[0][0]), part))
+    return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
 
 def is_range(index: object) -> TypeGuard[slice | None]:
