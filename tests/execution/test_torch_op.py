@@ -24,6 +24,12 @@ import tilewise as tw
 from tilewise.execution.problem import AttentionCall
 from tilewise.execution.torch_op import MASKS
 
+# Warnings of torch itself: forward mode compiles scripts, opcheck asks clones for .grad.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script`"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
 TOKENS, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
 ATTENTION = torch.ops.tilewise.attention
 
@@ -243,7 +249,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of torch's own jvp
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_that_are_not_there_raise_and_give_no_numbers(name: str):
     q, k, v = (x.detach() for x in inputs())
