@@ -57,6 +57,15 @@ def test_every_kind_of_tensor_has_its_own_wire(plan: tw.Plan, save: Any):
     assert all(x.dtype == torch.float64 for x in found)
 
 
+def test_what_is_kept_of_encoded_operands_serves_tiles_of_several_shards():
+    torch.manual_seed(0)
+    wholes = [torch.randn(TOKENS, 2, WIDTH, dtype=torch.float64) for _ in range(3)]
+    plan, asked = tw.tiled(tw.Causal(), tw.zigzag(TOKENS, N)), work(save="gathered")
+    exact, _ = sent(plan, wholes, asked)
+    found, _ = sent(plan, wholes, work(save="gathered", wire=tw.wire.Wires(forward=NARROW)))
+    assert all(0 < float((a - b).abs().max()) < 1e-5 for a, b in zip(found, exact, strict=True))
+
+
 def test_wire_dtype_is_short_for_a_plain_wire():
     assert work(wire=NARROW) == work(wire_dtype="float32") == work(wire_dtype=torch.float32)
     assert work(wire=tw.wire.Wires(partials=NARROW)) == work(wire_dtype="float32")

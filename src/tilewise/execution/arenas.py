@@ -58,7 +58,8 @@ class ArenaTable:
             operands: this rank's own, and those that an earlier pass kept.
         """
         kept = {id(b.arena[0]): b.arena[0] for b in operands.values() if b.arena}
-        arenas = [self._arena(place, operands, allocator) for place in self._places]
+        made = (self._arena(place, operands, allocator) for place in self._places)
+        arenas = [arena for arena in made if arena is not None]
         placed = {*chain.from_iterable(self._program.arenas)}
         arenas += [arena for arena in kept.values() if not placed.intersection(arena.starts)]
         for arena in arenas:
@@ -114,12 +115,14 @@ class ArenaTable:
         rows = [*map(self._num_rows, items)]
         return _Place(items, rows, dict(zip(items, accumulate(rows, initial=0), strict=False)))
 
-    def _arena(self, place: _Place, operands: Operands, allocator: Allocator) -> Arena:
-        """One buffer for these items."""
+    def _arena(self, place: _Place, operands: Operands, allocator: Allocator) -> Arena | None:
+        """One buffer for these items; None: what an earlier pass kept of them lies apart."""
         items, rows, starts = place
-        blocks = (operands[item] for item in items if item in operands)
+        blocks = [operands[item] for item in items if item in operands]
         before = next((block.arena[0].fields for block in blocks if block.arena), {})
         packing = self._packing_of(items)
+        if any(block.fields.keys() - before.keys() - set(packing.names) for block in blocks):
+            return None
         if not packing.names:
             return Arena(starts, None, dict(before))
         shape = sum(rows), self._batch, *packing.row_shape
