@@ -29,7 +29,10 @@ PRELOADED = ["torch.distributed", "hypothesis", "pytest", "tilewise", "transform
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    quick = "not slow" in config.option.markexpr
+    asked = config.option.markexpr
+    if "gpu" in asked and "not gpu" not in asked:  # what is imported at collection may warn too
+        config.addinivalue_line("filterwarnings", "default")
+    quick = "not slow" in asked
     hypothesis.settings.load_profile("quick" if quick else "all")
     gc.disable()  # until all tests are collected: what they consist of stays
 

@@ -139,7 +139,7 @@ def test_on_hopper_matrix_products_are_not_waited_for_one_by_one():
 def test_dq_is_made_by_atomics_unless_determinism_is_asked_for(
     monkeypatch, head_dim, offered, asked
 ):
-    fake_cuda = pytest.importorskip("fake_cuda", reason="triton is not installed")
+    fake_cuda = pytest.importorskip("cuda_model.fake_cuda", reason="triton is not installed")
     cuda, call = fake_cuda.FakeCuda(monkeypatch), CALLS["causal"]
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked)
     passes = ["keys_backward"] if head_dim < 256 else ["keys_backward"] * 2

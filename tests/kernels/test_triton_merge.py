@@ -1,4 +1,4 @@
-"""Merging in one Triton kernel, in Triton's interpreter on the CPU, against plain merging."""
+"""Merging in one Triton kernel: in the interpreter on the CPU as plain merging; compiled."""
 
 import subprocess
 import sys
@@ -16,7 +16,8 @@ warnings.filterwarnings("ignore", "divide by zero")
 for dtype, narrow, bound in ((torch.float32, torch.float16, 2e-6), (torch.float64,) * 2 + (4e-15,)):
     torch.manual_seed(0)
     acc, lse = torch.randn(37, 2, 3, 24, dtype=dtype), torch.randn(37, 2, 3, dtype=dtype)
-    out = torch.randn(2, 37, 3, 24).to(narrow).transpose(0, 1)
+    out = torch.randn(2, 37, 78).to(narrow).transpose(0, 1)  # out of packed rows, lse behind it
+    out = out[..., :72].unflatten(2, (3, 24))
     late = torch.randn(3, 37, 2, dtype=dtype).permute(1, 2, 0)
     for x, y, rows in ((acc, lse, [0, 5]), (out, late, [0, 1])):  # row 0: neither side has a key
         x[rows], y[rows] = 0.0, -torch.inf
@@ -28,6 +29,32 @@ for dtype, narrow, bound in ((torch.float32, torch.float16, 2e-6), (torch.float6
     assert (lse - want[1]).nan_to_num(0.0).abs().max() <= bound
 print("same")
 """
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tilewise.kernels.triton.merge import _merge
+given = {"OLD_STEP": 4, "HEAD_DIM": 128, "WIDTH": 128, "BLOCK": 64}
+given |= {"oa_column": 1, "o_column": 1}  # as Triton takes a stride of 1
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+tensors = {"out_acc": "*fp32", "lse_acc": "*fp32", "out": "*bf16", "lse": "*fp32"}
+for arch, step in ((90, 2), (90, 8), (100, 2)):  # packed rows of odd and of four heads
+    given["NEW_STEP"] = step
+    types = {x: "constexpr" if x in given else tensors.get(x, "i32") for x in _merge.arg_names}
+    source = ASTSource(_merge, types, given, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+    assert "ld.global.v4" in ptx and "global.b16" not in ptx
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_partials_of_packed_rows_are_not_loaded_number_by_number(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    command = [sys.executable, "-c", COMPILED]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout) == (0, "compiled\n"), run.stderr
 
 
 def test_one_kernel_merges_as_merge_into_does(monkeypatch):

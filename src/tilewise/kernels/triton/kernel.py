@@ -305,20 +305,23 @@ def view_of(x: Tensor) -> TensorView:
 
 
 def in_steps(views: Sequence[TensorView | Tensor]) -> tuple[list[TensorView | Tensor], int]:
-    """The same with strides of rows in units of a step: numbers in 16 bytes of operands, or 1.
+    """The same with strides of rows in units of a step: numbers, in up to 16 bytes of the first,
+    that divide all of them.
 
-    It is 1 where a stride is no multiple. Triton itself sees only whether a stride is a multiple of
-    16 numbers. Rows on the wire are padded to 16 bytes, 8 numbers of 2 bytes: without a step they
-    would be loaded number by number.
+    Triton itself sees only whether a stride is a multiple of 16 numbers. Rows on the wire are padded
+    to 16 bytes, 8 numbers of 2 bytes: without a step they would be loaded number by number.
     """
-    stepped, found, step = [*views], 0, 16 // views[0][0].itemsize
+    step, strides = 16 // views[0][0].itemsize, {}
     for i, view in enumerate(views):
         if isinstance(view, TensorView) and view.base.ndim == 4:
             sizes = view.base.shape[:3]
-            strides = [x if n > 1 else 0 for n, x in zip(sizes, view[1:], strict=True)]
-            found = math.gcd(found, *strides)
-            stepped[i] = TensorView(view.base, *(stride // step for stride in strides))
-    return ([*views], 1) if found % step else (stepped, step)
+            strides[i] = [x if n > 1 else 0 for n, x in zip(sizes, view[1:], strict=True)]
+            step = math.gcd(step, *strides[i])
+    stepped = [
+        TensorView(view[0], *(x // step for x in strides[i])) if i in strides else view
+        for i, view in enumerate(views)
+    ]
+    return stepped, step
 
 
 def _empty(like: Tensor, width: int | None = None) -> Tensor:

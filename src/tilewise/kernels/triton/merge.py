@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.kernels.triton.kernel import in_steps, view_of
+
 _BLOCK = 64
 
 
@@ -18,11 +20,14 @@ def merge_rows(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
     num = math.prod(lse.shape)
     if not num:
         return
+    ((old,), old_step), ((new,), new_step) = (in_steps([view_of(x)]) for x in (out_acc, out))
     with torch.cuda.device_of(out_acc):
         _merge[(triton.cdiv(num, _BLOCK),)](  # pyright: ignore[reportCallIssue]
             *(out_acc, lse_acc, out, lse),
-            *(*out_acc.stride(), *lse_acc.stride(), *out.stride(), *lse.stride()),
-            *(num, *lse.shape[1:]),
+            *(*old[1:], out_acc.stride(3), *lse_acc.stride()),
+            *(*new[1:], out.stride(3), *lse.stride(), num, *lse.shape[1:]),
+            OLD_STEP=old_step,
+            NEW_STEP=new_step,
             HEAD_DIM=out.shape[3],
             WIDTH=triton.next_power_of_2(out.shape[3]),
             BLOCK=_BLOCK,
@@ -36,6 +41,7 @@ def _merge(
     oa_row, oa_batch, oa_head, oa_column, la_row, la_batch, la_head,
     o_row, o_batch, o_head, o_column, l_row, l_batch, l_head,
     num, num_batch, num_heads,
+    OLD_STEP: tl.constexpr, NEW_STEP: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """lse = log(exp lse_a + exp lse_b); out_a moves to out_b by the share exp(lse_b - lse)."""
@@ -57,9 +63,9 @@ def _merge(
     tl.store(lse_place, top + tl.log(both), mask=here)
     column = tl.arange(0, WIDTH)
     inside = here[:, None] & (column < HEAD_DIM)[None, :]
-    place = out_acc + (row * oa_row + batch * oa_batch + head * oa_head)[:, None]
+    place = out_acc + ((row * oa_row + batch * oa_batch + head * oa_head) * OLD_STEP)[:, None]
     place += column[None, :] * oa_column
-    other = out + (row * o_row + batch * o_batch + head * o_head)[:, None]
+    other = out + ((row * o_row + batch * o_batch + head * o_head) * NEW_STEP)[:, None]
     other += column[None, :] * o_column
     x = tl.load(place, mask=inside, other=0.0)
     y = tl.load(other, mask=inside, other=0.0).to(x.dtype)
