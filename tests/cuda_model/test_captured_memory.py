@@ -92,6 +92,45 @@ def test_a_graph_keeps_its_masks_when_others_drive_them_out(device, cache, monke
     assert not device.races
 
 
+def test_what_a_graph_reads_goes_with_the_graph_where_torch_tells_which_it_is(
+    device, cache, monkeypatch
+):
+    class Captured:
+        """As torch 2.15's CUDAGraph."""
+
+        capturing: Captured | None = None
+
+        def __init__(self) -> None:
+            self.kept: list[object] = []
+
+        @classmethod
+        def get_currently_capturing_graph(cls) -> Captured:
+            if cls.capturing is None:
+                raise RuntimeError("no graph is being captured")
+            return cls.capturing
+
+        def retain_object(self, x: object, *, synchronize_before_release: bool) -> None:
+            assert synchronize_before_release
+            self.kept.append(x)
+
+    graph = Graph()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Captured)
+    monkeypatch.setattr(torch_sdpa, "_cudnn", graph.recorded(cudnn, 3))
+    monkeypatch.setattr(torch_sdpa, "_cudnn_backward", graph.recorded(cudnn_backward, 8))
+    Captured.capturing, call = Captured(), masked(3)
+    with device.capturing():
+        both_passes(call)
+    del call
+    assert graph.replays() == [True, True]
+    Captured.capturing = None
+    assert graph.replays() == [False, False] and not cache.num_bytes
+    call = masked(3)
+    with device.capturing():  # by a graph that torch does not know
+        both_passes(call)
+    del call
+    assert graph.replays()[2:] == [True, True]
+
+
 def test_what_was_made_of_a_call_goes_with_it(cache, monkeypatch):
     graph = Graph()
     monkeypatch.setattr(torch_sdpa, "_cudnn", graph.recorded(cudnn, 3))

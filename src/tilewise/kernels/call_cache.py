@@ -1,15 +1,15 @@
 """What kernels make of a call on a device (lists of work, masks), kept with the call.
 
 It goes with the call, hence with the plan that the call belongs to; when all of it takes too many
-bytes, what was used longest ago goes first. What a CUDA graph is captured with stays: a replay
-reads it where it lies, and nothing tells when a graph is gone.
+bytes, what was used longest ago goes first. What a CUDA graph is captured with stays as long as the
+graph, whose replays read it where it lies; for good where torch does not say which graph that is.
 """
 
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ class CallCache:
         return entry.value  # pyright: ignore[reportReturnType]
 
     def keep_if_capturing(self, device: torch.device, value: object) -> None:
-        """Keep what a graph that is being captured reads, for good."""
-        if is_capturing(device):
+        """Keep what a graph that is being captured reads; torch's graphs keep things from 2.15 on."""
+        if is_capturing(device) and not retained_by_graph(value):
             self._captured[id(value)] = value
 
     def _drop(self, place: Hashable) -> None:
@@ -90,6 +90,16 @@ class CallCache:
             entry = self._entries.pop(place, None)
             if entry is not None:
                 self.num_bytes -= entry.num_bytes
+
+
+def retained_by_graph(value: object) -> bool:
+    """Whether the graph that is being captured keeps a value from here on."""
+    kind: Any = torch.cuda.CUDAGraph
+    try:
+        kind.get_currently_capturing_graph().retain_object(value, synchronize_before_release=True)
+    except (AttributeError, RuntimeError):  # an older torch; a graph that is not torch's
+        return False
+    return True
 
 
 CALL_CACHE = CallCache()
