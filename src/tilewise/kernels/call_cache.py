@@ -81,7 +81,7 @@ class CallCache:
         return entry.value  # pyright: ignore[reportReturnType]
 
     def keep_if_capturing(self, device: torch.device, value: object) -> None:
-        """Keep what a graph that is being captured reads; torch's graphs keep things from 2.15 on."""
+        """Keep what a graph that is being captured reads; from 2.15 on torch's graphs can."""
         if is_capturing(device) and not retained_by_graph(value):
             self._captured[id(value)] = value
 

@@ -308,8 +308,8 @@ def in_steps(views: Sequence[TensorView | Tensor]) -> tuple[list[TensorView | Te
     """The same with strides of rows in units of a step: numbers, in up to 16 bytes of the first,
     that divide all of them.
 
-    Triton itself sees only whether a stride is a multiple of 16 numbers. Rows on the wire are padded
-    to 16 bytes, 8 numbers of 2 bytes: without a step they would be loaded number by number.
+    Triton itself sees only whether a stride is a multiple of 16 numbers. Rows on the wire are
+    padded to 16 bytes, 8 numbers of 2: without a step they would be loaded number by number.
     """
     step, strides = 16 // views[0][0].itemsize, {}
     for i, view in enumerate(views):
