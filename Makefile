@@ -66,12 +66,12 @@ bench-gpu:
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
 
-# A torch that is there and new enough stays (a CUDA build, say): the pin follows it. Otherwise the
-# pin decides, because an unpinned torch may bring gigabytes of CUDA packages along.
+# A torch that is there and new enough stays (a CUDA build, say), with the triton that it asks for.
+# Otherwise the pin decides, because an unpinned torch may bring gigabytes of CUDA packages along.
 $(STAMP): pyproject.toml constraints.txt $(MISSING)
-	@torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)' 2>/dev/null || true); \
-	case "$$torch" in 2.11.*|2.12.*|2.13.*|2.14.*|2.15.*) pin="torch==$$torch";; *) pin='&';; esac; \
-	sed "s/^torch==.*/$$pin/" constraints.txt > $(VENV)/constraints.txt
+	@torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true); \
+	case "$$torch" in 2.11.*|2.12.*|2.13.*|2.14.*|2.15.*) pins="s/^torch==.*/torch==$$torch/; /^triton==/d";; *) pins=;; esac; \
+	sed "$$pins" constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
