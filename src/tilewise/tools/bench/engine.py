@@ -131,19 +131,20 @@ def _case_rows(todo: list[PlannedRow], world: Callable[[], World]) -> Iterator[R
 
 def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
     """An outcome that needs no run ("" if it must run), its message, and what is expected."""
-    case = entry.case
-    reason = _device_missing(case) or entry.contender.supports(case)
-    if reason is not None:
-        return "unsupported", reason, Prediction()
-    free = available_bytes(case.device)
-    inputs = needed_bytes(case)
-    if inputs > free:
-        return "out_of_memory", _too_large(inputs, free, "inputs"), Prediction()
-    prediction = entry.contender.predict(case, entry.machine)
-    wanted = inputs + case.world_size * (prediction.peak_bytes or 0)
-    if wanted > free:
-        return "out_of_memory", _too_large(wanted, free, "inputs and the run"), prediction
-    return "", "", prediction
+    case, prediction = entry.case, Prediction()
+    if reason := _device_missing(case) or entry.contender.supports(case):
+        return "unsupported", reason, prediction
+    free, wanted, what = available_bytes(case.device), needed_bytes(case), "inputs"
+    if wanted <= free:
+        prediction, what = entry.contender.predict(case, entry.machine), "inputs and the run"
+        wanted += case.world_size * (prediction.peak_bytes or 0)
+    if wanted <= free:
+        return "", "", prediction
+    message = (
+        f"predicted: {what} need {wanted / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used; "
+        "take fewer tokens, ranks or heads"
+    )
+    return "out_of_memory", message, prediction
 
 
 def _device_missing(case: BenchCase) -> str | None:
@@ -164,10 +165,3 @@ def assumed_machine(network: LabNetwork, device: str = "cpu") -> Machine:
     link = replace(machine.between, bandwidth=network.mbit * 1e6 / 8 * LINE_SHARE)
     name = f"{machine.name}, {network.mbit:g} Mbit/s"
     return replace(machine, name=name, node_size=network.ranks_per_host, between=link)
-
-
-def _too_large(wanted: int, free: int, what: str) -> str:
-    return (
-        f"predicted: {what} need {wanted / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used; "
-        "take fewer tokens, ranks or heads"
-    )

@@ -1,10 +1,11 @@
 """A row: what the ranks found about one contender, as one flat table of names and numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median, quantiles
+from typing import TypeVar
 
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, Timing
@@ -13,6 +14,7 @@ from tilewise.tools.bench.inputs import NAMES, TOLERANCES
 from tilewise.tools.bench.measure import Figures
 from tilewise.tools.bench.results import FORMAT, Row
 
+T = TypeVar("T")
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 
@@ -42,19 +44,18 @@ def finished_row(
         ranks: what each rank found.
         error_rows: how many queries the errors cover.
     """
+    built = ("mask", "prepare_first", "prepare_cached", "first_call")
+    by_rank = [median(both for _, _, both in rank.seconds) for rank in ranks]
     return {
         **_about(entry),
         "outcome": "ok",
         "message": "",
         "layout_used": ranks[0].layout,
-        **_times(entry.case, ranks),
-        **_work(entry.case, ranks),
+        **_times(entry.case, ranks, by_rank),
+        **_work(entry.case, ranks, by_rank),
         **_bytes(ranks),
         "peak_bytes": max(rank.peak_bytes for rank in ranks),
-        **{
-            f"{what}_seconds": max(rank.build_seconds[what] for rank in ranks)
-            for what in ("mask", "prepare_first", "prepare_cached", "first_call")
-        },
+        **{f"{what}_seconds": max(rank.build_seconds[what] for rank in ranks) for what in built},
         **_errors(entry.case, ranks),
         "error_rows": error_rows,
         **environment,
@@ -91,30 +92,33 @@ def _about(entry: PlannedRow) -> Row:
     }
 
 
-def _times(case: BenchCase, ranks: Sequence[Figures]) -> Row:
+def _of_all(values: Iterable[T | None]) -> list[T]:
+    """What every rank knows; empty where one does not."""
+    every = list(values)
+    found = [value for value in every if value is not None]
+    return found if len(found) == len(every) else []
+
+
+def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> Row:
     """A run lasts as long as its slowest rank."""
-    runs = list(zip(*(rank.seconds for rank in ranks), strict=True))
-    seconds = [max(both for _, _, both in run) for run in runs]
-    by_rank = [median(both for _, _, both in rank.seconds) for rank in ranks]
-    waits = [rank.waited for rank in ranks if rank.waited is not None]
-    row = {
-        "seconds": seconds,
+    runs = zip(*(rank.seconds for rank in ranks), strict=True)
+    forward, backward, seconds = zip(
+        *([max(times) for times in zip(*run, strict=True)] for run in runs), strict=True
+    )
+    waits = _of_all(rank.waited for rank in ranks)
+    whole = case.which == "both"
+    return {
+        "seconds": list(seconds),
         "median_seconds": median(seconds),
         "p20_seconds": _quantile(seconds, 20),
         "p80_seconds": _quantile(seconds, 80),
         "slowest_rank_seconds": max(by_rank),
         "mean_rank_seconds": fmean(by_rank),
         "fastest_rank_seconds": min(by_rank),
-        "exposed_seconds": (
-            median(map(max, zip(*waits, strict=True))) if len(waits) == len(ranks) else None
-        ),
-        "forward_median_seconds": None,
-        "backward_median_seconds": None,
+        "exposed_seconds": median(map(max, zip(*waits, strict=True))) if waits else None,
+        "forward_median_seconds": median(forward) if whole else None,
+        "backward_median_seconds": median(backward) if whole else None,
     }
-    if case.which == "both":
-        for index, name in enumerate(("forward", "backward")):
-            row[f"{name}_median_seconds"] = median(max(times[index] for times in r) for r in runs)
-    return row
 
 
 def _quantile(values: Sequence[float], percent: int) -> float:
@@ -123,32 +127,24 @@ def _quantile(values: Sequence[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def _work(case: BenchCase, ranks: Sequence[Figures]) -> Row:
-    """Work by rank where the contender knows it."""
-    by_rank = [median(both for _, _, both in rank.seconds) for rank in ranks]
-    slowest = by_rank.index(max(by_rank))
+def _work(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> Row:
+    """Work by rank where the contender knows it; else all pairs, shared evenly."""
+    n, slowest = len(ranks), max(by_rank)
     tokens = [rank.num_tokens for rank in ranks]
-    row: Row = {
-        **dict.fromkeys(("pairs", "tflops", "total_tflops", "load_imbalance")),
-        **dict.fromkeys(("computed_over_allowed", "kernel_calls")),
-        "token_imbalance": max(tokens) * len(tokens) / sum(tokens),
+    pairs = _of_all(rank.facts.pairs for rank in ranks)
+    computed = _of_all(rank.facts.computed for rank in ranks)
+    allowed = sum(pairs) if pairs else _allowed(case)
+    share = pairs[by_rank.index(slowest)] if pairs else allowed / n
+    return {
+        "pairs": allowed,
+        "tflops": case.flops(share) / slowest / 1e12,
+        "total_tflops": case.flops(allowed) / slowest / 1e12,
+        "load_imbalance": (max(pairs) * n / allowed if allowed else 1.0) if pairs else None,
+        "computed_over_allowed": sum(computed) / allowed if computed and allowed else None,
+        "kernel_calls": max(_of_all(rank.facts.calls for rank in ranks), default=None),
+        "token_imbalance": max(tokens) * n / sum(tokens),
         "padded_tokens": sum(rank.facts.padded_tokens for rank in ranks),
     }
-    pairs = [rank.facts.pairs for rank in ranks if rank.facts.pairs is not None]
-    if len(pairs) < len(ranks):  # a contender that does not count: all pairs, shared evenly
-        row["pairs"] = total = _allowed(case)
-        row["total_tflops"] = case.flops(total) / max(by_rank) / 1e12
-        return row | {"tflops": row["total_tflops"] / len(ranks)}
-    row["pairs"] = sum(pairs)
-    row["tflops"] = case.flops(pairs[slowest]) / by_rank[slowest] / 1e12
-    row["total_tflops"] = case.flops(sum(pairs)) / max(by_rank) / 1e12
-    row["load_imbalance"] = max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
-    computed = [rank.facts.computed for rank in ranks if rank.facts.computed is not None]
-    if len(computed) == len(ranks) and sum(pairs):
-        row["computed_over_allowed"] = sum(computed) / sum(pairs)
-    calls = [rank.facts.calls for rank in ranks if rank.facts.calls is not None]
-    row["kernel_calls"] = max(calls, default=None)
-    return row
 
 
 @lru_cache(maxsize=4)
@@ -159,28 +155,28 @@ def _allowed(case: BenchCase) -> int:
 
 def _bytes(ranks: Sequence[Figures]) -> Row:
     """What one run sent, where it could be counted."""
-    names = "bytes_by_rank", "bytes_by_link", "messages_by_rank", "bytes_max_rank", "bytes_total"
-    row: Row = dict.fromkeys((*names, "bytes_max_link", "messages_max_rank"))
-    row["nic_bytes_by_host"] = [nic.sent_bytes for nic in ranks[0].nics] or None
     unknown = sorted({name for rank in ranks for name in rank.uncounted})
-    row["bytes_reason"] = f"not counted: {', '.join(unknown)}" if unknown else None
-    traffic = [rank.traffic for rank in ranks if rank.traffic is not None]
-    if len(traffic) < len(ranks):
-        return row
+    traffic = _of_all(rank.traffic for rank in ranks)
     sent = [sum(one.bytes_to.values()) for one in traffic]
+    messages = [one.messages for one in traffic]
     links = {
         f"{src}>{dst}": count
         for src, one in enumerate(traffic)
         for dst, count in sorted(one.bytes_to.items())
     }
-    return row | {
+    figures = {
         "bytes_by_rank": sent,
         "bytes_by_link": links,
-        "messages_by_rank": [one.messages for one in traffic],
-        "bytes_max_rank": max(sent),
+        "messages_by_rank": messages,
+        "bytes_max_rank": max(sent, default=0),
         "bytes_total": sum(sent),
         "bytes_max_link": max(links.values(), default=0),
-        "messages_max_rank": max(one.messages for one in traffic),
+        "messages_max_rank": max(messages, default=0),
+    }
+    return {
+        **(figures if traffic else dict.fromkeys(figures)),
+        "nic_bytes_by_host": [nic.sent_bytes for nic in ranks[0].nics] or None,
+        "bytes_reason": f"not counted: {', '.join(unknown)}" if unknown else None,
     }
 
 

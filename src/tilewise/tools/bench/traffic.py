@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,37 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 
-class _WatchedHandle:
-    def __init__(self, handle: Handle, watch: WatchedTransport):
-        self._handle, self._watch = handle, watch
+class _Sent:
+    """Totals of what one rank sent."""
+
+    def __init__(self) -> None:
+        self.bytes_to: Counter[int] = Counter()
+        self.messages_sent = 0
+
+    def add(self, peer: int, num_bytes: int) -> None:
+        if num_bytes:
+            self.bytes_to[peer] += num_bytes
+            self.messages_sent += 1
+
+
+class _WatchedHandle(NamedTuple):
+    handle: Handle
+    watch: WatchedTransport
 
     def wait(self) -> None:
-        start = time.perf_counter()
-        self._handle.wait()
-        self._watch.waited_seconds += time.perf_counter() - start
+        self.watch.timed(self.handle.wait)
 
 
-class WatchedTransport:
+class WatchedTransport(_Sent):
     """A transport that also counts bytes by peer and the seconds spent in waits."""
 
     def __init__(self, transport: Transport):
+        super().__init__()
         self._transport = transport
         self.rank, self.world_size = transport.rank, transport.world_size
         self.receives_ahead, self.node_size = transport.receives_ahead, transport.node_size
         self.takes_teams = team_transport(transport) is not None
-        self.bytes_to: Counter[int] = Counter()
-        self.messages_sent, self.waited_seconds = 0, 0.0
+        self.waited_seconds = 0.0
 
     @property
     def bytes_sent(self) -> int:
@@ -57,7 +68,8 @@ class WatchedTransport:
         return Traffic(dict(self.bytes_to), self.messages_sent, self.waited_seconds)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
-        self._count(sends)
+        for message in sends:
+            self.add(message.peer, message.tensor.nbytes)
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
 
     def exchange_all(
@@ -66,24 +78,20 @@ class WatchedTransport:
         teams = team_transport(self._transport)
         assert teams is not None
         for peer, num_bytes in zip(team, sizes[0], strict=True):
-            if num_bytes and peer != self.rank:
-                self.bytes_to[peer] += num_bytes
-                self.messages_sent += 1
+            self.add(peer, num_bytes if peer != self.rank else 0)
         return _WatchedHandle(teams.exchange_all(leaving, arriving, sizes, team, label), self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)
 
     def finish(self) -> None:
-        start = time.perf_counter()
-        self._transport.finish()
-        self.waited_seconds += time.perf_counter() - start
+        self.timed(self._transport.finish)
 
-    def _count(self, sends: Sequence[Message]) -> None:
-        for message in sends:
-            if message.tensor.numel():
-                self.bytes_to[message.peer] += message.tensor.nbytes
-                self.messages_sent += 1
+    def timed(self, wait: Callable[[], None]) -> None:
+        """Wait, and add the seconds to those spent so."""
+        start = time.perf_counter()
+        wait()
+        self.waited_seconds += time.perf_counter() - start
 
 
 class CountOperations(TorchDispatchMode):
@@ -96,19 +104,16 @@ class CountOperations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_to: Counter[int] = Counter()
-        self.messages = 0
-        self.unknown: set[str] = set()
+        self.clear()
 
     def clear(self) -> None:
         """Count from here on."""
-        self.bytes_to.clear()
-        self.unknown.clear()
-        self.messages = 0
+        self._sent, self.unknown = _Sent(), set[str]()
 
     def traffic(self) -> Traffic | None:
         """None if there were operations whose bytes are not known."""
-        return None if self.unknown else Traffic(dict(self.bytes_to), self.messages, None)
+        sent = self._sent
+        return None if self.unknown else Traffic(dict(sent.bytes_to), sent.messages_sent, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -125,7 +130,7 @@ class CountOperations(TorchDispatchMode):
         if flat in ("send", "isend"):
             group = args[-1] if functional else args[1]
             peer = args[1] if functional else args[2]
-            self._add(_ranks(group)[peer], _nbytes(args[0]))
+            self._sent.add(_ranks(group)[peer], _nbytes(args[0]))
         elif family := next((x for x in SHARES if flat.startswith(x)), None):
             group = args[-1] if functional else next(x for x in args if _is_group(x))
             sent = args[0] if functional or family == "allreduce" else args[1]
@@ -145,12 +150,7 @@ class CountOperations(TorchDispatchMode):
                 each = [_nbytes(sent) * count / sum(rows) for count in rows]
         for rank, num_bytes in zip(ranks, each, strict=True):
             if rank != dist.get_rank():
-                self._add(rank, round(num_bytes))
-
-    def _add(self, peer: int, num_bytes: int) -> None:
-        if num_bytes:
-            self.bytes_to[peer] += num_bytes
-            self.messages += 1
+                self._sent.add(rank, round(num_bytes))
 
 
 SHARES: Mapping[str, Callable[[int], float]] = MappingProxyType(
@@ -164,13 +164,8 @@ SHARES: Mapping[str, Callable[[int], float]] = MappingProxyType(
 """What a rank of n sends to each of the others, as a share of its input."""
 PLAIN = (Tensor, torch.nn.Parameter)
 UNCOUNTED = (
-    "barrier",
-    "monitoredbarrier",
-    "recv",
-    "irecv",
-    "waittensor",
-    "checkfornan",
-    "wraptensor",
+    *("barrier", "monitoredbarrier", "recv", "irecv"),
+    *("waittensor", "checkfornan", "wraptensor"),
 )
 
 

@@ -151,13 +151,9 @@ class Prober:
 
     def _one_way(self, a: int, b: int, size: int, turns: int) -> float:
         """Half the median seconds of a message there and back, as rank a sees it."""
-        seconds = self._ping(a + b - self.rank, size, turns) if self.rank in (a, b) else 0.0
-        return self.everyone(seconds)[a] / 2
-
-    def _ping(self, peer: int, size: int, turns: int) -> float:
-        out, back = self._message(size, peer), self._message(size, peer)
-        seconds = []
-        for turn in range(turns + 2):
+        seconds, peer = [0.0], a + b - self.rank
+        out, back = (self._message(size, peer) for _ in range(2))
+        for _ in range(turns + 2 if self.rank in (a, b) else 0):
             start = time.perf_counter()
             if self.rank < peer:
                 self.transport.exchange((out,), ())
@@ -165,10 +161,9 @@ class Prober:
             if self.rank > peer:
                 self.transport.exchange((out,), ())
             self.finish()
-            if turn > 1:
-                seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
         self.transport.finish()
-        return statistics.median(seconds)
+        return self.everyone(statistics.median(seconds[3:] or seconds))[a] / 2
 
     def _message(self, size: int, peer: int) -> Message:
         content: Tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)

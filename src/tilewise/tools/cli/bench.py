@@ -1,6 +1,7 @@
 """tilewise bench: run the benchmark's cases."""
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -137,33 +138,13 @@ class BenchOptions(NamedTuple):
     as_json: AsJson = False
 
 
-def kernels(options: BenchOptions, lists: Any) -> None:
-    """Every kernel on every mask, one rank: time, memory, errors."""
-    _bench("kernels", options, lists)
-
-
-def strategies(options: BenchOptions, lists: Any) -> None:
-    """Every strategy on every mask, over local processes, or over those that torchrun started."""
-    with refusing_bad_input():
-        launched = Launched.joined()
-    if launched is None:
-        return _bench("strategies", options, lists)
-    try:
-        if launched.rank:
-            launched.serve()
-        else:
-            _bench("strategies", options, lists, launched)
-    finally:
-        launched.close()
-
-
-def network(options: BenchOptions, lists: Any) -> None:
-    """Strategies over hosts that the network lab makes: Linux, root."""
-    _bench("network", options, lists)
-
-
-def _bench(kind: str, options: BenchOptions, lists: Any, launched: Launched | None = None) -> None:
-    with refusing_bad_input():
+def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
+    with refusing_bad_input(), ExitStack() as stack:
+        launched = Launched.joined() if kind == "strategies" else None
+        if launched is not None:
+            stack.callback(launched.close)
+            if launched.rank:
+                return launched.serve()
         run = _run(kind, options, lists)
         if launched is not None:
             n = launched.world_size
@@ -203,10 +184,22 @@ bench_app = typer.Typer(
     help="Measure kernels and strategies, ours and others', into a results file.",
     no_args_is_help=True,
 )
-LAB = "hosts", "ranks_per_host", "mbit", "limited"
-for run, without in (
-    (kernels, ("contender", "wire", "world_size", "tokens_per_rank", "layout", *LAB)),
-    (strategies, LAB),
-    (network, ("device", "world_size")),
-):
+
+
+def _add(kind: str, about: str, *without: str) -> None:
+    """A command for a kind of cases, without the options that are not of it."""
+
+    def run(options: BenchOptions, lists: Any) -> None:
+        _bench(kind, options, lists)
+
+    run.__name__, run.__doc__ = kind, about
     bench_app.command()(command_of(run, BenchOptions, Lists, without=without))
+
+
+LAB = "hosts", "ranks_per_host", "mbit", "limited"
+ONE_RANK = "contender", "wire", "world_size", "tokens_per_rank", "layout"
+HERE = "over local processes, or over those that torchrun started."
+_add("kernels", "Every kernel on every mask, one rank: time, memory, errors.", *ONE_RANK, *LAB)
+_add("strategies", f"Every strategy on every mask, {HERE}", *LAB)
+_add("network", "Strategies over hosts that the network lab makes: Linux, root.",
+     "device", "world_size")  # fmt: skip

@@ -163,15 +163,11 @@ def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
 
 
 def _usual(n: int, heads: int) -> list[str]:
+    """A ring, a square mesh, ulysses, of those that there are."""
     wide, degree = near_square(n)[0], math.gcd(n, heads)
-    texts = [f"ring({n})"]
-    if wide > 1:
-        texts.append(f"mesh({n}, q_tile={wide})")
-    if degree == n:
-        texts.append(f"ulysses({n})")
-    elif degree > 1:
-        texts.append(f"ulysses({degree}, inner=ring({n // degree}))")
-    return texts
+    inner = f"ulysses({degree}, inner=ring({n // degree}))" if 1 < degree < n else f"ulysses({n})"
+    mesh = [f"mesh({n}, q_tile={wide})"] if wide > 1 else []
+    return [f"ring({n})", *mesh, *([inner] if degree > 1 or n == 1 else [])]
 
 
 def _as_json(row: ContestRow) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,34 +61,30 @@ class Lab:
 
     def __enter__(self) -> Lab:
         clean()
-        site = claim(self.hosts, self.ranks_per_host, self.mbit)
+        site = _claimed(self.hosts, self.ranks_per_host, self.mbit)
         try:
             build(site)
         except BaseException:
-            release(site)
+            _remove(site.name, site.namespaces)
             raise
         self._site = site
         return self
 
     def __exit__(self, *_: object) -> None:
         site, self._site = self.site, None
-        release(site)
+        _remove(site.name, site.namespaces)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """fn(rank, *args) of every rank; see tilewise.transport.processes.run_ranks."""
-        site = self.site
-        return run_ranks(
-            site.world_size, fn, *args, timeout_seconds=timeout_seconds, settle=site.enter
-        )
+        words = {"timeout_seconds": timeout_seconds, "settle": self.site.enter}
+        return run_ranks(self.world_size, fn, *args, **words)
 
     def gather_yields(
         self, fn: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float = 60.0
     ) -> Iterator[tuple[Any, ...]]:
         """What the generators fn(rank, *args) yield; see transport.processes.gather_yields."""
-        site = self.site
-        return gather_yields(
-            site.world_size, fn, args, timeout_seconds=timeout_seconds, settle=site.enter
-        )
+        words = {"timeout_seconds": timeout_seconds, "settle": self.site.enter}
+        return gather_yields(self.world_size, fn, args, **words)
 
     def counters(self) -> tuple[NicTraffic, ...]:
         """What each host's NIC has moved, counted at the switch; ranks call lab.site.counters."""
@@ -97,25 +94,24 @@ class Lab:
 RECORDS = Path("/run/tilewise-lab")
 
 
-def claim(hosts: int, ranks_per_host: int, mbit: float) -> Site:
+def _claimed(hosts: int, ranks_per_host: int, mbit: float) -> Site:
     """A site whose names are free, recorded as this process's."""
     pid = os.getpid()
     with _locked():
-        number = 0
-        while _taken(f"tilewise-{pid}-{number}"):
-            number += 1
-        site = Site(f"tilewise-{pid}-{number}", hosts, ranks_per_host, mbit)
+        names = (f"tilewise-{pid}-{number}" for number in count())
+        name = next(n for n in names if not (_path(n).exists() or any(FOLDER.glob(f"{n}-*"))))
+        site = Site(name, hosts, ranks_per_host, mbit)
         record = {"pid": pid, "started": _started(pid), "namespaces": site.namespaces}
         unnamed = RECORDS / "unnamed"  # a record is there whole or not at all
         unnamed.write_text(json.dumps(record))
-        unnamed.rename(_path(site.name))
+        unnamed.rename(_path(name))
     return site
 
 
-def release(site: Site) -> None:
-    """Remove a site and its record."""
-    demolish(site.namespaces)
-    _path(site.name).unlink()
+def _remove(name: str, namespaces: Sequence[str]) -> None:
+    """Remove a site, then its record."""
+    demolish(namespaces)
+    _path(name).unlink()
 
 
 def clean() -> list[str]:
@@ -132,8 +128,7 @@ def clean() -> list[str]:
         for path in sorted(RECORDS.glob("*.json")):
             record = json.loads(path.read_text())
             if _started(record["pid"]) != record["started"]:
-                demolish(tuple(record["namespaces"]))
-                path.unlink()
+                _remove(path.stem, record["namespaces"])
                 removed.append(path.stem)
     return removed
 
@@ -145,10 +140,6 @@ def _locked() -> Iterator[None]:
     with (RECORDS / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _taken(name: str) -> bool:
-    return _path(name).exists() or any(FOLDER.glob(f"{name}-*"))
 
 
 def _path(name: str) -> Path:

@@ -5,13 +5,12 @@ it. No wire is involved, so every row measured so says "rate-limited transport".
 """
 
 import fcntl
-import mmap
-import struct
 import tempfile
 import threading
 import time
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ LINE_SHARE = 1448 / 1514  # of an Ethernet frame that TCP fills is payload
 CHUNK_BYTES = 16 * 1024  # 2.6 ms at 50 Mbit/s: far below a message, far above a sleep's error
 DEPTH_SECONDS = 0.01  # of each bucket: what a late wake-up may catch up on
 _TAG = 7_417_000
-_MOMENT = struct.Struct("d")
 
 Pair = tuple[int, int]  # peer, lane
 
@@ -42,21 +40,24 @@ class Nics(NamedTuple):
 
     def reserve(self, rank: int, pairs: Sequence[Pair], num_bytes: int) -> tuple[Pair, float]:
         """The pair that can send first, and the moment at which its bytes have left."""
-        sender = 2 * (rank // self.ranks_per_host)
         with open(self.path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            with mmap.mmap(file.fileno(), 0) as moments:
+            moments = array("d", file.read())
 
-                def start(pair: Pair) -> float:
-                    receiver = 2 * (pair[0] // self.ranks_per_host) + 1
-                    return max(_read(moments, sender), _read(moments, receiver))
+            def ends(pair: Pair) -> tuple[int, int]:
+                return 2 * (rank // self.ranks_per_host), 2 * (pair[0] // self.ranks_per_host) + 1
 
-                pair = min(pairs, key=start)
-                begun = max(start(pair), time.monotonic() - DEPTH_SECONDS)
-                end = begun + 8 * num_bytes / (self.mbit * 1e6)
-                for index in (sender, 2 * (pair[0] // self.ranks_per_host) + 1):
-                    _MOMENT.pack_into(moments, index * _MOMENT.size, end)
-        return pair, end
+            def start(pair: Pair) -> float:
+                return max(moments[end] for end in ends(pair))
+
+            pair = min(pairs, key=start)
+            begun = max(start(pair), time.monotonic() - DEPTH_SECONDS)
+            left = begun + 8 * num_bytes / (self.mbit * 1e6)
+            for end in ends(pair):
+                moments[end] = left
+            file.seek(0)
+            file.write(moments)
+        return pair, left
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def nics(hosts: int, ranks_per_host: int, mbit: float) -> Iterator[Nics]:
     """NICs that are free now, for as long as the block lasts."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "nics"
-        path.write_bytes(bytes(2 * _MOMENT.size * hosts))
+        path.write_bytes(array("d", [0.0, 0.0]) * hosts)
         yield Nics(str(path), ranks_per_host, mbit)
 
 
@@ -88,12 +89,13 @@ class RateLimited:
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         sends = travelling(sends, self.rank, self.world_size)
-        works = []
-        for message in travelling(recvs, self.rank, self.world_size):
-            for chunk in self._chunks(message):
-                tag = _TAG + lane
-                works.append(dist.irecv(chunk, group=self._group, tag=tag, group_src=message.peer))
-        self._arrivals.append(_Arrival(works))
+        tag = _TAG + lane
+        arrival = _Arrival(
+            dist.irecv(chunk, group=self._group, tag=tag, group_src=message.peer)
+            for message in travelling(recvs, self.rank, self.world_size)
+            for chunk in self._chunks(message)
+        )
+        self._arrivals.append(arrival)
         with self._lock:
             for message in sends:
                 queue = self._queues.setdefault((message.peer, lane), deque())
@@ -102,7 +104,7 @@ class RateLimited:
         self.messages_sent += len(sends)
         if sends:
             self._pumping.append(self._thread.submit(self._pump))
-        return self._arrivals[-1]
+        return arrival
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._records.gather_records(record)
@@ -110,9 +112,7 @@ class RateLimited:
     def finish(self) -> None:
         for pumped in self._pumping:
             pumped.result()
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
+        _Arrival(work for work, _ in self._sent).wait()
         for arrival in self._arrivals:
             arrival.wait()
         self._pumping, self._sent, self._arrivals = [], [], []
@@ -149,17 +149,11 @@ class RateLimited:
 
 
 class _Arrival:
-    """Receives, each waited for at most once (on gloo a second wait blocks)."""
+    """Messages, each waited for at most once (on gloo a second wait blocks)."""
 
-    def __init__(self, works: list[dist.Work | None]) -> None:
-        self._works = works
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            if work is not None:
-                work.wait()
-
-
-def _read(moments: mmap.mmap, index: int) -> float:
-    return _MOMENT.unpack_from(moments, index * _MOMENT.size)[0]
+        while self._works:
+            self._works.pop(0).wait()

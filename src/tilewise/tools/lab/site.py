@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -29,11 +29,11 @@ BURST = "160kb"
 LIMIT = "32mb"
 HEADER_BYTES = 66  # Ethernet 14, IP 20, TCP 20 and its timestamps 12
 CONGESTION = "reno"  # bbr paces by itself, which slows a ring and flatters a mesh
-_TCP_OPTIONS = (
+_OPTIONS = (
     ("ipv4/tcp_congestion_control", CONGESTION),
     ("ipv4/tcp_slow_start_after_idle", "0"),
+    ("ipv6/conf/all/disable_ipv6", "1"),  # its announcements would be counted
 )
-_NO_IPV6 = (("ipv6/conf/all/disable_ipv6", "1"),)  # its announcements would be counted
 
 
 class LabError(RuntimeError):
@@ -86,9 +86,16 @@ class Site(NamedTuple):
         return f"{self.name}-host{host}"
 
     def enter(self, rank: int) -> None:
-        """Make this process a rank's: it moves to the rank's host."""
+        """Make this process, which has one thread, a rank's: it moves to the rank's host.
+
+        gloo listens on the address that the hostname stands for, so that is made the host's
+        address. The process ends with its parent.
+        """
         host = rank // self.ranks_per_host
-        become_host(self.host(host), _address(host))
+        _enter(self.host(host))
+        _call("unshare", _NEW_HOSTNAME)
+        socket.sethostname(_address(host))
+        _call("prctl", _SET_DEATH_SIGNAL, signal.SIGKILL)
 
     def counters(self) -> tuple[NicTraffic, ...]:
         """Of every host, read at the switch; from any process of this machine."""
@@ -122,30 +129,23 @@ def build(site: Site) -> None:
             f"peer name eth0 address {_mac(host)} netns {site.host(host)}",
             f"link set dev {_port(host)} master bridge0 up",
         ]
-    inside(site.switch, _silence)
+    inside(site.switch, _set_options)
     _batch("ip", [*switch, "link set dev bridge0 up"], site.switch)
     _batch("tc", [_bucket(_port(host), site.mbit) for host in hosts], site.switch)
     for host in hosts:
         name = site.host(host)
-        inside(name, _set_up_tcp)
-        _batch(
-            "ip",
-            [
-                "link set dev lo up",
-                f"addr add {_address(host)}/24 dev eth0",
-                "link set dev eth0 up",
-                *(
-                    f"neigh add {_address(other)} lladdr {_mac(other)} dev eth0 nud permanent"
-                    for other in hosts
-                    if other != host
-                ),
-            ],
-            name,
+        inside(name, _set_options)
+        neighbours = (
+            f"neigh add {_address(other)} lladdr {_mac(other)} dev eth0 nud permanent"
+            for other in hosts
+            if other != host
         )
+        addresses = ["link set dev lo up", f"addr add {_address(host)}/24 dev eth0"]
+        _batch("ip", [*addresses, "link set dev eth0 up", *neighbours], name)
         _batch("tc", [_bucket("eth0", site.mbit)], name)
 
 
-def demolish(namespaces: tuple[str, ...]) -> None:
+def demolish(namespaces: Sequence[str]) -> None:
     """Remove namespaces that were made for a lab, the switch first, and all that is in them."""
     known = {line.split()[0] for line in _batch("ip", ["netns list"]).splitlines() if line}
     for name in namespaces:
@@ -159,14 +159,12 @@ def demolish(namespaces: tuple[str, ...]) -> None:
         _batch("ip", [f"netns delete {name}"])
 
 
-def _set_up_tcp() -> None:
-    set_options(_TCP_OPTIONS)
-    _silence()
-
-
-def _silence() -> None:
-    if Path("/proc/sys/net/ipv6").exists():
-        set_options(_NO_IPV6)
+def _set_options() -> None:
+    """Set what the calling thread's namespace has of _OPTIONS."""
+    for name, value in _OPTIONS:
+        path = Path("/proc/sys/net", name)
+        if path.exists():
+            path.write_text(value)
 
 
 def _bucket(interface: str, mbit: float) -> str:
@@ -218,17 +216,6 @@ def inside(name: str, fn: Callable[[], _Result]) -> _Result:
         return pool.submit(entered).result()
 
 
-def become_host(name: str, address: str) -> None:
-    """Move this process, which has one thread, into a namespace, under its address as hostname.
-
-    gloo listens on the address that the hostname stands for. The process ends with its parent.
-    """
-    _enter(name)
-    _call("unshare", _NEW_HOSTNAME)
-    socket.sethostname(address)
-    _call("prctl", _SET_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def read_counters() -> dict[str, NicTraffic]:
     """What is at the other end of every interface in the calling thread's namespace."""
     found = {}
@@ -238,12 +225,6 @@ def read_counters() -> dict[str, NicTraffic]:
         # What an interface receives the other end has sent.
         found[interface.strip()] = NicTraffic(values[0], values[8], values[1], values[9])
     return found
-
-
-def set_options(options: Iterable[tuple[str, str]]) -> None:
-    """Set network options by their path under /proc/sys/net, in the calling thread's namespace."""
-    for path, value in options:
-        Path("/proc/sys/net", path).write_text(value)
 
 
 def _enter(name: str) -> None:
