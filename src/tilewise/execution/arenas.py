@@ -35,6 +35,7 @@ class ArenaTable:
 
     Args:
         arriving: the operands that the program receives, and which rows of them; None: all.
+        saved: what an earlier pass kept is among the operands of this one.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class ArenaTable:
         packing: Mapping[tuple[Side, Role], Packing],
         layouts: Sequence[Layout],
         batch: int,
+        saved: bool,
     ):
         self._program, self._arriving, self._packing = program, arriving, packing
-        self._layouts, self._batch = layouts, batch
+        self._layouts, self._batch, self._saved = layouts, batch, saved
         # Fields that cannot be used as they are packed have no arena.
         places = map(self._place, program.arenas)
         self._places = [x for x in places if self._packing_of(x.items).in_place]
@@ -120,6 +122,8 @@ class ArenaTable:
         items, rows, starts = place
         blocks = [operands[item] for item in items if item in operands]
         before = next((block.arena[0].fields for block in blocks if block.arena), {})
+        if self._saved and not before:
+            return None
         packing = self._packing_of(items)
         if any(block.fields.keys() - before.keys() - set(packing.names) for block in blocks):
             return None

@@ -120,7 +120,9 @@ class PassRun:
             "lifetimes", key, lambda: lifetimes(self.program), keep
         )
         self.own = OwnRows(pruned.owners, pruned.cuts, self.layouts, carried, rank)
-        self.arenas = ArenaTable(self.program, arriving, self.packing, self.layouts, batch)
+        saved = of.backward and of.saved
+        buffers_of = self.program, arriving, self.packing, self.layouts, batch, saved
+        self.arenas = ArenaTable(*buffers_of)
         self.exchanges: dict[int, HeadExchange] = {}
         if exchanges and all(one.by_head for one in exchanges) and batch and not latent:
             self.exchanges = self._whole_exchanges(rank)
