@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import dtype_name, require_type, whole_number
-from tilewise.functional import Options, attention
+from tilewise.functional import Options, SplitOptions, attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
@@ -178,11 +178,9 @@ class ContextParallel:
         k: Tensor,
         v: Tensor | None,
         *,
-        mask: Mask | None = None,
-        plan: Plan | None = None,
         return_lse: Literal[False] = False,
         return_max_logit: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[SplitOptions],
     ) -> Tensor: ...
     @overload
     def attention(
@@ -191,11 +189,9 @@ class ContextParallel:
         k: Tensor,
         v: Tensor | None,
         *,
-        mask: Mask | None = None,
-        plan: Plan | None = None,
         return_lse: Literal[True],
         return_max_logit: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[SplitOptions],
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attention(
@@ -204,24 +200,10 @@ class ContextParallel:
         k: Tensor,
         v: Tensor | None,
         *,
-        mask: Mask | None = None,
-        plan: Plan | None = None,
         return_lse: bool = False,
-        return_max_logit: bool,
-        **options: Unpack[Options],
+        return_max_logit: bool = False,
+        **options: Unpack[SplitOptions],
     ) -> Tensor | tuple[Tensor, ...]: ...
-    @overload
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        *,
-        mask: Mask | None = None,
-        plan: Plan | None = None,
-        return_lse: bool,
-        **options: Unpack[Options],
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def attention(  # noqa: PLR0913 - the options of attention
         self,
         q: Tensor,

@@ -39,6 +39,13 @@ class Options(TypedDict, total=False):
     dropout_seed: int | None
 
 
+class SplitOptions(Options, total=False):
+    """The keyword arguments of ContextParallel.attention, but for what is returned."""
+
+    mask: Mask | None
+    plan: Plan | None
+
+
 class Together(Options, total=False):
     """What every call of attention names, and its options."""
 
@@ -56,6 +63,7 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
+    return_error_bound: Literal[False] = False,
     **call: Unpack[Together],
 ) -> Tensor: ...
 @overload
@@ -66,6 +74,7 @@ def attention(
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
+    return_error_bound: Literal[False] = False,
     **call: Unpack[Together],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -75,24 +84,10 @@ def attention(
     v: Tensor | None,
     *,
     return_lse: bool = False,
-    return_max_logit: bool,
-    **call: Unpack[Together],
-) -> Tensor | tuple[Tensor, ...]: ...
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool = False,
     return_max_logit: bool = False,
-    return_error_bound: bool,
+    return_error_bound: bool = False,
     **call: Unpack[Together],
 ) -> Tensor | tuple[Tensor, ...]: ...
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **call: Unpack[Together]
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
     q: Tensor,
     k: Tensor,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.kernels.protocol import Asked
 from tilewise.kernels.scores import Scores
 from tilewise.kernels.torch_flash import (
     CudaFlash,
     FlashRect,
     batch_first,
-    cuda_half_only,
     is_causal,
 )
 
@@ -25,21 +25,15 @@ class FlashAttn2(CudaFlash):
     """Flash attention of the package flash-attn; causal and windows are bottom-right aligned."""
 
     name = "flash_attn"
+    has = ("softcap",)
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         version = _version()
         if version is None:
             return "flash-attn is not installed"
         if _numbers(version) < OLDEST:
             return f"flash-attn ({version}) must be {'.'.join(map(str, OLDEST))} or later"
-        return cuda_half_only(device_type, dtype, head_dim, needs, "softcap")
+        return None
 
     def run_forward(
         self, operands: tuple[Tensor, ...], part: FlashRect, scores: Scores
@@ -70,23 +64,16 @@ class FlashAttn3(CudaFlash):
     name = "flash_attn_3"
     module = "flash_attn_interface"
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         if find_spec(self.module) is None:
             return f"its module {self.module} is not installed"
         if _numbers(torch.__version__) < OLDEST_TORCH:
             return f"torch ({torch.__version__}) must be 2.13 or later to call it"
-        if device_type == "cuda" and torch.cuda.is_available():
+        if asked.device_type == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             if major != 9:
                 return f"compute capability {major}.{minor} is not 9.0"
-        return cuda_half_only(device_type, dtype, head_dim, needs)
+        return None
 
     def run_forward(
         self, operands: tuple[Tensor, ...], part: FlashRect, scores: Scores

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.protocol import widened
+from tilewise.kernels.protocol import Asked, widened
 from tilewise.kernels.scores import Scores
-from tilewise.kernels.torch_flash import CudaFlash, FlashRect, batch_first, cuda_half_only, window
+from tilewise.kernels.torch_flash import CudaFlash, FlashRect, batch_first, window
 
 OLDEST = "4.0.0b36"
 MOST_BLACKWELL = 128  # head_dim, but for keys of 192 with values of up to 128
@@ -27,25 +27,18 @@ class FlashAttn4(CudaFlash):
     name = "flash_attn_4"
     equal_widths = False
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         version = _version()
         if version is None:
             return "flash-attn-4 is not installed"
         if _numbers(version) < _numbers(OLDEST):
             return f"flash-attn-4 ({version}) must be {OLDEST} or later"
         major = _major()
-        if device_type == "cuda" and major not in (9, 10):
+        if asked.device_type == "cuda" and major not in (9, 10):
             return f"it runs on compute capability 9 and 10, not on {major}"
-        if major == 10 and head_dim > MOST_BLACKWELL and head_dim != 192:
-            return f"head_dim ({head_dim}) is over {MOST_BLACKWELL} and not 192, on Blackwell"
-        return cuda_half_only(device_type, dtype, head_dim, needs)
+        if major == 10 and asked.head_dim > MOST_BLACKWELL and asked.head_dim != 192:
+            return f"head_dim ({asked.head_dim}) is over {MOST_BLACKWELL} and not 192, on Blackwell"
+        return None
 
     def beside_dout(self, dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         return dout, delta

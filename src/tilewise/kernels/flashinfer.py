@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands
 from tilewise.kernels.scores import Scores
-from tilewise.kernels.torch_flash import cuda_half_only
 from tilewise.tiles.calls import KernelCall, Kind
 
 
@@ -25,21 +24,14 @@ class FlashInfer(AsideKernel):
     square_causal = False
     whole_tile = False
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed"
-        if backward:
+        if asked.backward:
             return "it has no backward"
-        if head_dim not in (64, 128, 256):
-            return f"head_dim ({head_dim}) is none of 64, 128, 256"
-        return cuda_half_only(device_type, dtype, head_dim, needs)
+        if asked.head_dim not in (64, 128, 256):
+            return f"head_dim ({asked.head_dim}) is none of 64, 128, 256"
+        return None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores

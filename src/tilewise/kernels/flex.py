@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.call_masks import row_intervals
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
-from tilewise.kernels.scores import Scores, lacks
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands, heads_first
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel
@@ -35,24 +35,14 @@ class Flex(AsideKernel):
     name = "flex"
     square_causal = False
     whole_tile = True
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    most_width = None
+    has = ("softcap",)
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
-        if device_type == "cpu":
+    def unable(self, asked: Asked) -> str | None:
+        if asked.device_type == "cpu":
             return "on cpu it yields no lse, and has no backward"
-        if device_type != "cuda":
-            return f"it runs on cuda, not on {device_type}"
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"dtype {dtype} is none of float32, bfloat16, float16"
-        if head_dim < 16:
-            return f"head_dim ({head_dim}) is under 16"
-        return lacks(needs, "softcap")
+        return f"head_dim ({asked.head_dim}) is under 16" if asked.head_dim < 16 else None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.scores import Scores, lacks
 from tilewise.tiles.calls import KernelCall
 
 Accumulators: TypeAlias = tuple[Tensor, ...]
@@ -155,6 +155,59 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     return dq, dk, dv
 
 
+class Asked(NamedTuple):
+    """What a kernel is asked to serve; see `Kernel.supports`."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    backward: bool
+
+
+class ProvidedKernel:
+    """What a kernel of this package can serve, as values.
+
+    Attributes:
+        device, dtypes: on which it runs, and of what; device None: on any that it does not refuse.
+        most_width: the largest head_dim.
+        has: what of `Scores.needs` it can.
+    """
+
+    device: str | None = "cuda"
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    most_width: int | None = 256
+    has: tuple[str, ...] = ()
+
+    def unable(self, asked: Asked) -> str | None:
+        """Why it cannot serve this, beside what the attributes say."""
+        return None
+
+    def supports(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        backward: bool = True,
+        needs: tuple[str, ...] = (),
+    ) -> str | None:
+        reason = self.unable(Asked(device_type, dtype, head_dim, backward))
+        if reason is not None:
+            return reason
+        if self.device not in (None, device_type):
+            return f"it runs on {self.device}, not on {device_type}"
+        if dtype not in self.dtypes:
+            names = [str(known).removeprefix("torch.") for known in self.dtypes]
+            which = (
+                f"none of {', '.join(names)}"
+                if len(names) > 2
+                else f"neither {' nor '.join(names)}"
+            )
+            return f"dtype {dtype} is {which}"
+        if self.most_width is not None and head_dim > self.most_width:
+            return f"head_dim ({head_dim}) is over {self.most_width}"
+        return lacks(needs, *self.has)
+
+
 class Operands(NamedTuple):
     """What `backward` takes of a call."""
 
@@ -166,7 +219,7 @@ class Operands(NamedTuple):
     delta: Tensor
 
 
-class AsideKernel(ABC):
+class AsideKernel(ProvidedKernel, ABC):
     """A kernel that computes its results aside, and then merges or adds them to accumulators.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.kernels.call_masks import additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
-from tilewise.kernels.scores import Scores, lacks
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -26,20 +26,9 @@ class CpuFlash(AsideKernel):
     name = "cpu"
     square_causal = True
     whole_tile = False
-
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
-        if device_type != "cpu":
-            return f"it runs on cpu, not on {device_type}"
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return f"dtype {dtype} is none of float64, float32, bfloat16, float16"
-        return lacks(needs)
+    device = "cpu"
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    most_width = None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores

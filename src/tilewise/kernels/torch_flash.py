@@ -15,13 +15,15 @@ from tilewise.kernels.delta import out_for_delta
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.protocol import (
     Accumulators,
+    Asked,
     Gradients,
+    ProvidedKernel,
     deliver,
     no_gradients,
     no_keys,
     widened,
 )
-from tilewise.kernels.scores import Scores, lacks
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default
@@ -60,7 +62,7 @@ def _part(s: Slice) -> FlashRect:
     return FlashRect(s.q0, s.q1, k0, k1, left, 0 if s.hi_slope else -1)
 
 
-class CudaFlash:
+class CudaFlash(ProvidedKernel):
     """Flash attention of the installed PyTorch (reroutable by activate_flash_attention_impl).
 
     Yields the input dtype, fp32 where several slices are merged.
@@ -74,20 +76,13 @@ class CudaFlash:
     square_causal = False
     whole_tile = False
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         if attention.current_flash_attention_impl() == "FA4":
             return (
                 "torch's adapter does not fit the package flash-attn-4: call "
                 "torch.nn.attention.restore_flash_attention_impl() and take kernel='flash_attn_4'"
             )
-        return cuda_half_only(device_type, dtype, head_dim, needs)
+        return None
 
     def forward(
         self,
@@ -182,23 +177,6 @@ class CudaFlash:
             scale=scores.scale,
             **({} if is_causal(part) else window(part)),
         )
-
-
-def cuda_half_only(
-    device_type: str, dtype: torch.dtype, head_dim: int, needs: tuple[str, ...], *has: str
-) -> str | None:
-    """Why a kernel for bf16 and fp16 on CUDA, of head_dim up to 256, cannot; None if it can.
-
-    Args:
-        has: what of needs it can.
-    """
-    if device_type != "cuda":
-        return f"it runs on cuda, not on {device_type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {dtype} is neither bfloat16 nor float16"
-    if head_dim > 256:
-        return f"head_dim ({head_dim}) is over 256"
-    return lacks(needs, *has)
 
 
 def batch_first(x: Tensor) -> Tensor:

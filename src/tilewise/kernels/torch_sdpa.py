@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.call_masks import additive_mask, is_square_causal
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
-from tilewise.kernels.scores import Scores, lacks
-from tilewise.kernels.torch_flash import cuda_half_only
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands, heads_first
+from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -94,21 +93,14 @@ class CudnnSdpa(_Sdpa):
     name = "cudnn"
     min_keys = 2
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        if head_dim % 8 or head_dim > 128:
-            return f"head_dim ({head_dim}) is no multiple of 8 up to 128"
-        if backward and torch.are_deterministic_algorithms_enabled():
+        if asked.head_dim % 8 or asked.head_dim > 128:
+            return f"head_dim ({asked.head_dim}) is no multiple of 8 up to 128"
+        if asked.backward and torch.are_deterministic_algorithms_enabled():
             return "its backward is not deterministic, which torch is told to be"
-        return cuda_half_only(device_type, dtype, head_dim, needs)
+        return None
 
     def run_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float
@@ -133,23 +125,14 @@ class EfficientSdpa(_Sdpa):
     """The memory-efficient kernel of CUTLASS: bf16, fp16 and fp32; KV heads are repeated for it."""
 
     name = "efficient"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    most_width = None
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
-        if device_type != "cuda":
-            return f"it runs on cuda, not on {device_type}"
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"dtype {dtype} is none of float32, bfloat16, float16"
-        multiple = 16 // dtype.itemsize
-        if head_dim % multiple:
-            return f"head_dim ({head_dim}) is no multiple of {multiple}"
-        return lacks(needs)
+    def unable(self, asked: Asked) -> str | None:
+        multiple = 16 // asked.dtype.itemsize
+        if asked.dtype in self.dtypes and asked.head_dim % multiple:
+            return f"head_dim ({asked.head_dim}) is no multiple of {multiple}"
+        return None
 
     def run_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: float

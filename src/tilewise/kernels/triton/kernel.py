@@ -16,8 +16,15 @@ from torch import Tensor
 
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.dropout import threshold
-from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
-from tilewise.kernels.scores import Scores, lacks
+from tilewise.kernels.protocol import (
+    Accumulators,
+    Asked,
+    Gradients,
+    ProvidedKernel,
+    no_gradients,
+    no_keys,
+)
+from tilewise.kernels.scores import Scores
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.tiles.calls import KernelCall
@@ -66,7 +73,7 @@ class ScoreRule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TritonSlices:
+class TritonSlices(ProvidedKernel):
     """bf16, fp16 and fp32, head_dim up to 256; yields fp32.
 
     Attributes:
@@ -80,29 +87,21 @@ class TritonSlices:
     name = "triton"
     square_causal = False
     whole_tile = True
+    device = None
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    has = ("softcap", "dropout_p", "return_max_logit")
 
-    def supports(
-        self,
-        device_type: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        backward: bool = True,
-        needs: tuple[str, ...] = (),
-    ) -> str | None:
+    def unable(self, asked: Asked) -> str | None:
         if find_spec("triton") is None:
             return "triton is not installed"
-        if device_type == "cpu":
+        if asked.device_type == "cpu":
             if not _interprets():
                 return "it runs on cuda; on cpu only in Triton's interpreter"
-            if dtype == torch.bfloat16:
+            if asked.dtype == torch.bfloat16:
                 return "bfloat16 is wrong in Triton's interpreter"
-        elif device_type != "cuda":
-            return f"it runs on cuda, not on {device_type}"
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"dtype {dtype} is none of bfloat16, float16, float32"
-        if head_dim > 256:
-            return f"head_dim ({head_dim}) is over 256"
-        return lacks(needs, "softcap", "dropout_p", "return_max_logit")
+        elif asked.device_type != "cuda":
+            return f"it runs on cuda, not on {asked.device_type}"
+        return None
 
     def forward(
         self,
