@@ -1,5 +1,6 @@
 """Ranks compare one fixed-size record before anything is posted, so that all fail alike or none."""
 
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -12,18 +13,14 @@ from torch import Tensor
 from tilewise.transport.protocol import Transport
 
 RECORD_BYTES = 2048
-_DIGEST_BYTES = 16
-_FIELD, _ERROR = b"F", b"E"
 _ABSENT = "nothing"
 PASS = "pass"
 """The field that says which pass a rank is about to run."""
-# Per field: name length (1), text length (2), digest.
-_FIELD_BYTES = 3 + _DIGEST_BYTES
 
 
 class _Value(NamedTuple):
     text: str  # cut to fit the record
-    digest: bytes  # of the whole text
+    digest: str  # of the whole text
 
 
 class _Record(NamedTuple):
@@ -128,7 +125,7 @@ def _difference(name: str, first: _Value | None, rank: int, other: _Value | None
     left, right = (value.text if value else _ABSENT for value in (first, other))
     if left == right:  # they differ in what was cut
         left, right = (
-            f"{value.text} (digest {value.digest.hex()[:8]})" if value else _ABSENT
+            f"{value.text} (digest {value.digest[:8]})" if value else _ABSENT
             for value in (first, other)
         )
     fix = "pass the same value" if name != PASS else "run passes in the same order"
@@ -138,56 +135,39 @@ def _difference(name: str, first: _Value | None, rank: int, other: _Value | None
 
 
 def encoded(fields: Mapping[str, str], error: str | None = None) -> Tensor:
-    """A rank's record."""
-    if error is not None:
-        content = _ERROR + _cut(error.encode(errors="backslashreplace"), RECORD_BYTES - 1)
-    else:
-        names = [name.encode() for name in fields]
-        texts = [text.encode(errors="backslashreplace") for text in fields.values()]
-        room = RECORD_BYTES - 1 - sum(_FIELD_BYTES + len(name) for name in names)
-        assert room >= 0, f"{len(names)} fields do not fit a record of {RECORD_BYTES} bytes"
-        limit = _fair_limit([len(text) for text in texts], room)
-        content = _FIELD + b"".join(map(_field, names, texts, [limit] * len(texts)))
-    padded = bytearray(content.ljust(RECORD_BYTES, b"\0"))
-    return torch.frombuffer(padded, dtype=torch.uint8)
+    """A rank's record: JSON, whose longest texts are cut to what fits."""
+    texts = {name: _printable(text) for name, text in fields.items() if error is None}
+    digests = [blake2b(text.encode(), digest_size=8).hexdigest() for text in texts.values()]
+    error = None if error is None else _printable(error)
+
+    def record(limit: int) -> bytes:
+        cut = [_cut(text, limit) for text in texts.values()]
+        values = dict(zip(texts, zip(cut, digests, strict=True), strict=True))
+        record = _Record(None if error is None else _cut(error, limit), values)  # pyright: ignore
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+
+    content = record(RECORD_BYTES)
+    if len(content) > RECORD_BYTES:
+        limits = range(RECORD_BYTES)
+        most = bisect_right(limits, RECORD_BYTES, key=lambda limit: len(record(limit)))
+        content = record(max(0, most - 1))
+    assert len(content) <= RECORD_BYTES, f"{len(texts)} fields do not fit a record"
+    return torch.frombuffer(bytearray(content.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
-def _fair_limit(lengths: Sequence[int], room: int) -> int:
-    """Return the largest limit such that the lengths, each cut to it, fit the room."""
-    if sum(lengths) <= room:
-        return max(lengths, default=0)
-    return (
-        bisect_right(range(room), room, key=lambda limit: sum(min(x, limit) for x in lengths)) - 1
-    )
+def _printable(text: str) -> str:
+    """What can be encoded, of any text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
-def _field(name: bytes, text: bytes, limit: int) -> bytes:
-    digest = blake2b(text, digest_size=_DIGEST_BYTES).digest()
-    shown = _cut(text, limit)
-    return bytes([len(name)]) + name + len(shown).to_bytes(2, "big") + shown + digest
-
-
-def _cut(text: bytes, limit: int) -> bytes:
-    """Shorten a text in its middle; what is left of a split character is dropped."""
+def _cut(text: str, limit: int) -> str:
+    """Shorten a text in its middle."""
     if len(text) <= limit:
         return text
     half = max(limit - 3, 0) // 2
-    head = text[:half].decode(errors="ignore").encode()
-    tail = text[len(text) - half :].decode(errors="ignore").encode()
-    return (head + b"..." + tail)[:limit]
+    return f"{text[:half]}...{text[len(text) - half :]}"[:limit]
 
 
 def _decode(content: bytes) -> _Record:
-    kind, body = content[:1], content[1:]
-    if kind == _ERROR:
-        return _Record(body.rstrip(b"\0").decode(), {})
-    fields = {}
-    while body[:1].strip(b"\0"):
-        name_end = 1 + body[0]
-        text_start = name_end + 2
-        text_end = text_start + int.from_bytes(body[name_end:text_start], "big")
-        digest_end = text_end + _DIGEST_BYTES
-        value = _Value(body[text_start:text_end].decode(), body[text_end:digest_end])
-        fields[body[1:name_end].decode()] = value
-        body = body[digest_end:]
-    return _Record(None, fields)
+    error, fields = json.loads(content)
+    return _Record(error, {name: _Value(*value) for name, value in fields.items()})
