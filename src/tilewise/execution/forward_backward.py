@@ -28,7 +28,7 @@ def forward_pass(
         keep: a backward pass follows; save="gathered" then keeps what was received.
     """
     batched = q.ndim == 4
-    rows = [_rows_first(loadable(x), batched) for x in (q, *kv)]
+    rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
     run = pass_run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     keep = keep and problem.gathered
     allocator = run.allocator(rows, keep)
@@ -38,7 +38,7 @@ def forward_pass(
     out, lse = results = empty_results(q, run.payload.v_head_dim)
     if run.payload.max_logit:
         results = *results, torch.empty_like(lse)
-    work.collect(Side.Q, [_rows_first(x, batched) for x in results])
+    work.collect(Side.Q, [rows_first(x, batched) for x in results])
     kept = work.kept() if keep else []
     allocator.end()
     return out, lse, [*map(_largest, results[2:]), *kept]
@@ -72,8 +72,8 @@ def backward_pass(
         grads: dout and dlse; None: zero.
     """
     batched = saved[0].ndim == 4
-    q, *kv, out, lse = (_rows_first(loadable(x), batched) for x in saved)
-    dout, dlse = (None if x is None else _rows_first(loadable(x), batched) for x in grads)
+    q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
+    dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
     batch, device = q.shape[1], q.device
     run = pass_run(problem, transport, backward=True, batch=batch, device=device)
     allocator = run.allocator((q, *kv, out, lse, dout, dlse))
@@ -88,8 +88,8 @@ def backward_pass(
     work = Backward(run, problem, allocator, named, gathered)
     execute(run.program, work, transport)
     dq, *dkv = (x.new_empty(x.shape) for x in saved[:-2])
-    work.collect(Side.Q, [_rows_first(dq, batched)])
-    work.collect(Side.KV, [_rows_first(x, batched) for x in dkv])
+    work.collect(Side.Q, [rows_first(dq, batched)])
+    work.collect(Side.KV, [rows_first(x, batched) for x in dkv])
     allocator.end()
     return dq, *dkv
 
@@ -110,6 +110,11 @@ def _delta(
     return delta if dlse is None else delta.sub_(dlse)
 
 
-def _rows_first(x: Tensor, batched: bool) -> Tensor:
+def rows_first(x: Tensor, batched: bool) -> Tensor:
     """[(batch,) tokens, heads, ...] as [tokens, batch, heads, ...]."""
     return x.transpose(0, 1) if batched else x.unsqueeze(1)
+
+
+def rows_last(x: Tensor, batched: bool) -> Tensor:
+    """The inverse of rows_first."""
+    return x.transpose(0, 1) if batched else x.squeeze(1)

@@ -5,18 +5,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.execution.error_bound import (
-    Keys,
-    Norms,
-    errors,
-    keys,
-    norms,
-    rounding,
-    rows_first,
-    shift,
-)
+from tilewise.execution.error_bound import rounding, shift
+from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.pass_run import PassRun
 from tilewise.execution.problem import AttentionCall, Problem
+from tilewise.execution.rounding_errors import Keys, Norms, errors, keys, norms
 from tilewise.execution.sinks import kind_of
 from tilewise.execution.torch_op import resolve_call
 from tilewise.functional import Together, attention
@@ -81,11 +74,8 @@ def error_bound(
         share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
     batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
     tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out, share)]
-    dq, *shares = _sizes(problem, transport, tensors, sink is not None)
-    if not batched:
-        dq, *shares = (x.squeeze(1) for x in (dq, *shares))
-    else:
-        dq, *shares = (x.transpose(0, 1) for x in (dq, *shares))
+    sizes = _sizes(problem, transport, tensors, sink is not None)
+    dq, *shares = (rows_last(x, batched) for x in sizes)
     # Columns of weights: the gradient of v is their sum, weighted by dout.
     exact = {"wire": None, "wire_dtype": None, "kernel": None, "dropout_p": 0.0}
     together: Any = {**call, **exact}

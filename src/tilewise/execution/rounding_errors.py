@@ -1,0 +1,183 @@
+"""What rounding does to the operands of a pass on the wire: errors of what travels, their norms.
+
+Every rank measures the rows that it sends; the maxima over keys are gathered from all ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from tilewise.compiler.program import Launch
+from tilewise.execution.allocator import FreshAllocator
+from tilewise.execution.pass_run import PassRun
+from tilewise.kernels.float8 import spacing
+from tilewise.plan.ir import Side
+from tilewise.transport.gather_shards import on_every_rank
+from tilewise.transport.protocol import Transport
+from tilewise.wires.float8 import Float8
+from tilewise.wires.wire import Wire
+
+Named = Mapping[str, Tensor]
+
+
+class Norms(NamedTuple):
+    """Euclidean norm, largest number and sum of a row's absolute values, and those of its error.
+
+    The error is that of what travelled, 0 where nothing did.
+    """
+
+    norm: Tensor
+    most: Tensor
+    total: Tensor
+    error: Tensor
+    error_most: Tensor
+
+
+class Steps(NamedTuple):
+    """Of the distances of the numbers between which stochastic rounding chooses: norms."""
+
+    norm: Tensor
+    norm_4: Tensor
+    most: Tensor
+
+
+class Keys(NamedTuple):
+    """Largest over all keys: float64 [1, batch, num_heads] each.
+
+    Attributes:
+        matrix, errors: the spectral norms of the matrix of all keys and of that of their errors.
+        v_columns: the largest norm of a column of values' errors.
+        spread: of a number of v, the largest less the least.
+        middle: the mean of v, [1, batch, num_kv_heads, v_head_dim].
+        reach: above every |v - middle|, [1, batch, num_kv_heads, 1].
+    """
+
+    matrix: Tensor
+    errors: Tensor
+    v_columns: Tensor
+    spread: Tensor
+    k: Norms
+    v: Norms
+    k_steps: Steps
+    v_steps: Steps
+    middle: Tensor
+    reach: Tensor
+
+
+def errors(run: PassRun, named: Sequence[Named]) -> dict[str, Tensor]:
+    """x - x' of each of a rank's tensors [rows, batch, heads, width], float64, by name.
+
+    x' is what arrives elsewhere; of several that differ the error is the largest, number by number.
+    """
+    sent = {
+        hop.item
+        for instruction in run.program.instructions
+        if isinstance(instruction, Launch)
+        for hop in instruction.sends
+    }
+    found = [
+        {name: torch.zeros_like(x, dtype=torch.float64) for name, x in of.items()} for of in named
+    ]
+    allocator = FreshAllocator(run.device)
+    places = run.own.operands(found)
+    for item, block in run.own.operands(named).items():
+        packing = run.packing[item.side, item.role]
+        names = [field.name for field in run.payload.fields(item.side, item.role) if field.wire]
+        if item not in sent or not names or not block.fields[names[0]].numel():
+            continue
+        given = [block.fields.get(name, block.fields[names[0]][..., 0]) for name in packing.names]
+        arrives = packing.unpack(packing.pack(given, allocator, item))
+        for name in names:
+            error = block.fields[name].double() - arrives[name].double()
+            place = places[item].fields[name]
+            place.copy_(torch.where(error.abs() > place.abs(), error, place))
+    return {name: x for of in found for name, x in of.items()}
+
+
+def norms(x: Tensor, error: Tensor) -> Norms:
+    """Row by row: [rows, batch, heads] of [rows, batch, heads, width]."""
+    x = x.double().abs()
+    return Norms(norm(x), x.amax(-1), x.sum(-1), norm(error), error.abs().amax(-1))
+
+
+def keys(
+    run: PassRun, transport: Transport, named: Named, error: Named, num_heads: int, zero: bool
+) -> Keys:
+    """Over the keys of all ranks, for each of so many query heads.
+
+    Args:
+        named: k and v of this rank; error: theirs, as errors gives it.
+        zero: values that are 0 take part.
+    """
+    wire, columns = wire_of(run), []
+    for name in ("k", "v"):
+        columns += norms(named[name], error[name])
+    for name in ("k", "v"):
+        columns += _steps(wire, named[name], error[name])
+    v = named["v"].double()
+    rows = torch.cat([torch.stack(columns, -1), v, -v], -1)
+    start = rows.new_full((1, *rows.shape[1:]), -torch.inf)
+    # A key that several groups of heads get is rounded at random in each.
+    copies = run.groups.groups * run.payload.heads(Side.KV) > run.groups.num_kv_heads
+    spectra = _spectrum(named["k"].double()), _spectrum(error["k"], stochastic(wire) and copies)
+    sums = torch.cat([v.sum(0), error["v"].square().sum(0), torch.stack(spectra, -1)], -1)
+    own = torch.cat([torch.cat([rows, start]).amax(0), sums], -1)
+    split = len(columns), *[v.shape[-1]] * 4, 2
+    everyone = torch.stack(on_every_rank(transport, own)).split(split, -1)
+    singles, high, low = (x.amax(0, keepdim=True) for x in everyone[:3])
+    middle, v_columns, spectra = (x.sum(0, keepdim=True) for x in everyone[3:])
+    middle = middle / max(1, run.layouts[Side.KV].num_tokens)
+    v_columns, spectra = v_columns.amax(-1, keepdim=True).sqrt(), spectra.sqrt()
+    if zero:
+        high, low = high.clamp_min(0.0), low.clamp_min(0.0)
+    wide = (high + low).amax(-1, keepdim=True).clamp_min(0.0)
+    reach = torch.maximum(high - middle, low + middle).amax(-1, keepdim=True)
+    reach = reach.clamp_min(torch.finfo(torch.float32).tiny)
+    every = torch.cat([spectra, v_columns, wide, singles.clamp_min(0.0)], -1)
+    every = every.repeat_interleave(num_heads // every.shape[2], 2)
+    matrix, of_errors, v_columns, spread = every[..., :4].unbind(-1)
+    singles = iter(every[..., 4:].unbind(-1))
+    k_norms, v_norms = (Norms(*islice(singles, len(Norms._fields))) for _ in range(2))
+    k_steps, v_steps = (Steps(*islice(singles, len(Steps._fields))) for _ in range(2))
+    return Keys(
+        *(matrix, of_errors, v_columns, spread), k_norms, v_norms, k_steps, v_steps, middle, reach
+    )
+
+
+def wire_of(run: PassRun) -> Wire:
+    """Of the operands of a pass."""
+    wires = run.payload.wires
+    return wires.backward if run.payload.backward else wires.forward
+
+
+def _spectrum(rows: Tensor, unsigned: bool = False) -> Tensor:
+    """The squared spectral norm of rows [n, batch, heads, width], or what bounds it.
+
+    Args:
+        unsigned: that of the numbers in question is at most as large, the signs are not known.
+    """
+    if unsigned:
+        return rows.square().sum((0, -1))
+    gram = torch.einsum("nbhx,nbhy->bhxy", rows, rows)
+    if not gram.isfinite().all():
+        return torch.full(gram.shape[:2], torch.inf).to(gram)
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
+
+
+def _steps(wire: Wire, x: Tensor, error: Tensor) -> Steps:
+    if not stochastic(wire) or not error.any():
+        return Steps(*[error.sum(-1) * 0.0] * 3)
+    apart = spacing(wire, x).double()
+    return Steps(norm(apart), norm(apart, 4), apart.amax(-1))
+
+
+def stochastic(wire: Wire) -> TypeGuard[Float8]:
+    return isinstance(wire, Float8) and wire.stochastic
+
+
+def norm(x: Tensor, order: int = 2) -> Tensor:
+    """Of every last row."""
+    return torch.linalg.vector_norm(x, order, -1)
