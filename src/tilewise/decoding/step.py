@@ -218,8 +218,7 @@ class Decode(Forward):
     def _attend(self, read: CacheRead) -> Tensors:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
-        told = (self._scores,) if self._asks else ()
-        return self._kernel.forward(queries, k, v, read.call, self._scale, None, *told)
+        return self._kernel.forward(queries, k, v, read.call, self._scale, None, *self._told)
 
 
 def _rows(x: Tensor, ranges: Ranges, sequences: slice, heads: slice | None) -> Tensor:

@@ -162,7 +162,7 @@ def gather(
     first = blocks[parts[0].shard]
     if len(parts) == 1:
         fields, block = first.fields, parts[0].block
-        found = [fields[name] for name in names]
+        found = [*map(fields.__getitem__, names)]
         if block is not None:
             found = [pick(x, block, allocator) for x in found]
     elif rows is not None and first.arena is not None:

@@ -80,11 +80,15 @@ Arrival = tuple[Handle, Transfer | None, Tensor]
 
 def launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
     """Post every receive by itself, to be waited for by itself; small ones of a rank together."""
-    handle, _, lane, sends, recvs, _ = launch
-    if len(recvs) == 1:
-        return launch_together(launch, work, transport)
+    handle, step, lane, sends, recvs, _ = launch
     arrivals: list[Arrival] = []
-    if recvs:
+    alone = ()
+    if len(recvs) == 1:  # one exchange serves both
+        (hop,) = recvs
+        alone = (Message(work.recv_buffer(hop), hop.src, Label(step, hop.item)),)
+        if not sends:
+            return [(transport.exchange((), alone, lane), hop, alone[0].tensor)]
+    elif recvs:
         messages = _incoming(work, launch)
         started: dict[int, Handle] = {}
         for peer in dict.fromkeys([hop.src for hop in recvs]):
@@ -95,8 +99,9 @@ def launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[
             handed = started.get(hop.src) or transport.exchange((), (message,), lane)
             arrivals.append((handed, hop, message.tensor))
     if sends:
-        transport.exchange(_outgoing(work, launch), (), lane)
+        posted = transport.exchange(_outgoing(work, launch), alone, lane)
         work.launched(handle, lane)
+        arrivals += [(posted, recvs[0], message.tensor) for message in alone]
     return arrivals
 
 

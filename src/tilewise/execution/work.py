@@ -51,7 +51,9 @@ class PassWork(ABC):
         self._frees = not keep and not run.exchanges
         self._scratch = Scratch(allocator)
         self._kernel, self._scores, self._expansion = run.kernel, problem.scores, problem.expansion
-        self._scale, self._asks = problem.scores.scale, bool(problem.scores.needs)
+        self._scale = problem.scores.scale
+        # What a kernel is told of a call, where more than a scale is asked for.
+        self._told: tuple[()] | tuple[Scores] = (problem.scores,) if problem.scores.needs else ()
         self._sizes = run.layouts[0].sizes, run.layouts[1].sizes
         self._results: dict[Item, Tensor] = {}
         self._exchanged: dict[bool, Tensor] = {}  # by whether it is the first exchange
@@ -179,8 +181,8 @@ class PassWork(ABC):
         bound, operands = self._run.bound.get(tile), self.operands
         if bound is None:
             bound = self._run.bind(tile, operands)
-        q = [operands[item] for item in bound.q]
-        kv = [operands[item] for item in bound.kv]
+        q = [*map(operands.__getitem__, bound.q)]
+        kv = [*map(operands.__getitem__, bound.kv)]
         for placed in bound.calls:
             self._call(placed, q, kv)
             if self._scratch.held:
@@ -219,12 +221,8 @@ class PassWork(ABC):
         for name in packing.encoded:
             self._allocator.give(fields[name])
 
-    def _told(self, bound: BoundCall) -> tuple[()] | tuple[Scores]:
-        """What a kernel is told of a call, where more than a scale is asked for."""
-        if not self._asks:
-            return ()
-        if not self._scores.dropout_p:
-            return (self._scores,)
+    def _tell(self, bound: BoundCall) -> tuple[Scores]:
+        """Where the call's rows are, which dropout asks for."""
         return (self._scores._replace(places=self._run.binder.places(bound)),)
 
     def _expanded(self, placed: PlacedCall, kv: list[PackedRows], learns: bool) -> Expanded:
@@ -257,7 +255,7 @@ class Forward(PassWork):
         else:
             k, v, *_ = self._expanded(placed, kv, learns=False)
         into = partials.target(q_parts, q_heads)
-        told = self._told(bound)
+        told = self._tell(bound) if self._scores.dropout_p else self._told
         values = self._kernel.forward(queries, k, v, call, self._scale, into, *told)
         if into is None:
             partials.add_call(q_parts, values, q_heads)
@@ -285,7 +283,8 @@ class Backward(PassWork):
         if (first and second) or not self._allocator.adopts:
             (dq,), (dk, dv) = first or self._zeros(queries), second or self._zeros(k, v)
             into = dq, dk, dv
-        dq, dk, dv = self._kernel.backward(*operands, into, *self._told(bound))
+        told = self._tell(bound) if self._scores.dropout_p else self._told
+        dq, dk, dv = self._kernel.backward(*operands, into, *told)
         # With into, a side that has a target is done; another's results were computed aside.
         if into is None or first is None:
             partials.add_call(q_parts, (dq,), q_heads)

@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from tilewise.layouts.layout import Layout, Run
+from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Rows, Side, Tile
@@ -113,7 +113,9 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle) -> Placed:
 
     A full or a causal mask asks for no more than the order.
     """
-    spans = [_spans(x.runs[shard], rows) for side in blocks for x, shard, rows in side]
+    # Plain tuples: what is kept of them is not the layout's.
+    runs = ((tuple(map(tuple, x.runs[shard])), rows) for side in blocks for x, shard, rows in side)
+    spans = [_spans(*one) for one in runs]
     known = [span for span in spans if span is not None]
     if mask in (Full(), Causal()) and len(known) == len(spans):
         near = iter(_closed_up(known))
@@ -123,11 +125,11 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle) -> Placed:
 
 
 @lru_cache(maxsize=4096)
-def _spans(runs: tuple[Run, ...], rows: Rows) -> Ranges | None:
-    """Positions of some rows of these, if they are a few ranges."""
-    if len(runs) + len(rows) > MAX_PIECES or any(run.stride != 1 for run in runs):
+def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
+    """Positions of some rows of these runs, if they are a few ranges."""
+    if len(runs) + len(rows) > MAX_PIECES or any(stride != 1 for _, _, stride in runs):
         return None
-    positions = row_index(tuple((run.start, run.start + run.count) for run in runs))
+    positions = row_index(tuple((start, start + count) for start, count, _ in runs))
     return to_ranges(positions[row_index(rows)])
 
 
