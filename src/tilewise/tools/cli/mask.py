@@ -28,7 +28,7 @@ from tilewise.tools.cli.output import (
     working,
 )
 from tilewise.tools.doctor import require
-from tilewise.tools.mask_report.figures import LAYOUTS, MaskCase, RankLoad, imbalance, load, planned
+from tilewise.tools.mask_report.figures import LAYOUTS, MaskCase, imbalance, load, planned
 from tilewise.tools.mask_report.named import CORPUS, Axes, mask_of
 from tilewise.tools.mask_report.view import MaskView, colours, draw, painted, view
 
@@ -111,44 +111,41 @@ class MaskOptions(NamedTuple):
     as_json: AsJson = False
 
 
-class Drawn(NamedTuple):
-    """A mask with its layout, the plan whose bytes are told, and its figures."""
-
-    mask: Mask
-    layout: Layout
-    plan: Plan
-    case: MaskCase
-    load: RankLoad
-    imbalance: float
-
-
 def mask(options: MaskOptions) -> None:
     """Draw a mask with rank ownership: as a picture, or as text."""
+    name, png = options.name, options.png
     with refusing_bad_input():
-        if options.png:
+        if png:
             require("matplotlib", "tilewise mask --png")
-        check_writable(options.png)
-        if options.png and options.png.suffix.lower() != PNG:
-            raise ValueError(f"--png ({str(options.png)!r}) must be a name that ends in {PNG}")
-        with working(f"{options.name} on {options.world_size} ranks"):
-            found = _drawn(options)
-    plan = found.plan if options.layout == "tiled" else None
-    title = _title(options, found)
-    if options.png:
+        check_writable(png)
+        if png and png.suffix.lower() != PNG:
+            raise ValueError(f"--png ({str(png)!r}) must be a name that ends in {PNG}")
+        with working(f"{name} on {options.world_size} ranks"):
+            found, layout, plan, figures = _measured(options)
+    n = options.world_size
+    mean, busiest, ring = (as_bytes(figures[f"{x}_bytes"]) for x in ("mean", "busiest", "ring"))
+    title = (
+        name,
+        f"{layout.num_tokens:,} tokens on {n} ranks, {options.layout}",
+        f"area {100 * figures['area'] / layout.num_tokens**2:.3g} % of all pairs, imbalance "
+        f"{figures['imbalance']:.2f}",
+        f"{figures['plan']} sends {mean} a rank, busiest {busiest}, a ring {ring}",
+    )
+    if png:
         for cells in CELLS:
-            seen = view(found.mask, found.layout, cells, plan)
-            draw(seen, options.world_size, title, options.png)
-            if options.png.stat().st_size <= MOST_BYTES:
+            draw(view(found, layout, cells, plan), n, title, png)
+            if png.stat().st_size <= MOST_BYTES:
                 break
     if options.as_json:
-        print_json(_figures(options, found))
-    elif options.png:
-        print_plain(f"{options.png}: {as_bytes(options.png.stat().st_size)}")
+        print_json(figures)
+    elif png:
+        print_plain(f"{png}: {as_bytes(png.stat().st_size)}")
     else:
-        _print(title, view(found.mask, found.layout, TEXT_CELLS, plan), options.world_size)
+        _print(title, view(found, layout, TEXT_CELLS, plan), n)
 
 
-def _drawn(options: MaskOptions) -> Drawn:
+def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str, Any]]:
+    """The mask, its layout, the plan that says who computes what, and what --json prints."""
     n, num_tokens = options.world_size, read_count("--num-tokens", options.num_tokens)
     require_range("--num-tokens", num_tokens, 1, MOST_TOKENS)
     require_range("world_size", n, 1, 1024)
@@ -162,38 +159,21 @@ def _drawn(options: MaskOptions) -> Drawn:
         layout = LAYOUTS[options.layout](found, num_tokens, n)
         plan = needed(found, layout)
         moves, uneven = load(plan, found, layout, case)[0], imbalance(found, layout)
-    return Drawn(found, layout, plan, case, moves, uneven)
-
-
-def _title(options: MaskOptions, found: Drawn) -> tuple[str, ...]:
-    num_tokens = found.case.num_tokens
-    area = found.mask.area(*[(0, num_tokens)] * 2) / num_tokens**2
-    mean, busiest = (as_bytes(share * found.case.ring_bytes) for share in found.load)
-    who = "tiled" if options.layout == "tiled" else "needed"
-    return (
-        options.name,
-        f"{num_tokens:,} tokens on {options.world_size} ranks, {options.layout}",
-        f"area {100 * area:.3g} % of all pairs, imbalance {found.imbalance:.2f}",
-        f"{who} sends {mean} a rank, busiest {busiest}, a ring {as_bytes(found.case.ring_bytes)}",
-    )
-
-
-def _figures(options: MaskOptions, found: Drawn) -> dict[str, Any]:
-    n, num_tokens = options.world_size, found.case.num_tokens
-    areas = row_areas(found.mask, num_tokens)
+    areas = row_areas(found, num_tokens)
     given = options._asdict() | {"png": options.png and str(options.png)}
     del given["as_json"]
-    return given | {
+    figures = given | {
         "num_tokens": num_tokens,
-        "area": found.mask.area((0, num_tokens), (0, num_tokens)),
-        "imbalance": found.imbalance,
+        "area": found.area((0, num_tokens), (0, num_tokens)),
+        "imbalance": uneven,
         "plan": "tiled" if options.layout == "tiled" else "needed",
-        "mean_bytes": found.load.mean * found.case.ring_bytes,
-        "busiest_bytes": found.load.busiest * found.case.ring_bytes,
-        "ring_bytes": found.case.ring_bytes,
-        "tokens": found.layout.sizes,
-        "areas_of_own_queries": [float(areas[found.layout.rows(r)].sum()) for r in range(n)],
+        "mean_bytes": moves.mean * case.ring_bytes,
+        "busiest_bytes": moves.busiest * case.ring_bytes,
+        "ring_bytes": case.ring_bytes,
+        "tokens": layout.sizes,
+        "areas_of_own_queries": [float(areas[layout.rows(r)].sum()) for r in range(n)],
     }
+    return found, layout, plan if options.layout == "tiled" else None, figures
 
 
 def _print(title: tuple[str, ...], seen: MaskView, n: int) -> None:

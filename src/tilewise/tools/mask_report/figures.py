@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
 from tilewise.masks.components import row_areas
-from tilewise.plan.ir import Plan, Role, Rows, Side, Tile
+from tilewise.plan.builder import operand
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.plan.row_ranges import row_index
 from tilewise.strategies import catalog
 from tilewise.strategies.mesh import mesh
 from tilewise.strategies.ring import ring
+from tilewise.tiles.call_rows import CallStyle, Held, TileCalls
 from tilewise.tiles.calls import KernelCall
-from tilewise.tiles.cover import tile_calls
 from tilewise.workload import Workload
 
 
@@ -55,6 +55,36 @@ def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
     return Moved(tuple(sent), tuple(received), tuple(areas))
 
 
+class Waste(NamedTuple):
+    """What kernel calls cost beside what their mask allows."""
+
+    num_calls: int
+    num_slices: int
+    computed: int
+    allowed: int
+
+    @property
+    def ratio(self) -> float:
+        """computed / allowed cells; 1 where nothing is allowed and nothing computed."""
+        return self.computed / self.allowed if self.allowed else 1.0 + self.computed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_calls} calls, {self.num_slices} slices, {self.computed:,} cells computed "
+            f"for {self.allowed:,} allowed ({self.ratio:.3f})"
+        )
+
+
+def waste(calls: Iterable[KernelCall]) -> Waste:
+    """Computed beside allowed cells; a causal call computes its triangle, SLICES its rectangle."""
+    return total(Waste(1, len(call.slices), call.computed, call.area) for call in calls)
+
+
+def total(rows: Iterable[Waste]) -> Waste:
+    """Several ranks' figures as one."""
+    return Waste(*map(sum, zip(Waste(0, 0, 0, 0), *rows, strict=True)))
+
+
 def report(
     mask: Mask, layout: Layout, plan: Plan, *, ranks: Iterable[int] | None = None
 ) -> tuple[Waste, ...]:
@@ -66,64 +96,34 @@ def report(
         ranks: which ranks; None: all.
     """
     pruned, layouts = prune(plan, mask, layout), shard_layouts(plan, layout)
+    heads = len(getattr(mask, "heads", ())) or plan.num_head_groups
+    groups = HeadGroups(heads, heads, plan.num_head_groups)
+    table = TileCalls(layouts, mask, groups, CallStyle(square_causal=True))
     chosen = range(plan.world_size) if ranks is None else ranks
-    return tuple(_of_rank(pruned, rank, mask, layouts) for rank in chosen)
+    return tuple(_of_rank(pruned, rank, table) for rank in chosen)
 
 
-def total(rows: Iterable[Waste]) -> Waste:
-    """Several ranks' figures as one."""
-    return Waste(*map(sum, zip(Waste(0, 0, 0, 0), *rows, strict=True)))
-
-
-def _of_rank(plan: Plan, rank: int, mask: Mask, layouts: tuple[Layout, Layout]) -> Waste:
-    known: dict[tuple, Waste] = {}
+def _of_rank(plan: Plan, rank: int, table: TileCalls) -> Waste:
+    """All tiles of a rank, on the rows that it holds of their operands by then."""
+    arrived: dict[Item, Rows | None] = {}
+    known: dict[tuple[Tile, Held], Waste] = {}
     found: list[Waste] = []
-    for tile, held in _computed_tiles(plan, rank):
-        key = tile[:2], held, tile.heads if hasattr(mask, "heads") else 0
-        if key not in known:
-            q, k = (_positions(*side) for side in zip(layouts, tile[:2], held, strict=True))
-            calls = tuple(
-                call for one in _masks(mask, plan, tile) for call in tile_calls(q, k, one)
-            )
-            known[key] = waste(calls, sum(call.area for call in calls))
-        found.append(known[key])
-    return total(found)
+    by_head = hasattr(table.mask, "heads")
 
+    def held(side: Side, tile: Tile) -> tuple[Rows, ...]:
+        sizes = table.layouts[side].sizes
+        rows = ((shard, arrived.get(operand(side, shard, tile.heads))) for shard in tile[side])
+        return tuple(((0, sizes[shard]),) if part is None else part for shard, part in rows)
 
-def _computed_tiles(
-    plan: Plan, rank: int
-) -> Iterator[tuple[Tile, tuple[tuple[Rows | None, ...], ...]]]:
-    """A rank's tiles in order, each with the rows that it holds of their operands by then."""
-    holding: dict[tuple[Side, int, int], Rows | None] = {}
     for step in plan.rank_steps(rank):
         for tile in step.tiles:
-            yield (
-                tile,
-                tuple(
-                    tuple(holding.get((side, shard, tile.heads)) for shard in shards)
-                    for side, shards in zip(Side, tile[:2], strict=True)
-                ),
-            )
-        for hop in step.recvs:
-            if hop.item.role is Role.OPERAND:
-                holding[hop.item.side, hop.item.shard, hop.item.heads] = hop.rows
-
-
-def _positions(layout: Layout, shards: Sequence[int], held: Sequence[Rows | None]) -> np.ndarray:
-    """Global positions of the rows of a tile's operands, one after the other."""
-    rows = [layout.rows(shard) for shard in shards]
-    return np.concatenate(
-        [x if part is None else x[row_index(part)] for x, part in zip(rows, held, strict=True)]
-    )
-
-
-def _masks(mask: Mask, plan: Plan, tile: Tile) -> Sequence[Mask]:
-    """The masks of a tile's heads: one each if they differ."""
-    by_head: Sequence[Mask] | None = getattr(mask, "heads", None)
-    if by_head is None:
-        return (mask,)
-    groups = HeadGroups(len(by_head), len(by_head), plan.num_head_groups)
-    return by_head[groups.slice(Side.KV, tile.heads)]
+            rows = held(Side.Q, tile), held(Side.KV, tile)
+            alike = tile if by_head else tile._replace(heads=0)
+            if (alike, rows) not in known:
+                known[alike, rows] = waste(one.call for one in table.calls(tile, rows))
+            found.append(known[alike, rows])
+        arrived |= {x.item: x.rows for x in step.recvs if x.item.role is Role.OPERAND}
+    return total(found)
 
 
 MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
@@ -213,33 +213,3 @@ def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple
     ranks = sorted({i * n // most for i in range(most)}) if n > most else range(n)
     waste = total(report(mask, layout, plan, ranks=ranks))
     return waste.num_calls / len(ranks), waste
-
-
-class Waste(NamedTuple):
-    """What a tile's calls cost beside what its mask allows."""
-
-    num_calls: int
-    num_slices: int
-    computed: int
-    allowed: int
-
-    @property
-    def ratio(self) -> float:
-        """computed / allowed cells; 1 where nothing is allowed and nothing computed."""
-        return self.computed / self.allowed if self.allowed else 1.0 + self.computed
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_calls} calls, {self.num_slices} slices, {self.computed:,} cells computed "
-            f"for {self.allowed:,} allowed ({self.ratio:.3f})"
-        )
-
-
-def waste(calls: tuple[KernelCall, ...], area: int) -> Waste:
-    """Computed beside allowed cells; a causal call computes its triangle, SLICES its rectangle.
-
-    Args:
-        area: allowed pairs of the tile (of several tiles: concatenate calls and add areas).
-    """
-    slices = sum(len(call.slices) for call in calls)
-    return Waste(len(calls), slices, sum(call.computed for call in calls), int(area))
