@@ -8,7 +8,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from tilewise.arguments import require_range
 from tilewise.strategies.catalog import STRATEGIES, divisors, near_square
 from tilewise.tools.bench.inputs import NAMES, dense_truth
 from tilewise.transport.processes import gather_yields
+from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 
 Array = np.ndarray
@@ -62,6 +63,7 @@ def pack(texts: Iterable[bytes], num_tokens: int) -> tuple[Array, tuple[int, ...
 
 
 TOLERANCE = 1e-12
+MASKS = ("causal", "documents")
 
 
 class Demo(NamedTuple):
@@ -142,58 +144,45 @@ def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
     Args:
         timeout_seconds: for one row.
     """
-    demo = demo.checked()
+    demo, masks = demo.checked(), _masks(demo)
     heads = demo.num_heads, demo.num_kv_heads, demo.head_dim
-    masks = _masks(demo)
     rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=timeout_seconds)
-    for case, ranks in zip(cases(demo), rows, strict=True):
-        mask = masks[case.mask_name]
-        work = tw.Workload(demo.num_tokens, *heads, dtype="float64", mask=mask, layout=case.layout)
-        moved = tw.volume(case.plan, work)
-        yield DemoRow(
-            case.plan.name,
-            case.mask_name,
-            case.layout.name,
-            {name: max(rank["errors"][name] for rank in ranks) for name in NAMES},
-            tuple(rank["bytes"] for rank in ranks),
-            tuple(map(sum, zip(*moved, strict=True))),
-            tuple(rank["messages"] for rank in ranks),
-            max(rank["seconds"] for rank in ranks),
+    for (plan, name, layout), ranks in zip(cases(demo), rows, strict=True):
+        work = tw.Workload(
+            demo.num_tokens, *heads, dtype="float64", mask=masks[name], layout=layout
         )
+        formula = tuple(map(sum, zip(*tw.volume(plan, work), strict=True)))
+        errors, counted, messages, seconds = zip(*ranks, strict=True)
+        worst = {name: max(error[name] for error in errors) for name in NAMES}
+        yield DemoRow(plan.name, name, layout.name, worst, counted, formula, messages, max(seconds))
 
 
 def cases(demo: Demo) -> list[DemoCase]:
     """Every strategy under both masks, each on the layout that suits it."""
-    n, names = demo.world_size, ("causal", "documents")
+    n = demo.world_size
     a, b = near_square(n)
-    composed = {
-        "hierarchical": [tw.hierarchical(tw.ring(a, moves="q"), tw.ring(b))],
-        "ulysses": [tw.ulysses(n), *_hybrids(n)],
-    }
+    composed = {"hierarchical": [tw.hierarchical(tw.ring(a, moves="q"), tw.ring(b))]}
+    composed["ulysses"] = [tw.ulysses(n)]
+    if len(divisors(n)) > 2:  # two ways to split heads a little, and the rest otherwise
+        inner = n // (degree := divisors(n)[1])
+        nested = tw.ring(inner), tw.mesh(inner, q_tile=inner)
+        composed["ulysses"] += [tw.ulysses(degree, plan) for plan in nested]
     found: list[DemoCase] = []
     for strategy in STRATEGIES:
         layout = strategy.layout(demo.num_tokens, n)
         both = (v for v in strategy.at(a, b) if v.backward is None)
         plans = composed.get(strategy.name) or [variant.make() for variant in both]
-        found += [DemoCase(plan, name, layout) for plan in plans for name in names]
+        found += [DemoCase(plan, name, layout) for plan in plans for name in MASKS]
     return found
 
 
-def _hybrids(n: int) -> list[tw.Plan]:
-    """Two ways to split heads a little, if the ranks can be divided, and the rest otherwise."""
-    if len(divisors(n)) < 3:
-        return []
-    degree = divisors(n)[1]
-    inner = n // degree
-    return [tw.ulysses(degree, plan) for plan in (tw.ring(inner), tw.mesh(inner, q_tile=inner))]
-
-
 def _masks(demo: Demo) -> dict[str, tw.Mask]:
-    return {"causal": tw.Causal(), "documents": tw.Causal() & tw.Document(demo.input()[1])}
+    documents = tw.Causal() & tw.Document(demo.input()[1])
+    return dict(zip(MASKS, (tw.Causal(), documents), strict=True))
 
 
-def _on_rank(rank: int, demo: Demo) -> Iterator[dict[str, Any]]:
-    """Each case's figures on one rank."""
+def _on_rank(rank: int, demo: Demo) -> Iterator[tuple[dict[str, float], int, int, float]]:
+    """Of each case on one rank: errors, bytes and messages sent, seconds once warm."""
     whole, masks = _embed(demo), _masks(demo)
     rows = torch.arange(demo.num_tokens)
     truth = {
@@ -202,15 +191,15 @@ def _on_rank(rank: int, demo: Demo) -> Iterator[dict[str, Any]]:
         for decoding in (False, True)
     }
     for case in cases(demo):
-        mask, decoding = masks[case.mask_name], case.plan.replicated_queries
-        results, figures = _measure(case, whole, mask, rank)
+        decoding = case.plan.replicated_queries
+        results, transport, _ = _attend(case, whole, masks[case.mask_name], rank)
         errors = {}
-        for name, x in zip(NAMES, results, strict=True):
+        for name, x in results.items():
             y = truth[case.mask_name, decoding][name]
             is_whole = decoding and name in ("out", "dq")
             errors[name] = _error(x, y if is_whole else case.layout.shard(y, rank))
-        _, again = _measure(case, whole, mask, rank)
-        yield figures | {"errors": errors, "seconds": again["seconds"]}
+        *_, seconds = _attend(case, whole, masks[case.mask_name], rank)
+        yield errors, transport.bytes_sent, transport.messages_sent, seconds
 
 
 def _embed(demo: Demo) -> list[Tensor]:
@@ -225,9 +214,8 @@ def _embed(demo: Demo) -> list[Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make, dtype=torch.float64)
 
-    positions = torch.arange(demo.num_tokens)
     rates = 10000.0 ** -torch.linspace(0, 1, width // 2, dtype=torch.float64)
-    angles = positions[:, None] * rates
+    angles = torch.arange(demo.num_tokens)[:, None] * rates
     x = normal(256, width)[tokens] + torch.cat([angles.sin(), angles.cos()], 1)
     heads = demo.num_heads, demo.num_kv_heads, demo.num_kv_heads, demo.num_heads
     return [
@@ -236,24 +224,22 @@ def _embed(demo: Demo) -> list[Tensor]:
     ]
 
 
-def _measure(
+def _attend(
     case: DemoCase, whole: list[Tensor], mask: tw.Mask, rank: int
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """out, dq, dk, dv of this rank, and what they took; decoding, of the last query alone."""
+) -> tuple[dict[str, Tensor], Transport, float]:
+    """This rank's results, its transport, and seconds; decoding, of the last query alone."""
     plan, layout = case.plan, case.layout
     q, k, v, dout = (layout.shard(x, rank) for x in whole)
     if plan.replicated_queries:
         q, dout = whole[0][-1:], whole[3][-1:]
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     transport = transport_for(None)
     dist.barrier()
     start = time.perf_counter()
-    out = tw.attention(q, k, v, plan=plan, layout=layout, mask=mask, group=transport)
-    out.backward(dout)
+    out = tw.attention(*inputs, plan=plan, layout=layout, mask=mask, group=transport)
+    gradients = torch.autograd.grad(out, inputs, dout)
     seconds = time.perf_counter() - start
-    assert q.grad is not None and k.grad is not None and v.grad is not None
-    figures = {"bytes": transport.bytes_sent, "messages": transport.messages_sent}
-    return (out.detach(), q.grad, k.grad, v.grad), figures | {"seconds": seconds}
+    return dict(zip(NAMES, (out.detach(), *gradients), strict=True)), transport, seconds
 
 
 def _dense(whole: list[Tensor], rows: Tensor, mask: tw.Mask) -> dict[str, Tensor]:

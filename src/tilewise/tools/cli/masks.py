@@ -1,5 +1,7 @@
 """tilewise masks: what every pattern, or documents of every corpus, cost under each plan."""
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Annotated, NamedTuple
 
 from rich.table import Table
@@ -59,10 +61,22 @@ def masks(options: MasksOptions) -> None:
     with refusing_bad_input():
         cases = _cases(options)
         require_range("seeds", options.seeds)
+    seeds = range(options.seeds)
     if options.documents:
-        _documents(options, cases)
+        wanted = list(product(cases, CORPORA, seeds))
+        names = [f"{one[0]}, {case.world_size} ranks, seed {seed}" for case, one, seed in wanted]
+        rows = counted((document_row(one, case, seed) for case, one, seed in wanted), names)
     else:
-        _patterns(options, cases[0])
+        drawn = [(name, x) for name in patterns.ALL_NAMES for x in seeds_of(name, len(seeds))]
+        names = [f"{name}, seed {seed}" for name, seed in drawn]
+        rows = counted((pattern_row(name, cases[0], seed) for name, seed in drawn), names)
+    rows = list(rows)
+    if options.as_json:
+        print_json([_plain(row) for row in rows])
+        return
+    console = table_console(PIPED_WIDTH)
+    for part in _shown(rows, cases[0], options.seeds):
+        console.print(part, highlight=False)
 
 
 def _cases(options: MasksOptions) -> list[MaskCase]:
@@ -82,57 +96,38 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
     return [MaskCase(n, n * tokens, *pair, options.head_dim) for n in ranks for pair in pairs]
 
 
-def _patterns(options: MasksOptions, case: MaskCase) -> None:
-    wanted = [(name, seed) for name in patterns.ALL_NAMES for seed in seeds_of(name, options.seeds)]
-    found = (pattern_row(name, case, seed) for name, seed in wanted)
-    rows = list(counted(found, [f"{name}, seed {seed}" for name, seed in wanted]))
-    if options.as_json:
-        print_json([_plain(row) for row in rows])
+def _shown(
+    rows: list[PatternRow] | list[DocumentRow], case: MaskCase, num_seeds: int
+) -> Iterator[str | Table]:
+    """The tables and the words before each."""
+    tokens, dim = case.num_tokens // case.world_size, case.head_dim
+    if documents := [row for row in rows if isinstance(row, DocumentRow)]:
+        yield (
+            f"Causal documents, {tokens:,} tokens on every rank, heads of {dim}, bf16; least and "
+            f"most of {num_seeds} seeds. Documents\nare at most a quarter of the sequence; with "
+            "mix 0.6 of the tokens are in documents of 8192 to 30000, and none is cut.\n\n"
+            "Bytes sent in forward as a share of a ring that sends all keys to everybody: mean "
+            "over ranks; below it, the most\nthat one sends or receives. ring and mesh run on "
+            "zigzag, needed on balanced, tiled on tiled_layout.\n"
+        )
+        yield _document_table(documents)
         return
-    lines = [joined([row for row in rows if row.mask == name]) for name in patterns.ALL_NAMES]
-    console = table_console(PIPED_WIDTH)
-    console.print(
+    found = [row for row in rows if isinstance(row, PatternRow)]
+    lines = [joined([row for row in found if row.mask == name]) for name in patterns.ALL_NAMES]
+    yield (
         f"{case.num_tokens:,} tokens on {case.world_size} ranks, {case.num_heads}:"
-        f"{case.num_kv_heads} heads of {case.head_dim}, bf16; {options.seeds} seeds: area, bytes "
+        f"{case.num_kv_heads} heads of {dim}, bf16; {num_seeds} seeds: area, bytes "
         "and calls are means, the others the worst.\n\nUnder a layout's name: largest over mean "
         "area of ranks that compute their own queries. Calls: kernel calls of a rank.\nWaste: "
         "computed over allowed cells. ring and mesh run on zigzag, needed on balanced, tiled on "
-        "tiled_layout.\n",
-        highlight=False,
+        "tiled_layout.\n"
     )
-    console.print(_evenness(lines))
-    console.print(
+    yield _evenness(lines)
+    yield (
         "\nBytes sent in forward as a share of a ring that sends all keys to everybody: mean over "
-        "ranks / the most that\none sends or receives. In brackets largest over mean area.\n",
-        highlight=False,
+        "ranks / the most that\none sends or receives. In brackets largest over mean area.\n"
     )
-    console.print(_bytes(lines))
-
-
-def _documents(options: MasksOptions, cases: list[MaskCase]) -> None:
-    wanted = [
-        (corpus, case, seed)
-        for case in cases
-        for corpus in CORPORA
-        for seed in range(options.seeds)
-    ]
-    names = [f"{corpus[0]}, {case.world_size} ranks, seed {seed}" for corpus, case, seed in wanted]
-    rows = list(counted((document_row(*one) for one in wanted), names))
-    if options.as_json:
-        print_json([_plain(row) for row in rows])
-        return
-    console = table_console(PIPED_WIDTH)
-    tokens = cases[0].num_tokens // cases[0].world_size
-    console.print(
-        f"Causal documents, {tokens:,} tokens on every rank, heads of {cases[0].head_dim}, bf16; "
-        f"least and most of {options.seeds} seeds. Documents\nare at most a quarter of the "
-        "sequence; with mix 0.6 of the tokens are in documents of 8192 to 30000, and none is cut."
-        "\n\nBytes sent in forward as a share of a ring that sends all keys to everybody: mean "
-        "over ranks; below it, the most\nthat one sends or receives. ring and mesh run on zigzag, "
-        "needed on balanced, tiled on tiled_layout.\n",
-        highlight=False,
-    )
-    console.print(_document_table(rows))
+    yield _bytes(lines)
 
 
 def _evenness(rows: list[PatternRow]) -> Table:

@@ -69,7 +69,7 @@ plan_command = command_of(plan, PlanOptions, WorkOptions)
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
-    distances = best.distances
+    distances, sent = best.distances, sum(best.bytes_by_link.values())
     return {
         "candidates": [
             {"rank": number, **one.row._asdict(), "reason": one.reason}
@@ -80,79 +80,74 @@ def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
         "least_compute_seconds": distances.compute_seconds,
         "least_bytes": distances.least_bytes,
         "seconds_over_least": best.seconds / distances.compute_seconds,
-        "bytes_over_least": _over(sum(best.bytes_by_link.values()), distances.least_bytes),
+        "bytes_over_least": sent / distances.least_bytes if distances.least_bytes else None,
         "elsewhere": [setting._asdict() for setting in nearest_settings(best)],
     }
 
 
 def _print(console: Console, best: Candidate, shown: list[Candidate], output: Path | None) -> None:
-    work, machine = best.work, best.machine
+    work = best.work
+
+    def plain(text: str, **how: Any) -> None:
+        console.print(text, highlight=False, markup=False, **how)
+
     console.print(
-        f"[bold]{best.world_size} ranks of {machine.name}[/]: {work.num_tokens} tokens, "
+        f"[bold]{best.world_size} ranks of {best.machine.name}[/]: {work.num_tokens} tokens, "
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
         f"{work.mask!r}, {best.layout.name}" + (f", wire {best.wire}" if work.wire else ""),
         highlight=False,
     )
-    links = [x for x in LINKS if any(x in one.bytes_by_link for one in shown)]
-    console.print(_table(shown, links if console.width >= NARROW else None))
-    console.print(best.reason, highlight=False)
-    console.print(_distance(best), highlight=False)
-    console.print(f"forward   {best.plan.name}", highlight=False, markup=False, soft_wrap=True)
-    console.print(
-        f"backward  {best.backward_plan.name}", highlight=False, markup=False, soft_wrap=True
-    )
+    console.print(_table(shown, console.width >= NARROW))
+    plain(best.reason)
+    plain(_distance(best))
+    plain(f"forward   {best.plan.name}", soft_wrap=True)
+    plain(f"backward  {best.backward_plan.name}", soft_wrap=True)
     for setting in nearest_settings(best):
-        console.print(
+        plain(
             f"{setting.library}: {setting.options}\n  does nearest, {setting.plan}: "
             f"{setting.seconds * 1e3:.4g} ms, {setting.seconds / best.seconds - 1:+.1%}",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
     if output is not None:
-        console.print(f"written to {output}: tw.load_candidate reads it", highlight=False)
+        plain(f"written to {output}: tw.load_candidate reads it")
 
 
-def _table(shown: list[Candidate], links: list[str] | None) -> Table:
-    """links: None: too narrow for more than time and memory."""
+def _table(shown: list[Candidate], is_wide: bool) -> Table:
+    """Time and memory; where there is room also waiting, bytes by link and save."""
+    links = [x for x in LINKS if is_wide and any(x in one.bytes_by_link for one in shown)]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
-    more = () if links is None else ("waits\nms", *(f"sent\n{link}" for link in links))
-    for column in ("ms", *more, "memory"):
+    waits = ["waits\nms"] * is_wide
+    for column in ("ms", *waits, *(f"sent\n{link}" for link in links), "memory"):
         table.add_column(column, justify="right", no_wrap=True)
-    if links is not None:
+    if is_wide:
         table.add_column("save", no_wrap=True)
     for number, one in enumerate(shown, 1):
-        cells = [str(number), one.strategy, f"{one.seconds * 1e3:.4g}"]
-        memory = as_bytes(one.peak_bytes)
-        if links is None:
-            cells.append(memory)
-        else:
-            sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
-            cells += [f"{one.exposed_seconds * 1e3:.3g}", *sent, memory, one.save]
-        table.add_row(*cells, style="green" if number == 1 else None)
+        sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
+        table.add_row(
+            *(str(number), one.strategy, f"{one.seconds * 1e3:.4g}"),
+            *[f"{one.exposed_seconds * 1e3:.3g}"] * is_wide,
+            *sent,
+            as_bytes(one.peak_bytes),
+            *[one.save] * is_wide,
+            style="green" if number == 1 else None,
+        )
     return table
 
 
 def _distance(best: Candidate) -> str:
-    distances = best.distances
-    sent = sum(best.bytes_by_link.values())
+    least, sent = best.distances, sum(best.bytes_by_link.values())
     text = (
-        f"Kernels alone, at their best and equally shared, take "
-        f"{distances.compute_seconds * 1e3:.4g} ms, "
-        f"{distances.compute_seconds / best.seconds:.1%} of it."
+        f"Kernels alone, at their best and equally shared, take {least.compute_seconds * 1e3:.4g} "
+        f"ms, {least.compute_seconds / best.seconds:.1%} of it."
     )
-    over = _over(sent, distances.least_bytes)
-    if over is None:
+    if not least.least_bytes:
         return text
     hidden = 1 - best.exposed_seconds / best.seconds
     return (
         f"{text} Its busiest rank sends {as_bytes(sent)}; with equal shares none can do with less "
-        f"than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
-        f"{over:.3g} times as much: {hidden:.0%} of its time no rank waits for a message."
+        f"than {as_bytes(least.least_bytes)}. It is the fastest although it sends "
+        f"{sent / least.least_bytes:.3g} times as much: {hidden:.0%} of its time no rank waits for "
+        "a message."
     )
-
-
-def _over(count: float, least: float) -> float | None:
-    return count / least if least else None

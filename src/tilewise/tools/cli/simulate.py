@@ -1,7 +1,7 @@
 """tilewise simulate: what one plan takes on a machine, pass by pass."""
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +62,7 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
             with refusing_unwritable():
                 found.trace(options.trace)
     if options.as_json:
-        print_json(_as_json(found))
+        print_json({name: getattr(found, name) for name in NAMES})
         return
     console = Console()
     console.print(f"[bold]{plan.name}[/] on {plan.world_size} ranks of {machine.name}")
@@ -73,24 +73,21 @@ _simulate.__name__ = "simulate"
 simulate_command = command_of(_simulate, SimulateOptions, WorkOptions)
 
 
-def _as_json(found: Simulation) -> dict[str, Any]:
-    names = ("seconds", "forward_seconds", "backward_seconds", "compute_seconds")
-    names += ("exposed_seconds", "idle_seconds", "bytes_by_link", "peak_bytes")
-    return {name: getattr(found, name) for name in names}
+NAMES = (
+    *("seconds", "forward_seconds", "backward_seconds", "compute_seconds", "exposed_seconds"),
+    *("idle_seconds", "bytes_by_link", "peak_bytes"),
+)
 
 
 def _table(found: Simulation) -> Table:
     table = table_of("", "forward", "backward")
     passes = found.forward, found.backward
-
-    def row(what: str, values: list[float]) -> None:
-        table.add_row(what, *(f"{value * 1e3:.4g} ms" for value in values))
-
-    row("time", [one.seconds for one in passes])
+    rows = {"time": [one.seconds for one in passes]}
     for what in ("compute", "exposed", "idle"):
-        row(what, [max(getattr(u, f"{what}_seconds") for u in one.ranks) for one in passes])
-    links = {link for one in passes for use in one.ranks for link in use.bytes_by_link}
-    for link in sorted(links):
+        rows[what] = [max(getattr(u, f"{what}_seconds") for u in one.ranks) for one in passes]
+    for what, values in rows.items():
+        table.add_row(what, *(f"{value * 1e3:.4g} ms" for value in values))
+    for link in sorted({link for one in passes for use in one.ranks for link in use.bytes_by_link}):
         most = [max(use.bytes_by_link.get(link, 0) for use in one.ranks) for one in passes]
         table.add_row(f"sent {link}", *map(as_bytes, most))
     table.add_row("memory", *map(as_bytes, found.pass_peak_bytes))

@@ -11,7 +11,6 @@ import numpy as np
 
 from tilewise import lengths, masks
 from tilewise.compiler.lowering import lower
-from tilewise.masks.base import Mask
 from tilewise.tools.mask_report.figures import (
     LAYOUTS,
     PLANS,
@@ -115,16 +114,12 @@ def document_row(corpus: tuple[str, int, float], case: MaskCase, seed: int) -> D
     plan, layout = planned(mask, case, "tiled")
     lower(plan, 0)
     seconds = perf_counter() - start
-    moved = {who: _moved(mask, case, who) for who in PLANS[:-1]}
-    moved["tiled"], uneven = load(plan, mask, layout, case)
+    plans = {who: planned(mask, case, who) for who in PLANS[:-1]} | {"tiled": (plan, layout)}
+    loads = {who: load(plan, mask, layout, case) for who, (plan, layout) in plans.items()}
+    moved, uneven = {who: found for who, (found, _) in loads.items()}, loads["tiled"][1]
     waste = kernel_calls(plan, mask, layout)[1].ratio
     heads = f"{case.num_heads}:{case.num_kv_heads}"
     return DocumentRow(name, mix, case.world_size, heads, seed, moved, uneven, waste, seconds)
-
-
-def _moved(mask: Mask, case: MaskCase, who: str) -> RankLoad:
-    plan, layout = planned(mask, case, who)
-    return load(plan, mask, layout, case)[0]
 
 
 def span(values: Sequence[float]) -> str:

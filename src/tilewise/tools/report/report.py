@@ -26,13 +26,13 @@ class Report(NamedTuple):
 
     def write(self, page: Path, csv: Path | None = None) -> list[Path]:
         """Write the page, and its rows where csv says; give what was written."""
-        page.parent.mkdir(parents=True, exist_ok=True)
+        written_files = [page, csv] if csv else [page]
+        for path in written_files:
+            path.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(written(self.page), encoding="utf-8")
-        if csv is None:
-            return [page]
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        bench_report.write_csv(self.rows, csv)
-        return [page, csv]
+        if csv:
+            bench_report.write_csv(self.rows, csv)
+        return written_files
 
 
 def read(
@@ -41,25 +41,25 @@ def read(
     *,
     full: bool = False,
     tell: Callable[[str], object] = str,
-    about: Callable[[Plan], tuple[Workload, Machine]] | None = None,
+    about: Callable[[Plan], tuple[Workload, Machine]],
 ) -> Report:
     """The report of one plan file, or of one or more files of results or of studies.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
         full, tell: as for plan_report.page_of.
-        about: the workload and machine of a file that is a plan alone; None: it has its own.
+        about: the workload and machine of a file that is a plan alone.
     """
-    if all(_holds_results(path) for path in paths):
+    if all(map(_holds_results, paths)):
         found = bench_report.read_rows(paths)
         return Report(bench_report.page_of(found), found.rows, found.num_lost)
     studies = [read_tables(path) for path in paths]
     if all(studies) and not with_rows:
         return Report(page_of(table for tables in studies for table in tables or ()))
+    results = ", ".join(RESULTS)
     if len(paths) > 1:
         raise ValueError(
-            f"{len(paths)} files were given; give one plan file, or results alone "
-            f"({', '.join(RESULTS)})"
+            f"{len(paths)} files were given; give one plan file, or results alone ({results})"
         )
     if with_rows:
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
@@ -70,14 +70,13 @@ def read(
     except ValueError as error:
         raise ValueError(
             f"{error}; a report is of a file of tw.to_json or tilewise plan, or of results "
-            f"({', '.join(RESULTS)}) of tilewise bench"
+            f"({results}) of tilewise bench"
         ) from None
-    if isinstance(found, Plan):
-        if about is None:
-            raise ValueError(f"{paths[0]} is a plan alone; a report needs its workload, too")
-        subject = plan_report.ReportedPlan(found, *about(found))
-    else:
-        subject = plan_report.subject_of(found)
+    subject = (
+        plan_report.ReportedPlan(found, *about(found))
+        if isinstance(found, Plan)
+        else plan_report.subject_of(found)
+    )
     return Report(plan_report.page_of(subject, full=full, tell=tell))
 
 
