@@ -75,9 +75,3 @@ def test_a_picture_is_small_and_the_same_every_time(tmp_path: Path):
     assert paths[0].stat().st_size < 60_000
     height, width, _ = image.imread(paths[0]).shape
     assert 300 <= width <= 800 and 300 <= height <= 800
-
-
-@pytest.mark.parametrize("cells", [0, 513])
-def test_cells_out_of_bounds_are_refused(cells: int):
-    with pytest.raises(ValueError, match=rf"cells \({cells}\) must be from 1 to 512"):
-        view(tw.Full(), tw.contiguous(8, 2), cells)

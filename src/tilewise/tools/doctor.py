@@ -59,16 +59,9 @@ def require(module: str, what: str) -> None:
         raise MissingExtraError(f"{what} needs {module}: {extra.install}")
 
 
-# Packages whose versions matter, and what is said of one that is missing.
+PACKAGES = ("tilewise", "torch", "triton", "numpy", "rich", "typer")  # whose versions matter
 REINSTALL = "not installed as a package: pip install -e ."
-PACKAGES = (
-    ("tilewise", REINSTALL),
-    ("torch", REINSTALL),
-    ("triton", "not installed; merging and the triton kernel need it on CUDA: pip install triton"),
-    ("numpy", REINSTALL),
-    ("rich", REINSTALL),
-    ("typer", REINSTALL),
-)
+NO_TRITON = "not installed; merging and the triton kernel need it on CUDA: pip install triton"
 ON_CPU = ("cpu", "reference")  # kernels that are asked about the cpu, all others about cuda
 
 
@@ -88,11 +81,11 @@ def examine() -> list[Component]:
 
 def _versions() -> list[Component]:
     found = [Component("version", "python", True, f"{platform.python_version()}, {sys.platform}")]
-    for name, missing in PACKAGES:
+    for name in PACKAGES:
         try:
             detail, is_here = metadata.version(name), True
         except metadata.PackageNotFoundError:
-            detail, is_here = missing, False
+            detail, is_here = NO_TRITON if name == "triton" else REINSTALL, False
         found.append(Component("version", name, is_here, detail + _build() * (name == "torch")))
     return found
 
@@ -130,13 +123,10 @@ def _gpu(found: Any) -> str:
 def _kernels() -> list[Component]:
     found = []
     for name in PROVIDERS:
-        device = "cpu" if name in ON_CPU else "cuda"
-        is_here, detail = abilities(name, device)
-        if name == "cuda" and is_here:
-            detail = f"{detail}; {_flash_version()}"
-        found.append(Component("kernel", name, is_here, detail))
-    others = (Component("contender", name, False, absent(name) or "") for name in OTHERS)
-    return [*found, *others]
+        is_here, detail = abilities(name, "cpu" if name in ON_CPU else "cuda")
+        more = f"; {_flash_version()}" if name == "cuda" and is_here else ""
+        found.append(Component("kernel", name, is_here, detail + more))
+    return found + [Component("contender", x, False, absent(x) or "") for x in OTHERS]
 
 
 def _flash_version() -> str:
@@ -154,12 +144,10 @@ def _transports() -> list[Component]:
     has_gloo = available and dist.is_gloo_available()
     use = "CPU tensors" if has_gloo else "this torch is built without gloo"
     found.append(Component("transport", "gloo", has_gloo, use))
-    if not (available and dist.is_nccl_available()):
-        nccl, use = False, "this torch is built without NCCL"
-    else:
-        nccl = torch.cuda.is_available()
-        use = "CUDA tensors" if nccl else "no CUDA device here"
-    found.append(Component("transport", "nccl", nccl, use))
+    has_nccl, has_cuda = available and dist.is_nccl_available(), torch.cuda.is_available()
+    use = "CUDA tensors" if has_cuda else "no CUDA device here"
+    use = use if has_nccl else "this torch is built without NCCL"
+    found.append(Component("transport", "nccl", has_nccl and has_cuda, use))
     reason = lacking()
     use = 'CUDA tensors of one node; unproven, by name alone: transport_for(group, "symmetric")'
     return [*found, Component("transport", "symmetric", reason is None, reason or use)]

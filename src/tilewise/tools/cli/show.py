@@ -78,11 +78,11 @@ def _block(
 
 
 def _cell(words: str) -> Text:
-    cell = Text()
-    for i, word in enumerate(words.split()):
-        style = next((style for sign, style in STYLES if sign in word), OPERAND)
-        cell.append(f"{' ' * bool(i)}{word}", "dim" if word == "." else style)
-    return cell
+    def style(word: str) -> str:
+        usual = "dim" if word == "." else OPERAND
+        return next((style for sign, style in STYLES if sign in word), usual)
+
+    return Text(" ").join(Text(word, style(word)) for word in words.split())
 
 
 MOST_RANKS = 512  # a grid of this many is a megabyte of text

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 
 from tilewise.masks.base import Causal, Full
 from tilewise.tools.cli.options import (
@@ -92,17 +91,12 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         return
     console = table_console(160)
     for table in tables:
-        _show(table, console)
-
-
-def _show(table: StudyTable, console: Console) -> None:
-    console.print(f"[bold]{table.title}[/]")
-    console.print(table.about, markup=False, highlight=False)
-    first, *others = table.units
-    drawn = table_of(first, *others, no_wrap=False)
-    for row in table.texts():
-        drawn.add_row(*row)
-    console.print(drawn)
+        console.print(f"[bold]{table.title}[/]")
+        console.print(table.about, markup=False, highlight=False)
+        drawn = table_of(*table.units, no_wrap=False)
+        for row in table.texts():
+            drawn.add_row(*row)
+        console.print(drawn)
 
 
 _study.__name__ = "study"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import require_range
 from tilewise.compiler.shards import shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 
 Array = np.ndarray
-MOST_CELLS = 512
 SAMPLES = (0.5, 0.2, 0.8)  # places within a cell where a plan is asked who computes it
 
 
@@ -46,7 +44,6 @@ def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> Ma
     Args:
         plan: who computes what; None: each rank its own queries.
     """
-    require_range("cells", cells, 1, MOST_CELLS)
     num_tokens = layout.num_tokens
     edges = np.linspace(0, num_tokens, min(cells, num_tokens) + 1).astype(np.int64)
     sizes = np.diff(edges)
@@ -147,8 +144,7 @@ def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     top, foot = 0.2 * (len(title) - 1) + 0.4, 0.3 if n <= NUMBERED else 0.1
     height = side + top + foot
     figure = Figure(figsize=(INCHES, height), dpi=DPI)
-    place = 0.2 / INCHES, foot / height, side / INCHES, side / height
-    axes = figure.add_axes(place)
+    axes = figure.add_axes((0.2 / INCHES, foot / height, side / INCHES, side / height))
     axes.axis("off")
     axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest")
     owned = colours(n)[seen.owners]
@@ -175,13 +171,6 @@ def _key(figure: Figure, n: int, height: float) -> None:
         left = 0.5 + (rank - n / 2) * width
         box = Rectangle((left, 0.07 / height), width * 0.92, 0.15 / height, color=tuple(colour))
         figure.add_artist(box)
-        dark = float(colour @ [0.3, 0.59, 0.11]) < 0.6
-        figure.text(
-            left + width * 0.46,
-            0.14 / height,
-            str(rank),
-            ha="center",
-            va="center",
-            fontsize=6.5,
-            color="white" if dark else "black",
-        )
+        ink = "white" if float(colour @ [0.3, 0.59, 0.11]) < 0.6 else "black"
+        place = left + width * 0.46, 0.14 / height, str(rank)
+        figure.text(*place, ha="center", va="center", fontsize=6.5, color=ink)

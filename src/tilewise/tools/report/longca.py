@@ -28,7 +28,6 @@ HEADS = MappingProxyType(
     {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
 )
 UNSUPPORTED = -2  # out of memory is -1 or -1000
-SPREAD = re.compile(r"-(min|max)$")
 FOLDER = re.compile(r"attn-(fwd|bwd)\b(?:.* with (\w+) mask)?")
 
 
@@ -73,7 +72,7 @@ def _distributed(line: dict[str, str], path: Path) -> Iterator[Row]:
         "num_tokens": TOKENS_PER_RANK * world_size,
         "tokens_per_rank": TOKENS_PER_RANK,
         "plan": f"ulysses {line.get('ulysses', '')}, ring {line.get('ring', '')}",
-        "peak_bytes": _positive(line.get("mean_peak_mems")),
+        "peak_bytes": max(0.0, float(line.get("mean_peak_mems") or 0)) or None,
         **_speed(speed),
         **HEADS,
     }
@@ -83,12 +82,10 @@ def _kernels(line: dict[str, str], path: Path) -> Iterator[Row]:
     size = next(iter(line))
     found = FOLDER.search(path.parent.name)
     which, mask = found.groups() if found else (None, None)
-    for name, text in list(line.items())[1:]:
-        if SPREAD.search(name):
-            continue
-        about: Row = {size: float(line[size])}
-        if size == "seqlen":
-            about = {"num_tokens": int(float(line[size]))}
+    value = float(line[size])
+    about: Row = {"num_tokens": int(value)} if size == "seqlen" else {size: value}
+    kernels = [name for name in line if name != size and not name.endswith(("-min", "-max"))]
+    for name in kernels:
         yield {
             "kind": "kernels",
             "contender": name,
@@ -97,7 +94,7 @@ def _kernels(line: dict[str, str], path: Path) -> Iterator[Row]:
             "pass": PASSES.get(which or "", "unknown"),
             "world_size": 1,
             **about,
-            **_speed(float(text)),
+            **_speed(float(line[name])),
             **HEADS,
         }
 
@@ -110,8 +107,3 @@ def _speed(tflops: float) -> Row:
         return {"outcome": "unsupported", "message": f"written as {tflops:g}"}
     said = f"written as {tflops:g}: out of memory, or in kernels' files an unsupported mask"
     return {"outcome": "out_of_memory", "message": said}
-
-
-def _positive(text: str | None) -> float | None:
-    value = float(text) if text else 0.0
-    return value if value > 0 else None

@@ -84,13 +84,8 @@ def planned(work: Workload, plan: Plan) -> tuple[int, int]:
 def memory(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """All methods side by side."""
     columns = "forward by formula", "forward", "backward by formula", "backward"
-    units = {
-        "mask": "",
-        "strategy": "",
-        "plan": "",
-        **dict.fromkeys(columns, "B"),
-        "over ring": "x",
-    }
+    units = {**dict.fromkeys(("mask", "strategy", "plan"), ""), **dict.fromkeys(columns, "B"),
+             "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     for mask in (Full(), Causal()):
         here = replace(work, mask=mask)
@@ -119,17 +114,15 @@ def _measured(work: Workload, machine: Machine) -> StudyTable:
     """Bytes of the rank that takes most, in as many processes, beside what the planner says."""
     heads = work.num_heads, work.num_kv_heads
     small = Workload(MEASURED_TOKENS, *heads, work.head_dim, dtype="float32", mask=Full())
-    every = methods(MEASURED_RANKS, small, machine.node_size).items()
-    each = [(name, make()) for name, make in every]
-    by_rank = run_ranks(MEASURED_RANKS, _allocated, small, tuple(plan for _, plan in each),
-                        timeout_seconds=240)  # fmt: skip
+    every = methods(MEASURED_RANKS, small, machine.node_size)
+    plans = tuple(make() for make in every.values())
+    by_rank = run_ranks(MEASURED_RANKS, _allocated, small, plans, timeout_seconds=240)
     units = {"strategy": "", "plan": "", "forward planned": "B", "forward measured": "B",
              "backward planned": "B", "backward measured": "B",
              "measured over planned": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    for number, (name, plan) in enumerate(each):
-        found = planned(small, plan)
-        most = [max(rank[number][which] for rank in by_rank) for which in (0, 1)]
+    for name, plan, *of_ranks in zip(every, plans, *by_rank, strict=True):
+        found, most = planned(small, plan), [max(passes) for passes in zip(*of_ranks, strict=True)]
         rows.append(
             (name, short(plan.name), found[0], most[0], found[1], most[1], max(most) / max(found))
         )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
-from typing import NamedTuple
 
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
@@ -77,11 +76,14 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
                     continue
                 plan = make()
                 found = tw.simulate(plan, here, machine, exact=False)
-                seconds, waiting = found.seconds, found.exposed_seconds
-                share = 100 * waiting / seconds
+                times = (
+                    found.seconds,
+                    found.exposed_seconds,
+                    100 * found.exposed_seconds / found.seconds,
+                )
                 if plan.name not in known:  # all buffers grow with a rank's tokens
                     known[plan.name] = found.peak_bytes / here.num_tokens
-                row = (n, here.num_tokens, method, short(plan.name), seconds, waiting, share)
+                row = (n, here.num_tokens, method, short(plan.name), *times)
                 rows.append((*row, _sent(found), round(known[plan.name] * here.num_tokens)))
         about = (
             f"{_about(work, machine)} Both passes; waiting of the rank that waits longest, bytes "
@@ -174,8 +176,8 @@ def _optimum(
     shape: tuple[int, int], costs: ShardWeights, block: float, known: float
 ) -> tuple[float, bool]:
     for width in (8, 128):
-        found = search(shape, costs, block, width, known)
-        known = found.seconds if found else known
+        if found := search(shape, costs, block, width, known):
+            known = found.seconds
     best = least(shape, costs, block, known, TRIED)
     return (known, False) if best is None else (best, True)
 
@@ -187,27 +189,26 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
              "sent": "B"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     per_device, full = work.num_tokens // USUAL_DEVICES, dict[int, float]()
-    for name in ("full", "causal", "causal_document", "full_document"):
-        for n in MASKED_SIZES:
-            num_tokens = n * per_device
-            mask = drawn(name, num_tokens, 0)
-            here = replace(work, num_tokens=num_tokens, mask=mask)
-            layouts = [(make.__name__, make(num_tokens, n)) for make in (tw.contiguous, tw.zigzag)]
-            cases = [(which, at, "ring", tw.ring(n)) for which, at in layouts]
-            if name != "full":
-                level = default_layout(mask, num_tokens, n)
-                cases.append(("level", level, "needed", tw.needed(mask, level)))
-            for which, layout, strategy, plan in cases:
-                found = tw.simulate(plan, replace(here, layout=layout), machine)
-                speed = _flop(here, mask) / n / found.seconds / 1e12
-                full.setdefault(n, speed)
-                uses = [found.use(rank) for rank in range(n)]
-                worked = [sum(use.compute_seconds for use in both) for both in uses]
-                uneven = max(worked) * n / sum(worked)
-                rows.append(
-                    (name, which, strategy, n, found.seconds, found.exposed_seconds, speed,
-                     100 * speed / full[n], uneven, _sent(found))
-                )  # fmt: skip
+    names = ("full", "causal", "causal_document", "full_document")
+    for name, n in product(names, MASKED_SIZES):
+        num_tokens = n * per_device
+        mask = drawn(name, num_tokens, 0)
+        here = replace(work, num_tokens=num_tokens, mask=mask)
+        makers = (tw.contiguous, tw.zigzag)
+        cases = [(make.__name__, make(num_tokens, n), "ring", tw.ring(n)) for make in makers]
+        if name != "full":
+            level = default_layout(mask, num_tokens, n)
+            cases.append(("level", level, "needed", tw.needed(mask, level)))
+        for which, layout, strategy, plan in cases:
+            found = tw.simulate(plan, replace(here, layout=layout), machine)
+            speed = _flop(here, mask) / n / found.seconds / 1e12
+            full.setdefault(n, speed)
+            uses = [found.use(rank) for rank in range(n)]
+            worked = [sum(use.compute_seconds for use in both) for both in uses]
+            rows.append(
+                (name, which, strategy, n, found.seconds, found.exposed_seconds, speed,
+                 100 * speed / full[n], max(worked) * n / sum(worked), _sent(found))
+            )  # fmt: skip
     about = (
         f"{_about(_whole(work), machine, mask=False)} {count(per_device)} tokens a device; "
         "documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
@@ -223,24 +224,8 @@ def _flop(work: tw.Workload, mask: tw.Mask) -> float:
     return 3.5 * 2 * sum(work.widths) * mask.area(tokens, tokens) * work.num_heads
 
 
-class GptShape(NamedTuple):
-    """A GPT-3-like model."""
-
-    name: str
-    layers: int
-    heads: int
-    head_dim: int
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-
-MODELS = (
-    GptShape("760M", 24, 16, 96),
-    GptShape("2.7B", 32, 32, 80),
-    GptShape("13B", 40, 40, 128),
-)
+MODELS = (("760M", 24, 16, 96), ("2.7B", 32, 32, 80), ("13B", 40, 40, 128))
+"""GPT-3-like: name, layers, heads, head_dim."""
 VOCABULARY = 50257
 MODEL_TOKENS = tuple(1 << power for power in range(13, 18))
 
@@ -260,22 +245,21 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
              "linear layers": "s", "step": "s", "attention share": "%",
              "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    names, every = ("ring", "attention2d", "attention2d_overlap", "mesh"), methods(n, work, n)
-    plans = [(name, every[name]()) for name in names]
-    for cluster in (*clusters(), machine):
-        for shape in MODELS:
-            for tokens in MODEL_TOKENS:
-                heads = shape.heads, shape.heads, shape.head_dim
-                here = tw.Workload(tokens, *heads, dtype=work.dtype, mask=tw.Causal())
-                linear, steps = _linear_seconds(shape, tokens / n, cluster, work.dtype), []
-                for name, plan in plans:
-                    found = tw.simulate(plan, here, cluster, exact=False)
-                    attention = shape.layers * found.seconds
-                    steps.append(attention + linear)
-                    rows.append(
-                        (cluster.name, shape.name, tokens, name, attention, linear, steps[-1],
-                         100 * attention / steps[-1], steps[0] / steps[-1])
-                    )  # fmt: skip
+    known = methods(n, work, n)
+    plans = [(x, known[x]()) for x in ("ring", "attention2d", "attention2d_overlap", "mesh")]
+    every = product((*clusters(), machine), MODELS, MODEL_TOKENS)
+    for cluster, (title, layers, heads, head_dim), tokens in every:
+        here = tw.Workload(tokens, heads, heads, head_dim, dtype=work.dtype, mask=tw.Causal())
+        parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY
+        speed = cluster.kernel(work.dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
+        linear, steps = 6 * parameters * tokens / n / speed, []
+        for name, plan in plans:
+            attention = layers * tw.simulate(plan, here, cluster, exact=False).seconds
+            steps.append(attention + linear)
+            rows.append(
+                (cluster.name, title, tokens, name, attention, linear, steps[-1],
+                 100 * attention / steps[-1], steps[0] / steps[-1])
+            )  # fmt: skip
     about = (
         f"{n} devices, one sequence, causal, zigzag tokens, {work.dtype}. Linear layers: 12 "
         "width^2 parameters a layer and the output layer, 6 FLOP a parameter and token, at the "
@@ -283,12 +267,6 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
         "their gradients, the same for all, is left out. Over ring: the ring's step over this one."
     )
     yield StudyTable("model", "A GPT-3-like model's step", about, units, rows)
-
-
-def _linear_seconds(shape: GptShape, tokens: float, machine: Machine, dtype: str) -> float:
-    parameters = 12 * shape.width**2 * shape.layers + shape.width * VOCABULARY
-    speed = machine.kernel(dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
-    return 6 * parameters * tokens / speed
 
 
 def _about(work: tw.Workload, machine: Machine, mask: bool = True) -> str:
