@@ -37,6 +37,7 @@ class Fault(NamedTuple):
     times: Tensor | None = None  # weight of each key
     shift: int = 0  # of KV heads
     drop: int = 0  # heads that give nothing
+    least: float = -torch.inf  # what scores of other pairs are
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ratio = q.shape[1] // k.shape[1]
@@ -44,7 +45,7 @@ class Fault(NamedTuple):
         scores = torch.einsum("qhd,khd->hqk", q, k[:, heads]) * self.scale
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~dense(self.mask), -torch.inf)
+        scores = scores.masked_fill(~dense(self.mask), self.least)
         if self.times is not None:
             scores = scores + self.times.log()
         sink = torch.full_like(scores[..., :1], -torch.inf if self.sink is None else self.sink)
@@ -129,6 +130,11 @@ FAULTS = {
     "twice": (Fault(times=TWICE), CAUSAL, ["counted_twice"]),
     "sum of parts": (lambda *x: 2 * Fault()(*x), CAUSAL, ["counted_twice"]),
     "groups": (Fault(shift=1), CAUSAL, ["gqa_shifted"]),
+    "strict": (Fault(OFF > 0), OFF > 0, []),
+    "strict of window": (Fault(OFF > 0), (OFF > 0) & (OFF < 6), ["window_ignored"]),
+    "strict of own keys": (Fault(), OFF > 0, ["mask_ignored"]),
+    "strict of least number": (Fault(OFF > 0, least=-1e38), CAUSAL, ["mask_ignored"]),
+    "query without keys": (Fault(OFF > 0, least=-1e38), OFF > 0, ["mask_ignored"]),
     "heads": (Fault(drop=1), CAUSAL, ["heads_missing"]),
     "padding": (Fault(), dense(CAUSAL) & (AT < 40) & (AT[:, None] < 40), ["padding_attended"]),
     "dq": (gradient_scaled(0, 0.5), CAUSAL, ["dq_wrong"]),
@@ -256,4 +262,4 @@ def test_text_and_picture_show_what_is_attended():
 
 
 def test_every_rule_names_a_cause():
-    assert {rule.cause for rule in RULES} == set(CAUSES)
+    assert {cause for cause, *_ in RULES} == set(CAUSES)

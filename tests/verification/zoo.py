@@ -28,6 +28,7 @@ class Settings(NamedTuple):
 
     window: int | None = None
     documents: tuple[int, ...] = ()  # edges
+    strict: bool = False  # no query sees its own key
     sink: bool = False
     softcap: float | None = None
     dropout: float = 0.0
@@ -46,7 +47,8 @@ class Settings(NamedTuple):
         return mask & tw.Document(self.documents) if self.documents else mask
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return torch.as_tensor(self.mask.dense(queries, keys))
+        allowed = torch.as_tensor(self.mask.dense(queries, keys))
+        return allowed & (queries[:, None] != keys) if self.strict else allowed
 
 
 def attend(
@@ -58,7 +60,8 @@ def attend(
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
     if settings.softcap:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    scores = scores.masked_fill(~allowed, -torch.inf)
+    least = torch.finfo(scores.dtype).min if settings.strict else -torch.inf
+    scores = scores.masked_fill(~allowed, least)
     if sink is not None:
         column = sink[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column.to(scores)], -1)
@@ -244,6 +247,8 @@ def shared_attention(
     local = everywhere % size
     if fault == "mask_ignored":
         allowed = torch.ones_like(allowed)
+    elif fault == "own_key_seen":
+        allowed = settings._replace(strict=False).allowed(here, everywhere)
     elif fault == "window_ignored":
         allowed = settings._replace(window=None).allowed(here, everywhere)
     elif fault == "window_longer":
@@ -266,6 +271,8 @@ def shared_attention(
         allowed = allowed & (ranks == cp.rank)
     elif fault == "sink_dropped":
         sink = None
+    elif fault == "sink_larger":
+        sink = sink + 1.5
     elif fault == "softcap_dropped":
         settings = settings._replace(softcap=None)
     elif fault == "scale_wrong":
@@ -358,6 +365,8 @@ def share(
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
     loss = model(ids, labels, positions, count)
+    if fault == "loss_dropped" and rank == 2:
+        loss = loss * 0
     if fault in ("gradient_scaled", "gradient_uneven"):
         loss = Wrong.apply(loss, 4.0 if fault == "gradient_scaled" or rank == 0 else 1.0)
     if fault in ("missing_all_reduce", "reduced"):
@@ -422,7 +431,7 @@ CASES = (
     Case("missing_all_reduce", "layers.0.mlp_norm"),
 )
 
-THREE = Settings(documents=(0, 9, 20, T))
+THREE, STRICT = Settings(documents=(0, 9, 20, T)), Settings(window=WINDOW, strict=True)
 VARIANTS = (
     (Case("window_longer", SECOND, Settings(window=WINDOW), LATER), "window_ignored"),
     (Case("border_lost", SECOND, THREE, LATER), "documents_ignored"),
@@ -431,6 +440,12 @@ VARIANTS = (
     (Case("neighbours", SECOND, Settings(), LATER), "shard_only"),
     (Case("mean_of_ranks", SECOND, Settings(), LATER), "unknown"),
     (Case("halved", FIRST), "unknown"),
+    (Case("mask_ignored", SECOND, Settings(strict=True), LATER), "mask_ignored"),
+    (Case("own_key_seen", SECOND, Settings(strict=True), LATER), "mask_ignored"),
+    (Case("window_ignored", SECOND, STRICT, LATER), "window_ignored"),
+    (Case("shard_only", SECOND, Settings(strict=True), LATER), "shard_only"),
+    (Case("sink_larger", SECOND, Settings(sink=True), LATER), "sink_dropped"),
+    (Case("loss_dropped", None), "unknown"),
     (Case("labels_rolled", None, Settings(), {"layout": tw.striped}), "labels_shifted"),
     (Case("labels_not_shifted", None, Settings(), {"layout": tw.contiguous}), "labels_shifted"),
     (Case("gradient_uneven", None), "gradient_scaled"),

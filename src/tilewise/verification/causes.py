@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-"""Numbers and names that were found, by what they are; absent, 0 and None: not found."""
+"""Numbers and texts that were found, by what they are; absent, 0 and None: not found."""
 
 CAUSES = MappingProxyType(
     {
@@ -13,7 +13,7 @@ CAUSES = MappingProxyType(
         "window_ignored": "The window is not applied, or another one; the rest of the mask is.",
         "window_per_block": "The window is counted inside a block, not over the sequence.",
         "documents_ignored": "Packed documents see each other.",
-        "sink_dropped": "The sink takes no weight.",
+        "sink_dropped": "The sink takes no weight, or that of another sink.",
         "softcap_dropped": "Scores are not capped.",
         "scale_wrong": "Scores are multiplied by another number.",
         "shard_only": "A rank attends to its own shard alone.",
@@ -38,18 +38,65 @@ CAUSES = MappingProxyType(
 )
 """What each cause means, in a sentence."""
 
+EXTRA = "{extra:,} pairs attended that {asked} forbids (first: {extra_first})"
+MISSED = "{missed:,} allowed pairs missed (first: {missed_first})"
+BOTH = "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed pairs missed"
 
-class Rule(NamedTuple):
-    """A cause holds if all facts do.
-
-    Attributes:
-        needs: names of facts, "!x" for one that must be absent.
-        text: the evidence, formatted with the facts.
-    """
-
-    cause: str
-    needs: tuple[str, ...]
-    text: str
+# cause | facts that hold, "!x" for one that must not | the evidence, of the facts.
+# Most telling first: those of a forward pass before those of a backward pass.
+TABLE = f"""
+no_label_nan | nan_loss | the loss of rank {{nan_loss}} is not a number
+dropout_differs | random_layer | {{random_layer}}
+positions_wrong | wrong_positions | {{wrong_positions}}
+order_sensitive_layer | mixes_rows | {{mixes_rows}}
+heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
+heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
+gqa_shifted | foreign_heads | {{foreign_heads}}
+shard_only | cut !silent_rows | {MISSED}, {{cut}}
+padding_attended | padding_keys extra | {EXTRA}, on {{padding_keys}} keys that no query may see
+padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
+    of the sequence's
+documents_ignored | other_documents | {EXTRA}; {{other_documents}}
+window_ignored | other_window extra | {EXTRA}; {{other_window}}
+window_ignored | other_window !extra | {MISSED}; {{other_window}}
+mask_ignored | other_mask extra | {EXTRA}; {{other_mask}}
+mask_ignored | other_mask !extra | {MISSED}; {{other_mask}}
+positions_wrong | reordered | {BOTH}: {{reordered}}, so that the mask is not in the order of the \
+    tokens
+window_per_block | window as_a_whole | {BOTH}: the window {{window}} is kept in some places and \
+    not in others
+mask_ignored | extra as_a_whole !missed !window | {EXTRA}
+mask_ignored | keyless !differing | {{keyless}} queries that may see no key see all of them, or \
+    should
+unknown | differing | {BOTH}
+sink_dropped | other_sink | sinks take {{other_sink}}
+counted_twice | row_sum | weights of a query sum to {{row_sum:.3g}}, not to 1
+counted_twice | multiple | {{times:,}} of {{values:,}} weights are {{multiple}} times what is \
+    right beside the others
+scale_wrong | scale_ratio | scores are {{scale_ratio:.4g}} times what they should be
+softcap_dropped | curved | large scores are not held back: they are right if scores are capped \
+    with about {{curved:.3g}}
+positions_wrong | values_differ projected !differing | weights differ by up to \
+    {{values_differ:.3g}} times where mask, projections and values are right, and no factor \
+    explains it: queries and keys do not carry the tokens' positions
+unknown | merged | weights are right within every shard of keys, but not between shards: partial \
+    results are merged by wrong log-sum-exps
+unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
+unknown | values_differ | weights differ by up to {{values_differ:.1%}}
+unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
+unknown | uncounted | {{uncounted}}
+missing_all_reduce | unreduced | {{unreduced}}
+labels_shifted | border_rows !uncounted | {{border_rows}}
+loss_scaled | loss_ratio !border_rows !uncounted | {{loss_total}}; \
+    gradients are {{loss_ratio}} times on the ranks
+loss_scaled | loss_times !border_rows !uncounted | {{loss_total}}
+gradient_scaled | gradient_ratio | {{gradient_ratio}}
+lse_gradient_lost | lse_lost !shrunk | {{lse_lost}}
+dv_wrong | dv | dv is {{dv}}
+dk_wrong | dk | dk is {{dk}}
+dq_wrong | dq | dq is {{dq}}
+"""
+RULES = tuple(tuple(row.split(" | ")) for row in TABLE.replace("    ", "").strip().splitlines())
 
 
 class Finding(NamedTuple):
@@ -59,76 +106,12 @@ class Finding(NamedTuple):
     text: str
 
 
-EXTRA = "{extra:,} pairs attended that {asked} forbids"
-FIRST = " (first: {extra_first})"
-MISSED = "{missed:,} allowed pairs missed"
-
-TABLE = f"""
-no_label_nan | nan_loss | the loss of rank {{nan_loss}} is not a number
-dropout_differs | random_layer | {{random_layer}} draws random numbers: {{draws}}
-positions_wrong | wrong_positions | {{wrong_positions}}
-order_sensitive_layer | mixes_rows | {{mixes_rows}}
-heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
-heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
-gqa_shifted | foreign_heads | {{foreign_heads}}
-shard_only | cut !silent_rows | {MISSED}, {{cut}}
-padding_attended | extra padding_keys | {EXTRA}{FIRST}, \
-    on {{padding_keys}} keys that no query may see
-padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
-    of the sequence's
-documents_ignored | other_documents | {EXTRA}{FIRST}; {{other_documents}}
-window_ignored | other_window extra | {EXTRA}{FIRST}; {{other_window}}
-window_ignored | other_window !extra | {MISSED} (first: {{missed_first}}); {{other_window}}
-positions_wrong | reordered | {EXTRA}, {MISSED}: \
-    {{reordered}}, so that the mask is not in the order of the tokens
-window_per_block | window as_a_whole !is_plain | {EXTRA}, {MISSED}: \
-    the window {{window}} is kept in some places and not in others
-mask_ignored | extra as_a_whole is_plain | {EXTRA}{FIRST}; the mask is {{is_plain}}
-mask_ignored | missed as_a_whole is_plain | {MISSED} (first: {{missed_first}}); \
-    the mask is {{is_plain}}
-mask_ignored | extra as_a_whole !missed !window | {EXTRA}{FIRST}
-unknown | differing | {EXTRA}, {MISSED}
-sink_dropped | sink_gone | {{sink_gone:.1%}} of weight should be lost to a sink
-counted_twice | row_sum | weights of a query sum to {{row_sum:.3g}}, not to 1
-counted_twice | multiple | {{times:,}} of {{values:,}} weights are {{multiple}} times what is \
-    right beside the others
-scale_wrong | scale_ratio | scores are {{scale_ratio:.4g}} times what they should be
-softcap_dropped | curved | large scores are not held back: {{curved}}
-positions_wrong | moved_blocks | {{moved_blocks}}
-positions_wrong | moved | weights differ by up to {{moved:.3g}} times where mask, projections and \
-    values are right, and no factor explains it: queries and keys do not carry the tokens' positions
-unknown | merged | {{merged}}: partial results are merged by wrong log-sum-exps
-unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
-unknown | values_differ | weights differ by up to {{values_differ:.1%}}
-unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
-missing_all_reduce | unreduced | {{unreduced}}
-labels_shifted | border_rows | {{border_rows}}
-loss_scaled | loss_ratio !border_rows | {{loss_total}}; \
-    gradients are {{loss_ratio}} times on the ranks
-loss_scaled | loss_times !border_rows | {{loss_total}}
-gradient_scaled | gradient_ratio | {{gradient_ratio}}
-lse_gradient_lost | lse_lost !shrunk | {{lse_lost}}
-dv_wrong | dv | dv is {{dv}}
-dk_wrong | dk | dk is {{dk}}
-dq_wrong | dq | dq is {{dq}}
-"""
-
-
-def _rules() -> tuple[Rule, ...]:
-    rows = [line.split(" | ") for line in TABLE.replace("    ", "").strip().splitlines()]
-    return tuple(Rule(cause, tuple(needs.split()), text) for cause, needs, text in rows)
-
-
-RULES = _rules()
-"""Most telling first: causes of a forward pass before those of a backward pass."""
-
-
 def classify(facts: Facts) -> list[Finding]:
     """The causes whose facts hold, most telling first, each once; empty if nothing differs."""
     found: dict[str, Finding] = {}
-    for rule in RULES:
-        if all(bool(facts.get(need.lstrip("!"))) != (need[0] == "!") for need in rule.needs):
-            found.setdefault(rule.cause, Finding(rule.cause, rule.text.format_map(facts)))
+    for cause, needs, text in RULES:
+        if all(bool(facts.get(need.lstrip("!"))) != (need[0] == "!") for need in needs.split()):
+            found.setdefault(cause, Finding(cause, text.format_map(facts)))
     unknown = found.pop("unknown", None)
     return list(found.values()) or ([unknown] if unknown else [])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,10 @@ class MatchedRows(NamedTuple):
         error = (self.got - self.want).norm(dim=1) / size.clamp(min=_middle(size))
         return error.nan_to_num(nan=torch.inf)
 
-    def sizes(self) -> tuple[float, float]:
+    def sizes(self) -> Tensor:
         """The error of the worst row, and the root mean square of all."""
         errors = self.errors()
-        return float(errors.max()), float(errors.square().mean().sqrt())
+        return torch.stack([errors.max(), errors.square().mean().sqrt()])
 
     def ratios(self) -> Tensor:
         """Per row the number that got is want times, nan where want is nothing."""
@@ -64,27 +64,24 @@ def rows_of(
     dim = token_dim(whole, num_tokens)
     if dim is None:
         return None
-    want, got, at = whole.movedim(dim, 0).reshape(num_tokens, -1), [], []
-    for part, own in zip(parts, positions, strict=True):
-        for where in (own, torch.arange(num_tokens)):
-            along = token_dim(part, len(where), dim)
-            if along is not None and part.numel() == len(where) * want.shape[1]:
-                got.append(part.movedim(along, 0).reshape(len(where), -1))
-                at.append(where)
+    want, found = whole.movedim(dim, 0).reshape(num_tokens, -1), []
+    for rank, (part, own) in enumerate(zip(parts, positions, strict=True)):
+        for at in (own, torch.arange(num_tokens)):
+            along = token_dim(part, len(at), dim)
+            if along is not None and part.numel() == len(at) * want.shape[1]:
+                rows = part.movedim(along, 0).reshape(len(at), -1)
+                found.append((rows, at, torch.full_like(at, rank)))
                 break
-    if len(at) < len(parts):
-        return None
-    where = torch.cat(at)
-    ranks = torch.cat([torch.full_like(x, rank) for rank, x in enumerate(at)])
-    kept = where >= 0
-    return MatchedRows(want[where[kept]], torch.cat(got)[kept], where[kept], ranks[kept])
+        else:
+            return None
+    got, at, ranks = map(torch.cat, zip(*found, strict=True))
+    return MatchedRows(want[at.clamp(min=0)], got, at, ranks).where(at >= 0)
 
 
 def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) -> str | None:
     """What is wrong if the ranks' losses do not add up to the whole's, and are not all it."""
-    want, shares = whole.loss, [record.loss for record in ranks]
-    known = [x for x in shares if x is not None]
-    if want is None or len(known) < len(shares):
+    want, known = whole.loss, [record.loss for record in ranks if record.loss is not None]
+    if want is None or len(known) < len(ranks):
         return None
     total = sum(known)
     if abs(total - want) <= tolerance or all(abs(x - want) <= tolerance for x in known):
@@ -123,90 +120,59 @@ def step_errors(
     return StepErrors(sums, total, {n: max(error(n, x) for x in own) for n, own in got.items()})
 
 
-class Comparison:
+class Comparison(NamedTuple):
     """All records of one split.
 
-    Args:
+    Attributes:
         noisy: of the unsplit model, disturbed by rounding.
         counted: bool [num_tokens], which rows mean something (are no padding).
         eps: of the model's dtype.
     """
 
-    def __init__(
-        self,
-        whole: Record,
-        ranks: list[Record],
-        positions: list[Tensor],
-        noisy: list[Record],
-        counted: Tensor,
-        eps: float,
-    ):
-        self.whole, self.ranks, self.positions = whole, ranks, positions
-        self.noisy, self.counted, self.eps = noisy, counted, eps
-        self.num_tokens = len(counted)
+    whole: Record
+    ranks: list[Record]
+    positions: list[Tensor]
+    noisy: list[Record]
+    counted: Tensor
+    eps: float
 
-    def rows(
-        self, kind: str, name: str, key: str | None = None, noisy: Record | None = None
-    ) -> MatchedRows | None:
-        """Rows of outputs, grads, or inputs (by key) of a module; None if they do not compare.
+    def rows(self, kind: str, name: str, noisy: Record | None = None) -> MatchedRows | None:
+        """Rows of a table of the records (Record.tables); None if they do not compare.
 
         Args:
             noisy: what is compared instead of the ranks.
         """
-        records, positions = self.ranks, self.positions
-        if noisy is not None:
-            records, positions = [noisy], [torch.arange(self.num_tokens)]
-        tables: list[Any] = [getattr(record, kind).get(name) for record in (self.whole, *records)]
-        if key is not None:
-            tables = [None if table is None else table.get(key) for table in tables]
-        if any(table is None for table in tables):
+        num_tokens = len(self.counted)
+        records = self.ranks if noisy is None else [noisy]
+        positions = self.positions if noisy is None else [torch.arange(num_tokens)]
+        parts: list[Any] = [record.tables[kind].get(name) for record in (self.whole, *records)]
+        if any(part is None for part in parts):
             return None
-        rows = rows_of(tables[0], tables[1:], positions, self.num_tokens)
+        rows = rows_of(parts[0], parts[1:], positions, num_tokens)
         rows = rows and rows.where(self.counted[rows.positions])
         return rows if rows and len(rows.want) else None
 
-    def tolerances(self, kind: str, name: str, key: str | None = None) -> tuple[float, float]:
+    def limits(self, kind: str, name: str) -> Tensor:
         """What rounding explains: of the worst row, and of the root mean square of all."""
-        found = [self.rows(kind, name, key, record) for record in self.noisy]
-        sizes = [(self.eps, self.eps), *(rows.sizes() for rows in found if rows)]
-        return tuple(f * max(x) for f, x in zip(FACTORS, zip(*sizes, strict=True), strict=True))  # pyright: ignore
+        found = [self.rows(kind, name, record) for record in self.noisy]
+        sizes = [torch.full((2,), self.eps).double(), *(rows.sizes() for rows in found if rows)]
+        return torch.stack(sizes).amax(0) * torch.tensor(FACTORS)
 
-    def error(self, kind: str, name: str, key: str | None = None) -> float:
-        """How far a module is off, as a multiple of its tolerance; 0 if nothing compares."""
-        rows = self.rows(kind, name, key)
+    def error(self, kind: str, name: str, scales: Sequence[float] = ()) -> float:
+        """How far a module is off, as a multiple of its limit; 0 if nothing compares."""
+        rows = self.rows(kind, name)
         if rows is None:
             return 0.0
-        limits = self.tolerances(kind, name, key)
-        return max(x / y for x, y in zip(rows.sizes(), limits, strict=True))
+        rows = rows.scaled(scales) if scales else rows
+        return float((rows.sizes() / self.limits(kind, name)).max())
 
-    def forward_layer(self) -> str | None:
-        """The first module whose output deviates although its inputs do not.
-
-        A module that gets its rows in an order of its own, as an expert does, is no evidence: the
-        module around it has to deviate too.
-        """
-        names = [name for name in self.whole.outputs if self.error("outputs", name) > 1]
-        deviating = [name for name in names if self._around(name) in (None, *names)]
-        for name in deviating:
-            inputs = self.whole.inputs[name].items()
-            if all(self.error("inputs", name, k) <= 1 for k, x in inputs if x.is_floating_point()):
-                return name
-        return deviating[0] if deviating else None
-
-    def _around(self, name: str) -> str | None:
+    def around(self, name: str) -> str | None:
         """The innermost module around one whose rows compare."""
         while "." in name:
             name = name.rpartition(".")[0]
-            if name in self.whole.outputs and self.rows("outputs", name) is not None:
+            if self.rows("output", name) is not None:
                 return name
         return None
-
-    def other_inputs(self, name: str) -> Iterator[tuple[str, MatchedRows]]:
-        """Inputs of whole numbers, such as positions, that differ."""
-        for key, x in self.whole.inputs[name].items():
-            rows = None if x.is_floating_point() else self.rows("inputs", name, key)
-            if rows is not None and not torch.equal(rows.want, rows.got):
-                yield key, rows
 
 
 def matched_positions(
@@ -248,9 +214,8 @@ def _in_runs(same: Sequence[Tensor]) -> list[Tensor]:
     Args:
         same: which rows of a rank, downward, are equal to which of the whole.
     """
-    n = same[0].shape[1]
+    n, positions = same[0].shape[1], []
     used = torch.zeros(n, dtype=torch.bool)
-    positions = []
     for table in same:
         own, at = torch.full((len(table),), -1), 0
         while at < len(table):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,23 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.transport.processes import RankError
-from tilewise.verification.attention_path import PathPart, find_path, q_and_k
-from tilewise.verification.causes import classify
+from tilewise.verification.attention_path import Path, PathPart, Run, find_path, read_by
+from tilewise.verification.causes import Facts, classify
 from tilewise.verification.comparison import Comparison, loss_difference, rows_of, step_errors
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import RankRunner
 from tilewise.verification.records import (
+    LeafSetting,
     ModelRun,
     OutputSetting,
     first_rows,
     rows_of_one,
     run_whole,
 )
-from tilewise.verification.tables import facts_of_masks, facts_of_weights
-from tilewise.verification.weights import UnreadableError, Weights, read_weights
+from tilewise.verification.tables import facts_of_masks, facts_of_weights, some
+from tilewise.verification.weights import UnreadableError, above, of_seen_keys, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
-UNKNOWN = MappingProxyType({"unread": True})
+UNKNOWN: Facts = MappingProxyType({"unread": True})
 BORDERS = 0.5  # of the rows, at most, may have another label if the loss is right
 UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
@@ -41,295 +44,300 @@ class Diagnosis(NamedTuple):
     Attributes:
         facts: what causes.classify reads; empty if nothing deviates.
         layer: None: the loss, or all gradients.
-        parameters: error of each parameter's gradient, as a multiple of what rounding explains.
         allowed: (split, unsplit), what any head of the layer attends to.
     """
 
-    facts: Mapping[str, Any]
-    layer: str | None
-    parameters: dict[str, float]
+    facts: Facts
+    layer: str | None = None
     allowed: tuple[Tensor, Tensor] | None = None
 
 
-class Probes:
-    """Further runs of both models, with columns of a module's output set."""
+@dataclass
+class Examination:
+    """A comparison, and the two models to run again."""
 
-    def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any], world: RankRunner, found: Comparison
-    ):
-        self.model, self.inputs, self.world, self.found = model, inputs, world, found
-        self.dtype: torch.dtype | None = None  # in which both run; None: the model's own
-        self._template = torch.empty(0, 0)
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    world: RankRunner
+    found: Comparison
+    scales: list[float] = field(default_factory=list)  # of each rank's gradients
 
-    def whole(self, setting: OutputSetting) -> Tensor:
-        reading = run_whole(self.model, self.inputs, ModelRun(setting, dtype=self.dtype)).reading
-        rows = None if reading is None else rows_of_one(reading, self.found.num_tokens)
-        if rows is None or self.world.seconds_left < 0:
-            raise UnreadableError("the unsplit model shows nothing there")
-        self._template = rows
-        return rows
+    def diagnosis(self) -> Diagnosis:
+        """Forward first, then the loss, then gradients: what comes first explains what follows."""
+        stages = self.of_outputs, self.of_loss, self.of_layers, self.of_parameters
+        return next(filter(None, (stage() for stage in stages)))
 
-    def split(self, setting: OutputSetting) -> Tensor:
-        if self.world.seconds_left < 0:
-            raise UnreadableError("the time is over")
-        positions, n = self.found.positions, self.found.num_tokens
-        try:
-            records = self.world.run(
-                [ModelRun(setting, own, dtype=self.dtype) for own in positions]
+    def of_outputs(self) -> Diagnosis | None:
+        """The first module whose output deviates although its inputs do not.
+
+        A module that gets its rows in an order of its own, as an expert does, is no evidence: the
+        module around it has to deviate too.
+        """
+        found = self.found
+        names = [name for name in found.whole.outputs if found.error("output", name) > 1]
+        names = [name for name in names if found.around(name) in (None, *names)]
+        if not names:
+            return None
+        layer = next((name for name in names if self._inputs_are_right(name)), names[0])
+        layer = self._around_projection(layer)
+        for look in (self._other_inputs, self._draws):
+            if facts := look(layer):
+                return Diagnosis(facts, layer)
+        facts, allowed = self._attention(layer)
+        return Diagnosis(facts or self._runs_alone(layer) or UNKNOWN, layer, allowed)
+
+    def of_loss(self) -> Diagnosis | None:
+        """What is wrong about the loss or labels, if it is; or nothing at all."""
+        found, facts = self.found, dict[str, Any]()
+        want, known = found.whole.loss or 0.0, [r.loss for r in found.ranks if r.loss is not None]
+        broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
+        if broken:
+            return Diagnosis({"nan_loss": ", ".join(map(str, broken))})
+        off = max(abs((r.loss or 0.0) - want) for r in found.noisy)
+        text = loss_difference(found.whole, found.ranks, 4 * off + 2 * found.eps * abs(want))
+        if text is not None:
+            n, times = len(known), sum(known) / want if want else math.inf
+            facts["loss_total"] = text
+            facts["loss_times"] = any(abs(times / x - 1) < 0.02 for x in (n, 1 / n, n * n))
+        facts |= self._labels(text is None, known)
+        right = all(error <= 1 for error in self.parameters.values())
+        return Diagnosis(facts) if facts or right else None
+
+    def of_layers(self) -> Diagnosis | None:
+        """The module between outputs whose gradient is right and those, before, whose is not."""
+        if max(self.scales) - min(self.scales) > UNEVEN * max(map(abs, self.scales)):
+            text = f"gradients are {_listed(self.scales)} times what is right on the ranks"
+            return Diagnosis({"gradient_ratio": f"{text}, before any layer"})
+        wanted, outputs = self.found.whole.tables["gradient"], self.found.whole.outputs
+        wrong = {name for name in wanted if self.found.error("gradient", name, self.scales) > 1}
+        layer = next((name for name in reversed(outputs) if name in wrong), None)
+        if layer is None:
+            return None
+        while layer in wrong or layer not in outputs:
+            around = layer.rpartition(".")[0]
+            if not around or (around in outputs and around not in wanted):
+                break
+            layer = around
+        layer = self._around_projection(layer)
+        with suppress(UnreadableError):
+            return Diagnosis(self._gradients(layer) or UNKNOWN, layer)
+        return Diagnosis(UNKNOWN, layer)
+
+    def of_parameters(self) -> Diagnosis:
+        """Gradients that are not reduced where others are, or all multiplied by one number."""
+        wanted, errors = self.found.whole.parameters, self._step_errors
+        wrong = [name for name, x in self.parameters.items() if x > 1]
+        if len(wrong) > len(wanted) / 2:
+            ratios = [multiple(wanted[name], errors.sums[name], 0.02) for name in wrong]
+            same = [x for x in ratios if x]
+            if len(same) > len(wrong) / 2 and max(same) - min(same) <= 0.02 * abs(max(same)):
+                n = len(self.found.ranks)
+                text = f"all gradients are {same[0]:.4g} times what is right, on {n} ranks"
+                return Diagnosis({"gradient_ratio": text})
+        layer, facts = wrong[0].rpartition(".")[0], UNKNOWN
+        if self.parameters is errors.each and all(errors.total[name] <= 1 for name in wrong):
+            text = (
+                f"{some(wrong, 3)}: each rank has its share only, while the gradients of "
+                f"{len(wanted) - len(wrong)} other parameters are summed over ranks"
             )
-        except RankError as error:
-            raise UnreadableError("the split model does not run so") from error
-        read = [record.reading for record in records if record.reading is not None]
-        parts = [x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in read]
-        rows = rows_of(self._template, parts, positions[: len(parts)], n)
-        if rows is None or len(parts) < len(records):
-            raise UnreadableError("the split model shows nothing there")
-        return torch.zeros_like(self._template).index_copy(0, rows.positions, rows.got)
+            facts = {"unreduced": text}
+        return Diagnosis(facts, layer)
 
-    def around_projection(self, name: str) -> str:
+    @cached_property
+    def parameters(self) -> dict[str, float]:
+        """Errors of gradients, as sums over ranks or on each rank, as most of them are."""
+        if not any(record.parameters for record in self.found.ranks):
+            return {}
+        each, total = self._step_errors.each, self._step_errors.total
+        reduced = sum(x <= 1 for x in each.values()) > sum(x <= 1 for x in total.values())
+        return each if reduced else total
+
+    @cached_property
+    def _step_errors(self) -> Any:
+        found, limits = self.found, {}
+        wanted = found.whole.parameters
+        least = found.eps * max(float(x.norm()) for x in wanted.values()) + 1e-300
+        for name, x in wanted.items():
+            noisy = [r.parameters[name] for r in found.noisy if name in r.parameters]
+            limits[name] = 8 * max(least, *(float((x - y).norm()) for y in noisy))
+        return step_errors(wanted, [record.parameters for record in found.ranks], limits)
+
+    def _inputs_are_right(self, name: str) -> bool:
+        inputs = self.found.whole.inputs(name).items()
+        return all(self.found.error(k, name) <= 1 for k, x in inputs if x.is_floating_point())
+
+    def _around_projection(self, name: str) -> str:
         """A projection is never at fault, what it gets is; so the module around it, else itself."""
         module = dict(self.model.named_modules()).get(name)
         return name.rpartition(".")[0] or name if isinstance(module, nn.Linear | None) else name
 
-
-def diagnose(found: Comparison, probes: Probes) -> Diagnosis:
-    """Forward first, then the loss, then gradients: what comes first explains what follows."""
-    loss_facts = _loss(found)
-    parameters, unreduced, common = _parameters(found)
-    layer = found.forward_layer()
-    if layer is not None:
-        layer = probes.around_projection(layer)
-        facts, allowed = _forward(found, probes, layer)
-        return Diagnosis(facts or UNKNOWN, layer, parameters, allowed)
-    if "nan_loss" in loss_facts:
-        return Diagnosis(loss_facts, None, parameters)
-    scales, facts = _labels(found, not loss_facts)
-    facts |= loss_facts
-    wrong = [name for name, error in parameters.items() if error > 1]
-    if facts or not wrong:
-        return Diagnosis(facts, None, parameters)
-    if max(scales) - min(scales) > UNEVEN * max(map(abs, scales)):
-        text = f"gradients are {_listed(scales)} times what is right on the ranks, before any layer"
-        return Diagnosis({"gradient_ratio": text}, None, parameters)
-    layer = _gradient_layer(found, scales)
-    if layer is not None:
-        layer = probes.around_projection(layer)
-        facts = UNKNOWN
-        with suppress(UnreadableError):
-            facts = _backward(found, probes, layer, scales)
-        return Diagnosis(facts, layer, parameters)
-    if common is not None:
-        text = f"all gradients are {common:.4g} times what is right, on {len(found.ranks)} ranks"
-        return Diagnosis({"gradient_ratio": text}, None, parameters)
-    facts = {"unreduced": unreduced} if unreduced else UNKNOWN
-    return Diagnosis(facts, wrong[0].rpartition(".")[0], parameters)
-
-
-def _loss(found: Comparison) -> dict[str, Any]:
-    want, known = found.whole.loss, [r.loss for r in found.ranks if r.loss is not None]
-    broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
-    if want is None or broken:
-        return {"nan_loss": ", ".join(map(str, broken))} if broken else {}
-    off = [abs(r.loss - want) for r in found.noisy if r.loss is not None]
-    text = loss_difference(found.whole, found.ranks, 4 * max(off) + 2 * found.eps * abs(want))
-    if text is None:
+    def _other_inputs(self, layer: str) -> Facts:
+        """Inputs of whole numbers, such as positions, that differ."""
+        for kind, x in self.found.whole.inputs(layer).items():
+            rows = None if x.is_floating_point() else self.found.rows(kind, layer)
+            if rows is not None and not torch.equal(rows.want, rows.got):
+                wrong = (rows.want != rows.got).any(1)
+                row = int(wrong.nonzero()[0])
+                want, got, at, rank = (int(x[row].flatten()[0]) for x in rows)
+                text = (
+                    f"{int(wrong.sum())} of {len(wrong)} rows get another value of {layer}'s "
+                    f"{kind}: rank {rank} gives {got} to the token at {at}, not {want}"
+                )
+                return {"wrong_positions": text}
         return {}
-    n, times = len(known), sum(known) / want if want else float("inf")
-    close = any(abs(times / x - 1) < 0.02 for x in (n, 1 / n, n * n))
-    return {"loss_total": text, "loss_times": close}
 
+    def _draws(self, layer: str) -> Facts:
+        again = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)
+        if again is None or torch.equal(again, self.found.whole.outputs[layer]):
+            return {}
+        text = "draws random numbers: another seed changes the unsplit model's output too; compare"
+        return {"random_layer": f"{layer} {text} with dropout off"}
 
-def _labels(found: Comparison, loss_is_right: bool) -> tuple[list[float], dict[str, Any]]:
-    """By how much each rank's gradients are scaled, from the last rows that have one.
-
-    The second is what is wrong about labels or the loss.
-    """
-    n = len(found.ranks)
-    for name in reversed(found.whole.outputs):
-        rows = found.rows("grads", name)
-        if rows is not None and len(torch.unique(rows.positions)) > 1:
-            break
-    else:
-        return [1.0] * n, {}
-    tolerance = max(found.tolerances("grads", name)[0], 1e-3)
-    ratios = [rows.where(rows.ranks == rank).ratios().nanmedian() for rank in range(n)]
-    scales = [float(x.nan_to_num(nan=1.0)) for x in ratios]
-    off = rows.scaled(scales).errors() > (max(tolerance, 0.3) if loss_is_right else tolerance)
-    silent = (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
-    bad = sorted(rows.positions[off | silent].tolist())
-    if bad and len(bad) <= (BORDERS if loss_is_right else 1) * len(rows.want):
-        text = (
-            f"{len(bad)} of {len(rows.want)} rows have the gradient of another label, at positions "
-            f"{', '.join(map(str, bad[:6]))}{', ...' if len(bad) > 6 else ''}"
-        )
-        return scales, {"border_rows": text}
-    return scales, {} if loss_is_right else {"loss_ratio": _listed(scales)}
-
-
-def _listed(numbers: list[float]) -> str:
-    return ", ".join(f"{x:.4g}" for x in numbers)
-
-
-def _parameters(found: Comparison) -> tuple[dict[str, float], str | None, float | None]:
-    """Errors of parameters' gradients, as sums over ranks or on each rank, as most of them are.
-
-    Also a text on those that are not reduced where others are, and a number that all are
-    multiplied with.
-    """
-    wanted, records = found.whole.parameters, found.ranks
-    if not any(record.parameters for record in records):
-        return {}, None, None
-    limits = {}
-    least = max(float(x.norm()) for x in wanted.values())
-    for name, x in wanted.items():
-        noisy = [r.parameters[name] for r in found.noisy if name in r.parameters]
-        limits[name] = 8 * max(found.eps * least + 1e-300, *(float((x - y).norm()) for y in noisy))
-    errors = step_errors(wanted, [record.parameters for record in records], limits)
-    reduced = sum(x <= 1 for x in errors.each.values()) > sum(x <= 1 for x in errors.total.values())
-    chosen = errors.each if reduced else errors.total
-    wrong = [name for name, x in chosen.items() if x > 1]
-    text = common = None
-    if reduced and wrong and all(errors.total[name] <= 1 for name in wrong):
-        text = (
-            f"{', '.join(wrong[:3])}: each rank has its share only, while the gradients of "
-            f"{len(wanted) - len(wrong)} other parameters are summed over ranks"
-        )
-    if len(wrong) > len(wanted) / 2:
-        ratios = [x for x in (multiple(wanted[n], errors.sums[n], 0.02) for n in wrong) if x]
-        same = len(ratios) > len(wrong) / 2
-        if same and max(ratios) - min(ratios) <= 0.02 * abs(max(ratios)):
-            common = ratios[0]
-    return chosen, text, common
-
-
-def _forward(
-    found: Comparison, probes: Probes, layer: str
-) -> tuple[dict[str, Any], tuple[Tensor, Tensor] | None]:
-    """What is wrong with a module whose output deviates, and what it attends to if that shows."""
-    for key, rows in found.other_inputs(layer):
-        wrong = (rows.want != rows.got).any(1)
-        row = int(wrong.nonzero()[0])
-        text = (
-            f"{int(wrong.sum())} of {len(wrong)} rows get another value of {layer}'s input {key}: "
-            f"rank {int(rows.ranks[row])} gives {int(rows.got[row][0])} to the token at "
-            f"{int(rows.positions[row])}, not {int(rows.want[row][0])}"
-        )
-        return {"wrong_positions": text}, None
-    again = run_whole(probes.model, probes.inputs, ModelRun(seed=1)).outputs.get(layer)
-    if again is not None and not torch.equal(again, found.whole.outputs[layer]):
-        draws = "another seed changes the unsplit model's output too; compare with dropout off"
-        return {"random_layer": layer, "draws": draws}, None
-    facts: dict[str, Any] = {}
-    # What a coarse dtype hides shows in fp32, if the split runs in it and errs there too.
-    for dtype in (torch.float32, None) if found.eps > torch.finfo(torch.float32).eps else (None,):
-        probes.dtype = dtype
-        with suppress(UnreadableError):
-            path = find_path(layer, found.whole, probes.whole, found.num_tokens)
-            if path is None:
-                break
-            reader = path.v.reader(probes.split, path.read)
-            got = read_weights(reader, found.num_tokens, path.heads)
-            eps = found.eps if dtype is None else torch.finfo(dtype).eps
-            facts, allowed = _weights(found, path.weights, got, eps)
-            if classify(facts):
-                return facts, allowed
-    rows = found.rows("outputs", layer)
-    if not facts and rows is not None and _runs_alone(found, probes, layer):
-        count = int((rows.errors() > found.tolerances("outputs", layer)[0]).sum())
-        text = (
-            f"{count} of {len(rows.want)} rows of {layer} deviate: it is no attention, and runs on "
-            "each rank's rows as if they were the sequence"
-        )
-        return {"mixes_rows": text}, None
-    return facts, None
-
-
-def _runs_alone(found: Comparison, probes: Probes, layer: str) -> bool:
-    """Whether the unsplit module makes what a rank got of that rank's rows alone."""
-    module, record = dict(probes.model.named_modules())[layer], found.ranks[-1]
-    kind = next((p.dtype for p in module.parameters()), torch.float64)
-    inputs = record.inputs[layer].items()
-    given = {key: x.to(kind) if x.is_floating_point() else x for key, x in inputs}
-    try:
-        places = [given.pop(str(i)) for i in range(sum(key.isdigit() for key in given))]
-        with torch.no_grad():
-            out = first_rows(copy.deepcopy(module)(*places, **given))
-    except Exception:  # whatever a module raises that is called without the rest of its arguments
-        return False
-    got = record.outputs[layer]
-    if out is None or out.shape != got.shape:
-        return False
-    limit = found.tolerances("outputs", layer)[0]
-    return float((out.double().cpu() - got).norm()) <= limit * float(got.norm())
-
-
-def _weights(
-    found: Comparison, want: Weights, got: Weights, eps: float
-) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-    blocks = np.full(found.num_tokens, -1)
-    for own in (x[x >= 0].numpy() for x in found.positions):
-        blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
-    several = blocks if blocks.max() < found.num_tokens / 2 else None
-    tables = [x.allowed(LEAST_WEIGHT) & found.counted[:, None] for x in (want, got)]
-    facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model", several)
-    foreign = [h for h, (a, b) in enumerate(zip(want.sources, got.sources, strict=True)) if a != b]
-    if foreign and not facts.get("empty_heads"):
-        h = foreign[0]
-        facts["foreign_heads"] = (
-            f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values in columns "
-            f"{got.sources[h][0]}.., not {want.sources[h][0]}.."
-        )
-    right, read = (
-        torch.where(table, x.weights, 0).numpy()
-        for table, x in zip(tables, (want, got), strict=True)
-    )
-    values = facts_of_weights(right, read, max(eps**0.5, 1e-3), several)
-    if not facts["differing"] and "values_differ" in values:
-        values["moved"] = values.pop("values_differ")
-    return facts | values, (tables[1].any(0), tables[0].any(0))
-
-
-def _gradient_layer(found: Comparison, scales: list[float]) -> str | None:
-    """The module between outputs whose gradient is right and those, before, whose is not."""
-
-    def wrong(name: str) -> bool:
-        rows = found.rows("grads", name)
-        limit = found.tolerances("grads", name)[0] if rows else 0
-        return rows is not None and rows.scaled(scales).sizes()[0] > limit
-
-    for name in reversed(found.whole.outputs):
-        if wrong(name):
-            while "." in name:
-                parent = name.rpartition(".")[0]
-                if parent in found.whole.grads and not wrong(parent):
-                    return parent
-                if parent not in found.whole.grads and parent in found.whole.outputs:
+    def _attention(self, layer: str) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
+        """How what a layer attends to differs, and what that is."""
+        found, facts, allowed = self.found, dict[str, Any](), None
+        # What a coarse dtype hides shows in fp32, if the split runs in it and errs there too.
+        coarse = found.eps > torch.finfo(torch.float32).eps
+        for dtype in (torch.float32, None) if coarse else (None,):
+            with suppress(UnreadableError):
+                path = find_path(layer, found.whole, self._whole(dtype), len(found.counted))
+                if path is None:
                     break
-                name = parent
-            return name
-    return None
+                eps = found.eps if dtype is None else torch.finfo(dtype).eps
+                facts, allowed = self._weights(path, self._split(path, dtype), eps)
+                if classify(facts):
+                    return facts, allowed
+        return facts, allowed
+
+    def _weights(
+        self, path: Path, run: Run, eps: float
+    ) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+        counted, n = self.found.counted, len(self.found.counted)
+        want, reader = path.weights, read_by(path.v, path.read, run)
+        got = read_weights(reader, n, len(path.v.columns), path.head_dim)
+        blocks = np.full(n, -1)
+        for own in (x[x >= 0].numpy() for x in self.found.positions):
+            blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
+        several = blocks if blocks.max() < n / 2 else None
+        all_rows = [above(x.weights, LEAST_WEIGHT) & counted[:, None] for x in (want, got)]
+        keyed = [of_seen_keys(x.weights) for x in (want, got)]
+        tables = [table & (x > 0) for table, x in zip(all_rows, keyed, strict=True)]
+        facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model", several)
+        without = [(a & ~b).any(-1) for a, b in zip(all_rows, tables, strict=True)]
+        facts["keyless"] = int((without[0] != without[1]).any(0).sum())
+        foreign = [h for h, x in enumerate(want.sources) if x != got.sources[h]]
+        if foreign and not facts.get("empty_heads"):
+            h = foreign[0]
+            facts["foreign_heads"] = (
+                f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values of KV "
+                f"head {got.sources[h]}, not {want.sources[h]}"
+            )
+        right, read = (x.where(y, 0).numpy() for x, y in zip(keyed, tables, strict=True))
+        facts |= facts_of_weights(right, read, max(eps**0.5, 1e-3), several)
+        return facts | {"projected": True}, (all_rows[1].any(0), all_rows[0].any(0))
+
+    def _whole(self, dtype: torch.dtype | None) -> Run:
+        def run(setting: OutputSetting | LeafSetting) -> Tensor:
+            reading = run_whole(self.model, self.inputs, ModelRun(setting, dtype=dtype)).reading
+            rows = None if reading is None else rows_of_one(reading, len(self.found.counted))
+            if rows is None or self.world.seconds_left < 0:
+                raise UnreadableError("the unsplit model shows nothing there, or the time is over")
+            return rows
+
+        return run
+
+    def _split(self, path: Path, dtype: torch.dtype | None) -> Run:
+        positions, n = self.found.positions, len(self.found.counted)
+        template = torch.zeros(n, len(path.weights.weights) * path.head_dim).double()
+
+        def run(setting: Any) -> Tensor:
+            if self.world.seconds_left < 0:
+                raise UnreadableError("the time is over")
+            jobs = [ModelRun(setting._replace(positions=own), dtype=dtype) for own in positions]
+            try:
+                read = [record.reading for record in self.world.run(jobs)]
+            except RankError as error:
+                raise UnreadableError("the split model does not run so") from error
+            parts = [x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in read if x is not None]
+            rows = rows_of(template, parts, positions, n) if len(parts) == len(read) else None
+            if rows is None:
+                raise UnreadableError("the split model shows nothing there")
+            return template.index_copy(0, rows.positions, rows.got)
+
+        return run
+
+    def _runs_alone(self, layer: str) -> Facts:
+        """Whether the unsplit module makes what a rank got of that rank's rows alone."""
+        rows, record = self.found.rows("output", layer), self.found.ranks[-1]
+        module = dict(self.model.named_modules())[layer]
+        kind = next((p.dtype for p in module.parameters()), torch.float64)
+        given = {key[6:]: x for key, x in record.inputs(layer).items()}
+        given = {key: x.to(kind) if x.is_floating_point() else x for key, x in given.items()}
+        try:
+            places = [given.pop(str(i)) for i in range(sum(key.isdigit() for key in given))]
+            with torch.no_grad():
+                out = first_rows(copy.deepcopy(module)(*places, **given))
+        except Exception:  # whatever a module raises that is called without its other arguments
+            return {}
+        got, limit = record.outputs[layer], float(self.found.limits("output", layer)[0])
+        if rows is None or out is None or out.shape != got.shape:
+            return {}
+        if float((out.double().cpu() - got).norm()) > limit * float(got.norm()):
+            return {}
+        text = (
+            f"{int((rows.errors() > limit).sum())} of {len(rows.want)} rows of {layer} deviate: it "
+            "is no attention, and runs on each rank's rows as if they were the sequence"
+        )
+        return {"mixes_rows": text}
+
+    def _labels(self, loss_is_right: bool, losses: Sequence[float]) -> Facts:
+        """What is wrong about labels, or by how much ranks' gradients are scaled if the loss is.
+
+        Both from the last rows that have a gradient.
+        """
+        found, n = self.found, len(self.found.ranks)
+        self.scales = [1.0] * n
+        for name in reversed(found.whole.outputs):
+            rows = found.rows("gradient", name)
+            if rows is not None and len(torch.unique(rows.positions)) > 1:
+                break
+        else:
+            return {}
+        own = [rows.where(rows.ranks == rank) for rank in range(n)]
+        self.scales = [float(x.ratios().nanmedian().nan_to_num(nan=1.0)) for x in own]
+        silent = [r for r in range(n) if own[r].want.any() and not (losses[r] and self.scales[r])]
+        if silent and len(silent) < n and not loss_is_right:
+            text = f"what ranks {some(silent)} compute is not counted in the loss"
+            return {"uncounted": f"{text}, or has no gradient: their shares are {_listed(losses)}"}
+        limit = max(float(found.limits("gradient", name)[0]), 1e-3)
+        off = rows.scaled(self.scales).errors() > (max(limit, 0.3) if loss_is_right else limit)
+        off |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
+        bad = sorted(rows.positions[off].tolist())
+        if bad and len(bad) <= (BORDERS if loss_is_right else 1) * len(rows.want):
+            text = f"{len(bad)} of {len(rows.want)} rows have the gradient of another label, at"
+            return {"border_rows": f"{text} positions {some(bad, 6)}"}
+        return {} if loss_is_right else {"loss_ratio": _listed(self.scales)}
+
+    def _gradients(self, layer: str) -> Facts:
+        """Which gradients of a layer's attention are wrong."""
+        path = find_path(layer, self.found.whole, self._whole(None), len(self.found.counted))
+        if path is None:
+            return {}
+        parts = {"dq": path.q, "dk": path.k, "dv": [path.v]}
+        read = {name: [*filter(None, map(self._gradient, own))] for name, own in parts.items()}
+        texts = {name: own[0] for name, own in read.items() if own}
+        if set(texts) == {"dq", "dk"} and not any("times" in text for text in texts.values()):
+            return {"lse_lost": f"dv is right, dq is {texts['dq']} and dk {texts['dk']}"}
+        return texts
+
+    def _gradient(self, part: PathPart) -> str | None:
+        rows = self.found.rows("gradient", part.module)
+        if rows is None:
+            return None
+        rows, columns = rows.scaled(self.scales), list(part.columns)
+        limit = max(float(self.found.limits("gradient", part.module)[0]), 1e-3)
+        return difference(rows.want[:, columns], rows.got[:, columns], limit)
 
 
-def _backward(
-    found: Comparison, probes: Probes, layer: str, scales: list[float]
-) -> Mapping[str, Any]:
-    """Which gradients of a layer's attention are wrong."""
-    path = find_path(layer, found.whole, probes.whole, found.num_tokens)
-    if path is None:
-        return UNKNOWN
-    q, k = q_and_k(path, probes.whole)
-    parts = {"dq": q, "dk": k, "dv": path.v}
-    read = {name: part and _gradient_text(found, part, scales) for name, part in parts.items()}
-    texts = {name: text for name, text in read.items() if text}
-    if set(texts) == {"dq", "dk"} and not any("times" in text for text in texts.values()):
-        return {"lse_lost": f"dv is right, dq is {texts['dq']} and dk {texts['dk']}"}
-    return texts or UNKNOWN
-
-
-def _gradient_text(found: Comparison, part: PathPart, scales: list[float]) -> str | None:
-    rows = found.rows("grads", part.module)
-    if rows is None:
-        return None
-    rows, columns = rows.scaled(scales), list(part.columns)
-    limit = max(found.tolerances("grads", part.module)[0], 1e-3)
-    return difference(rows.want[:, columns], rows.got[:, columns], limit)
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{x:.4g}" for x in numbers)

@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from tilewise.masks.base import Mask
-from tilewise.verification.causes import Finding, classify, explained
-from tilewise.verification.gradients import ForwardRead, facts_of_gradients
+from tilewise.verification.causes import classify, explained
+from tilewise.verification.gradients import facts_of_gradients, softmax_of_read
 from tilewise.verification.pictures import drawn, text_picture
-from tilewise.verification.tables import facts_of_masks, facts_of_weights, fitted_cap, fitted_slope
-from tilewise.verification.weights import Heads, Weights, read_weights
+from tilewise.verification.tables import (
+    centred,
+    facts_of_masks,
+    facts_of_weights,
+    fitted_cap,
+    fitted_slope,
+    largest,
+)
+from tilewise.verification.weights import Weights, above, of_seen_keys, read_weights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SPREAD, WIDE = 0.25, 6.0  # standard deviation of scores: all weights show; a cap would show
@@ -49,12 +56,12 @@ class EffectiveMask:
     softmax_scale: float
     _probe: _Probe
     _tolerance: float
-    _gradients: dict[str, Any] | None
+    _gradients: dict[str, str] | None = None
 
     @cached_property
     def allowed(self) -> Tensor:
         """bool as weights: those above rounding."""
-        return _above_rounding(self.weights)
+        return above(self.weights, 1e-3 * ROUNDING)
 
     def matches(self, mask: Mask | Tensor) -> bool:
         """Whether exactly the pairs are attended that a mask allows, by every head."""
@@ -66,37 +73,33 @@ class EffectiveMask:
         Args:
             mask: what should be attended, or a bool table [(num_heads,) num_tokens, num_tokens].
         """
-        return [finding.cause for finding in self.findings(mask)]
-
-    def findings(self, mask: Mask | Tensor) -> list[Finding]:
-        """The causes with their evidence in numbers."""
-        return classify(self._facts(mask))
+        return [finding.cause for finding in classify(self._facts(mask))]
 
     def explain(self, mask: Mask | Tensor) -> str:
-        """What is wrong for a mask, a line a cause."""
-        return explained(self.findings(mask)) or f"exactly {mask!r} is attended: nothing is wrong"
+        """What is wrong for a mask, with evidence in numbers, a line a cause."""
+        return (
+            explained(classify(self._facts(mask)))
+            or f"exactly {mask!r} is attended: nothing is wrong"
+        )
 
     def __str__(self) -> str:
         num_heads, n, _ = self.weights.shape
-        pairs = self.allowed.sum((1, 2)).tolist()
+        pairs = [f"{count:,}" for count in self.allowed.sum((1, 2)).tolist()]
+        shown = pairs[0] if len(set(pairs)) == 1 else ", ".join(pairs)
         lost = 1 - self.weights.sum(-1)[self.allowed.any(-1)]
-        counts = f"{pairs[0]:,}" if len(set(pairs)) == 1 else ", ".join(f"{x:,}" for x in pairs)
         gradients = "not read: not differentiable" if self._gradients is None else "as they must be"
         if self._gradients:
             gradients = ", ".join(f"{name} {text}" for name, text in self._gradients.items())
         scales = ", ".join(dict.fromkeys(f"{x:.4g}" for x in self.scale))
         lines = [
             f"{n} tokens, {num_heads} query heads on {self._probe.k.shape[1]} KV heads",
-            f"pairs attended by head: {counts} of {n * n:,}",
+            f"pairs attended by head: {shown} of {n * n:,}",
             f"weight lost: {float(lost.mean()) if len(lost) else 0:.2%} on average",
             f"scale: {scales}, asked {self.softmax_scale:.4g}",
             f"softcap: {self.softcap and round(self.softcap, 2)}",
             f"gradients: {gradients}",
         ]
         return "\n".join([*lines, "", text_picture(self.allowed.any(0).numpy())])
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
 
     def svg(self, mask: Mask | Tensor | None = None) -> str:
         """A picture of all heads: attended rightly, wrongly, and missed, if a mask says which."""
@@ -119,28 +122,28 @@ class EffectiveMask:
 
     def _facts(self, mask: Mask | Tensor) -> dict[str, Any]:
         asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
-        facts = facts_of_masks(self._dense(mask), self.allowed.numpy(), asked)
+        got = of_seen_keys(self.weights)
+        keyed = self.allowed & (got > 0)
+        facts = facts_of_masks(self._dense(mask), keyed.numpy(), asked) | (self._gradients or {})
+        facts["keyless"] = int((self.allowed & ~keyed).any(-1).any(0).sum())
         right = self._probe.heads.tolist()
         pairs = zip(self.value_heads, self.key_heads, right, strict=True)
         foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
         if foreign:
             h = foreign[0]
-            facts["foreign_heads"] = (
+            text = (
                 f"{len(foreign)} of {len(right)} heads: query head {h} reads keys of KV head "
                 f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
             )
-        else:
-            scores = scores_of(
-                *self._probe[1:], right, [self.softmax_scale] * len(right), self.softcap
-            )
-            masked = scores.masked_fill(~self.allowed, -torch.inf).softmax(-1).nan_to_num()
-            sums = self.weights.sum(-1, keepdim=True).clamp(max=1.0)
-            attended = sums[sums > 0]
-            # What a sink takes differs from row to row.
-            has_sink = len(attended) and float(attended.max() - attended.min()) > self._tolerance
-            want = masked * (sums if has_sink else 1.0)
-            facts |= facts_of_weights(want.numpy(), self.weights.numpy(), self._tolerance)
-        return facts | (self._gradients or {})
+            return facts | {"foreign_heads": text}
+        scores = self._probe.scores(right, [self.softmax_scale] * len(right), self.softcap)
+        want = scores.masked_fill(~keyed, -torch.inf).softmax(-1).nan_to_num()
+        sums = got.sum(-1, keepdim=True).clamp(max=1.0)
+        attended = sums[sums > 0]
+        # What a sink takes differs from row to row.
+        if len(attended) and float(attended.max() - attended.min()) > self._tolerance:
+            want = want * sums
+        return facts | facts_of_weights(want.numpy(), got.numpy(), self._tolerance)
 
 
 class _Probe(NamedTuple):
@@ -154,6 +157,14 @@ class _Probe(NamedTuple):
     def heads(self) -> Tensor:
         """The KV head that each query head should read."""
         return torch.arange(self.q.shape[1]) * self.k.shape[1] // self.q.shape[1]
+
+    def scores(
+        self, heads: Sequence[int], scales: Sequence[float], softcap: float | None = None
+    ) -> Tensor:
+        """[num_heads, num_tokens, num_tokens] in fp64, of the KV heads that query heads read."""
+        q, k = self.q.double(), self.k[:, [max(h, 0) for h in heads]].double()
+        scores = torch.einsum("qhd,khd,h->hqk", q, k, torch.tensor(scales, dtype=q.dtype))
+        return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         try:
@@ -184,9 +195,7 @@ class _Probe(NamedTuple):
         return out.double().cpu().flatten(1)
 
     def weights(self) -> Weights:
-        head_dim, width = self.q.shape[2], self.k[0].numel()
-        groups = torch.arange(self.q[0].numel()).split(head_dim)
-        return read_weights(self.read, len(self.q), Heads(groups, torch.arange(width) % head_dim))
+        return read_weights(self.read, len(self.q), self.k[0].numel(), self.q.shape[2])
 
 
 def effective_mask(
@@ -229,22 +238,20 @@ def effective_mask(
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
     probe = _Probe(attend, *(size * torch.randn(shape, generator=make) for shape in shapes))
-    found = _checked(probe)
-    key_heads, slopes, noise = _key_heads(probe, found.weights)
-    tolerance = min(max(4 * noise, ROUNDING**0.5), MOST_NOISE)
+    weights, value_heads = _checked(probe)
+    errors, slopes, key_heads = zip(*_fits(probe, weights), strict=True)
+    tolerance = min(max(4 * max(errors), ROUNDING**0.5), MOST_NOISE)
     scales = tuple(scale if abs(x / scale - 1) < LEAST_CHANGE else x for x in slopes)
-    value_heads = tuple(source[0] // head_dim for source in found.sources)
     read = scales, _softcap(probe, scales), scale, probe, tolerance
-    seen = EffectiveMask(found.weights, key_heads, value_heads, *read, None)
-    return replace(seen, _gradients=_gradients(probe, seen))
+    seen = EffectiveMask(weights, key_heads, tuple(value_heads), *read)
+    return replace(seen, _gradients=_gradients(seen))
 
 
 def _checked(probe: _Probe) -> Weights:
     """The weights, if the function is one of attention."""
-    n, width, head_dim = len(probe.k), probe.k[0].numel(), probe.q.shape[2]
     make = torch.Generator().manual_seed(2)
-    values = torch.randn(n, width, generator=make, dtype=torch.float64)
-    out, again, nothing = map(probe.read, (values, values, 0 * values))
+    v = torch.randn(probe.k.shape, generator=make, dtype=torch.float64)
+    out, again, nothing = map(probe.read, (v, v, 0 * v))
     if not torch.equal(out, again):
         raise ValueError(
             "attend gives different results for the same input; turn off dropout, or seed it "
@@ -256,14 +263,9 @@ def _checked(probe: _Probe) -> Weights:
             "return the weighted sums of v"
         )
     found = probe.weights()
-    heads = [source[0] // head_dim for source in found.sources]
-    by_head = values.view(n, -1, head_dim)[:, [max(h, 0) for h in heads]]
-    want = torch.einsum("hqk,khd->qhd", found.weights, by_head).flatten(1)
-    error = max(float((out - want).abs().max()), float(nothing.abs().max()))
-    columns = (range(h * head_dim, (h + 1) * head_dim) for h in heads)
-    pairs = zip(found.sources, columns, strict=True)
-    mixed = any(set(source) != {-1} and source != tuple(own) for source, own in pairs)
-    if mixed or error > MOST_NOISE * max(float(want.abs().max()), 1.0):
+    want = torch.einsum("hqk,khd->qhd", found.weights, v[:, [max(h, 0) for h in found.sources]])
+    error = max(float((out - want.flatten(1)).abs().max()), float(nothing.abs().max()))
+    if error > MOST_NOISE * max(float(want.abs().max()), 1.0):
         raise ValueError(
             "attend must be linear in v, each head a weighted sum of one KV head's values; weights "
             f"read from one-hot v do not explain its output for a random one (off by {error:.3g})"
@@ -271,52 +273,46 @@ def _checked(probe: _Probe) -> Weights:
     return found
 
 
-def _key_heads(probe: _Probe, weights: Tensor) -> tuple[tuple[int, ...], list[float], float]:
-    """The KV head whose keys explain each query head's weights; the right one if none does.
+class _Fit(NamedTuple):
+    """How a query head's log weights follow from its queries and a KV head's keys."""
 
-    Also what scores are multiplied by, by head, and how far log weights are off that at most.
-    """
-    found, slopes, noise, q, k = [], [], 0.0, probe.q.double().numpy(), probe.k.double().numpy()
-    logs = weights.log().masked_fill(~_above_rounding(weights), torch.nan).numpy()
+    error: float  # at most
+    scale: float
+    key_head: int
+
+
+def _fits(probe: _Probe, weights: Tensor) -> list[_Fit]:
+    """By query head, of the KV head that explains it; of the right one if none does."""
+    found, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
+    seen = above(of_seen_keys(weights), 1e-3 * ROUNDING)
+    logs = weights.log().masked_fill(~seen, torch.nan).numpy()
     for h, (rows, own) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
-        seen = np.isfinite(rows).sum(-1) > 1
-        misfits, own_slopes = [0.0] * k.shape[1], [math.nan] * k.shape[1]
-        for g in range(k.shape[1]) if seen.any() else ():
+        seen, fits = np.isfinite(rows).sum(-1) > 1, []
+        for g in range(k.shape[1]):
             scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)
-            own_slopes[g], left = fitted_slope(scores[seen], rows[seen])
-            misfits[g] = float(np.nanmax(np.abs(left)))
-        best = int(np.argmin(misfits))
-        best = best if misfits[best] < MOST_NOISE < misfits[own] else own
-        found.append(best)
-        slopes.append(own_slopes[best])
-        noise = max(noise, misfits[best])
-    return tuple(found), slopes, noise
+            slope, left = fitted_slope(scores[seen], rows[seen])
+            fits.append(_Fit(largest(left), slope if seen.any() else math.nan, g))
+        best = min(fits)
+        found.append(best if best.error < MOST_NOISE < fits[own].error else fits[own])
+    return found
 
 
-def _softcap(probe: _Probe, scales: tuple[float, ...]) -> float | None:
+def _softcap(probe: _Probe, scales: Sequence[float]) -> float | None:
     """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
-    logs = wide.weights().weights.log().numpy()
-    scores = scores_of(*wide[1:], wide.heads.tolist(), scales, None).numpy()
-    hidden = ~((logs > math.log(LEAST_VISIBLE)) & np.isfinite(scores))
-    rows = (~hidden).sum(-1) > 2
-    if not rows.any():
-        return None
-    x, y = (np.where(hidden, np.nan, t)[rows] for t in (scores, logs))
-
-    def fitted(caps: np.ndarray) -> tuple[float, float]:
-        cap, left = fitted_cap(x, y, np.zeros(1), caps)
-        return cap, (left / np.isfinite(x).sum()) ** 0.5
-
-    best, _ = fitted(np.geomspace(1, 300, 100))
-    best, error = fitted(np.linspace(0.95 * best, 1.05 * best, 81))
-    _, uncapped = fitted(np.array([UNCAPPED]))
-    return best if uncapped > MOST_NOISE and error < uncapped / 10 else None
+    logs = of_seen_keys(wide.weights().weights).log().numpy()
+    scores = wide.scores(wide.heads.tolist(), scales).numpy()
+    visible = (logs > math.log(LEAST_VISIBLE)) & np.isfinite(scores)
+    rows = visible.sum(-1) > 2
+    x, y = (np.where(visible, table, np.nan)[rows] for table in (scores, logs))
+    cap, left = fitted_cap(x, y, np.geomspace(1, 300, 400))
+    uncapped = np.nansum(centred(y - x) ** 2)
+    return cap if uncapped > MOST_NOISE**2 * visible[rows].sum() and left < uncapped / 100 else None
 
 
-def _gradients(probe: _Probe, seen: EffectiveMask) -> dict[str, Any] | None:
+def _gradients(seen: EffectiveMask) -> dict[str, str] | None:
     """What is wrong with the gradients, by one backward pass; None where there is none."""
-    make = torch.Generator().manual_seed(1)
+    make, probe = torch.Generator().manual_seed(1), seen._probe
     v = torch.randn(probe.k.shape, generator=make)
     n, num_heads, head_dim = probe.q.shape
     at, dout = torch.arange(n), torch.zeros_like(probe.q)
@@ -331,29 +327,14 @@ def _gradients(probe: _Probe, seen: EffectiveMask) -> dict[str, Any] | None:
             )
         except RuntimeError:  # also if out has no gradient
             return None
-    named = zip(("dq", "dk", "dv"), got, strict=True)
-    read = {name: x.detach().double().cpu() for name, x in named}
+    keyed = of_seen_keys(seen.weights)
     scales = [seen.softmax_scale if math.isnan(x) else x for x in seen.scale]
-    forward = ForwardRead(
-        seen.weights,
-        lambda q, k: scores_of(q, k, seen.key_heads, scales, seen.softcap),
-        seen.value_heads,
-    )
-    operands = probe.q.double(), probe.k.double(), v.double()
-    return facts_of_gradients(forward, operands, dout.double(), read, 4 * seen._tolerance)
 
+    def rebuilt(q: Tensor, k: Tensor, v: Tensor, shards: Tensor | None) -> Tensor:
+        scores = probe._replace(q=q, k=k).scores(seen.key_heads, scales, seen.softcap)
+        p = softmax_of_read(keyed, scores, shards) + seen.weights - keyed
+        return torch.einsum("hqk,khd->qhd", p, v[:, [max(h, 0) for h in seen.value_heads]])
 
-def scores_of(
-    q: Tensor, k: Tensor, heads: Sequence[int], scales: Sequence[float], softcap: float | None
-) -> Tensor:
-    """[num_heads, num_tokens, num_tokens] in fp64, of the KV heads that query heads read."""
-    keys = k[:, [max(h, 0) for h in heads]].double()
-    scores = torch.einsum(
-        "qhd,khd,h->hqk", q.double(), keys, torch.tensor(scales, dtype=keys.dtype)
-    )
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _above_rounding(weights: Tensor) -> Tensor:
-    """Which weights are more than what rounding leaves of a zero, beside the row's largest."""
-    return Weights(weights, ()).allowed(1e-3 * ROUNDING)
+    read = {name: x.double().cpu() for name, x in zip(("dq", "dk", "dv"), got, strict=True)}
+    operands = [x.detach().double() for x in leaves]
+    return facts_of_gradients(rebuilt, operands, dout.double(), read, 4 * seen._tolerance)

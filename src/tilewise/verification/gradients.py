@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,62 +12,47 @@ from tilewise.layouts.layout import contiguous, striped, zigzag
 MOST_PARTS = 16  # that partial results may have been merged from
 
 
-class ForwardRead(NamedTuple):
-    """Attention as it was read; tensors in fp64.
+def softmax_of_read(weights: Tensor, scores: Tensor, shards: Tensor | None) -> Tensor:
+    """Weights that were read, as a function of scores: beside the others and what a sink takes.
 
-    Attributes:
-        weights: [num_heads, num_tokens, num_tokens].
-        scores: of q and k [num_tokens, heads, head_dim], differentiable; as weights.
-        value_heads: the KV head of every query head.
+    Args:
+        weights, scores: [num_heads, num_tokens, num_tokens].
+        shards: of each key: of partial results whose shares of the whole get no gradient.
     """
-
-    weights: Tensor
-    scores: Callable[[Tensor, Tensor], Tensor]
-    value_heads: Sequence[int]
-
-    def gradients(
-        self, operands: Sequence[Tensor], dout: Tensor, blocks: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """dq, dk, dv; a weight changes as exp(score), beside the others and what a sink takes.
-
-        Args:
-            blocks: shard of each token: of partial results that are merged by weights without a
-                gradient, so that each is beside the others of its shard alone.
-        """
-        q, k, v = (x.detach().requires_grad_() for x in operands)
-        w, member = self.weights, torch.ones(len(k), 1, dtype=torch.float64)
-        rest = (1 - w.sum(-1, keepdim=True)).clamp(min=0)
-        if blocks is not None:
-            member, rest = torch.nn.functional.one_hot(blocks).double(), 0.0
-        with torch.enable_grad():
-            scores = self.scores(q, k)
-            grown = w * torch.exp(scores - scores.detach())
-            p = grown * (
-                ((w @ member + rest) / (grown @ member + rest).clamp(min=1e-300)) @ member.T
-            )
-            own = torch.tensor(self.value_heads).clamp(min=0)
-            out = torch.einsum("hqk,khd->qhd", p, v[:, own])
-        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True))
+    member = torch.ones(weights.shape[-1], 1, dtype=torch.float64)
+    rest: Tensor | float = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)
+    if shards is not None:
+        member, rest = torch.nn.functional.one_hot(shards).double(), 0.0
+    grown = weights * torch.exp(scores - scores.detach())
+    share = (weights @ member + rest) / (grown @ member + rest).clamp(min=1e-300)
+    return grown * (share @ member.T)
 
 
 def facts_of_gradients(
-    forward: ForwardRead,
+    rebuilt: Callable[..., Tensor],
     operands: Sequence[Tensor],
     dout: Tensor,
     got: Mapping[str, Tensor],
     tolerance: float,
-) -> dict[str, Any]:
-    """What is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing is."""
+) -> dict[str, str]:
+    """What is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing is.
 
-    def wrong(blocks: Tensor | None = None) -> dict[str, str]:
-        want = forward.gradients(operands, dout, blocks)
-        texts = {name: difference(x, got[name], tolerance) for name, x in want.items()}
+    Args:
+        rebuilt: out of q, k, v and shards (softmax_of_read), as it was read.
+    """
+
+    def wrong(shards: Tensor | None = None) -> dict[str, str]:
+        leaves = [x.detach().requires_grad_() for x in operands]
+        with torch.enable_grad():
+            right = torch.autograd.grad(rebuilt(*leaves, shards), leaves, dout)
+        pairs = zip(("dq", "dk", "dv"), right, strict=True)
+        texts = {name: difference(x, got[name], tolerance) for name, x in pairs}
         return {name: text for name, text in texts.items() if text}
 
     found = wrong()
     if set(found) == {"dq", "dk"}:
-        for name, blocks in _partitions(len(dout)):
-            if not wrong(blocks):
+        for name, shards in _partitions(len(dout)):
+            if not wrong(shards):
                 return {"lse_lost": f"dq and dk are those of {name} whose shares are constants"}
     return found
 

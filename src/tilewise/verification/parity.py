@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.comparison import Comparison, matched_positions
-from tilewise.verification.diagnosis import Probes, diagnose
+from tilewise.verification.diagnosis import Examination
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.ranks import BACKENDS, RankRunner, RankShare, Split
 from tilewise.verification.records import ModelRun, Record, run_whole
 
-NOISE_RUNS = 2
+SHOWN = 8  # deviations, as text
 TOO_LATE = (
     "gave no answer in time: it hangs, or the batch is too long for the timeout; give fewer tokens "
     "or layers, or more time"
@@ -72,10 +72,11 @@ class ParityReport:
         elif not self.equal:
             where = "no layer deviates" if self.layer is None else f"first deviates: {self.layer}"
             lines = [f"not equal; {where}", explained(self.findings)]
-            worst = self.deviations[:8]
-            lines += [f"  {kind} of {name}: {error:.3g} x rounding" for kind, name, error in worst]
-            more = len(self.deviations) - len(worst)
-            lines += [f"  and {more} more of {self.compared}"] if more else []
+            lines += [
+                f"  {d.kind} of {d.name}: {d.error:.3g} x rounding" for d in self.deviations[:SHOWN]
+            ]
+            more = len(self.deviations) - SHOWN
+            lines += [f"  and {more} more of {self.compared}"] if more > 0 else []
         lines += [f"note: {note}" for note in self.notes]
         if self.allowed is not None:
             picture = text_picture(self.allowed[0].numpy())
@@ -91,11 +92,11 @@ class ParityReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the picture."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {**vars(self), "notes": list(self.notes)}
         del found["allowed"]
         for name in ("findings", "deviations", "failures"):
             found[name] = [value._asdict() for value in found[name]]
-        return found | {"notes": list(self.notes)}
+        return found
 
 
 def parity(
@@ -169,33 +170,33 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
     if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
         counted = padding.bool().all(0).cpu()
     found = Comparison(whole, records, given, noisy, counted, eps)
-    names = [name for name in whole.outputs if found.rows("outputs", name) is not None]
+    names = [name for name in whole.outputs if found.rows("output", name) is not None]
     if not names and not notes:
         counts = ", ".join(str(len(own)) for own in given)
         raise ValueError(
             f"split returned positions of {counts} rows by rank, but no module gave so many; "
             "positions are those of a rank's rows in the whole sequence"
         )
-    diagnosis = diagnose(found, Probes(model, inputs, world, found))
-    deviations = [Deviation("output", name, found.error("outputs", name)) for name in names]
-    for name in reversed(names):
-        deviations.append(Deviation("gradient", name, found.error("grads", name)))
-    deviations += [Deviation("parameter", *pair) for pair in diagnosis.parameters.items()]
+    examination = Examination(model, inputs, world, found)
+    facts, layer, allowed = examination.diagnosis()
+    both = [("output", name) for name in names] + [("gradient", name) for name in reversed(names)]
+    deviations = [Deviation(*of, found.error(*of)) for of in both]
+    deviations += [Deviation("parameter", *pair) for pair in examination.parameters.items()]
     compared = len(deviations) + 1
-    if not diagnosis.facts:
+    if not facts:
         return ParityReport(True, compared=compared, notes=notes)
-    findings = classify(diagnosis.facts) or [
+    findings = classify(facts) or [
         Finding("unknown", "no cause of the list explains it, or its attention could not be read")
     ]
     return ParityReport(
         equal=False,
-        layer=None if diagnosis.layer is None else diagnosis.layer or "(the model)",
+        layer=None if layer is None else layer or "(the model)",
         cause=findings[0].cause,
         findings=tuple(findings),
         deviations=tuple(d for d in deviations if d.error > 1),
         compared=compared,
         notes=notes,
-        allowed=diagnosis.allowed,
+        allowed=allowed,
     )
 
 
@@ -238,7 +239,7 @@ def _reference(
             f"the unsplit model alone takes {-world.seconds_left:.3g} s longer than the timeout; "
             "give fewer tokens or layers, or more time"
         )
-    noisy = [run_whole(model, inputs, ModelRun(noise=eps, seed=0)) for _ in range(NOISE_RUNS)]
+    noisy = [run_whole(model, inputs, ModelRun(noise=eps))]
     if eps > torch.finfo(torch.float64).eps:
         with suppress(RuntimeError, TypeError):  # code that insists on its dtype
             wide = run_whole(model, inputs, ModelRun(dtype=torch.float64))
@@ -292,12 +293,9 @@ def _failed(failures: tuple[RankFailure, ...]) -> str:
     own = [f for f in failures if "gloo" not in f.text] or list(failures)
     texts = []
     for rank, kind, text in own:
-        how = {
-            "error": f"raised {text.strip().rpartition(chr(10))[2] or 'an error'}",
-            "died": "ended without an answer",
-        }
-        who = "a rank" if rank < 0 else f"rank {rank}"
-        texts.append(f"{who} {how.get(kind, TOO_LATE)}")
+        error = text.strip().rpartition("\n")[2] or "an error"
+        how = {"error": f"raised {error}", "died": "ended without an answer"}.get(kind, TOO_LATE)
+        texts.append(f"{'a rank' if rank < 0 else f'rank {rank}'} {how}")
     if len(own) < len(failures):
         others = ", ".join(str(f.rank) for f in failures if f not in own)
         texts.append(f"ranks {others} failed after it")

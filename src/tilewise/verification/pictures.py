@@ -6,10 +6,11 @@ import numpy as np
 
 Array = np.ndarray
 PIXELS = 256
-KINDS = (  # attended, wanted: a colour, a sign, a word
-    ((True, True), "#4e79a7", "#", "attended"),
-    ((True, False), "#e15759", "!", "attended, but forbidden"),
-    ((False, True), "#f2c14e", "-", "allowed, but missed"),
+KINDS = (  # of a pair, by attended + 2 * wanted: a colour, a word
+    ("", ""),
+    ("#e15759", "attended, but forbidden"),
+    ("#f2c14e", "allowed, but missed"),
+    ("#4e79a7", "attended"),
 )
 
 
@@ -30,19 +31,16 @@ def drawn(got: Array, wanted: Array, title: str = "") -> str:
         got, wanted: bool [num_queries, num_keys].
     """
     rows, columns = got.shape
-    kinds = np.full(got.shape, -1)
-    for i, ((attended, allowed), *_) in enumerate(KINDS):
-        kinds[(got == attended) & (wanted == allowed)] = i
-    parts = []
+    kinds, parts = got + 2 * wanted, []
     for y, row in enumerate(kinds.tolist()):
         x = 0
         for kind, cells in groupby(row):
             width = len(list(cells))
-            if kind >= 0:
+            if kind:
                 box = f'x="{x}" y="{y}" width="{width}" height="1"'
-                parts.append(f'<rect {box} fill="{KINDS[kind][1]}"/>')
+                parts.append(f'<rect {box} fill="{KINDS[kind][0]}"/>')
             x += width
-    words = ", ".join(f"{word}: {int((kinds == i).sum()):,}" for i, (*_, word) in enumerate(KINDS))
+    words = ", ".join(f"{KINDS[i][1]}: {int((kinds == i).sum()):,}" for i in (3, 1, 2))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{PIXELS}" height="{PIXELS}" '
         f'viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" shape-rendering="crispEdges">'

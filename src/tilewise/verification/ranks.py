@@ -78,13 +78,14 @@ class RankRunner:
     def _gloo(self, jobs: list[ModelRun]) -> list[Any]:
         message = by_value.dumps(jobs)
         if self._processes is None:
-            kinds = {type(module).__module__ for module in self.share.model.modules()}
+            modules = {type(module).__module__ for module in self.share.model.modules()}
+            files = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
             self._processes = gather_yields(
                 self.size,
                 _serve,
                 (by_value.dumps(self.share), message),
                 timeout_seconds=max(self.seconds_left, 1.0),
-                preload=sorted(filter(by_value.is_installed, kinds)),
+                preload=sorted(x for x in modules if "site-packages" in (files[x] or "")),
             )
             message = None
         return [pickle.loads(answer) for answer in self._processes.send(message)]
@@ -102,8 +103,7 @@ class RankRunner:
             return late or [RankFailure(-1, "late", "")]
         if isinstance(answer, BaseException):
             notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
-            rank = next((int(x) for x in notes.split() if x.isdigit()), -1)
-            return [_failed(rank, answer)]
+            return [_failed(next((int(x) for x in notes.split() if x.isdigit()), -1), answer)]
         return answer
 
     def _torchrun(self, jobs: list[ModelRun]) -> list[Any]:

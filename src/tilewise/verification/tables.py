@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,62 +12,64 @@ LEAST_KEYS = 4  # of a query, to tell one curve from another
 MOSTLY = 0.1  # of a change that is left unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
 MOST_ROWS = 256  # that a curve is fitted to
-TINY = 1e-300
+LAST_KEY = {0: "their own", -1: "the one before their own"}
 
 
-class Parts(NamedTuple):
-    """A mask [num_tokens, num_tokens] as causal & window & documents.
+class Band(NamedTuple):
+    """A mask: left <= key - query <= right within documents.
 
     Attributes:
-        reach: of the window: keys to the left and to the right at most, None without one.
+        left, right: minus and plus the number of tokens where nothing ends the band. right is 0 for
+            a causal mask, -1 if a query does not see its own key.
         edges: of the documents, 0 and num_tokens included.
     """
 
-    causal: bool
-    reach: tuple[int, int] | None
+    left: int
+    right: int
     edges: tuple[int, ...]
 
-    def dense(self, n: int) -> Array:
-        at = np.arange(n)
-        offset = at[None] - at[:, None]
-        allowed = offset <= 0 if self.causal else np.ones((n, n), bool)
-        if self.reach:
-            allowed = allowed & (offset >= -self.reach[0]) & (offset <= self.reach[1])
-        which = np.searchsorted(self.edges, at, "right")
-        return allowed & (which[:, None] == which[None])
+    @classmethod
+    def of(cls, allowed: Array) -> Band:
+        """The band that a table of allowed pairs is, if it is one."""
+        n = len(allowed)
+        rows, columns = np.nonzero(allowed)
+        # An edge stands where no pair reaches over it.
+        over = np.zeros(n + 1, np.int64)
+        np.add.at(over, np.minimum(rows, columns) + 1, 1)
+        np.add.at(over, np.maximum(rows, columns) + 1, -1)
+        edges = (*np.flatnonzero(np.cumsum(over)[:n] == 0).tolist(), n)
+        longest, offset = int(np.diff(edges).max()) - 1, columns - rows
+        left, right = int(offset.min(initial=n)), int(offset.max(initial=-n))
+        return cls(-n if left <= -longest else left, n if right >= longest else right, edges)
 
+    def dense(self) -> Array:
+        at = np.arange(self.edges[-1])
+        offset, which = at[None] - at[:, None], np.searchsorted(self.edges, at, "right")
+        in_band = (offset >= self.left) & (offset <= self.right)
+        return in_band & (which[:, None] == which[None])
 
-def parts_of(allowed: Array) -> Parts:
-    """The parts that a table of allowed pairs is made of, if it is made of such parts."""
-    n = len(allowed)
-    rows, columns = np.nonzero(allowed)
-    offset = np.append(columns - rows, 0)
-    # An edge stands where no pair reaches over it.
-    over = np.zeros(n + 1, np.int64)
-    np.add.at(over, np.minimum(rows, columns) + 1, 1)
-    np.add.at(over, np.maximum(rows, columns) + 1, -1)
-    edges = (*np.flatnonzero(np.cumsum(over)[:n] == 0).tolist(), n)
-    causal, longest = bool(len(rows)) and int(offset.max()) <= 0, int(np.diff(edges).max()) - 1
-    reach = -int(offset.min()), int(offset.max())
-    wide = reach[0] >= longest and (causal or reach[1] >= longest)
-    return Parts(causal, None if wide else reach, edges)
+    @property
+    def window(self) -> str:
+        """As tw.Window's arguments; empty without one."""
+        n = self.edges[-1]
+        if self.left == -n and (self.right <= 0 or self.right == n):
+            return ""
+        left, right = ("any" if abs(x) == n else x for x in (-self.left, self.right))
+        return f"({left}, {right})"
 
 
 def facts_of_masks(
     want: Array, got: Array, asked: str = "the mask", blocks: Array | None = None
 ) -> dict[str, Any]:
-    """What two tables of allowed pairs [num_heads, n, n] (or one for all heads) differ in.
+    """What two tables of allowed pairs [num_heads, n, n] differ in.
 
     Args:
         asked: what the first is called in evidence.
         blocks: per token the run of tokens that a rank has, if known.
     """
-    want, got = np.broadcast_arrays(want, got)
-    want, got = (x[None] if x.ndim == 2 else x for x in (want, got))
     empty = want.any((1, 2)) & ~got.any((1, 2))
     facts: dict[str, Any] = {"num_heads": len(want), "asked": asked}
-    if empty.any():
-        facts |= {"empty_heads": int(empty.sum()), "which": _some(np.flatnonzero(empty))}
+    facts |= {"empty_heads": int(empty.sum()), "which": some(np.flatnonzero(empty))}
     want, got = want[~empty], got[~empty]
     for name, table in (("extra", got & ~want), ("missed", want & ~got)):
         facts[name] = int(table.sum())
@@ -74,46 +77,50 @@ def facts_of_masks(
             head, query, key = np.argwhere(table)[0].tolist()
             facts[f"{name}_first"] = f"head {head}, query {query}, key {key}"
     facts["differing"] = facts["extra"] + facts["missed"]
-    if not facts["differing"]:
-        return facts
-    head = int((want != got).sum((1, 2)).argmax())
-    return facts | _shape(want[head], got[head], blocks)
+    if facts["differing"]:
+        head = int((want != got).sum((1, 2)).argmax())
+        facts |= _shape(want[head], got[head], blocks)
+    return facts
 
 
 def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     """What the tables of one head are like."""
-    n, rows, columns = len(want), want.any(1), want.any(0)
-    seen, extra, missed = np.logical_and.outer(rows, columns), got & ~want, want & ~got
+    rows, columns = want.any(1), want.any(0)
+    extra, missed = got & ~want, want & ~got
+    seen = np.logical_and.outer(rows, columns)
+    asked, other = Band.of(want & seen), Band.of(got & seen)
+
+    def is_band(band: Band, table: Array) -> bool:
+        return bool((band.dense() == table)[seen].all())
+
+    known, fewer = is_band(asked, want), {*other.edges} < {*asked.edges}
+    window = asked.window if known else ""
     found: dict[str, Any] = {}
     if extra.any() and not (extra & seen)[rows].any():
         found["padding_keys"] = int(extra[:, ~columns].any(0).sum())
     elif not extra.any():
         found |= _cut(want, got, blocks)
-    elif all((np.sort(want.sum(i)) == np.sort(got.sum(i))).all() for i in (0, 1)):
-        found["reordered"] = "every query has as many keys as the mask gives another one"
-    asked, other = parts_of(want), parts_of(got & seen)
-
-    def made_of(parts: Parts, table: Array) -> bool:
-        return bool((parts.dense(n) & seen == table & seen).all())
-
-    window = made_of(asked, want) and asked.reach
-    if made_of(asked, want):
-        gone = sorted({*asked.edges} - {*other.edges})
-        if {*other.edges} < {*asked.edges} and made_of(asked._replace(edges=other.edges), got):
-            found["other_documents"] = f"borders of documents are ignored, at {_some(gone)}"
-        if window and made_of(asked._replace(reach=None), got):
+    if known and fewer and is_band(asked._replace(edges=other.edges), got):
+        gone = some(sorted({*asked.edges} - {*other.edges}))
+        found["other_documents"] = f"borders of documents are ignored, at {gone}"
+    elif known and asked[:2] != other[:2] and is_band(other._replace(edges=asked.edges), got):
+        if asked.right != other.right and min(asked.right, other.right) <= 0:
+            ends = [LAST_KEY.get(x.right, "later ones") for x in (other, asked)]
+            found["other_mask"] = f"queries see keys up to {ends[0]}, not up to {ends[1]}"
+        elif other.window:
+            found["other_window"] = f"the window is {other.window}, not {window or 'unlimited'}"
+        else:
             found["other_window"] = f"the window {window} is ignored"
-        elif other.reach and made_of(asked._replace(reach=other.reach), got):
-            found["other_window"] = f"the window is {other.reach}, not {window or 'unlimited'}"
-    found["as_a_whole"] = not found
+    sums = [(np.sort(want.sum(i)), np.sort(got.sum(i))) for i in (0, 1)]
+    if not found and extra.any() and all(np.array_equal(a, b) for a, b in sums):
+        found["reordered"] = "every query has as many keys as the mask gives another one"
+    if not found and (got == np.tri(len(got), dtype=bool)).all():
+        found["other_mask"] = "the mask is that of Causal()"
+    found |= {"window": window, "as_a_whole": not found}
     silent = rows & ~got.any(1)
     if missed[silent].any() and not extra.any() and not missed[~silent].any():
         found["silent_rows"] = int(silent.sum())
-    plain = {"Causal()": np.tri(n, dtype=bool), "Full()": np.ones((n, n), bool)}
-    names = [f"that of {name}" for name, table in plain.items() if (got == table).all()]
-    if asked.causal and not other.causal and made_of(other, got):
-        names.append("not causal")
-    return found | {"window": window, "is_plain": names[0] if names else ""}
+    return found
 
 
 def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
@@ -151,84 +158,58 @@ def facts_of_weights(
     if ((sums > 1 + tolerance) & (more > tolerance)).any():
         facts["row_sum"] = float(sums[more.argmax()])
     elif len(more) and abs(more.mean()) > tolerance / 8:
-        share = sums / right
-        same = right.min() > 1 - tolerance and np.ptp(share) <= tolerance
-        name = "shrunk" if same and len(share) > 1 else "lost"
-        facts["sink_gone" if more.mean() > 0 else name] = float(abs(more.mean()))
+        if len(more) > 1 and np.ptp(sums / right) <= tolerance:
+            facts["shrunk"] = float(-more.mean())
+        elif right.min() < 1 - tolerance:
+            taken = [1 - x.mean() for x in (sums, right)]
+            facts["other_sink"] = "{:.2%} of weight, not {:.2%}".format(*taken)
+        else:
+            facts["lost"] = float(-more.mean())
     rows = both.sum(-1) > 1
-    if not rows.any():
-        return facts
     right, found = (np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got))
-    places = None if blocks is None else (blocks[np.nonzero(rows)[1]], blocks)
-    return facts | _values(right, found, tolerance, places)
+    return facts | _values(right, found, tolerance, blocks) if rows.any() else facts
 
 
-def _values(
-    want: Array, got: Array, tolerance: float, blocks: tuple[Array, Array] | None
-) -> dict[str, Any]:
+def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> dict[str, Any]:
     """How rows of log weights differ from what is right; nan where nobody attends."""
     ratio = got - want
-    if _largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
+    if largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
         return {}
-    change = ratio - np.nanmean(ratio, -1, keepdims=True)
     slope, left = fitted_slope(want, ratio)
-    if _largest(left) <= tolerance + abs(slope) * tolerance:
+    if largest(left) <= tolerance + abs(slope) * tolerance:
         return {"scale_ratio": 1 + slope}
     times = np.exp(ratio - np.nanmin(ratio, -1, keepdims=True))
     whole = np.round(times)
     most = np.nanmax(whole)
-    if 2 <= most <= MOST_TIMES and _largest(times - whole) <= 2 * tolerance * most:
+    if 2 <= most <= MOST_TIMES and largest(times - whole) <= 2 * tolerance * most:
         count = int(np.isfinite(whole).sum())
         return {"multiple": int(most), "times": int((whole > 1).sum()), "values": count}
-    if blocks is not None and (text := _by_block(ratio, tolerance, *blocks)):
-        return text
+    if blocks is not None:
+        parts = [ratio[:, blocks == block] for block in np.unique(blocks)]
+        if max(largest(centred(part)) for part in parts) <= tolerance:
+            return {"merged": True}
+    change, rows = centred(ratio), np.isfinite(got).sum(-1) >= LEAST_KEYS
     total, scaled = np.nansum(change**2), np.nansum(left**2)
-    cap, capped = _dropped_cap(want, got)
-    if capped < MOSTLY * min(total, 2 * scaled):
-        return {"curved": f"they are right if scores are capped with about {cap:.3g}"}
+    # Scores are log weights but for a number a row, which is tried.
+    scores, caps = centred(got)[rows], np.geomspace(0.3, 100, 48)
+    cap, capped = fitted_cap(scores, want[rows], caps, np.linspace(-2, 2, 33) * largest(scores))
+    if rows.any() and capped < MOSTLY * min(total, 2 * scaled):
+        return {"curved": cap}
     if scaled < MOSTLY * total:
         return {"scale_ratio": 1 + slope}
-    return {"values_differ": float(np.expm1(_largest(change)))}
-
-
-def _by_block(ratio: Array, tolerance: float, of_rows: Array, of_keys: Array) -> dict[str, str]:
-    """Whether weights are right within a row's own block, or within every block of keys."""
-    within, own = [], []
-    for block in np.unique(of_keys):
-        part = ratio[:, of_keys == block]
-        several = np.isfinite(part).sum(-1) > 1
-        off = part[several] - np.nanmean(part[several], -1, keepdims=True)
-        within += [_largest(off)] if several.any() else []
-        off = off[of_rows[several] == block]
-        own += [_largest(off)] if len(off) else []
-    if within and max(within) <= tolerance:
-        return {"merged": "weights are right within every shard of keys, but not between shards"}
-    if own and max(own) <= tolerance:
-        return {"moved_blocks": "weights within a shard are right, those between shards are not"}
-    return {}
+    return {"values_differ": float(np.expm1(largest(change)))}
 
 
 def fitted_slope(x: Array, y: Array) -> tuple[float, Array]:
     """The number that rows y are x times, but for a number a row, and what is left; skips nan."""
-    x, y = (t - np.nanmean(t, -1, keepdims=True) for t in (x, y))
-    slope = float(np.nansum(x * y) / max(np.nansum(x * x), TINY))
+    x, y = centred(x), centred(y)
+    slope = float(np.nansum(x * y) / max(np.nansum(x * x), 1e-300))
     return slope, y - slope * x
 
 
-def _dropped_cap(want: Array, got: Array) -> tuple[float, float]:
-    """The cap that best makes the right scores of those that were found, and what it leaves.
-
-    Scores are log weights but for a number a row, which is tried.
-    """
-    rows = np.flatnonzero(np.isfinite(got).sum(-1) >= LEAST_KEYS)
-    rows = rows[:: max(1, len(rows) // MOST_ROWS)]
-    if not len(rows):
-        return 0.0, np.inf
-    want, got = want[rows], got[rows] - np.nanmean(got[rows], -1, keepdims=True)
-    return fitted_cap(got, want, np.linspace(-2, 2, 33) * _largest(got), np.geomspace(0.3, 100, 48))
-
-
-def fitted_cap(scores: Array, logs: Array, offsets: Array, caps: Array) -> tuple[float, float]:
+def fitted_cap(
+    scores: Array, logs: Array, caps: Array, offsets: Array | Sequence[float] = (0.0,)
+) -> tuple[float, float]:
     """The cap of log weights, logs = cap tanh((score + offset) / cap) + one number a row.
 
     Args:
@@ -237,20 +218,26 @@ def fitted_cap(scores: Array, logs: Array, offsets: Array, caps: Array) -> tuple
     Returns:
         cap and the sum of squares that it leaves.
     """
-    left = {}
-    moved = scores + offsets[:, None, None]
+    step, left = max(1, len(scores) // MOST_ROWS), {}
+    logs, moved = logs[::step], scores[::step] + np.asarray(offsets)[:, None, None]
     for cap in caps.tolist():
-        off = logs - cap * np.tanh(moved / cap)
-        off -= np.nanmean(off, -1, keepdims=True)
+        off = centred(logs - cap * np.tanh(moved / cap))
         left[cap] = float(np.nansum(off**2, -1).min(0).sum())
     best = min(left, key=lambda cap: left[cap])
-    return best, left[best]
+    return best, left[best] * step
 
 
-def _largest(x: Array) -> float:
-    return float(np.nanmax(np.abs(x)))
+def centred(x: Array) -> Array:
+    """Rows less their mean; nan is left out."""
+    return x - np.nansum(x, -1, keepdims=True) / np.isfinite(x).sum(-1, keepdims=True).clip(1)
 
 
-def _some(values: Any, most: int = 4) -> str:
+def largest(x: Array) -> float:
+    """Of absolute values; 0 if there is none."""
+    return float(np.nanmax(np.abs(x), initial=0.0))
+
+
+def some(values: Any, most: int = 4) -> str:
+    """The first of some values, as text."""
     shown = ", ".join(str(x) for x in list(values)[:most])
     return shown + (", ..." if len(values) > most else "")

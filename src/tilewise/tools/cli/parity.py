@@ -71,33 +71,32 @@ def parity(
 
 def _print(report: ParityReport) -> None:
     print_plain(str(report))
-    if report.equal or not report.deviations:
-        return
-    table = Table("what", "module or parameter", "times rounding", title="deviations, first ones")
-    for kind, name, error in report.deviations[:SHOWN]:
-        table.add_row(kind, name or "(the model)", f"{error:.3g}")
-    table_console().print(table)
+    if not report.equal and report.deviations:
+        table = Table(
+            "what", "module or parameter", "times rounding", title="deviations, first ones"
+        )
+        for row in _rows(report)[:SHOWN]:
+            table.add_row(*row)
+        table_console().print(table)
+
+
+def _rows(report: ParityReport) -> tuple[tuple[str, ...], ...]:
+    return tuple((d.kind, d.name or "(the model)", f"{d.error:.3g}") for d in report.deviations)
 
 
 def _page(function: str, world_size: int, report: ParityReport) -> Page:
     causes = tuple((f.cause, CAUSES[f.cause], f.text) for f in report.findings)
-    deviations = tuple((d.kind, d.name, f"{d.error:.3g}") for d in report.deviations)
+    attended = (
+        f"{report.layer}: queries downward, keys to the right. Both models attend to blue pairs, "
+        "the split one alone to red ones, the unsplit one alone to yellow ones."
+    )
+    rounding = "In the order of the passes; 1 is what rounding explains."
+    rows = PageTable(("what", "name", "times rounding"), _rows(report))
     sections = [
         Section("causes", "Causes", table=PageTable(("cause", "meaning", "evidence"), causes)),
-        Section(
-            "deviations",
-            "What deviates",
-            "In the order of the passes; 1 is what rounding explains.",
-            table=PageTable(("what", "name", "times rounding"), deviations),
-        ),
+        Section("attended", "What is attended", attended, picture=report.svg() or ""),
+        Section("deviations", "What deviates", rounding, table=rows),
     ]
-    picture = report.svg()
-    if picture and not report.equal:
-        words = (
-            f"{report.layer}: queries downward, keys to the right. Both models attend to blue "
-            "pairs, the split one alone to red ones, the unsplit one alone to yellow ones."
-        )
-        sections.insert(1, Section("attended", "What is attended", words, picture=picture))
     facts = (
         Fact("equal", "yes" if report.equal else "no"),
         Fact("first layer", report.layer or "-"),
@@ -106,5 +105,5 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         Fact("ranks", str(world_size)),
     )
     lead = "A training step, split over ranks, beside the same step on one."
-    notice = "; ".join(report.notes)
-    return Page("parity", function, lead, facts, tuple(sections), notice)
+    shown = tuple(x for x in sections if x.picture or x.name != "attended")
+    return Page("parity", function, lead, facts, shown, "; ".join(report.notes))
