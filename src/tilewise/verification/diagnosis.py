@@ -29,8 +29,8 @@ from tilewise.verification.records import (
     rows_of_one,
     run_whole,
 )
-from tilewise.verification.tables import facts_of_masks, facts_of_weights, some
-from tilewise.verification.weights import UnreadableError, above, of_seen_keys, read_weights
+from tilewise.verification.tables import facts_of_attention, some
+from tilewise.verification.weights import UnreadableError, above, read_weights
 
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
 UNKNOWN: Facts = MappingProxyType({"unread": True})
@@ -219,12 +219,12 @@ class Examination:
         for own in (x[x >= 0].numpy() for x in self.found.positions):
             blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
         several = blocks if blocks.max() < n / 2 else None
-        all_rows = [above(x.weights, LEAST_WEIGHT) & counted[:, None] for x in (want, got)]
-        keyed = [of_seen_keys(x.weights) for x in (want, got)]
-        tables = [table & (x > 0) for table, x in zip(all_rows, keyed, strict=True)]
-        facts = facts_of_masks(tables[0].numpy(), tables[1].numpy(), "the unsplit model", several)
-        without = [(a & ~b).any(-1) for a, b in zip(all_rows, tables, strict=True)]
-        facts["keyless"] = int((without[0] != without[1]).any(0).sum())
+        whole, split = (
+            x.weights * above(x.weights, LEAST_WEIGHT) * counted[:, None] for x in (want, got)
+        )
+        tolerance = max(eps**0.5, 1e-3)
+        tables = whole.numpy(), split.numpy()
+        facts = facts_of_attention(*tables, tolerance, "the unsplit model", several)
         foreign = [h for h, x in enumerate(want.sources) if x != got.sources[h]]
         if foreign and not facts.get("empty_heads"):
             h = foreign[0]
@@ -232,9 +232,8 @@ class Examination:
                 f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values of KV "
                 f"head {got.sources[h]}, not {want.sources[h]}"
             )
-        right, read = (x.where(y, 0).numpy() for x, y in zip(keyed, tables, strict=True))
-        facts |= facts_of_weights(right, read, max(eps**0.5, 1e-3), several)
-        return facts | {"projected": True}, (all_rows[1].any(0), all_rows[0].any(0))
+        facts["projected"] = True
+        return facts, (split.any(0), whole.any(0))
 
     def _whole(self, dtype: torch.dtype | None) -> Run:
         def run(setting: OutputSetting | LeafSetting) -> Tensor:

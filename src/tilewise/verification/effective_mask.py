@@ -18,13 +18,13 @@ from tilewise.verification.gradients import facts_of_gradients, softmax_of_read
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.tables import (
     centred,
-    facts_of_masks,
-    facts_of_weights,
+    facts_of_attention,
     fitted_cap,
     fitted_slope,
     largest,
+    of_seen_keys,
 )
-from tilewise.verification.weights import Weights, above, of_seen_keys, read_weights
+from tilewise.verification.weights import Weights, above, read_weights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 SPREAD, WIDE = 0.25, 6.0  # standard deviation of scores: all weights show; a cap would show
@@ -121,29 +121,26 @@ class EffectiveMask:
         return np.repeat(allowed, num_heads // len(allowed), 0)
 
     def _facts(self, mask: Mask | Tensor) -> dict[str, Any]:
-        asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
-        got = of_seen_keys(self.weights)
-        keyed = self.allowed & (got > 0)
-        facts = facts_of_masks(self._dense(mask), keyed.numpy(), asked) | (self._gradients or {})
-        facts["keyless"] = int((self.allowed & ~keyed).any(-1).any(0).sum())
-        right = self._probe.heads.tolist()
-        pairs = zip(self.value_heads, self.key_heads, right, strict=True)
-        foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
-        if foreign:
-            h = foreign[0]
-            text = (
-                f"{len(foreign)} of {len(right)} heads: query head {h} reads keys of KV head "
-                f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
-            )
-            return facts | {"foreign_heads": text}
+        right, dense = self._probe.heads.tolist(), torch.as_tensor(self._dense(mask))
         scores = self._probe.scores(right, [self.softmax_scale] * len(right), self.softcap)
-        want = scores.masked_fill(~keyed, -torch.inf).softmax(-1).nan_to_num()
+        want, got = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(), self.weights
         sums = got.sum(-1, keepdim=True).clamp(max=1.0)
         attended = sums[sums > 0]
         # What a sink takes differs from row to row.
         if len(attended) and float(attended.max() - attended.min()) > self._tolerance:
-            want = want * sums
-        return facts | facts_of_weights(want.numpy(), got.numpy(), self._tolerance)
+            want = want * sums.where(sums > 0, 1.0)
+        asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
+        tables = want.numpy(), (got * self.allowed).numpy()
+        facts = facts_of_attention(*tables, self._tolerance, asked) | (self._gradients or {})
+        pairs = zip(self.value_heads, self.key_heads, right, strict=True)
+        foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
+        if foreign:
+            h = foreign[0]
+            facts["foreign_heads"] = (
+                f"{len(foreign)} of {len(right)} heads: query head {h} reads keys of KV head "
+                f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
+            )
+        return facts
 
 
 class _Probe(NamedTuple):
@@ -273,38 +270,31 @@ def _checked(probe: _Probe) -> Weights:
     return found
 
 
-class _Fit(NamedTuple):
-    """How a query head's log weights follow from its queries and a KV head's keys."""
-
-    error: float  # at most
-    scale: float
-    key_head: int
-
-
-def _fits(probe: _Probe, weights: Tensor) -> list[_Fit]:
-    """By query head, of the KV head that explains it; of the right one if none does."""
+def _fits(probe: _Probe, weights: Tensor) -> list[tuple[float, float, int]]:
+    """By query head: how far log weights are at most from scale times scores, the scale, and the KV
+    head whose keys explain them; the right one if none does."""
     found, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
-    seen = above(of_seen_keys(weights), 1e-3 * ROUNDING)
-    logs = weights.log().masked_fill(~seen, torch.nan).numpy()
+    table = of_seen_keys((weights * above(weights, 1e-3 * ROUNDING)).numpy())
+    logs = np.log(table, out=np.full(table.shape, np.nan), where=table > 0)
     for h, (rows, own) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
         seen, fits = np.isfinite(rows).sum(-1) > 1, []
         for g in range(k.shape[1]):
             scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)
             slope, left = fitted_slope(scores[seen], rows[seen])
-            fits.append(_Fit(largest(left), slope if seen.any() else math.nan, g))
-        best = min(fits)
-        found.append(best if best.error < MOST_NOISE < fits[own].error else fits[own])
+            fits.append((largest(left), slope if seen.any() else math.nan, g))
+        found.append(min(fits) if min(fits)[0] < MOST_NOISE < fits[own][0] else fits[own])
     return found
 
 
 def _softcap(probe: _Probe, scales: Sequence[float]) -> float | None:
     """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
-    logs = of_seen_keys(wide.weights().weights).log().numpy()
+    table = of_seen_keys(wide.weights().weights.numpy())
     scores = wide.scores(wide.heads.tolist(), scales).numpy()
-    visible = (logs > math.log(LEAST_VISIBLE)) & np.isfinite(scores)
+    visible = (table > LEAST_VISIBLE) & np.isfinite(scores)
     rows = visible.sum(-1) > 2
-    x, y = (np.where(visible, table, np.nan)[rows] for table in (scores, logs))
+    logs = np.log(table, out=np.full(table.shape, np.nan), where=visible)[rows]
+    x, y = np.where(visible[rows], scores[rows], np.nan), logs
     cap, left = fitted_cap(x, y, np.geomspace(1, 300, 400))
     uncapped = np.nansum(centred(y - x) ** 2)
     return cap if uncapped > MOST_NOISE**2 * visible[rows].sum() and left < uncapped / 100 else None
@@ -327,7 +317,7 @@ def _gradients(seen: EffectiveMask) -> dict[str, str] | None:
             )
         except RuntimeError:  # also if out has no gradient
             return None
-    keyed = of_seen_keys(seen.weights)
+    keyed = torch.from_numpy(of_seen_keys(seen.weights.numpy()))
     scales = [seen.softmax_scale if math.isnan(x) else x for x in seen.scale]
 
     def rebuilt(q: Tensor, k: Tensor, v: Tensor, shards: Tensor | None) -> Tensor:

@@ -62,8 +62,7 @@ class RankRunner:
         Raises:
             RankError: naming the ranks that raised, ended or gave no answer in time.
         """
-        run = {"gloo": self._gloo, "loopback": self._loopback, "torchrun": self._torchrun}
-        answers = run[self.backend](jobs)
+        answers = getattr(self, f"_{self.backend}")(jobs)
         failures = [x for x in answers if isinstance(x, RankFailure)]
         if failures:  # those that waited for others tell nothing, unless all did
             own = tuple(x for x in failures if x.kind != "waits") or tuple(failures)
@@ -91,35 +90,13 @@ class RankRunner:
         return [pickle.loads(answer) for answer in self._processes.send(message)]
 
     def _loopback(self, jobs: list[ModelRun]) -> list[Any]:
-        threads: dict[int, int] = {}
-
-        def on_rank(rank: int, group: Any) -> Record:
-            threads[rank] = threading.get_ident()
-            return self.share.run(rank, group, jobs[rank])
-
-        answer = self._in_time(lambda: loopback(self.size, on_rank))
-        if answer is None:
-            late = [_late(rank, thread) for rank, thread in threads.items()]
-            return late or [RankFailure(-1, "late", "")]
-        if isinstance(answer, BaseException):
-            notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
-            return [_failed(next((int(x) for x in notes.split() if x.isdigit()), -1), answer)]
-        return answer
+        return self._in_time(lambda on_rank: loopback(self.size, on_rank), jobs)
 
     def _torchrun(self, jobs: list[ModelRun]) -> list[Any]:
-        rank, threads = dist.get_rank(), []
+        rank = dist.get_rank()
         if rank == 0:
             self.tell(jobs)
-
-        def on_rank() -> Record:
-            threads.append(threading.get_ident())
-            return self.share.run(rank, dist.group.WORLD, jobs[rank])
-
-        answer = self._in_time(on_rank)
-        if answer is None:
-            answer = _late(rank, threads[0])
-        elif isinstance(answer, BaseException):
-            answer = _failed(rank, answer)
+        (answer,) = self._in_time(lambda on_rank: [on_rank(rank, dist.group.WORLD)], jobs)
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self._talk)
         return answers
@@ -137,27 +114,36 @@ class RankRunner:
                 self.run(asked)
         return asked
 
-    def _in_time(self, call: Callable[[], Any]) -> Any:
-        """What call gives or raises, in a thread of its own; None if it does not end in time."""
-        box: list[Any] = []
+    def _in_time(self, call: Callable[[Any], list[Any]], jobs: list[ModelRun]) -> list[Any]:
+        """What call gives, in a thread of its own; or which of its ranks failed or are late."""
+        box, threads = list[Any](), dict[int, int]()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def on_rank(rank: int, group: Any) -> Record:
+            threads[rank] = threading.get_ident()
+            return self.share.run(rank, group, jobs[rank])
 
         def run() -> None:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)
-                box.append(call())
+                box.append(call(on_rank))
             except BaseException as error:
                 box.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(max(self.seconds_left, 1.0))
-        return box[0] if box else None
-
-
-def _failed(rank: int, error: BaseException) -> RankFailure:
-    return RankFailure(rank, "error", "".join(traceback.format_exception(error)))
+        if not box:
+            late = [_late(rank, thread) for rank, thread in threads.items()]
+            return late or [RankFailure(-1, "late", "")]
+        (answer,) = box
+        if not isinstance(answer, BaseException):
+            return answer
+        notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
+        told = [int(x) for x in notes.split() if x.isdigit()]
+        rank = (told or ([*threads] if len(threads) == 1 else [-1]))[0]
+        return [RankFailure(rank, "error", "".join(traceback.format_exception(answer)))]
 
 
 def _late(rank: int, thread: int) -> RankFailure:

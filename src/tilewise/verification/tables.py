@@ -12,7 +12,7 @@ LEAST_KEYS = 4  # of a query, to tell one curve from another
 MOSTLY = 0.1  # of a change that is left unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
 MOST_ROWS = 256  # that a curve is fitted to
-LAST_KEY = {0: "their own", -1: "the one before their own"}
+SAME = 1e-4  # of the largest weight: no score changes it
 
 
 class Band(NamedTuple):
@@ -58,17 +58,44 @@ class Band(NamedTuple):
         return f"({left}, {right})"
 
 
-def facts_of_masks(
-    want: Array, got: Array, asked: str = "the mask", blocks: Array | None = None
+def facts_of_attention(
+    want: Array, got: Array, tolerance: float, asked: str, blocks: Array | None = None
 ) -> dict[str, Any]:
-    """What two tables of allowed pairs [num_heads, n, n] differ in.
+    """What two tables of weights [num_heads, n, n] differ in; 0 where nobody attends.
 
     Args:
-        asked: what the first is called in evidence.
+        want: the weights that are right.
+        tolerance: of the logarithm of a weight.
+        asked: what they are called in evidence.
         blocks: per token the run of tokens that a rank has, if known.
     """
+    keyed = [of_seen_keys(table) for table in (want, got)]
+    hidden = [(x != table).any(-1) for x, table in zip(keyed, (want, got), strict=True)]
+    want, got = keyed
+    facts = {"asked": asked, "keyless": int((hidden[0] != hidden[1]).any(0).sum())}
+    both = (want > 0) & (got > 0)
+    facts |= _masks(want > 0, got > 0, blocks) | _sums(want, got, both, tolerance)
+    rows = both.sum(-1) > 1
+    if rows.any():
+        right, found = (
+            np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got)
+        )
+        facts |= _values(right, found, tolerance, blocks)
+    return facts
+
+
+def of_seen_keys(weights: Array) -> Array:
+    """Weights, 0 in rows that are all alike: softmax over nothing but the least number, of a query
+    that may see no key."""
+    alike = weights.min(-1) > (1 - SAME) * weights.max(-1)
+    alike &= 2 * alike.sum(-1, keepdims=True) < weights.shape[-1]
+    return np.where(alike[..., None], 0.0, weights)
+
+
+def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
+    """What two tables of allowed pairs [num_heads, n, n] differ in."""
     empty = want.any((1, 2)) & ~got.any((1, 2))
-    facts: dict[str, Any] = {"num_heads": len(want), "asked": asked}
+    facts: dict[str, Any] = {"num_heads": len(want)}
     facts |= {"empty_heads": int(empty.sum()), "which": some(np.flatnonzero(empty))}
     want, got = want[~empty], got[~empty]
     for name, table in (("extra", got & ~want), ("missed", want & ~got)):
@@ -105,7 +132,8 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
         found["other_documents"] = f"borders of documents are ignored, at {gone}"
     elif known and asked[:2] != other[:2] and is_band(other._replace(edges=asked.edges), got):
         if asked.right != other.right and min(asked.right, other.right) <= 0:
-            ends = [LAST_KEY.get(x.right, "later ones") for x in (other, asked)]
+            last = {0: "their own", -1: "the one before their own"}
+            ends = [last.get(x.right, "later ones") for x in (other, asked)]
             found["other_mask"] = f"queries see keys up to {ends[0]}, not up to {ends[1]}"
         elif other.window:
             found["other_window"] = f"the window is {other.window}, not {window or 'unlimited'}"
@@ -141,33 +169,19 @@ def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     return {}
 
 
-def facts_of_weights(
-    want: Array, got: Array, tolerance: float, blocks: Array | None = None
-) -> dict[str, Any]:
-    """What two tables of weights [num_heads, n, n] differ in, where both attend.
-
-    Args:
-        want: the weights that are right.
-        tolerance: of the logarithm of a weight.
-        blocks: per token the run of tokens that a rank has, if known.
-    """
-    both = (want > 0) & (got > 0)
-    facts: dict[str, Any] = {}
+def _sums(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, Any]:
+    """Whether weights of a query add up to too much or too little."""
     sums, right = (x.sum(-1)[both.any(-1)] for x in (got, want))
     more = sums - right
     if ((sums > 1 + tolerance) & (more > tolerance)).any():
-        facts["row_sum"] = float(sums[more.argmax()])
-    elif len(more) and abs(more.mean()) > tolerance / 8:
-        if len(more) > 1 and np.ptp(sums / right) <= tolerance:
-            facts["shrunk"] = float(-more.mean())
-        elif right.min() < 1 - tolerance:
-            taken = [1 - x.mean() for x in (sums, right)]
-            facts["other_sink"] = "{:.2%} of weight, not {:.2%}".format(*taken)
-        else:
-            facts["lost"] = float(-more.mean())
-    rows = both.sum(-1) > 1
-    right, found = (np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got))
-    return facts | _values(right, found, tolerance, blocks) if rows.any() else facts
+        return {"row_sum": float(sums[more.argmax()])}
+    if not len(more) or abs(more.mean()) <= tolerance / 8:
+        return {}
+    if len(more) > 1 and np.ptp(sums / right) <= tolerance:
+        return {"shrunk": float(-more.mean())}
+    if right.min() < 1 - tolerance:
+        return {"other_sink": f"{1 - sums.mean():.2%} of weight, not {1 - right.mean():.2%}"}
+    return {"lost": float(-more.mean())}
 
 
 def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 Read = Callable[[Tensor], Tensor]
 """The result for values; raises UnreadableError if there is none."""
 
-SAME = 1e-4  # of the largest value: columns of one head, weights that no score changes
+SAME = 1e-4  # of the largest value: columns of one head
 
 
 class UnreadableError(Exception):
@@ -31,14 +31,6 @@ class Weights(NamedTuple):
 def above(weights: Tensor, least: float) -> Tensor:
     """Which weights are more than a share of the row's largest."""
     return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * least
-
-
-def of_seen_keys(weights: Tensor) -> Tensor:
-    """Weights, 0 in rows that are all alike: softmax over nothing but the least number, of a query
-    that may see no key."""
-    alike = weights.amin(-1) > (1 - SAME) * weights.amax(-1)
-    alike &= 2 * alike.sum(-1, keepdim=True) < weights.shape[-1]
-    return weights.masked_fill(alike[..., None], 0.0)
 
 
 def width_of_head(read: Read, num_tokens: int, width: int) -> int:
