@@ -18,7 +18,7 @@ from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.plan_bounds import PlanBounds
 from tilewise.planning.reasons import TIE, reason
-from tilewise.planning.trials import Plans, Trials
+from tilewise.planning.trials import Trials
 from tilewise.simulation.machine import Link
 from tilewise.simulation.simulator import simulate_pass
 
@@ -192,7 +192,7 @@ def test_a_node_partly_full_does_not_end_the_search_early():
     work = tw.Workload(n << 10, 32, 8, 128, mask=tw.Causal(), dtype="bfloat16", save="replay")
     work = replace(work, layout=work.layout_for(n))
     tried = options(work, n, preset.node_size)
-    trials = Trials(PassModel(work, preset, n, False), Plans(tried), max_messages=MAX_MESSAGES)
+    trials = Trials(PassModel(work, preset, n, False), tried, max_messages=MAX_MESSAGES)
     best = trials.settle(tried, lambda trial: True)
     hand = simulate_pass(tw.ulysses(8, inner=tw.ring(10)), work, preset, False)[0]
     assert best is not None and best.seconds <= hand.seconds * TIE

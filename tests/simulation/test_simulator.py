@@ -17,7 +17,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import RankBuilder, operand
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.simulation.machine import Link
-from tilewise.simulation.simulator import simulate, simulate_links
+from tilewise.simulation.simulator import simulate
 
 SLOW = pytest.mark.slow
 
@@ -282,16 +282,3 @@ def test_a_layout_of_another_size_is_refused():
     work = workload(4, layout=Layout(64, tw.contiguous(64, 4).runs))
     with pytest.raises(ValueError, match="layout is for 4 ranks"):
         simulate(tw.ring(8), work, machine())
-
-
-@pytest.mark.parametrize("exact", [None, False, True])
-@pytest.mark.parametrize("name", ["h100x8", "cpu-gloo"])
-def test_programs_priced_once_are_replayed_on_other_links(name: str, exact: bool | None):
-    work, machine = tw.Workload(1 << 14, 8, 2, 64, mask=tw.Causal()), tw.Machine.preset(name)
-    plans = tw.ulysses(2, inner=tw.mesh(8, q_tile=2)), tw.ulysses(2, inner=tw.ring(8))
-    factors = (0.125, 1.0, 8.0)
-    found = simulate_links(plans[0], work, machine, factors, plans[1], exact=exact)
-    for factor, one in zip(factors, found, strict=True):
-        alone = tw.simulate(plans[0], work, machine.scaled(factor), plans[1], exact=exact)
-        assert one.seconds == pytest.approx(alone.seconds, rel=1e-12)
-        assert one.bytes_by_link == alone.bytes_by_link

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
-from operator import index
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tilewise.arguments import require_type
+from tilewise.arguments import require_type, whole_number
 from tilewise.execution.prepare import prepare
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.balanced import balanced
@@ -146,7 +145,7 @@ class StepStream(IterableDataset[BatchStep]):
 
         The documents of the steps before are counted again, none of them is planned.
         """
-        self._first = self._done = _at_least("steps", state["steps"], 0)
+        self._first = self._done = whole_number("steps", state["steps"], 0)
 
     def _steps(self) -> Iterator[BatchStep]:
         rng = np.random.default_rng(self._seed)
@@ -181,7 +180,7 @@ class StepStream(IterableDataset[BatchStep]):
         return documents >= self._lookahead
 
     def _checked(self, i: int, length: Any) -> int:
-        length = _at_least(f"length of document {i}", length, 1)
+        length = whole_number(f"length of document {i}", length)
         if length > self._num_tokens:
             raise ValueError(
                 f"document {i} has {length} tokens, but a step holds {self._num_tokens} "
@@ -225,13 +224,11 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
         ValueError: if there is no document, and, when it is met, for one that is empty or longer
             than a step.
     """
-    world_size, tokens_per_rank = (
-        _at_least(what, value, 1)
-        for what, value in (("world_size", world_size), ("tokens_per_rank", tokens_per_rank))
-    )
+    world_size = whole_number("world_size", world_size)
+    tokens_per_rank = whole_number("tokens_per_rank", tokens_per_rank)
     machine = Machine.preset("h100x8") if machine is None else machine
     require_type(Machine, "machine", machine)
-    ahead = None if lookahead is None else _at_least("lookahead", lookahead, 1)
+    ahead = None if lookahead is None else whole_number("lookahead", lookahead)
     sizes = world_size, world_size * tokens_per_rank
     layer = Workload(
         num_tokens=sizes[1],
@@ -261,13 +258,3 @@ def _fill(waiting: list[tuple[int, int]], room: int, rng: np.random.Generator) -
             taken[i] = n
             room -= n
     return taken
-
-
-def _at_least(what: str, value: Any, least: int) -> int:
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        raise ValueError(f"{what} ({value!r}) must be a whole number, at least {least}")
-    return number

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.arguments import whole_number
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.tables import Blocks, PerHead, Slices
@@ -62,13 +63,13 @@ DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark
 
 def full(num_tokens: int) -> Mask:
     """Every query sees every key."""
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     return Full()
 
 
 def causal(num_tokens: int) -> Mask:
     """A query sees the keys up to its own."""
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     return Causal()
 
 
@@ -84,13 +85,13 @@ def causal_document(cu_seqlens: Any) -> Mask:
 
 def sliding_window(num_tokens: int, window: int) -> Mask:
     """|q - k| <= window."""
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     return Window(window, window)
 
 
 def sliding_window_causal(num_tokens: int, window: int) -> Mask:
     """0 <= q - k <= window."""
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     return Window(window, 0)
 
 
@@ -111,8 +112,8 @@ def causal_blockwise(cu_seqlens: Any) -> Mask:
 def global_sliding_window(num_tokens: int, window: int) -> Mask:
     """|q - k| <= window; the first `window` queries see all keys, and all queries see the first
     `window` keys."""
-    _at_least("window", window, 0)
-    first = min(window, _at_least("num_tokens", num_tokens, 1))
+    whole_number("window", window, 0)
+    first = min(window, whole_number("num_tokens", num_tokens))
     everywhere = [
         ((0, first), (0, num_tokens), "full"),
         ((first, num_tokens), (0, first), "full"),
@@ -149,7 +150,7 @@ def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
 
 def block_causal_document(cu_seqlens: Any, block: int) -> Mask:
     """Blocks count from each document's start; a query sees its document up to its block's end."""
-    _at_least("block", block, 1)
+    whole_number("block", block)
     documents = Document(cu_seqlens)
     shared = [
         ((at, min(at + block, stop)), (start, min(at + block, stop)), "full")
@@ -168,8 +169,8 @@ def chunked_causal(num_tokens: int, chunk: int, cu_seqlens: Any = None) -> Mask:
     Raises:
         ValueError: if chunk or num_tokens is under 1, or the documents do not end at num_tokens.
     """
-    _at_least("num_tokens", num_tokens, 1)
-    _at_least("chunk", chunk, 1)
+    whole_number("num_tokens", num_tokens)
+    whole_number("chunk", chunk)
     documents = Document([0, num_tokens] if cu_seqlens is None else cu_seqlens)
     documents.check_tokens(num_tokens)
     starts = [at for span in pairwise(documents.cu_seqlens) for at in range(*span, chunk)]
@@ -186,7 +187,7 @@ def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) 
     Raises:
         ValueError: if blocks overlap or end past num_tokens, or window is below 0.
     """
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     ranges = [as_ints(block, "blocks") for block in blocks]
     for start, stop in ranges:
         if not 0 <= start <= stop <= num_tokens:
@@ -205,7 +206,7 @@ def block_sparse(block_mask: Any, block: int) -> Mask:
         block_mask: bool [q_blocks, k_blocks], or [num_kv_heads, q_blocks, k_blocks].
         block: tokens in a block; the last one may reach past the sequence by less than one block.
     """
-    _at_least("block", block, 1)
+    whole_number("block", block)
     table = _table(block_mask)
     q_edges, k_edges = (np.arange(count + 1) * block for count in table.shape[-2:])
     return _by_head(table, lambda part: Blocks(part, q_edges, k_edges, overhang=block - 1))
@@ -242,7 +243,7 @@ def random(
     """
     if name not in ALL_NAMES:
         raise ValueError(f"mask {name!r} is not known; take one of {', '.join(ALL_NAMES)}")
-    _at_least("num_tokens", num_tokens, 1)
+    whole_number("num_tokens", num_tokens)
     rng = np.random.default_rng(seed)
     if name in BLOCK_NAMES:
         share = float(rng.choice(DENSITIES)) if density is None else density
@@ -257,39 +258,33 @@ def random(
 
 
 def _draw(name: str, num_tokens: int, cu: tuple[int, ...], rng: np.random.Generator) -> Mask:
-    match name:
-        case "full":
-            return full(num_tokens)
-        case "causal":
-            return causal(num_tokens)
-        case "full_document":
-            return full_document(cu)
-        case "causal_document":
-            return causal_document(cu)
-        case "sliding_window":
-            return sliding_window(num_tokens, WINDOW)
-        case "sliding_window_causal":
-            return sliding_window_causal(num_tokens, WINDOW)
-        case "share_question":
-            return share_question(cu)
-        case "causal_blockwise":
-            return causal_blockwise(cu)
-        case "global_sliding_window":
-            third = -(-num_tokens // 3)
-            return global_sliding_window(num_tokens, int(rng.integers(1, max(2, third))))
-        case "prefix_lm_causal":
-            return prefix_lm_causal(num_tokens, int(rng.integers(1, num_tokens + 1)))
-        case "prefix_lm_document":
-            return prefix_lm_document(cu, prefixes_for(cu, rng))
-        case "block_causal_document":
-            return block_causal_document(cu, BLOCK)
-        case "chunked_causal":
-            return chunked_causal(num_tokens, CHUNK, cu)
-        case "causal_with_blocks":
-            starts = np.flatnonzero(rng.random(num_tokens // (2 * IMAGE)) < 0.5) * 2 * IMAGE
-            blocks = [(at, at + IMAGE) for at in starts.tolist()]
-            return causal_with_blocks(num_tokens, blocks, WINDOW) & Document(cu)
-    raise AssertionError(name)
+    draws: dict[str, Callable[[], Mask]] = {
+        "full": lambda: full(num_tokens),
+        "causal": lambda: causal(num_tokens),
+        "full_document": lambda: full_document(cu),
+        "causal_document": lambda: causal_document(cu),
+        "sliding_window": lambda: sliding_window(num_tokens, WINDOW),
+        "sliding_window_causal": lambda: sliding_window_causal(num_tokens, WINDOW),
+        "share_question": lambda: share_question(cu),
+        "causal_blockwise": lambda: causal_blockwise(cu),
+        "global_sliding_window": lambda: global_sliding_window(
+            num_tokens, int(rng.integers(1, max(2, -(-num_tokens // 3))))
+        ),
+        "prefix_lm_causal": lambda: prefix_lm_causal(
+            num_tokens, int(rng.integers(1, num_tokens + 1))
+        ),
+        "prefix_lm_document": lambda: prefix_lm_document(cu, prefixes_for(cu, rng)),
+        "block_causal_document": lambda: block_causal_document(cu, BLOCK),
+        "chunked_causal": lambda: chunked_causal(num_tokens, CHUNK, cu),
+        "causal_with_blocks": lambda: _draw_images(num_tokens, rng) & Document(cu),
+    }
+    return draws[name]()
+
+
+def _draw_images(num_tokens: int, rng: np.random.Generator) -> Mask:
+    starts = np.flatnonzero(rng.random(num_tokens // (2 * IMAGE)) < 0.5) * 2 * IMAGE
+    blocks = [(at, at + IMAGE) for at in starts.tolist()]
+    return causal_with_blocks(num_tokens, blocks, WINDOW)
 
 
 def _draw_blocks(
@@ -316,9 +311,3 @@ def _table(block_mask: Any) -> np.ndarray:
             "or [num_kv_heads, q_blocks, k_blocks]"
         )
     return table
-
-
-def _at_least(what: str, value: int, least: int) -> int:
-    if value < least:
-        raise ValueError(f"{what} ({value}) must be at least {least}")
-    return value

@@ -6,7 +6,7 @@ Plans are made when they are looked at: a search leaves most of them alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Option(NamedTuple):
         kind: the strategy's name.
         degree: of the split by heads.
         order: the simpler, the lower; among equally fast plans the lowest wins.
-        make: makes the plan.
+        make: makes the plan, once.
         shape: of the plan inside a head group.
         backward: the one pass that it is for; None: both.
         variant: one of many schedules of a tile, beside the first that is as good as any.
@@ -112,7 +112,7 @@ def options(
         apart = of.backward is not None or (many and 1 not in of.shape[:2])
         weighed = of.schedule == "greedy" and apart
         beside = of.schedule == "eager" or weighed
-        make = _headed(degree, of.make)
+        make = cache(_headed(degree, of.make))
         return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
 
     return [option(order, *pair) for order, pair in enumerate(found)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import TIE
-from tilewise.planning.trials import Entry, Plans, Trial, Trials, lowest_first, ticks
+from tilewise.planning.trials import Entry, Trial, Trials, lowest_first, ticks
 
 MAX_MESSAGES = 24_000
 """Messages that a search simulates in each pass: ten thousand take about a second."""
@@ -85,11 +85,10 @@ class Pairs:
     ):
         self.save, self.memory, self.options = model.work.save, memory, options
         self.keeping = keeping
-        plans = Plans(options)
 
         def trials(backward: bool, save: str) -> Trials:
             work = replace(model.work, save=save)
-            return Trials(replace(model, work=work, backward=backward), plans, max_messages)
+            return Trials(replace(model, work=work, backward=backward), options, max_messages)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}

@@ -96,23 +96,11 @@ class Trial:
         return memory.fits(num_bytes - exchange)
 
 
-class Plans:
-    """Options' plans, made when they are first looked at."""
-
-    def __init__(self, options: list[Option]):
-        self.options = options
-        self._made: dict[int, Plan] = {}
-
-    def plan(self, order: int) -> Plan:
-        if order not in self._made:
-            self._made[order] = self.options[order].make()
-        return self._made[order]
-
-
 class Trials:
     """The trials of one pass so far, and the bounds of what was not tried.
 
     Args:
+        options: all of them, by order.
         max_messages: that may be simulated; the last trial may go beyond it.
     Attributes:
         bounds: by an option's order; the simulated time of what was tried.
@@ -121,10 +109,10 @@ class Trials:
         messages_left: of max_messages.
     """
 
-    def __init__(self, model: PassModel, plans: Plans, max_messages: int):
-        self.model, self.plans, self.messages_left = model, plans, max_messages
+    def __init__(self, model: PassModel, options: list[Option], max_messages: int):
+        self.model, self.options, self.messages_left = model, options, max_messages
         self.tried: dict[int, Trial] = {}
-        self.bounds = [shape_bound(model, option) for option in plans.options]
+        self.bounds = [shape_bound(model, option) for option in options]
         self.slowdowns: dict[int, float] = {}
         self._sharp: set[int] = set()
         self._plan_bounds = PlanBounds(model)
@@ -134,8 +122,10 @@ class Trials:
         if order in self._sharp:
             return
         self._sharp.add(order)
-        sharper = self._plan_bounds.seconds(self.plans.options[order], self.plans.plan(order))
-        self.bounds[order] = max(self.bounds[order], sharper)
+        option = self.options[order]
+        self.bounds[order] = max(
+            self.bounds[order], self._plan_bounds.seconds(option, option.make())
+        )
 
     def expected(self, order: int) -> float:
         """The time of an option; of one not tried its bound, times the root of its slowdown.
@@ -144,7 +134,7 @@ class Trials:
         """
         if order in self.tried:
             return self.bounds[order]
-        slowdown = self.slowdowns.get(self.plans.options[order].degree, 1.0)
+        slowdown = self.slowdowns.get(self.options[order].degree, 1.0)
         least = self.bounds[order] * math.sqrt(slowdown)
         return TIE ** math.floor(math.log(least, TIE)) if least else least
 
@@ -188,7 +178,7 @@ class Trials:
         return self.tried[order]
 
     def _simulate(self, order: int, rough: bool) -> None:
-        plan, model = self.plans.plan(order), self.model
+        plan, model = self.options[order].make(), self.model
         if rough and model.alike is None:
             rough = splits_into_teams(model, plan)
         if rough and model.alike is None:
@@ -205,7 +195,7 @@ class Trials:
             took, degree = timeline.seconds / self.bounds[order], plan.num_head_groups
             self.slowdowns[degree] = min(took, self.slowdowns.get(degree, math.inf))
         kept = timeline._replace(spans=())
-        self.tried[order] = Trial(self.plans.options[order], plan, model, kept, symmetry, rough)
+        self.tried[order] = Trial(self.options[order], plan, model, kept, symmetry, rough)
         self.bounds[order] = timeline.seconds
         self.messages_left -= messages
 

@@ -132,8 +132,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for what in ("node_size", "nics"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{what} ({getattr(self, what)}) must be at least 1")
+            require_range(what, getattr(self, what))
         if max(self.node_size, self.nics) % min(self.node_size, self.nics):
             raise ValueError(
                 f"nics ({self.nics}) must divide node_size ({self.node_size}) or be divided by it"
@@ -280,9 +279,7 @@ def _check_numbers(machine: Machine) -> None:
         *("launch_seconds", "message_seconds", "carry_seconds"),
         *("agree_seconds", "merge_seconds", "copy_cores"),
     ):
-        if not 0 <= getattr(machine, what) <= MOST_SECONDS:
-            value = getattr(machine, what)
-            raise ValueError(f"{what} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
+        require_range(what, getattr(machine, what), 0, MOST_SECONDS)
     calls = machine.call_seconds
     if len(calls) != 2 or not all(0 <= seconds <= MOST_SECONDS for seconds in calls):
         raise ValueError(f"call_seconds ({calls}) must be two numbers from 0 to {MOST_SECONDS:g}")

@@ -8,15 +8,13 @@ down, only where the machine says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import Program
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.shards import table_cells
 from tilewise.compiler.symmetry import all_alike, find_symmetry
@@ -26,7 +24,7 @@ from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.timeline_ops import PricedPrograms, compile_tracks
+from tilewise.simulation.timeline_ops import compile_tracks
 from tilewise.simulation.zigzag_causal import Halves, halves_of
 from tilewise.workload import Workload
 
@@ -193,7 +191,9 @@ def simulate(
     require_type(Machine, "machine", machine)
     if backward_plan is not None:
         require_type(Plan, "backward_plan", backward_plan)
-    return simulate_links(plan, work, machine, (1.0,), backward_plan, exact=exact)[0]
+    passes = (_run(one, machine, exact) for one in work.resolve(plan, backward_plan))
+    (forward, symmetry), (backward, other) = passes
+    return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
 
 
 def simulate_pass(
@@ -207,66 +207,11 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    return _priced(work.resolve(plan)[backward], machine, exact).replayed()
+    return _run(work.resolve(plan)[backward], machine, exact)
 
 
-def simulate_links(
-    plan: Plan,
-    work: Workload,
-    machine: Machine,
-    bandwidths: Sequence[float],
-    backward_plan: Plan | None = None,
-    *,
-    exact: bool | None = None,
-) -> list[Simulation]:
-    """As simulate, for multiples of the bandwidth of all links; programs are priced once."""
-    passes = [_priced(one, machine, exact) for one in work.resolve(plan, backward_plan)]
-    plans = plan, backward_plan or plan
-    found = []
-    for bandwidth in bandwidths:
-        (forward, symmetry), (backward, other) = (one.replayed(bandwidth) for one in passes)
-        found.append(Simulation(forward, backward, (symmetry, other), plans, work))
-    return found
-
-
-class _Priced(NamedTuple):
-    """A pass that is ready to be replayed."""
-
-    programs: PricedPrograms
-    network: Network
-
-    def replayed(self, bandwidth: float = 1.0) -> tuple[Timeline, Symmetry]:
-        """Its timeline where all links have a multiple of their bandwidth; who stands for whom."""
-        programs, network = self
-        if bandwidth != 1.0:  # routes hold shares of links, which stay as they are
-            carry = network.machine.carry_seconds
-            flows = (
-                flow._replace(seconds=carry + (flow.seconds - carry) / bandwidth)
-                for flow in programs.flows
-            )
-            programs = programs._replace(flows=tuple(flows))
-        loop = EventLoop(programs, network.routes, network.num_resources)
-        loop.run()
-        return loop.timeline(network.symmetry.members), network.symmetry
-
-
-def _priced(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> _Priced:
-    plan, costs, symmetry, halves, programs = _made(resolved, machine, exact)
-    network = Network(machine, symmetry)
-    return _Priced(compile_tracks(plan, programs, costs, network, halves), network)
-
-
-class _Made(NamedTuple):
-    """A pass before it is replayed: programs of the ranks that others are relabelled from."""
-
-    plan: Plan
-    costs: PassCosts
-    symmetry: Symmetry
-    halves: Halves | None
-    programs: dict[int, Program]
-
-
-def _made(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> _Made:
+def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[Timeline, Symmetry]:
+    """A pass's timeline, and which rank stands for which."""
     plan, mask, layouts, _, payload = resolved
     alike = all_alike(plan, mask, layouts)
     symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
@@ -277,7 +222,11 @@ def _made(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> _Made
         plan, costs = resolved.pruned, replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
-    return _Made(plan, costs, symmetry, halves, programs)
+    network = Network(machine, symmetry)
+    priced = compile_tracks(plan, programs, costs, network, halves)
+    loop = EventLoop(priced, network.routes, network.num_resources)
+    loop.run()
+    return loop.timeline(symmetry.members), symmetry
 
 
 def _replayed(

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import tilewise as tw
-from tilewise.simulation.simulator import Simulation, simulate, simulate_links
+from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.tools.study.simulated import methods
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -107,9 +107,10 @@ class Studies:
             self.tell(f"{entry.family} on slower and faster links")
             own = entry is this
             work = self.work if own else _work_on(self.work, this.plan.world_size)
-            plans = entry.plan, work, self.machine, BANDWIDTHS, backward_plan if own else None
-            every = zip(BANDWIDTHS, simulate_links(*plans, exact=False), strict=True)
-            found += [(factor, entry._replace(simulation=one)) for factor, one in every]
+            for factor in BANDWIDTHS:
+                on = work, self.machine.scaled(factor), backward_plan if own else None
+                one = simulate(entry.plan, *on, exact=False)
+                found.append((factor, entry._replace(simulation=one)))
         return sorted(found, key=lambda one: one[0])
 
 
