@@ -96,7 +96,9 @@ def test_no_bound_is_above_a_simulated_time(name: str, n: int, mask: tw.Mask):
 def _check_bounds(model: PassModel, option: Option) -> None:
     plan = option.make()
     timeline, symmetry = simulate_pass(plan, model.work, model.machine, model.backward)
-    bounds = [shape_bound(model, option), PlanBounds(model).seconds(option, plan)]
+    bounds = [shape_bound(model, option)]
+    if model.alike is not None:
+        bounds.append(PlanBounds(model).seconds(option, plan))
     assert max(bounds) <= timeline.seconds, (plan, bounds, timeline.seconds)
     if model.alike and model.world_size > 16 and model.share(option) == 1:
         assert symmetry.members > 1, plan

@@ -76,9 +76,12 @@ SAFE = 1 - 1e-9
 
 
 def shape_bound(model: PassModel, option: Option) -> float:
-    """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link."""
-    if not option.shape.q:
-        return SAFE * _compute(model, *_longest(model, option))
+    """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link.
+
+    Where a mask leaves ranks different work, kernels alone, which is the same for all.
+    """
+    if model.alike is None or not option.shape.q:
+        return SAFE * _compute(model, model.work.num_tokens, model.work.num_tokens)
     payload, degree = model.payload(option.degree), option.degree
     rows = min(model.layout.sizes) * degree * model.share(option)
     each = [

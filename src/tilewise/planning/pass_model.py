@@ -61,8 +61,6 @@ class PassModel:
         Under a causal mask on zigzag shards that is half; the simulator prunes unless it finds
         ranks that are alike on the machine too.
         """
-        if self.alike is None:
-            return 0.0
         exact = self.world_size <= EXACT_RANKS
         return 0.5 if self.alike and (exact or not self._symmetric(option)) else 1.0
 

@@ -26,6 +26,9 @@ COPIES = 3
 """Times that what a rank holds of a shard is at most as large as its messages: operand and wire,
 partial (of twice the width) and what arrives for it."""
 
+FIRST = 1e-6
+"""By so much of a bound an option comes before another of half its degree or less."""
+
 PRUNED_FOR_ONE = 8
 """Messages that are pruned in the time in which one is simulated."""
 
@@ -104,8 +107,6 @@ class Trials:
         max_messages: that may be simulated; the last trial may go beyond it.
     Attributes:
         bounds: by an option's order; the simulated time of what was tried.
-        slowdowns: by degree, the least that an option of it took of its bound; of 1 unless ranks
-            differ, where bounds are far below times, and the further the lower the degree is.
         messages_left: of max_messages.
     """
 
@@ -113,13 +114,12 @@ class Trials:
         self.model, self.options, self.messages_left = model, options, max_messages
         self.tried: dict[int, Trial] = {}
         self.bounds = [shape_bound(model, option) for option in options]
-        self.slowdowns: dict[int, float] = {}
         self._sharp: set[int] = set()
         self._plan_bounds = PlanBounds(model)
 
     def sharpen(self, order: int) -> None:
         """Raise an option's bound to that by its plan, which is made for it."""
-        if order in self._sharp:
+        if order in self._sharp or self.model.alike is None:
             return
         self._sharp.add(order)
         option = self.options[order]
@@ -128,15 +128,19 @@ class Trials:
         )
 
     def expected(self, order: int) -> float:
-        """The time of an option; of one not tried its bound, times the root of its slowdown.
+        """The time of an option; of one not tried its bound.
 
         Of equal ones the simplest is tried first: bounds within a tie of each other are made equal.
+        Where ranks differ, plans that are made for the mask are, and then those that split heads
+        most, which are simulated soonest.
         """
-        if order in self.tried:
-            return self.bounds[order]
-        slowdown = self.slowdowns.get(self.options[order].degree, 1.0)
-        least = self.bounds[order] * math.sqrt(slowdown)
-        return TIE ** math.floor(math.log(least, TIE)) if least else least
+        least = self.bounds[order]
+        if order in self.tried or not least:
+            return least
+        option, tied = self.options[order], TIE ** math.floor(math.log(least, TIE))
+        if self.model.alike is not None:
+            return tied
+        return tied * (1 - FIRST * (option.degree if option.shape.q else self.model.world_size + 1))
 
     def trial(self, order: int) -> Trial:
         """Simulate an option, once; roughly where that takes much less time."""
@@ -191,9 +195,6 @@ class Trials:
                 pruned = model.work.resolve(plan)[model.backward].pruned
                 left = sum(len(step.transfers) for step in pruned.steps)
                 messages = left + (messages - left) // PRUNED_FOR_ONE
-        if model.alike is None and model.rough and order not in self.tried:
-            took, degree = timeline.seconds / self.bounds[order], plan.num_head_groups
-            self.slowdowns[degree] = min(took, self.slowdowns.get(degree, math.inf))
         kept = timeline._replace(spans=())
         self.tried[order] = Trial(self.options[order], plan, model, kept, symmetry, rough)
         self.bounds[order] = timeline.seconds

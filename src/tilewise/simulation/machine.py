@@ -279,7 +279,9 @@ def _check_numbers(machine: Machine) -> None:
         *("launch_seconds", "message_seconds", "carry_seconds"),
         *("agree_seconds", "merge_seconds", "copy_cores"),
     ):
-        require_range(what, getattr(machine, what), 0, MOST_SECONDS)
+        if not 0 <= getattr(machine, what) <= MOST_SECONDS:
+            value = getattr(machine, what)
+            raise ValueError(f"{what} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
     calls = machine.call_seconds
     if len(calls) != 2 or not all(0 <= seconds <= MOST_SECONDS for seconds in calls):
         raise ValueError(f"call_seconds ({calls}) must be two numbers from 0 to {MOST_SECONDS:g}")
