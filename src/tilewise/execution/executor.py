@@ -8,17 +8,12 @@ from collections.abc import Iterable, Iterator
 from torch.autograd import profiler
 
 from tilewise.compiler.program import Compute, Free, Instruction, Program, Wait
-from tilewise.execution.launching import (
-    Arrival,
-    RankState,
-    launch_apart,
-    launch_team,
-    launch_together,
-)
+from tilewise.execution.launching import Arrival, launch_apart, launch_team, launch_together
+from tilewise.execution.work import PassWork
 from tilewise.transport.protocol import Transport
 
 
-def execute(program: Program, work: RankState, transport: Transport) -> None:
+def execute(program: Program, work: PassWork, transport: Transport) -> None:
     """Run a program to its end; returns when all that was sent has left.
 
     Merges happen in program order, so every run gives the same bits where the kernels do: see

@@ -8,7 +8,7 @@ and what arrives by the first lies as tiles read it: as one shard of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.arguments import ITEM_BYTES
 from tilewise.execution.packing import STATISTICS
+from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Role, Side
 from tilewise.plan.payload import HeadGroups, Payload
@@ -38,6 +39,19 @@ class ExchangedField(NamedTuple):
     start: int
     whole: tuple[tuple[int, ...], tuple[int, ...]]
     by_rank: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Exchange(NamedTuple):
+    """A team's exchange: see TeamTransport.exchange_all.
+
+    Attributes:
+        take_in: is called when all has arrived.
+    """
+
+    leaving: Tensor
+    arriving: Tensor
+    sizes: TeamSizes
+    take_in: Callable[[], None]
 
 
 class HeadExchange:
@@ -102,7 +116,9 @@ class HeadExchange:
         for field, result in zip(mine, results, strict=True):
             x = numbers[field.dtype].as_strided(*field.by_rank, field.start)
             if self._shared[of] is not None:  # ranks of one KV head, whose gradients sum
-                x = x.unflatten(2, (self._groups.num_kv_heads, -1)).sum(3, dtype=_wide(x.dtype))
+                x = x.unflatten(2, (self._groups.num_kv_heads, -1)).sum(
+                    3, dtype=accumulator_dtype(x.dtype)
+                )
             result.view(x.shape).copy_(x)
 
     def _numbers(self, buffer: Tensor) -> dict[torch.dtype, Tensor]:
@@ -144,7 +160,3 @@ def head_exchange(
 def as_one_shard(layout: Layout) -> Layout:
     """All shards' rows, one after the other."""
     return Layout(layout.num_tokens, [chain(*layout.runs)], layout.name)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -3,65 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.compiler.program import Launch
-from tilewise.plan.ir import Item, Tile, Transfer
+from tilewise.execution.head_exchange import Exchange
+from tilewise.execution.work import PassWork
+from tilewise.plan.ir import Item, Transfer
 from tilewise.transport.protocol import (
     Handle,
     Message,
-    TeamSizes,
     Transport,
     shares_message,
     team_transport,
 )
-
-
-class Exchange(NamedTuple):
-    """A team's exchange: see TeamTransport.exchange_all.
-
-    Attributes:
-        take_in: is called when all has arrived.
-    """
-
-    leaving: Tensor
-    arriving: Tensor
-    sizes: TeamSizes
-    take_in: Callable[[], None]
-
-
-class RankState(Protocol):
-    """A rank's values during one pass, as the executor sees them."""
-
-    def pack_send(self, transfer: Transfer) -> Tensor:
-        """The bytes to send; a partial leaves its place."""
-        ...
-
-    def launched(self, handle: int, lane: int) -> None:
-        """What has departed last is on its way."""
-        ...
-
-    def left(self, handle: int) -> None:
-        """What departed with a launch has left."""
-        ...
-
-    def exchange(self, launch: Launch) -> Exchange | None:
-        """What a team exchanges, packed as a whole; None: message by message."""
-        ...
-
-    def recv_buffer(self, transfer: Transfer) -> Tensor:
-        """Where to receive."""
-        ...
-
-    def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
-        """Take in what was received; a partial is merged."""
-        ...
-
-    def run(self, tile: Tile) -> None: ...
-    def free(self, item: Item) -> None: ...
 
 
 class Label(NamedTuple):
@@ -78,7 +35,7 @@ Arrival = tuple[Handle, Transfer | None, Tensor]
 """What to wait for, and what is then on_receive's."""
 
 
-def launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
+def launch_apart(launch: Launch, work: PassWork, transport: Transport) -> list[Arrival]:
     """Post every receive by itself, to be waited for by itself; small ones of a rank together."""
     handle, step, lane, sends, recvs, _ = launch
     arrivals: list[Arrival] = []
@@ -105,7 +62,7 @@ def launch_apart(launch: Launch, work: RankState, transport: Transport) -> list[
     return arrivals
 
 
-def launch_together(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
+def launch_together(launch: Launch, work: PassWork, transport: Transport) -> list[Arrival]:
     """Post all sends and receives at once."""
     incoming = _incoming(work, launch)
     started = transport.exchange(_outgoing(work, launch), incoming, launch.lane)
@@ -113,7 +70,7 @@ def launch_together(launch: Launch, work: RankState, transport: Transport) -> li
     return [(started, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]
 
 
-def launch_team(launch: Launch, work: RankState, transport: Transport) -> list[Arrival]:
+def launch_team(launch: Launch, work: PassWork, transport: Transport) -> list[Arrival]:
     """Exchange within a team, as all its ranks do."""
     teams, team = team_transport(transport), launch.team
     assert team is not None and teams is not None
@@ -130,12 +87,12 @@ def launch_team(launch: Launch, work: RankState, transport: Transport) -> list[A
     return [(handle, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]
 
 
-def _incoming(work: RankState, launch: Launch) -> list[Message]:
+def _incoming(work: PassWork, launch: Launch) -> list[Message]:
     step = launch.step
     return [Message(work.recv_buffer(hop), hop.src, Label(step, hop.item)) for hop in launch.recvs]
 
 
-def _outgoing(work: RankState, launch: Launch) -> list[Message]:
+def _outgoing(work: PassWork, launch: Launch) -> list[Message]:
     step = launch.step
     return [Message(work.pack_send(hop), hop.dst, Label(step, hop.item)) for hop in launch.sends]
 

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from tilewise.execution.allocator import Allocator, Source
-from tilewise.execution.encoding import decode, encode
+from tilewise.kernels import float8
 from tilewise.plan.ir import Item, Role, Rows, Side
-from tilewise.plan.payload import ALIGNMENT_BYTES, Payload, RowFormat
+from tilewise.plan.payload import ALIGNMENT_BYTES, Field, Payload, RowFormat
+from tilewise.wires.float8 import Float8
+from tilewise.wires.wire import Plain
 
 STATISTICS = ("lse", "delta", "largest")
+_NUMBERS = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "latent", "dlatent")
+"""Fields that may be encoded, by their number in counters."""
 
 
 class PackedRows(NamedTuple):
@@ -96,7 +100,7 @@ class Packing:
             self._fields, self._columns, tensors, self._dtypes, strict=True
         ):
             if field.wire is not None:
-                wire[..., columns].copy_(encode(field, x, item, rank))
+                wire[..., columns].copy_(_encode(field, x, item, rank))
                 continue
             converted = allocator.take(x.shape, dtype)
             wire[..., columns].copy_(converted.copy_(x).flatten(2).view(torch.uint8))
@@ -119,13 +123,47 @@ class Packing:
             if field.wire is not None:
                 take = wire.new_empty if source is None else source.take
                 into = take((*wire.shape[:2], *shape), dtype=dtype)
-                tensors.append(decode(field, packed, into))
+                tensors.append(_decode(field, packed, into))
                 continue
             # contiguous() keeps a single row where it is, unaligned
             if not self.in_place:
                 packed = packed.clone(memory_format=torch.contiguous_format)
             tensors.append(packed.view(dtype).unflatten(-1, shape))
         return dict(zip(self.names, tensors, strict=True))
+
+
+def _encode(field: Field, x: Tensor, item: Item, rank: int) -> Tensor:
+    """A tensor [rows, batch, heads, width] of a field that has a wire, as uint8 [rows, batch, n].
+
+    n is heads * field.row_bytes, and every row can be decoded by itself.
+
+    Args:
+        item, rank: whose rows these are, and who encodes them: for numbers of a counter.
+    """
+    wire = field.wire
+    if isinstance(wire, Plain):
+        return x.to(getattr(torch, wire.dtype or field.dtype)).flatten(2).view(torch.uint8)
+    if isinstance(wire, Float8):
+        number = _NUMBERS.index(field.name)
+        return float8.encode(wire, x, (item.shard << 15 | item.heads << 4 | number, rank))
+    raise TypeError(f"{field.name} has a wire that nobody encodes: {wire!r}")
+
+
+def _decode(field: Field, columns: Tensor, into: Tensor) -> Tensor:
+    """The inverse of _encode, but for rounding.
+
+    Args:
+        columns: uint8 [rows, batch, n].
+        into: [rows, batch, heads, width] of the field's dtype, which is returned.
+    """
+    wire = field.wire
+    if isinstance(wire, Plain):  # views of wider numbers begin at multiples of their size
+        numbers = columns.clone(memory_format=torch.contiguous_format)
+        numbers = numbers.view(getattr(torch, wire.dtype or field.dtype))
+        return into.copy_(numbers.unflatten(-1, into.shape[2:]))
+    if isinstance(wire, Float8):
+        return float8.decode(columns, into)
+    raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +209,7 @@ def join(pieces: Sequence[Tensor], allocator: Source) -> Tensor:
     return torch.cat(pieces, out=joined)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-class Arena:
+class Arena(NamedTuple):
     """One buffer for the blocks of several items, side by side.
 
     Attributes:
@@ -180,5 +218,6 @@ class Arena:
         fields: the whole buffer's tensors; those of an earlier pass stay readable beside.
     """
 
-    def __init__(self, starts: Mapping[Item, int], wire: Tensor | None, fields: dict[str, Tensor]):
-        self.starts, self.wire, self.fields = starts, wire, fields
+    starts: Mapping[Item, int]
+    wire: Tensor | None
+    fields: Mapping[str, Tensor]

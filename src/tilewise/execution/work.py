@@ -11,7 +11,7 @@ from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
 from tilewise.execution.arenas import Operands
 from tilewise.execution.expansion import Expanded
 from tilewise.execution.gather import BoundCall, PlacedCall, Tensors, gather
-from tilewise.execution.launching import Exchange
+from tilewise.execution.head_exchange import Exchange
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
 from tilewise.execution.partials import MergedPartials, Partials, SummedPartials
 from tilewise.execution.pass_run import PassRun
@@ -23,7 +23,9 @@ from tilewise.plan.row_ranges import count_rows
 
 
 class PassWork(ABC):
-    """The executor's work; see launching.RankState.
+    """What the executor asks for: bytes to send, room to receive, tiles computed.
+
+    launched and left are told that what was packed last is on its way, and that it has left.
 
     Args:
         named: by side, this rank's tensors [rows, batch, heads(, width)] by the names of fields;
@@ -69,6 +71,7 @@ class PassWork(ABC):
         self.partials = self.kind(run, allocator, self._scratch, groups)
 
     def pack_send(self, transfer: Transfer) -> Tensor:
+        """The bytes to send; a partial leaves its place."""
         item, rank, _, rows = transfer
         if item.role is Role.OPERAND:
             return self._operand_wire(item, rows)
@@ -91,6 +94,7 @@ class PassWork(ABC):
         return wire
 
     def recv_buffer(self, transfer: Transfer) -> Tensor:
+        """Where to receive."""
         item, _, _, rows = transfer
         num_rows = self._sizes[item.side][item.shard] if rows is None else count_rows(rows)
         arena = self._arena_of.get(item)
@@ -101,6 +105,7 @@ class PassWork(ABC):
         return allocator.take((num_rows, self._run.batch, *shape), torch.uint8)
 
     def on_receive(self, transfer: Transfer, wire: Tensor) -> None:
+        """Take in what was received; a partial is merged."""
         item, _, _, rows = transfer
         if item.role is Role.RESULT:
             self._results[item] = wire
@@ -121,6 +126,7 @@ class PassWork(ABC):
         self.operands[item] = PackedRows(rows, fields, wire, place)
 
     def exchange(self, launch: Launch) -> Exchange | None:
+        """What a team exchanges, packed as a whole; None: message by message."""
         whole = self._run.exchanges.get(launch.handle)
         if whole is None or self._named is None:
             return None

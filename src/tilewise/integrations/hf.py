@@ -149,27 +149,14 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
     return lengths
 
 
-def shard(  # noqa: PLR0913 - what a batch consists of, by name
-    cp: ContextParallel,
-    input_ids: Tensor,
-    *,
-    labels: Tensor | None = None,
-    cu_seqlens: Any = None,
-    attention_mask: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
-    shift_labels: bool = True,
-) -> dict[str, Tensor]:
-    """What a model is called with on this rank, from the whole batch; see data.shard_inputs."""
-    return shard_inputs(
-        cp.layout,
-        cp.rank,
-        input_ids,
-        labels=labels,
-        cu_seqlens=cu_seqlens,
-        attention_mask=attention_mask,
-        token_type_ids=token_type_ids,
-        shift_labels=shift_labels,
-    )
+def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
+    """What a model is called with on this rank, from the whole batch.
+
+    Args:
+        columns: labels, cu_seqlens, attention_mask, token_type_ids, shift_labels, as of
+            data.shard_inputs.
+    """
+    return shard_inputs(cp.layout, cp.rank, input_ids, **columns)
 
 
 def unshard(cp: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
