@@ -6,6 +6,10 @@ turn, forth and back, several calls in a row; a figure is the mean over ranks, t
 the quartiles over rounds.
 
     python -m benchmarks.call_cost [--rounds 15] [--tokens 64] [--only NAME ...] [--json]
+    python -m benchmarks.call_cost --counts
+
+With --counts what one call of rank 0 does instead, which no other work changes: calls of Python
+functions, and of torch's operators from outside of others.
 
 Without --only the peers named in BESIDE; --only "" takes all that can run.
 """
@@ -15,6 +19,7 @@ import json
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -80,6 +85,24 @@ def one_call(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> N
     torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
 
 
+def counts(call: Callable[[], None]) -> tuple[int, int]:
+    """Calls of Python functions and of torch's operators."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    operators = [
+        event
+        for event in profile.events()
+        if event.name.startswith("aten::")
+        and not (event.cpu_parent and event.cpu_parent.name.startswith("aten::"))
+    ]
+    return events.count("call"), len(operators)
+
+
 def measure(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
     """Rank 0 puts ms a call by contender and round."""
     torch.set_num_threads(1)
@@ -92,6 +115,14 @@ def measure(rank: int, port: int, options: argparse.Namespace, results: Any) -> 
         (name, partial(one_call, attend, *operands(layout, rank)))
         for name, (attend, layout) in entrants(case, rank, options.only).items()
     ]
+    if options.counts:
+        for _, call in running * 5:  # what is made once
+            call()
+        found = {name: counts(call) for name, call in running}
+        if rank == 0:
+            results.put(found)
+        dist.destroy_process_group()
+        return
     times: dict[str, list[float]] = {name: [] for name, _ in running}
     for turn in range(-2, options.rounds):
         for name, call in running if turn % 2 else reversed(running):
@@ -114,12 +145,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a rank")
     parser.add_argument("--only", nargs="*", default=[], help="parts of contenders' names")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--counts", action="store_true")
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(measure, (port, options, results), WORLD)  # pyright: ignore[reportPrivateImportUsage]
+    if options.counts:
+        for name, (functions, operators) in results.get().items():
+            print(f"{name:28} {functions:5} functions, {operators:4} operators")
+        return
     rows = {}
     for name, times in results.get().items():
         low, middle, high = statistics.quantiles(times, n=4)
