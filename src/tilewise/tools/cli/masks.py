@@ -1,6 +1,6 @@
 """tilewise masks: what every pattern, or documents of every corpus, cost under each plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, NamedTuple
 
@@ -97,7 +97,7 @@ def _cases(options: MasksOptions) -> list[MaskCase]:
 
 
 def _shown(
-    rows: list[PatternRow] | list[DocumentRow], case: MaskCase, num_seeds: int
+    rows: Sequence[PatternRow | DocumentRow], case: MaskCase, num_seeds: int
 ) -> Iterator[str | Table]:
     """The tables and the words before each."""
     tokens, dim = case.num_tokens // case.world_size, case.head_dim

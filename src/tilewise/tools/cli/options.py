@@ -72,7 +72,7 @@ def command_of(
 
     every = {name: p for signature in signatures for name, p in signature.parameters.items()}
     kept = [p for name, p in every.items() if name not in without]
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__name__, command.__doc__ = run.__name__.removeprefix("_"), run.__doc__
     command.__signature__ = inspect.Signature(kept)  # pyright: ignore[reportFunctionMemberAccess]
     hints = (get_type_hints(one, include_extras=True) for one in options)
     command.__annotations__ = {name: hint for part in hints for name, hint in part.items()}

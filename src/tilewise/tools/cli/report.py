@@ -73,5 +73,4 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
 
 
-_report.__name__ = "report"
 report_command = command_of(_report, ReportOptions, WorkOptions)

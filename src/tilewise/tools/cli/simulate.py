@@ -69,7 +69,6 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     console.print(_table(found))
 
 
-_simulate.__name__ = "simulate"
 simulate_command = command_of(_simulate, SimulateOptions, WorkOptions)
 
 

@@ -99,5 +99,4 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         console.print(drawn)
 
 
-_study.__name__ = "study"
 study_command: Any = command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT)

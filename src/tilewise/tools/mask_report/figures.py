@@ -112,7 +112,7 @@ def _of_rank(plan: Plan, rank: int, table: TileCalls) -> Waste:
 
     def held(side: Side, tile: Tile) -> tuple[Rows, ...]:
         sizes = table.layouts[side].sizes
-        rows = ((shard, arrived.get(operand(side, shard, tile.heads))) for shard in tile[side])
+        rows = ((shard, arrived.get(operand(side, shard, tile.heads))) for shard in tile[:2][side])
         return tuple(((0, sizes[shard]),) if part is None else part for shard, part in rows)
 
     for step in plan.rank_steps(rank):
