@@ -45,6 +45,7 @@ class ArenaTable:
         packing: Mapping[tuple[Side, Role], Packing],
         layouts: Sequence[Layout],
         batch: int,
+        *,
         saved: bool,
     ):
         self._program, self._arriving, self._packing = program, arriving, packing

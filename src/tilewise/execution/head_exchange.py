@@ -122,7 +122,7 @@ class HeadExchange:
             result.view(x.shape).copy_(x)
 
     def _numbers(self, buffer: Tensor) -> dict[torch.dtype, Tensor]:
-        return {dtype: buffer.view(dtype) for dtype in self._dtypes}
+        return dict(zip(self._dtypes, map(buffer.view, self._dtypes), strict=True))
 
 
 def head_exchange(

@@ -6,7 +6,6 @@ All but the tensors is known once the call is checked, and made once for calls o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,25 +31,13 @@ from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand
 from tilewise.plan.cache import PlanCache
-from tilewise.plan.ir import Item, Role, Rows, Side, Tile
-from tilewise.plan.payload import Payload
+from tilewise.plan.ir import Item, Rows, Tile
 from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport, workspace_of
 from tilewise.transport.streams import is_capturing
 
 MOST_AHEAD = 8
 """Launches by which receives of small shards are posted before their sends."""
-
-
-@lru_cache(maxsize=64)
-def _carries(payload: Payload) -> frozenset[tuple[Side, Role]]:
-    return payload.carries
-
-
-@lru_cache(maxsize=64)
-def _row_bytes(payload: Payload) -> list[int]:
-    """By side: bytes of a token's row of the item that has most."""
-    return [max(payload.row_bytes(Item(side, role, 0)) for role in Role) for side in Side]
 
 
 def pass_run(
@@ -93,12 +80,17 @@ class PassRun:
         pruned = resolved.pruned if problem.prune else resolved.plan
         self.packing = packings(of)
         ahead, exchanges = transport.receives_ahead, ()
-        shard_bytes = batch * self._largest_shard_bytes()
+        # Of all items of the longest shard at once: the same on all ranks.
+        longest = [max(layout.sizes, default=0) for layout in self.layouts]
+        shard_bytes = batch * max(
+            longest[side] * packing.row_bytes for (side, _), packing in self.packing.items()
+        )
         if team_transport(transport) and shard_bytes <= SMALL_BYTES:
             exchanges = pruned.traits.exchanges
         if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
             ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, shard_bytes)))
-        carries, keep = _carries(of), 4 * pruned.world_size
+        carries = frozenset(part for part, packing in self.packing.items() if packing.names)
+        keep = 4 * pruned.world_size
         key = rank, ahead, transport.node_size, carries, exchanges
         self.program: Program = pruned.memo(
             "program",
@@ -120,9 +112,8 @@ class PassRun:
             "lifetimes", key, lambda: lifetimes(self.program), keep
         )
         self.own = OwnRows(pruned.owners, pruned.cuts, self.layouts, carried, rank)
-        saved = of.backward and of.saved
-        buffers_of = self.program, arriving, self.packing, self.layouts, batch, saved
-        self.arenas = ArenaTable(*buffers_of)
+        given = self.program, arriving, self.packing, self.layouts, batch
+        self.arenas = ArenaTable(*given, saved=of.backward and of.saved)
         self.exchanges: dict[int, HeadExchange] = {}
         if exchanges and all(one.by_head for one in exchanges) and batch and not latent:
             self.exchanges = self._whole_exchanges(rank)
@@ -151,17 +142,11 @@ class PassRun:
         for launch in self.program.instructions:
             if isinstance(launch, Launch):
                 role = (launch.sends or launch.recvs)[0].item.role
-                given = self.payload, layouts, self.groups, rank, self.batch
-                whole = head_exchange(role, *given)
+                whole = head_exchange(role, self.payload, layouts, self.groups, rank, self.batch)
                 if whole is None:
                     return {}
                 found[launch.handle] = whole
         return found
-
-    def _largest_shard_bytes(self) -> int:
-        """Of all items of the longest shard at once: the same on all ranks."""
-        row_bytes = _row_bytes(self.payload)
-        return max(max(self.layouts[side].sizes, default=0) * row_bytes[side] for side in Side)
 
     def allocator(self, tensors: Sequence[Tensor | None], keep: bool = False) -> Allocator:
         """Who hands out this pass its buffers: on BOUND_DEVICES one that has them all already.

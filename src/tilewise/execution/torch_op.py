@@ -41,6 +41,7 @@ from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
 from tilewise.wires.wire import Plain, wires_of
 
+Results = tuple[Tensor, Tensor, list[Tensor]]
 FIRST_ANSWER_SECONDS = 30.0
 """How long such a comparison waits for a rank the first time."""
 # torch 2.11 looks up the very class, later ones a base class too.
@@ -245,43 +246,29 @@ def latent_attention(
     return out, lse, kept
 
 
-def _autograd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionCall,
-    seed: int | None = None,
-    largest: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    given = q, k, v, call, seed, largest
-    out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
+def _autograd(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *rest: Any) -> Results:
+    out, lse, *kept = _Attention.apply(q, k, v, call, *_filled(rest))  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionCall,
-    seed: int | None = None,
-    largest: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *rest: Any) -> Results:
+    seed, _ = _filled(rest)
     problem, transport = resolve_call(q, k, v, _seeded(call, seed))
     with _explained(call):
         return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: object,
-    seed: int | None = None,
-    largest: bool = False,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: object, *rest: Any) -> Results:
     """Shapes alone; a compiler does not let it look into the call, hence nothing is kept."""
+    _, largest = _filled(rest)
     kept = [q.new_empty(q.shape[-2:-1], dtype=torch.float32)] * largest
     return *empty_results(q, v.shape[-1]), kept
+
+
+def _filled(rest: tuple[Any, ...]) -> tuple[int | None, bool]:
+    """The seed, and whether the largest scores are asked for: torch leaves defaults out."""
+    seed, largest = (*rest, *(None, False)[len(rest) :])
+    return seed, bool(largest)
 
 
 def _backward(
