@@ -1,5 +1,6 @@
 """Ulysses on a transport that takes teams' exchanges as wholes, and what is kept between calls."""
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -43,9 +44,14 @@ class Together:
 
 
 def results(
-    plan: tw.Plan, layout: tw.Layout, mask: tw.Mask, whole: list[torch.Tensor], **options: Any
+    plan: tw.Plan,
+    layout: tw.Layout,
+    mask: tw.Mask,
+    whole: list[torch.Tensor],
+    unpack: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv of the whole sequence."""
+    """out, lse, dq, dk, dv of the whole sequence; unpack: of what autograd has saved."""
     *operands, dout = whole
 
     def on_rank(rank: int, group: Any) -> tuple[torch.Tensor, ...]:
@@ -53,7 +59,8 @@ def results(
         together = {"plan": plan, "layout": layout, "mask": mask, "return_lse": True}
         for x in (q, k, v):
             x.grad = None
-        out, lse = tw.attention(q, k, v, **together, group=Together(group), **options)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out, lse = tw.attention(q, k, v, **together, group=Together(group), **options)
         grads = torch.autograd.grad(out, (q, k, v), layout.shard(dout, rank, -3))
         return out.detach(), lse.detach()[..., None], *grads
 
@@ -82,6 +89,17 @@ def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, monkeypatch):
     assert len(used) == (2 * WORLD if num_tokens >= WORLD else 0)
     for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12), name
+
+
+def test_what_hooks_keep_may_lie_anywhere_in_its_memory():
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.new_zeros(64), x.flatten()])[64:].view(x.shape)
+
+    whole = [torch.randn(16, 4, 8, dtype=torch.float64) for _ in range(4)]
+    given = tw.contiguous(16, WORLD), tw.Causal(), whole
+    want = results(tw.ulysses(WORLD), *given)
+    got = results(tw.ulysses(WORLD), *given, unpack=moved)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("plan", [tw.ulysses(WORLD), tw.all_gather(WORLD)], ids=repr)

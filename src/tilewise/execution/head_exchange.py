@@ -90,7 +90,8 @@ class HeadExchange:
         numbers = self._numbers(buffer)
         found: dict[Side, dict[str, Tensor]] = {}
         for side, name, dtype, start, whole, _ in self._fields:
-            found.setdefault(side, {})[name] = numbers[dtype].as_strided(*whole, start)
+            x = numbers[dtype]  # a buffer that a hook of autograd kept may begin anywhere
+            found.setdefault(side, {})[name] = x.as_strided(*whole, x.storage_offset() + start)
         return found
 
     def scatter(self, own: Sequence[Mapping[str, Tensor]], buffer: Tensor) -> None:
