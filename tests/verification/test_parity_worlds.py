@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +68,36 @@ def test_all_ranks_of_a_torchrun_world_get_one_report(fault, cause, words):
     window, timeout = (5 if "window" in fault else None), (6.0 if words[:4] == "rank" else 60.0)
     (answer,) = on_all_ranks(in_a_world, fault, window, timeout)
     assert answer[0] == cause and words in answer[1], answer[1]
+
+
+TYPED = """
+import torch.distributed as dist
+import tilewise as tw
+from verification.zoo import Settings, made, share
+
+class Fault:
+    name = "window_ignored"
+
+def split(model, inputs, rank, group):
+    assert dist.get_world_size(group) == 4
+    return share(model, inputs, rank, group, fault=Fault.name)
+
+print(tw.parity(*made(Settings(window=5)), split).cause)
+"""
+
+
+@SLOWLY
+def test_what_is_typed_runs_in_processes():
+    tests = str(Path(__file__).parents[1])
+    given = {"PYTHONPATH": os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))}
+    ran = subprocess.run(
+        [sys.executable, "-"],
+        input=TYPED,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **given},
+    )
+    assert ran.stdout.split() == ["window_ignored"], ran.stderr
 
 
 def without_labels(rank: int) -> Iterator[str]:

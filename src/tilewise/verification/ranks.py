@@ -75,6 +75,8 @@ class RankRunner:
             self._processes.close()
 
     def _gloo(self, jobs: list[ModelRun]) -> list[Any]:
+        if getattr(sys.modules["__main__"], "__file__", "") == "<stdin>":
+            del sys.modules["__main__"].__file__  # or each process would look for that file
         message = by_value.dumps(jobs)
         if self._processes is None:
             modules = {type(module).__module__ for module in self.share.model.modules()}
