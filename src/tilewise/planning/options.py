@@ -33,10 +33,6 @@ UNLIKE_RANKS = 64
 """Up to so many ranks plans whose ranks differ, and those made for a mask, are tried. To make or to
 replay a single one of more takes longer than a whole search, so that no budget can stop it."""
 
-EVERY_RANK = 16
-"""With more ranks, and a mask for which they are not alike, fewer schedules are tried: to bound
-their plans would take longer than to simulate what the budget allows."""
-
 ANY_NODE_RANKS = 32
 """Up to so many ranks plans of whole nodes are tried for groups of every size, not only nodes:
 their number grows with the square of the divisors, and each has to be made to be bounded."""
@@ -98,20 +94,15 @@ def options(
         for variant in _inside(degree, work, world_size, node_size)
         if held or variant.schedule != "held"
     ]
-    unlike = _unlike(work, world_size)
-    many = unlike and world_size > EVERY_RANK
-    if usual or many:
-        slow = ("hierarchical", "balanced_ring") if many else ("hierarchical",)
-        found = [(degree, of) for degree, of in found if _plain(of) and of.kind not in slow]
-    if unlike and world_size <= MOST_APART:
+    if usual:
+        found = [(degree, of) for degree, of in found if _plain(of)]
+    if world_size <= MOST_APART and _unlike(work, world_size):
         found += [(1, variant) for variant in _aware(work, world_size, node_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
     def option(order: int, degree: int, of: Variant) -> Option:
-        apart = of.backward is not None or (many and 1 not in of.shape[:2])
-        weighed = of.schedule == "greedy" and apart
-        beside = of.schedule == "eager" or weighed
+        beside = of.schedule == "eager" or (of.schedule == "greedy" and of.backward is not None)
         make = cache(_headed(degree, of.make))
         return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
 
@@ -192,8 +183,9 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 
 def _plain(variant: Variant) -> bool:
-    """Whether its schedule is one of the few that are tried where trials take long."""
-    return variant.schedule in (*QUICK, "greedy") and variant.backward is None
+    """Whether it is one of the few that are tried where a choice must not take long."""
+    quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
+    return quick and variant.kind != "hierarchical"
 
 
 def _unlike(work: Workload, world_size: int) -> bool:
