@@ -172,6 +172,31 @@ def test_kernels_in_a_ring(name):
         check(PLANS["ring"], mask, looped(PLANS["ring"], mask, kernel=name)())
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5, 6])
+@pytest.mark.parametrize("name", ["cuda", "cudnn", "triton"])
+def test_rows_of_any_number_of_heads_can_be_loaded(name, heads, device="cuda"):
+    """Packed rows of q, dout, lse and delta: kernels load 16 bytes at once."""
+    reason = tw.kernel(name).supports(device, torch.bfloat16, 128)
+    if reason is not None:
+        pytest.skip(reason)
+    layout, plan = tw.zigzag(256, 2), tw.ring(2, moves="q")
+    whole = [torch.randn(256, heads, 128, device=device).bfloat16() for _ in range(4)]
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
+        q, k, v = (layout.shard(x, rank).requires_grad_() for x in whole[:3])
+        call = {"plan": plan, "layout": layout, "mask": tw.Causal(), "group": group}
+        out = tw.attention(q, k, v, **call, kernel=name)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), layout.shard(whole[3], rank))
+
+    got = [layout.unshard(parts) for parts in zip(*tw.loopback(2, on_rank), strict=True)]
+    q, k, v, dout = (x.double().transpose(0, 1) for x in whole)
+    operands = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*operands, is_causal=True)
+    wanted = out.detach(), *torch.autograd.grad(out, operands, dout)
+    for x, y in zip(got, wanted, strict=True):
+        assert rms(x, y.transpose(0, 1)) < 2e-2 * float(y.square().mean().sqrt())
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_strategy(plan, mask):

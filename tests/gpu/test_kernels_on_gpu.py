@@ -27,9 +27,12 @@ from support.kernel_cases import (
 )
 from support.triton_checks import MASKS, NUM_TOKENS
 
+from tilewise.kernels import torch_sdpa
+from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import PROVIDERS, kernel_named
 from tilewise.kernels.scores import Places, Scores
+from tilewise.kernels.triton import kernel as triton_kernel
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import tile_calls
 
@@ -209,6 +212,60 @@ def test_triton_kernels_can_be_captured_in_a_graph():
         got = kernel.forward(*case[:3], call, SCALE)
     graph.replay()
     assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
+
+
+@pytest.mark.parametrize("name", ["triton", "efficient"])
+def test_a_graph_keeps_the_lists_and_masks_that_it_reads(name, monkeypatch):
+    """While others drive them out of the cache, and take their memory."""
+    kernel, call = usable(name, torch.bfloat16, 64), LARGE["window"]
+    cache = CallCache(most_bytes=1 << 14)
+    for module in (triton_kernel, torch_sdpa):
+        monkeypatch.setattr(module, "CALL_CACHE", cache)
+    case = on_gpu(large("window", 64)[0])
+    wanted = kernel.forward(*case[:3], call, SCALE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = kernel.forward(*case[:3], call, SCALE)
+    for width in range(100, 170):
+        window = Slice(0, call.num_q, 0, 1, width, 1)
+        kernel.forward(*case[:3], call._replace(slices=(window,)), SCALE)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
+
+
+def windowed(n: int, width: int) -> KernelCall:
+    """Rows that see themselves and the keys before, so many in all."""
+    first = Slice(0, width - 1, 0, 0, 1, 1), Slice(width - 1, n, 1 - width, 1, 1, 1)
+    return call_of(n, n, Kind.SLICES, first)
+
+
+def test_offsets_of_more_than_32_bits():
+    """A long call's last rows are those of a short one of its last rows and keys."""
+    kernel = usable("triton", torch.bfloat16, 128)
+    if torch.cuda.mem_get_info()[0] < 70 << 30:
+        pytest.skip("needs 70 GiB")
+    check_last_rows(kernel, 600_000, 32, torch.device("cuda"), torch.bfloat16)
+
+
+def check_last_rows(
+    kernel: Kernel, n: int, heads: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    width, tail = 1024, 1500
+    near = tail + width - 1  # keys that the last rows see
+    q, k, v, dout = (torch.randn(n, 1, heads, 128, device=device, dtype=dtype) for _ in range(4))
+    out, lse = kernel.forward(q, k, v, windowed(n, width), SCALE)
+    last = q[-tail:], k[-near:], v[-near:]
+    short = call_of(tail, near, Kind.SLICES, (Slice(0, tail, 0, 1, width, 1),))
+    own_out, own_lse = kernel.forward(*last, short, SCALE)
+    assert error(out[-tail:], own_out) < 1e-3 and error(lse[-tail:], own_lse) < 1e-3
+    delta = torch.zeros_like(lse)
+    delta[-tail:] = (out[-tail:].float() * dout[-tail:].float()).sum(-1)
+    del out
+    dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, windowed(n, width), SCALE)
+    own = kernel.backward(*last, dout[-tail:], lse[-tail:], delta[-tail:], short, SCALE)
+    assert error(dq[-tail:], own[0]) < 1e-3
+    for grad, wanted in zip((dk, dv), own[1:], strict=True):
+        assert error(grad[-tail:], wanted[-tail:]) < 1e-3
 
 
 def there(scores: Scores, call: KernelCall) -> Scores:
