@@ -380,6 +380,7 @@ def test_flash_attn_3_is_called_as_torch_calls_it(call, monkeypatch):
 
     def backward(dout, q, k, v, out, lse, *rest):
         places, scale, (causal, left, right) = rest[:3], rest[9], rest[10:13]
+        assert rest[14] is torch.are_deterministic_algorithms_enabled()
         given, window = flash_options(q, k, causal, left, right)
         grads = emulated_backward(dout, q, k, v, out, lse, *given, scale=scale, **window)
         for place, grad in zip(places, grads, strict=True):
@@ -389,6 +390,8 @@ def test_flash_attn_3_is_called_as_torch_calls_it(call, monkeypatch):
     monkeypatch.setattr(wrapper, "_fa3_import_module", lambda path: None)
     monkeypatch.setattr(wrapper, "_FA3_CUDA_FWD", forward)
     monkeypatch.setattr(wrapper, "_FA3_CUDA_BWD", backward)
+    agrees(FlashAttn3(), call, (4, 2), torch.bfloat16, 1e-2)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     agrees(FlashAttn3(), call, (4, 2), torch.bfloat16, 1e-2)
 
 

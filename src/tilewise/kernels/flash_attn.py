@@ -18,7 +18,7 @@ from tilewise.kernels.torch_flash import (
 )
 
 OLDEST = (2, 7)  # whose functions take a window's two sides one by one
-OLDEST_TORCH = (2, 13)  # whose calls of versions 3 and 4 were read
+OLDEST_TORCH = (2, 11)  # whose calls of version 3 were read
 
 
 class FlashAttn2(CudaFlash):
@@ -68,7 +68,7 @@ class FlashAttn3(CudaFlash):
         if find_spec(self.module) is None:
             return f"its module {self.module} is not installed"
         if _numbers(torch.__version__) < OLDEST_TORCH:
-            return f"torch ({torch.__version__}) must be 2.13 or later to call it"
+            return f"torch ({torch.__version__}) must be 2.11 or later to call it"
         if asked.device_type == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             if major != 9:
@@ -88,7 +88,9 @@ class FlashAttn3(CudaFlash):
     ) -> tuple[Tensor, ...]:
         sizes = part.q1 - part.q0, part.k1 - part.k0
         given = (*map(batch_first, operands), lse, None, None)
-        return _wrapper()._fa3_run_backward(*given, *sizes, scores.scale, *_shape(part))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        shape = *sizes, scores.scale, *_shape(part)
+        return _wrapper()._fa3_run_backward(*given, *shape, deterministic)
 
 
 def _shape(part: FlashRect) -> tuple[bool, int, int]:
