@@ -264,8 +264,8 @@ def check_last_rows(
     dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, windowed(n, width), SCALE)
     own = kernel.backward(*last, dout[-tail:], lse[-tail:], delta[-tail:], short, SCALE)
     assert error(dq[-tail:], own[0]) < 1e-3
-    for grad, wanted in zip((dk, dv), own[1:], strict=True):
-        assert error(grad[-tail:], wanted[-tail:]) < 1e-3
+    for grad, near_end in zip((dk, dv), own[1:], strict=True):
+        assert error(grad[-tail:], near_end[-tail:]) < 1e-3
 
 
 def there(scores: Scores, call: KernelCall) -> Scores:
