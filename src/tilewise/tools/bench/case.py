@@ -106,6 +106,11 @@ class BenchCase:
         return self.num_heads, self.num_kv_heads, self.head_dim
 
     @property
+    def ranks_here(self) -> int:
+        """Ranks that share a machine: hosts of a lab are all on one."""
+        return self.network.ranks_per_host if self.network.name == "cluster" else self.world_size
+
+    @property
     def asked(self) -> tuple[str, torch.dtype, int, bool]:
         """What a kernel is asked for, as `Kernel.supports` takes it."""
         return self.device, getattr(torch, self.dtype), self.head_dim, self.which != "forward"

@@ -26,11 +26,11 @@ class Traffic(NamedTuple):
     def since(self, before: Traffic) -> Traffic:
         """What was added to an earlier total."""
         sent = {to: count - before.bytes_to.get(to, 0) for to, count in self.bytes_to.items()}
-        waited = self.waited_seconds, before.waited_seconds
+        waited, earlier = self.waited_seconds, before.waited_seconds
         return Traffic(
             {to: count for to, count in sent.items() if count},
             self.messages - before.messages,
-            None if waited[0] is None or waited[1] is None else waited[0] - waited[1],
+            None if waited is None or earlier is None else waited - earlier,
         )
 
 

@@ -108,14 +108,14 @@ def available_bytes(device: str) -> int:
     return int(SHARE * free)
 
 
-def cache_bytes() -> int:
-    """A buffer that, written, drives everything else out of the last-level cache."""
+def cache_bytes(ranks: int) -> int:
+    """A buffer that, written by so many ranks, drives all else out of the last-level cache."""
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
         if path.read_text().strip().endswith("K")
     ]
-    return min(max([*sizes, LEAST_CACHE]), MOST_CACHE)
+    return min(max(max(sizes, default=0) // ranks, LEAST_CACHE), MOST_CACHE)
 
 
 def peak_bytes(run: Callable[[], Any], device: str) -> int:

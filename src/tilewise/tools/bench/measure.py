@@ -71,7 +71,8 @@ def measure(
     for index, contender in enumerate(job.contenders):
         yield index
         entrants.append(_Entrant(contender, job.case, inputs, rank, group, site))
-    flush = torch.empty(cache_bytes(), dtype=torch.uint8, device=job.case.device)
+    share = cache_bytes(1 if job.case.device == "cuda" else job.case.ranks_here)
+    flush = torch.empty(share, dtype=torch.uint8, device=job.case.device)
     for turn in range(job.timing.warmups + job.timing.repeats):
         numbered = list(enumerate(entrants))
         # There and back, so that none always follows the same other.

@@ -81,31 +81,22 @@ class LabOptions(NamedTuple):
 def run(options: LabOptions) -> None:
     """Compare strategies on real sockets: interleaved, a ratio per repeat, bytes at the switch."""
     with refusing_bad_input():
-        lab = Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)
-        name = "limited" if options.limited else "lab"
-        network = LabNetwork(name, lab.hosts, lab.ranks_per_host, lab.mbit)
-        case = BenchCase(
-            *("network", options.mask, network.world_size * options.tokens_per_rank),
-            *(options.num_heads, options.num_kv_heads or options.num_heads, options.head_dim),
-            *(dtype_name(options.dtype), "both" if options.backward else "forward"),
-            *(network.world_size, options.layout),
-            network=network,
-        )
+        case = _case(options)
         contenders = _contenders(options, case)
-    timing = Timing(options.repeats, warmups=0, timeout_seconds=240.0, truth_pairs=1)
+    timing = Timing(options.repeats, warmups=0, timeout_seconds=600.0, truth_pairs=1)
     with ExitStack() as stack:
         stack.enter_context(ending_on(LabError, RankError, Blamed))
         try:
-            world = stack.enter_context(world_on(network, timing.timeout_seconds))
+            world = stack.enter_context(world_on(case.network, timing.timeout_seconds))
         except LabError as error:
             print_error(f"tilewise: no lab: {error}. Using a rate-limited transport instead.")
-            case = replace(case, network=replace(network, name="limited"))
+            case = replace(case, network=replace(case.network, name="limited"))
             world = stack.enter_context(world_on(case.network, timing.timeout_seconds))
         tell = stack.enter_context(steps((1 + timing.repeats) * len(contenders)))
         names = [one.name for one in contenders]
         rows = compete(world, case, contenders, timing, lambda turn: tell(names[turn]))
     if options.as_json:
-        values = {"hosts": lab.hosts, "ranks_per_host": lab.ranks_per_host, "mbit": lab.mbit}
+        values = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "mbit")}
         print_json(values | {"rows": [_as_json(row) for row in rows]})
     else:
         _report(options, rows)
@@ -145,6 +136,25 @@ def calibrate(
 lab_app.command("run")(command_of(run, LabOptions))
 lab_app.command("clean")(clean_command)
 lab_app.command("calibrate")(calibrate)
+
+
+def _case(options: LabOptions) -> BenchCase:
+    Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)  # refuses numbers out of range
+    name = "limited" if options.limited else "lab"
+    network = LabNetwork(name, options.hosts, options.ranks_per_host, options.mbit)
+    return BenchCase(
+        "network",
+        options.mask,
+        network.world_size * options.tokens_per_rank,
+        options.num_heads,
+        options.num_kv_heads or options.num_heads,
+        options.head_dim,
+        dtype_name(options.dtype),
+        which="both" if options.backward else "forward",
+        world_size=network.world_size,
+        layout=options.layout,
+        network=network,
+    )
 
 
 def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
