@@ -198,7 +198,7 @@ def test_doctor_says_what_torch_is_built_with_and_which_gpus_there_are(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
     assert doctor._devices()[1] == ("device", "cuda:0", True, doctor._gpu(gpu))
     assert doctor._gpu(gpu) == "GPU A, compute capability 9.0, 141 GiB"
-    monkeypatch.setattr(doctor, "PACKAGES", (("no-such-package", "not installed"),))
-    assert doctor._versions()[1] == ("version", "no-such-package", False, "not installed")
+    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package",))
+    assert doctor._versions()[1] == ("version", "no-such-package", False, doctor.REINSTALL)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert doctor._build() == ", without CUDA"
