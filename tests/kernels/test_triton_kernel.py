@@ -111,7 +111,7 @@ def test_rows_of_16_bytes_are_loaded_whole_where_strides_are_in_steps(arch: int)
     assert stepped == "0 True" and plain.endswith("False") and int(plain.split()[0]) > 8
 
 
-def test_strides_are_in_steps_of_16_bytes_where_all_of_rows_are():
+def test_strides_are_in_steps_of_what_divides_all_of_them_up_to_16_bytes():
     def steps(*tensors: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
         views, step = in_steps([view_of(x) for x in tensors])
         return [view[1:] for view in views], step
@@ -121,7 +121,9 @@ def test_strides_are_in_steps_of_16_bytes_where_all_of_rows_are():
     assert steps(rows, lse, rows.float()) == ([(41, 0, 8), (5, 5, 1), (40, 0, 8)], 8)
     assert steps(rows.float(), rows.double()) == ([(80, 0, 16)] * 2, 4)
     odd = torch.empty(6, 2, 5, 65, dtype=torch.bfloat16)
-    assert steps(rows, odd) == ([(328, 320, 64), (650, 325, 65)], 1)
+    assert steps(rows, odd) == ([(328, 0, 64), (650, 325, 65)], 1)
+    partial = torch.empty(6, 2, 5 * 64 + 10, dtype=torch.bfloat16)  # five heads and their lse
+    assert steps(partial[..., :320].unflatten(2, (5, 64))) == ([(330, 165, 32)], 2)
 
 
 @pytest.mark.slow
