@@ -82,24 +82,19 @@ class CallCache:
 
     def keep_if_capturing(self, device: torch.device, value: object) -> None:
         """Keep what a graph that is being captured reads; from 2.15 on torch's graphs can."""
-        if is_capturing(device) and not retained_by_graph(value):
-            self._captured[id(value)] = value
+        graphs: Any = torch.cuda.CUDAGraph
+        if is_capturing(device):
+            try:
+                graph = graphs.get_currently_capturing_graph()
+                graph.retain_object(value, synchronize_before_release=True)
+            except (AttributeError, RuntimeError):  # an older torch; a graph that is not torch's
+                self._captured[id(value)] = value
 
     def _drop(self, place: Hashable) -> None:
         with self._lock:
             entry = self._entries.pop(place, None)
             if entry is not None:
                 self.num_bytes -= entry.num_bytes
-
-
-def retained_by_graph(value: object) -> bool:
-    """Whether the graph that is being captured keeps a value from here on."""
-    kind: Any = torch.cuda.CUDAGraph
-    try:
-        kind.get_currently_capturing_graph().retain_object(value, synchronize_before_release=True)
-    except (AttributeError, RuntimeError):  # an older torch; a graph that is not torch's
-        return False
-    return True
 
 
 CALL_CACHE = CallCache()

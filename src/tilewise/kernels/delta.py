@@ -42,7 +42,7 @@ def out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 def _put_out_for_delta(
     dout: Tensor, delta: Tensor, changed: Tensor, out: Tensor, columns: int, shift: int
 ) -> None:
-    """Write dout' and out; what triton_delta.py does in one kernel."""
+    """Write dout' and out; what triton/delta.py does in one kernel."""
     changed.copy_(dout)
     out.zero_()
     tiny = torch.finfo(dout.dtype).tiny

@@ -44,10 +44,8 @@ def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.Proc
     known = _remembered(group, name)
     if known is not None:
         return known
-    timeout, place = (
-        group._get_backend(own).options._timeout,
-        (group.rank() - ranks.start, len(ranks)),
-    )
+    timeout = group._get_backend(own).options._timeout
+    place = group.rank() - ranks.start, len(ranks)
     gloo = dist.ProcessGroupGloo(group_store(group, name), *place, timeout=timeout)
     return _companion(group, name, CPU, Kinds.GLOO, gloo, place)
 

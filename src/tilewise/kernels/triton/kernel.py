@@ -1,7 +1,7 @@
 """Our own kernel: all slices of a call in one launch, forward and backward, written in Triton.
 
-Here is the host's part: work lists and launches. The kernels are in triton_forward.py and
-triton_backward.py; triton is imported when the first of them runs.
+Here is the host's part: work lists and launches. The kernels are in forward.py and backward.py;
+triton is imported when the first of them runs.
 """
 
 import math
