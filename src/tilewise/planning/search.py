@@ -26,7 +26,7 @@ from tilewise.simulation.simulator import EXACT_RANKS, Simulation
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 
-QUICK_MESSAGES = 1000
+QUICK_MESSAGES = 4000
 """Messages that are simulated in each pass where the choice must not take long."""
 
 
