@@ -55,7 +55,7 @@ def test_the_kernel_equals_dense_attention_in_the_interpreter(which: str):
     )
     found = json.loads(printed)
     assert which == "more" or (found.pop("same bits") and found.pop("nothing"))
-    assert len(found) > 8
+    assert len(found) >= 7
     # Rounding of a sum goes with the root of its length; 2e-6 is for 64 products at most.
     found["head_dim 256, fp32"] = found.get("head_dim 256, fp32", 0.0) / math.sqrt(256 / 64)
     wrong = {name: x for name, x in found.items() if not x <= BOUNDS[name.rpartition(", ")[2]]}

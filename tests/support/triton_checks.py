@@ -51,7 +51,7 @@ MASKS: dict[str, Mask] = {
 }
 
 
-QUICK = ("causal_document", "global_sliding_window", "prefix_lm_causal")
+QUICK = ("global_sliding_window",)  # the executor's tiles are causal documents
 AT_ONCE = ("causal_document", "global_sliding_window", "prefix_lm_document")
 # dq, dk and dv in passes of their own; dk with dv; all at once with atomics
 PASSES = {"three": (2, False), "two": (1, False), "one": (1, True)}
@@ -200,7 +200,6 @@ def of_shapes() -> dict[str, float | bool]:
     """Heads, merges in place, and what has no rows."""
     found: dict[str, float | bool] = {}
     found["MQA, fp32"] = errors_of(CALLS["full"], (4, 1), torch.float32, "one", batch=2)
-    found["parts two, fp32"] = error_of_parts("two")
     found["views, fp32"], found["no scale, fp32"] = error_of_views(), error_without_scale()
     found["executor, fp32"] = error_of_executor()
     found["same bits"], found["nothing"] = same_bits(), nothing()

@@ -163,7 +163,7 @@ def hanging(model: Any, inputs: Any, rank: int, group: Any) -> Any:
     return share(model, inputs, rank, group)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "loopback"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "loopback"])
 def test_a_rank_that_raises_is_named(backend):
     report = tw.parity(*made(), broken, backend=backend)
     assert not report.equal and report.cause == "unknown"
