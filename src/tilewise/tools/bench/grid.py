@@ -26,38 +26,40 @@ from tilewise.tools.outside import module_of
 Values = tuple[Any, ...]
 
 
-class Field(NamedTuple):
+class GridField(NamedTuple):
     """A list that a grid may have: in TOML of this type, as an option of this help."""
 
     of: type
     about: str
 
 
-FIELDS: Mapping[str, Field] = MappingProxyType(
+FIELDS: Mapping[str, GridField] = MappingProxyType(
     {
-        "mask": Field(str, "A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated."),
-        "contender": Field(str, "A name, a call, plan.json or FILE.py:name."),
-        "kernel": Field(str, "A name of tilewise doctor, module:name or FILE.py:name."),
-        "wire": Field(str, WIRE),
-        "num_tokens": Field(int, "Of the whole sequence."),
-        "tokens_per_rank": Field(int, "Instead of --num-tokens."),
-        "world_size": Field(int, "Ranks: local processes."),
-        "hosts": Field(int, "Hosts of the network lab."),
-        "ranks_per_host": Field(int, "Ranks on each."),
-        "mbit": Field(float, "Of a host's NIC, each way."),
-        "network": Field(str, "lab or limited."),
-        "heads": Field(str, "Query and KV heads, as in 32:8."),
-        "head_dim": Field(int, "Elements of a head."),
-        "dtype": Field(str, "float64, float32, bfloat16 or float16."),
-        "pass": Field(str, "forward, backward or both."),
-        "layout": Field(str, f"{', '.join(LAYOUTS)}."),
-        "seed": Field(int, "Of masks and inputs."),
-        "device": Field(str, "cpu or cuda."),
-        "block": Field(int, "Tokens of a block, of block patterns."),
-        "density": Field(float, "Of block-sparse patterns, up to 1."),
-        "window": Field(int, "Tokens, of sliding windows."),
-        "cap": Field(int, "Tokens of the longest document."),
-        "corpus": Field(str, "Of document lengths, or a CSV."),
+        "mask": GridField(
+            str, "A pattern, 'causal & window(63, 0)' or FILE.py:name; may be repeated."
+        ),
+        "contender": GridField(str, "A name, a call, plan.json or FILE.py:name."),
+        "kernel": GridField(str, "A name of tilewise doctor, module:name or FILE.py:name."),
+        "wire": GridField(str, WIRE),
+        "num_tokens": GridField(int, "Of the whole sequence."),
+        "tokens_per_rank": GridField(int, "Instead of --num-tokens."),
+        "world_size": GridField(int, "Ranks: local processes."),
+        "hosts": GridField(int, "Hosts of the network lab."),
+        "ranks_per_host": GridField(int, "Ranks on each."),
+        "mbit": GridField(float, "Of a host's NIC, each way."),
+        "network": GridField(str, "lab or limited."),
+        "heads": GridField(str, "Query and KV heads, as in 32:8."),
+        "head_dim": GridField(int, "Elements of a head."),
+        "dtype": GridField(str, "float64, float32, bfloat16 or float16."),
+        "pass": GridField(str, "forward, backward or both."),
+        "layout": GridField(str, f"{', '.join(LAYOUTS)}."),
+        "seed": GridField(int, "Of masks and inputs."),
+        "device": GridField(str, "cpu or cuda."),
+        "block": GridField(int, "Tokens of a block, of block patterns."),
+        "density": GridField(float, "Of block-sparse patterns, up to 1."),
+        "window": GridField(int, "Tokens, of sliding windows."),
+        "cap": GridField(int, "Tokens of the longest document."),
+        "corpus": GridField(str, "Of document lengths, or a CSV."),
     }
 )
 LENGTHS = "num_tokens", "tokens_per_rank"

@@ -14,7 +14,7 @@ from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
 from tilewise.tools.bench.grid import (
     FIELDS,
     BenchRun,
-    Field,
+    GridField,
     Plan,
     contenders_of,
     entered,
@@ -102,7 +102,7 @@ def _line(case: ReportCase) -> list[str]:
     ]
 
 
-def _list(name: str, field: Field) -> tuple[str, Any, None]:
+def _list(name: str, field: GridField) -> tuple[str, Any, None]:
     """A field of a grid as an option that may be repeated: its name, type and default."""
     names = {"contender": ["--strategy"], "pass": ["--pass"]}.get(name, [])
     many: Any = list[field.of] | None  # pyright: ignore[reportInvalidTypeForm]

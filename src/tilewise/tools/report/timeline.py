@@ -33,7 +33,7 @@ class Bar(NamedTuple):
     note: str
 
 
-class Timeline(NamedTuple):
+class TimelineBars(NamedTuple):
     """Both passes of a few ranks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Timeline(NamedTuple):
     end: float
 
 
-def timeline(simulation: Simulation, most: int = MOST_ROWS) -> Timeline:
+def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineBars:
     """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
     uses, first = simulation.forward.ranks, _first_steps(simulation)
     if len(uses) > most:
@@ -67,7 +67,7 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> Timeline:
         begin += part.seconds
     ranks = tuple((use.rank, use.members) for use in uses)
     lanes = tuple(lane for lane in (*OWN, *LINKS) if any(bar.lane == lane for bar in bars))
-    return Timeline(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
+    return TimelineBars(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
 
 
 def _first_steps(simulation: Simulation) -> float:
@@ -145,7 +145,7 @@ def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
     return str(rank), str(members), *seconds, quantity(sent, "B")
 
 
-def _drawn(found: Timeline) -> Drawing:
+def _drawn(found: TimelineBars) -> Drawing:
     """Lying bars in rows, one trace per lane."""
     names = [f"rank {rank}" + f"<br>{CROSS}{like}" * (like > 1) for rank, like in found.ranks]
     bounds = [len(names) - 0.4, -0.95]
@@ -166,7 +166,7 @@ def _drawn(found: Timeline) -> Drawing:
     return Drawing([_lane(found, lane) for lane in found.lanes], layout, height)
 
 
-def _lane(found: Timeline, lane: str) -> Words:
+def _lane(found: TimelineBars, lane: str) -> Words:
     """The bars of one lane: a rank's own above, below them each kind of link."""
     mine = [bar for bar in found.bars if bar.lane == lane]
     links = [name for name in found.lanes if name not in OWN]
