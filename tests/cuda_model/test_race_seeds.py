@@ -13,7 +13,7 @@ from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run
 import tilewise as tw
 from tilewise.compiler.liveness import BufferLifetimes
 from tilewise.execution import executor, forward_backward, memory_plan
-from tilewise.transport import loopback, process_group, streams
+from tilewise.transport import loopback, posted, streams
 from tilewise.transport.process_group import DistTransport
 
 
@@ -55,7 +55,7 @@ LOOPBACK_SEEDS = {
     "an arrival is not waited for": (executor, "execute", "started.wait()"),
 }
 NCCL_SEEDS = {
-    "a batch is not waited for": (process_group._Posted, "wait", "work.wait()"),
+    "a batch is not waited for": (posted.Posted, "wait", "work.wait()"),
     "an arrival is not waited for": (executor, "execute", "started.wait()"),
     "earlier sends are not waited for": (DistTransport, "_reap", "posted.wait()"),
     "the last sends are not waited for": (DistTransport, "finish", "self._reap(lane, 0)"),

@@ -33,6 +33,8 @@ class Together:
         sizes: tuple[list[int], list[int]],
         team: range,
         label: object,
+        *,
+        most_bytes: int,
     ) -> Handle:
         out, room = (
             dict(zip(team, x.view(-1).split(of), strict=True))

@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conformance.oracle import Result, dense, draw, error
 import tilewise as tw
 from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.expressions import read_mask, read_plan
+from tilewise.transport import process_group
 from tilewise.transport.resolve import transport_for
 
 LAYOUTS = {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}
@@ -65,12 +67,36 @@ def test_every_way_is_exact_between_processes(
     ranks = run_processes(plan.world_size, run_attention, strategy, layout, mask, num_tokens)
     assert max(worst for worst, _ in ranks) <= 1e-12
     if not plan.replicated_queries:
-        work = tw.Workload(
-            num_tokens, HEADS, KV_HEADS, HEAD_DIM, "float64", mask=read_mask(mask), layout=layout
-        )
-        moved = tw.volume(plan, work)
-        formula = [sum(passes) for passes in zip(*moved, strict=True)]
-        assert [sent for _, sent in ranks] == formula
+        assert [sent for _, sent in ranks] == formula(plan, layout, mask, num_tokens)
+
+
+def formula(plan: tw.Plan, layout: str, mask: str, num_tokens: int) -> list[int]:
+    """Bytes that each rank sends in both passes, as `volume` has them."""
+    work = tw.Workload(
+        num_tokens, HEADS, KV_HEADS, HEAD_DIM, "float64", mask=read_mask(mask), layout=layout
+    )
+    return [sum(passes) for passes in zip(*tw.volume(plan, work), strict=True)]
+
+
+def run_pairwise(rank: int, *args: Any) -> tuple[float, int]:
+    with mock.patch.object(process_group, "_COLLECTIVE_BYTES", 0):
+        return run_attention(rank, *args)
+
+
+@pytest.mark.parametrize(
+    "strategy, layout, mask, num_tokens",
+    [
+        ("ulysses(4)", "zigzag", "causal", 23),
+        ("ulysses(4)", "contiguous", "full", 3),
+        ("ulysses(2, inner=ring(2))", "striped", "causal", 19),
+        ("all_gather(4)", "zigzag", "causal & document([0, 1, 18, 41])", 41),
+    ],
+)
+def test_pairwise_exchanges_are_exact(strategy: str, layout: str, mask: str, num_tokens: int):
+    plan = read_plan(strategy)
+    ranks = run_processes(plan.world_size, run_pairwise, strategy, layout, mask, num_tokens)
+    assert max(worst for worst, _ in ranks) <= 1e-12
+    assert [sent for _, sent in ranks] == formula(plan, layout, mask, num_tokens)
 
 
 def call_wrongly(rank: int, what: str, wrong_rank: int) -> tuple[str, float, int]:

@@ -80,6 +80,42 @@ def test_uneven_all_to_all_skips_empty_messages():
     assert run_processes(3, exchange_unevenly) == [0, 2000, 2000]
 
 
+def exchange_within_a_team(rank: int, most_bytes: int) -> list[int]:
+    """Two exchanges under way, waited for in another order on odd ranks, a message in between."""
+    transport, started, arrived = transport_for(None), [], []
+    n = transport.world_size
+    for turn in range(2):
+        sizes = [[30_000 * abs(src - 2 * dst + turn) for dst in range(n)] for src in range(n)]
+        coming = [row[rank] for row in sizes]
+        leaving = torch.cat([filled(size, 10 * rank + dst) for dst, size in enumerate(sizes[rank])])
+        arriving = torch.empty(sum(coming), dtype=torch.uint8)
+        both = sizes[rank], coming
+        label = f"exchange {turn}"
+        handle = transport.exchange_all(
+            leaving, arriving, both, range(n), label, most_bytes=most_bytes
+        )
+        expected = torch.cat([filled(size, 10 * src + rank) for src, size in enumerate(coming)])
+        started.append((handle, arriving, expected))
+        here = torch.empty(40_000, dtype=torch.uint8)
+        transport.exchange(
+            [Message(filled(40_000, rank), (rank + 1) % n, label)],
+            [Message(here, (rank - 1) % n, label)],
+        ).wait()
+        assert (here == (rank - 1) % n).all()
+    for handle, arriving, expected in started[:: -1 if rank % 2 else 1]:
+        handle.wait()
+        handle.wait()
+        arrived.append(torch.equal(arriving, expected))
+    transport.finish()
+    assert arrived == [True, True]
+    return [transport.bytes_sent, transport.messages_sent]
+
+
+def test_exchanges_of_a_team_arrive_whole_as_a_collective_or_in_rounds():
+    sent = [run_processes(4, exchange_within_a_team, most) for most in (1, 2**20)]
+    assert sent[0] == sent[1]
+
+
 def overtake_on_another_lane(rank: int) -> int:
     transport = transport_for(None)
     slow, fast = filled(8, 0), filled(8, 0)

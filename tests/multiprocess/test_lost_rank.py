@@ -10,33 +10,37 @@ import torch
 
 import tilewise as tw
 from multiprocess.launcher import run_processes
+from tilewise.expressions import read_plan
+from tilewise.transport.posted import Posted
 from tilewise.transport.process_group import DistTransport
-from tilewise.transport.protocol import Handle
 
 N, LOST, NUM_TOKENS = 5, 2, 4000
+# Which sends or receives are its last, in forward and in backward.
+KILLED_AT = {"ring(5)": (4, 14), "ulysses(5)": (7, 23)}
 
 
-def die_within_a_pass(rank: int, folder: str, backward: bool) -> None:
+def die_within_a_pass(rank: int, folder: str, strategy: str, backward: bool) -> None:
     layout = tw.contiguous(NUM_TOKENS, N)
-    q, k, v = (torch.ones(layout.size(rank), 2, 32, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.ones(layout.size(rank), N, 32, requires_grad=True) for _ in range(3))
+    plan = read_plan(strategy)
 
     def once() -> None:
-        out = tw.attention(q, k, v, plan=tw.ring(N), layout=layout, mask=tw.Full())
+        out = tw.attention(q, k, v, plan=plan, layout=layout, mask=tw.Full())
         if backward:
             out.sum().backward()
 
     once()
-    posted, exchange = 0, DistTransport.exchange
+    posted, post = 0, DistTransport._post_each
 
-    def until_killed(self: DistTransport, *messages, **lane) -> Handle:
+    def until_killed(self: DistTransport, *messages) -> list[Posted]:
         nonlocal posted
         posted += 1
-        if rank == LOST and posted == 3 + 4 * backward:
+        if rank == LOST and posted == KILLED_AT[strategy][backward]:
             os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(self, *messages, **lane)
+        return post(self, *messages)
 
     with (
-        mock.patch.object(DistTransport, "exchange", until_killed),
+        mock.patch.object(DistTransport, "_post_each", until_killed),
         pytest.raises(RuntimeError) as caught,
     ):
         once()
@@ -45,9 +49,10 @@ def die_within_a_pass(rank: int, folder: str, backward: bool) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_every_rank_names_the_one_that_was_killed(tmp_path: Path, backward: bool):
+@pytest.mark.parametrize("strategy", KILLED_AT)
+def test_every_rank_names_the_one_that_was_killed(tmp_path: Path, strategy: str, backward: bool):
     with pytest.raises(AssertionError, match=f"rank {LOST} "):
-        run_processes(N, die_within_a_pass, str(tmp_path), backward)
+        run_processes(N, die_within_a_pass, str(tmp_path), strategy, backward)
     told = {rank: (tmp_path / str(rank)).read_text() for rank in range(N) if rank != LOST}
     for text in told.values():
         assert f"rank {LOST} failed" in text

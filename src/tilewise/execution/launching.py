@@ -76,13 +76,15 @@ def launch_team(launch: Launch, work: PassWork, transport: Transport) -> list[Ar
     assert team is not None and teams is not None
     hops = launch.recvs or launch.sends
     label = Label(launch.step, hops[0].item) if hops else "an exchange of a team"
+    most = work.longest_bytes
     whole = work.exchange(launch)
     if whole is not None:
-        handle = teams.exchange_all(*whole[:3], team, label)
+        handle = teams.exchange_all(*whole[:3], team, label, most_bytes=most)
         return [(_Exchanging(handle, whole.take_in), None, whole.arriving)] * len(launch.recvs)
     incoming = _incoming(work, launch)
     messages = _joined(_outgoing(work, launch), incoming, team)
-    handle = _Exchanging(teams.exchange_all(*messages[:3], team, label), messages.take_in)
+    started = teams.exchange_all(*messages[:3], team, label, most_bytes=most)
+    handle = _Exchanging(started, messages.take_in)
     work.launched(launch.handle, launch.lane)
     return [(handle, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]
 

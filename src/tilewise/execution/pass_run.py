@@ -82,7 +82,7 @@ class PassRun:
         ahead, exchanges = transport.receives_ahead, ()
         # Of all items of the longest shard at once: the same on all ranks.
         longest = [max(layout.sizes, default=0) for layout in self.layouts]
-        shard_bytes = batch * max(
+        self.longest_bytes = shard_bytes = batch * max(
             longest[side] * packing.row_bytes for (side, _), packing in self.packing.items()
         )
         if team_transport(transport) and shard_bytes <= SMALL_BYTES:

@@ -14,6 +14,7 @@ from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
+from tilewise.transport.posted import AllPosted, PairwiseExchange, Posted
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 from tilewise.transport.record_tree import RECORD_TREES
 
@@ -23,56 +24,10 @@ _LANE_TAG = _NOTHING_TAG + 1
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
-
-
-class _Posted:
-    """One torch.distributed Work, waited for at most once (on gloo a second wait blocks).
-
-    Args:
-        messages: what travels by it; kept alive till then.
-        joined: holds the bytes of several, one after the other.
-        splits: they have arrived there.
-    """
-
-    def __init__(
-        self,
-        work: dist.Work,
-        messages: Sequence[Message],
-        verb: str,
-        group: dist.ProcessGroup,
-        joined: Tensor | None = None,
-        splits: bool = False,
-    ) -> None:
-        self._work: dist.Work | None = work
-        self._messages, self._verb, self._group = messages, verb, group
-        self._joined, self._splits = joined, splits
-
-    @property
-    def waited(self) -> bool:
-        return self._work is None
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise failure_of(self._messages, self._verb, error, self._group) from error
-        if self._splits and self._joined is not None:
-            pieces = self._joined.split([message.tensor.nbytes for message in self._messages])
-            for message, piece in zip(self._messages, pieces, strict=True):
-                message.tensor.view(-1).copy_(piece)
-        self._messages, self._joined = (), None
-
-
-class _Exchange:
-    def __init__(self, receives: Sequence[_Posted]) -> None:
-        self._receives = receives
-
-    def wait(self) -> None:
-        for receive in self._receives:
-            receive.wait()
+# Of exchanges of teams that go pairwise: their sends lie between those of other launches.
+_PAIRWISE_LANE = 2
+# An exchange in which a rank sends about so much at most is one collective, on gloo.
+_COLLECTIVE_BYTES = 2**18
 
 
 class DistTransport:
@@ -80,7 +35,8 @@ class DistTransport:
 
     Receives are posted before sends: gloo's ready notification otherwise queues behind bulk data.
     On gloo a small exchange of a whole team is one all-to-all, which takes half the processor time
-    of its messages (docs/execution.md); all else goes point to point, without packing.
+    of its messages, a larger one a PairwiseExchange (docs/execution.md); all else goes point to
+    point, without packing.
 
     On an NCCL group the first object is made by all ranks together. It makes a communicator of our
     own for each lane, at high priority, and warms it up, without which a batch that involves only
@@ -125,8 +81,9 @@ class DistTransport:
             self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group, 1))
-        self._receiving: deque[_Posted] = deque()
-        self._sending: defaultdict[int, deque[Sequence[_Posted]]] = defaultdict(deque)
+        self._receiving: deque[Posted | PairwiseExchange] = deque()
+        self._pairwise: PairwiseExchange | None = None  # the last one
+        self._sending: defaultdict[int, deque[Sequence[Posted]]] = defaultdict(deque)
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name} for {device}" for device, name in self._backends.items())
@@ -137,7 +94,8 @@ class DistTransport:
         sends = sends and travelling(sends, self.rank, self.world_size)
         recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
-            return _Exchange(())
+            return AllPosted(())
+        self._release()
         backend = self._backend(sends, recvs)
         for message in sends:
             self.bytes_sent += message.tensor.nbytes
@@ -155,23 +113,48 @@ class DistTransport:
         if sends:
             self._sending[lane].append(sending)
             self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
-        return receives[0] if len(receives) == 1 else _Exchange(receives)
+        return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(
-        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
+        self,
+        leaving: Tensor,
+        arriving: Tensor,
+        sizes: TeamSizes,
+        team: range,
+        label: object,
+        *,
+        most_bytes: int,
     ) -> Handle:
+        self._release()
+        self._backend((Message(leaving, self.rank, label),))
+        place = self.rank - team.start
+        own = sizes[0][place]
+        self.bytes_sent += sum(sizes[0]) - own
+        self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
+        if most_bytes * (len(team) - 1) > _COLLECTIVE_BYTES:
+            for_each, from_each = (
+                [Message(part, peer, label) if part.nbytes else None for peer, part in parts]
+                for parts in (
+                    zip(team, x.view(-1).split(of), strict=True)
+                    for x, of in zip((leaving, arriving), sizes, strict=True)
+                )
+            )
+            mine, kept = for_each[place], from_each[place]
+            if mine and kept:
+                kept.tensor.copy_(mine.tensor)
+            n = len(team)
+            rounds = [(for_each[(place + i) % n], from_each[(place - i) % n]) for i in range(1, n)]
+            self._pairwise = PairwiseExchange(rounds, self._post_one)
+            self._receiving.append(self._pairwise)
+            return self._pairwise
         messages = [
             Message(leaving if for_peer else arriving, peer, label)
             for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
             if peer != self.rank and (for_peer or from_peer)
         ]
-        self._backend((Message(leaving, self.rank, label),))
-        own = sizes[0][self.rank - team.start]
-        self.bytes_sent += sum(sizes[0]) - own
-        self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
         group = gloo_group(self._lanes[0], team)
         work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
-        received = _Posted(work, messages, "exchanging with", self._lanes[0])
+        received = Posted(work, messages, "exchanging with", self._lanes[0])
         self._receiving.append(received)
         return received
 
@@ -199,6 +182,7 @@ class DistTransport:
                 self._group.recv([nothing], lost, _NOTHING_TAG).wait(timedelta(milliseconds=1))
 
     def finish(self) -> None:
+        self._release()
         while self._receiving:
             self._receiving.popleft().wait()
         for lane in tuple(self._sending):
@@ -225,7 +209,18 @@ class DistTransport:
             "with the backend of their device"
         )
 
-    def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[_Posted]:
+    def _release(self) -> None:
+        if self._pairwise:
+            self._pairwise.release()
+            self._pairwise = None
+
+    def _post_one(self, message: Message, is_send: bool) -> Posted:
+        posted = self._post_each((message,), is_send, _PAIRWISE_LANE)
+        if is_send:
+            self._sending[_PAIRWISE_LANE].append(posted)
+        return posted[0]
+
+    def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[Posted]:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
         group, tag = self._lanes[0], _LANE_TAG + lane
         start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
@@ -240,17 +235,17 @@ class DistTransport:
                 work = start([whole], mine[0].peer, tag)
             except RuntimeError as error:
                 raise failure_of(mine, verb, error, group) from error
-            posted.append(_Posted(work, mine, verb, group, whole, several and not is_send))
+            posted.append(Posted(work, mine, verb, group, whole, several and not is_send))
         return posted
 
     def _post_batches(
         self, sends: Sequence[Message], recvs: Sequence[Message], lane: int
-    ) -> list[_Posted]:
+    ) -> list[Posted]:
         group = self._lanes[lane % len(self._lanes)]
         posted = []
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
-            posted.append(_Posted(post_batch(group, batch), messages, "exchanging with", group))
+            posted.append(Posted(post_batch(group, batch), messages, "exchanging with", group))
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:

@@ -96,13 +96,22 @@ class TeamTransport(Transport, Protocol):
     takes_teams: bool
 
     def exchange_all(
-        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
+        self,
+        leaving: Tensor,
+        arriving: Tensor,
+        sizes: TeamSizes,
+        team: range,
+        label: object,
+        *,
+        most_bytes: int,
     ) -> Handle:
         """Launch an exchange within a team, all of whose ranks call it, if only to send nothing.
 
         Args:
             leaving, arriving: contiguous uint8, the bytes for and from each rank in turn.
             sizes: bytes for and from each rank of the team; what is for this one is copied.
+            most_bytes: about how many go from one rank to another at most. It is the same on all
+                ranks: they choose a way by it.
         """
         ...
 

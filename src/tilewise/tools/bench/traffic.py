@@ -73,13 +73,21 @@ class WatchedTransport(_Sent):
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
 
     def exchange_all(
-        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
+        self,
+        leaving: Tensor,
+        arriving: Tensor,
+        sizes: TeamSizes,
+        team: range,
+        label: object,
+        *,
+        most_bytes: int,
     ) -> Handle:
         teams = team_transport(self._transport)
         assert teams is not None
         for peer, num_bytes in zip(team, sizes[0], strict=True):
             self.add(peer, num_bytes if peer != self.rank else 0)
-        return _WatchedHandle(teams.exchange_all(leaving, arriving, sizes, team, label), self)
+        launched = teams.exchange_all(leaving, arriving, sizes, team, label, most_bytes=most_bytes)
+        return _WatchedHandle(launched, self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)

@@ -1,0 +1,111 @@
+"""An exchange of a team on the network lab, by how gloo carries it: ms, and segments sent again.
+
+Every rank sends as much to every other: as one collective (an all-to-all), in rounds (pairwise), or
+as messages that are all posted at once. In turn; medians, and the slowest rank's time of each.
+
+    sudo python -m benchmarks.team_exchange [--hosts 8] [--mbit 50] [--kib 16 32 64 128 512]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.tools.lab.lab import Lab
+from tilewise.transport.process_group import DistTransport
+from tilewise.transport.protocol import Message
+
+Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
+
+
+def in_a_team(most_bytes: int) -> Way:
+    def way(transport: DistTransport, leaving: Tensor, arriving: Tensor, sizes: list[int]) -> None:
+        both, team = (sizes, sizes), range(transport.world_size)
+        transport.exchange_all(leaving, arriving, both, team, "all", most_bytes=most_bytes).wait()
+
+    return way
+
+
+def all_at_once(
+    transport: DistTransport, leaving: Tensor, arriving: Tensor, sizes: list[int]
+) -> None:
+    n, rank = transport.world_size, transport.rank
+    sends, recvs = (
+        [
+            Message(x.split(sizes)[(rank + i * way) % n], (rank + i * way) % n, "all")
+            for i in range(1, n)
+        ]
+        for x, way in ((leaving, 1), (arriving, -1))
+    )
+    transport.exchange(sends, recvs).wait()
+
+
+WAYS: dict[str, Way] = {
+    "one collective": in_a_team(0),
+    "in rounds": in_a_team(2**40),
+    "messages at once": all_at_once,
+}
+
+
+def sent_again() -> int:
+    """Segments that TCP has sent again on this host."""
+    names, values = (
+        line.split()
+        for line in Path("/proc/self/net/snmp").read_text().splitlines()
+        if "Tcp:" in line
+    )
+    return int(values[names.index("RetransSegs")])
+
+
+def measure(rank: int, kib: list[int], repeats: int) -> dict[tuple[int, str], list[list[float]]]:
+    """By size and way: of each turn the ms of the slowest rank, and the segments of all."""
+    torch.set_num_threads(1)
+    transport = DistTransport(dist.distributed_c10d._get_default_group())
+    found: dict[tuple[int, str], list[list[float]]] = {}
+    for turn in range(-1, repeats):
+        for size in kib:
+            sizes = [size * 1024] * transport.world_size
+            leaving, arriving = torch.empty(2, sum(sizes), dtype=torch.uint8)
+            for name, way in WAYS.items():
+                time.sleep(0.05)  # the NICs' buckets are full again
+                dist.barrier()
+                start, before = time.perf_counter(), sent_again()
+                way(transport, leaving, arriving, sizes)
+                transport.finish()
+                seconds = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+                again = torch.tensor(float(sent_again() - before))
+                dist.all_reduce(again)
+                if turn >= 0:  # the one before opens the windows
+                    found.setdefault((size, name), []).append([seconds.item() * 1e3, again.item()])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--mbit", type=float, default=50)
+    parser.add_argument("--kib", type=int, nargs="*", default=[16, 32, 64, 128, 512], help="a peer")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with Lab(hosts=options.hosts, mbit=options.mbit) as lab:
+        found = lab.run(measure, options.kib, options.repeats, timeout_seconds=600)[0]
+    print(f"{'KiB a peer':>10}" + "".join(f"{name:>28}" for name in WAYS))
+    for size in options.kib:
+        cells = []
+        for name in WAYS:
+            times, again = zip(*found[size, name], strict=True)
+            cells.append(
+                f"{statistics.median(times):.0f} ({min(times):.0f}-{max(times):.0f}), "
+                f"{statistics.median(again):.0f} again"
+            )
+        print(f"{size:>10}" + "".join(f"{cell:>28}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
