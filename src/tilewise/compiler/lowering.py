@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Wait
+from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Team, Wait
 from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
 
@@ -43,7 +43,9 @@ def lower(
         if carries is not None:
             steps = tuple(_carrying(step, carries) for step in steps)
         together = {
-            one.step % len(steps): range(rank - rank % one.size, rank - rank % one.size + one.size)
+            one.step % len(steps): Team(
+                range(rank - rank % one.size, rank - rank % one.size + one.size), one.parts
+            )
             for one in exchanges
             if carries is None or carries.intersection(one.parts)
         }
@@ -65,7 +67,7 @@ class _ProgramWriter:
         rank: int,
         steps: tuple[RankStep, ...],
         node_size: int | None,
-        together: Mapping[int, range],
+        together: Mapping[int, Team],
     ):
         self.rank, self.node_size, self.together = rank, node_size, together
         self.instructions: list[Instruction] = []
@@ -124,7 +126,7 @@ class _ProgramWriter:
             self.node_size is not None and hop.src // self.node_size != hop.dst // self.node_size
         )
 
-    def _launch(self, sends: Hops, recvs: Hops, lane: int, team: range | None = None) -> None:
+    def _launch(self, sends: Hops, recvs: Hops, lane: int, team: Team | None = None) -> None:
         for index, hop in enumerate(recvs):
             self.pending.setdefault(hop.item, []).append((self.handles, index))
         self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs, team))

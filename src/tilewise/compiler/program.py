@@ -7,7 +7,7 @@ instruction is called in print is what profiler and simulated trace call it.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tilewise.plan.ir import Item, Role, Rows, Tile, Transfer
+from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
 
 LAUNCHES_IN_FLIGHT = 1
 """Launches of a lane whose sends are left to themselves.
@@ -16,12 +16,19 @@ By lane, since a slow link's sends last for many launches of a fast one.
 """
 
 
+class Team(NamedTuple):
+    """Ranks that all launch an exchange together, and the sides and roles that travel."""
+
+    ranks: range
+    parts: tuple[tuple[Side, Role], ...]
+
+
 class Launch(NamedTuple):
     """Start sends and receives, in this order on both ends of every pair.
 
     A partial leaves its place at once; an operand's or result's buffer stays in use until sent.
-    step is the plan's, for messages. team: the ranks that all launch this together, and exchange
-    with nobody else; None: whoever has something to send or receive.
+    step is the plan's, for messages. team: who all launch this together, and exchange with nobody
+    else; None: whoever has something to send or receive.
     """
 
     handle: int
@@ -29,7 +36,7 @@ class Launch(NamedTuple):
     lane: int
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
-    team: range | None = None
+    team: Team | None = None
 
     def __str__(self) -> str:
         return _launch_label(self.sends, self.recvs)

@@ -72,11 +72,12 @@ def launch_together(launch: Launch, work: PassWork, transport: Transport) -> lis
 
 def launch_team(launch: Launch, work: PassWork, transport: Transport) -> list[Arrival]:
     """Exchange within a team, as all its ranks do."""
-    teams, team = team_transport(transport), launch.team
-    assert team is not None and teams is not None
+    teams = team_transport(transport)
+    assert launch.team is not None and teams is not None
+    team, parts = launch.team
     hops = launch.recvs or launch.sends
     label = Label(launch.step, hops[0].item) if hops else "an exchange of a team"
-    most = work.longest_bytes
+    most = sum(map(work.shard_bytes, parts))
     whole = work.exchange(launch)
     if whole is not None:
         handle = teams.exchange_all(*whole[:3], team, label, most_bytes=most)

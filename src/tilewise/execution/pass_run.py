@@ -31,7 +31,7 @@ from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand
 from tilewise.plan.cache import PlanCache
-from tilewise.plan.ir import Item, Rows, Tile
+from tilewise.plan.ir import Item, Role, Rows, Side, Tile
 from tilewise.tiles.call_rows import CallStyle, TileCalls
 from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport, workspace_of
 from tilewise.transport.streams import is_capturing
@@ -80,15 +80,12 @@ class PassRun:
         pruned = resolved.pruned if problem.prune else resolved.plan
         self.packing = packings(of)
         ahead, exchanges = transport.receives_ahead, ()
-        # Of all items of the longest shard at once: the same on all ranks.
-        longest = [max(layout.sizes, default=0) for layout in self.layouts]
-        self.longest_bytes = shard_bytes = batch * max(
-            longest[side] * packing.row_bytes for (side, _), packing in self.packing.items()
-        )
-        if team_transport(transport) and shard_bytes <= SMALL_BYTES:
+        self._longest = [max(layout.sizes, default=0) for layout in self.layouts]
+        largest = max(map(self.shard_bytes, self.packing))
+        if team_transport(transport) and largest <= SMALL_BYTES:
             exchanges = pruned.traits.exchanges
         if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
-            ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, shard_bytes)))
+            ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, largest)))
         carries = frozenset(part for part, packing in self.packing.items() if packing.names)
         keep = 4 * pruned.world_size
         key = rank, ahead, transport.node_size, carries, exchanges
@@ -135,6 +132,10 @@ class PassRun:
         self._pool: WorkspacePool = problem.passes[0].plan.memo(
             "pool", (rank, device, allocate), lambda: WorkspacePool(allocate), keep
         )
+
+    def shard_bytes(self, part: tuple[Side, Role]) -> int:
+        """Of a part's item of the longest shard: the same on all ranks."""
+        return self.batch * self._longest[part[0]] * self.packing[part].row_bytes
 
     def _whole_exchanges(self, rank: int) -> dict[int, HeadExchange]:
         """The launches of exchanges by head, all of them or none."""

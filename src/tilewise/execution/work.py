@@ -46,7 +46,7 @@ class PassWork(ABC):
         keep: bool = False,
     ):
         self._run, self._named, self._packing = run, named, run.packing
-        self.longest_bytes = run.longest_bytes
+        self.shard_bytes = run.shard_bytes
         self._allocator, self._sent = allocator, allocator.sent
         self.launched, self.left = allocator.launched, allocator.left
         # What stays for the next pass is no buffer of this one.
