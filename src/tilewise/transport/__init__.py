@@ -1,6 +1,6 @@
 """How bytes get from rank to rank, and what ranks agree on before.
 
-process_group: gloo and NCCL; loopback and cooperative_threads: all ranks in one process;
+process_group and posted: gloo and NCCL; loopback and cooperative_threads: all ranks in one process;
 nccl_groups, nccl_batches, nodes and streams: what NCCL needs besides; lost_rank: who failed whom;
 symmetric and symmetric_memory: pushes inside a node;
 resolve: the transport of a group.

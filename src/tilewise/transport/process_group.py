@@ -95,7 +95,8 @@ class DistTransport:
         recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
             return AllPosted(())
-        self._release()
+        if self._pairwise:
+            self._release()
         backend = self._backend(sends, recvs)
         for message in sends:
             self.bytes_sent += message.tensor.nbytes
