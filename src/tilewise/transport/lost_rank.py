@@ -38,12 +38,13 @@ def failure_of(
 def _first_lost(group: dist.ProcessGroup, peer: int) -> int:
     """The rank that a failure goes back to.
 
-    Every rank writes down in the group's store which one failed it. One that wrote nothing was
-    failed by nobody, and who waited for that writes the rank down as failed by itself.
+    Every rank writes down in the group's store which one failed it first. One that wrote nothing
+    was failed by nobody, and who waited for that writes the rank down as failed by itself.
     """
-    store = group_store(group, "lost")
+    store, own = group_store(group, "lost"), str(group.rank())
     try:
-        store.set(str(group.rank()), str(peer))
+        if not store.check([own]) or store.get(own).decode() == own:
+            store.set(own, str(peer))
         for _ in range(group.size()):
             until = monotonic() + _PATIENCE_SECONDS
             while not store.check([str(peer)]):

@@ -7,6 +7,7 @@ device_id it splits the world's communicator, for which every rank of the world 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 from weakref import finalize
 
@@ -48,6 +49,16 @@ def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.Proc
     place = group.rank() - ranks.start, len(ranks)
     gloo = dist.ProcessGroupGloo(group_store(group, name), *place, timeout=timeout)
     return _companion(group, name, CPU, Kinds.GLOO, gloo, place)
+
+
+def team_groups(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """Those of neighbouring ranks that gloo_group has made for this one."""
+    rank = group.rank()
+    for size in range(2, group.size()):
+        first = rank - rank % size
+        known = _remembered(group, f"gloo{first}-{first + size}")
+        if known is not None:
+            yield known
 
 
 def lane_group(group: dist.ProcessGroup, lane: int) -> dist.ProcessGroup:

@@ -2,8 +2,6 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,13 +12,17 @@ from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
-from tilewise.transport.posted import AllPosted, PairwiseExchange, Posted
+from tilewise.transport.posted import (
+    NOTHING_TAG,
+    AllPosted,
+    PairwiseExchange,
+    Posted,
+    end_waits,
+)
 from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
 from tilewise.transport.record_tree import RECORD_TREES
 
-# Tags of our own, so that a caller's point-to-point messages in the group never match ours.
-_NOTHING_TAG = 7_416_000
-_LANE_TAG = _NOTHING_TAG + 1
+_LANE_TAG = NOTHING_TAG + 1
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
@@ -166,21 +168,14 @@ class DistTransport:
         try:
             tree = RECORD_TREES.of(self._group, self.agreement_seconds)
             records = tree.records(own, self.agreement_seconds)
-        except LostRankError as error:
-            self._give_up(error.rank)
+        except LostRankError:
+            end_waits(self._group)
             raise
         self.agreement_number = tree.number
         return [
             record if x is own else torch.frombuffer(bytearray(x), dtype=record.dtype)
             for x in records
         ]
-
-    def _give_up(self, lost: int) -> None:
-        """End the waits of ranks that expect messages: gloo closes all connections of a timeout."""
-        if self.receives_ahead and lost not in (-1, self.rank):
-            nothing = torch.empty(1, dtype=torch.uint8)
-            with suppress(RuntimeError):
-                self._group.recv([nothing], lost, _NOTHING_TAG).wait(timedelta(milliseconds=1))
 
     def finish(self) -> None:
         self._release()
@@ -235,7 +230,9 @@ class DistTransport:
             try:
                 work = start([whole], mine[0].peer, tag)
             except RuntimeError as error:
-                raise failure_of(mine, verb, error, group) from error
+                failure = failure_of(mine, verb, error, group)
+                end_waits(group)
+                raise failure from error
             posted.append(Posted(work, mine, verb, group, whole, several and not is_send))
         return posted
 

@@ -65,7 +65,7 @@ class RecordTree:
             peer = self._above if waits_above or not missing else missing[0]
             _close(self._ends)
             raise _failure(peer, "connecting to", error, group) from error
-        finalize(group, _close, self._ends)
+        self.close = finalize(group, _close, self._ends)
 
     def _connect(self, store: Store, seconds: float) -> None:
         host, secret, own = _host(store), os.urandom(16), str(self._rank)
@@ -189,6 +189,12 @@ class RecordTrees:
         if tree is None:
             tree = self._made[group] = RecordTree(group, seconds)
         return tree
+
+    def close(self, group: dist.ProcessGroup) -> None:
+        """Let the ranks beside this one know that it compares no more."""
+        tree = self._made.get(group)
+        if tree is not None:
+            tree.close()
 
 
 RECORD_TREES = RecordTrees()
