@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,11 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
     DeepseekV3Config,
     DogeConfig,
     DogeForCausalLM,
@@ -32,6 +38,7 @@ from transformers import (
     MixtralForCausalLM,
     MobileBertConfig,
     MobileBertForMaskedLM,
+    OPTForCausalLM,
     Phi3Config,
     RobertaConfig,
     RobertaForCausalLM,
@@ -186,6 +193,45 @@ def test_results_are_kept_by_class_and_configuration():
     assert Counted.made == made + 1
     hf.check_model(Counted(plain(rms_norm_eps=1e-3)))
     assert Counted.made > made + 2
+
+
+@pytest.mark.parametrize(
+    ("model_class", "outcome"),
+    [
+        (BertModel, "pools this rank's rows"),
+        (BertForPreTraining, "pools this rank's rows"),
+        (BertForQuestionAnswering, "loss is not its share"),
+        (BertForTokenClassification, "loss is not its share"),
+        (BertForSequenceClassification, "computes from this rank's tokens"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_heads_that_pool_or_have_a_loss_of_their_own_are_refused(model_class: type, outcome: str):
+    model = model_class(BertConfig(**BERT))
+    with pytest.raises(ValueError, match=outcome):
+        hf.check_model(model)
+    if "computes" in outcome:
+        with pytest.raises(ValueError, match=outcome):
+            hf.check_model(model, loss=False)
+    else:
+        hf.check_model(model, loss=False)
+
+
+def test_layers_skipped_at_random_are_refused():
+    model = OPTForCausalLM(config("opt", layerdrop=0.1))
+    with pytest.raises(ValueError, match=r"layerdrop skips layers.*set it to 0"):
+        hf.check_model(model)
+
+
+def test_models_checked_at_the_same_time_do_not_meet():
+    models = [LlamaForCausalLM(plain(rms_norm_eps=6e-5 + i * 1e-6)) for i in range(3)]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(hf.check_model, models)) == [None] * 3
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_random_states_modes_and_registries_are_left_as_they_were():

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import tilewise as tw
 from tilewise.integrations import hf
-from tilewise.integrations.hf_trainer import PackedSequences
+from tilewise.integrations.hf_trainer import PackedSequences, arguments
 
 NUM_TOKENS, STEPS = 61, 4
 
@@ -138,6 +138,32 @@ def test_accelerate_deals_the_same_sequences_to_ranks_of_one(num_workers: int):
 
 def _lengths(batch: list) -> list:
     return [[len(document["input_ids"]) for document in sequence] for sequence in batch]
+
+
+def test_a_model_whose_class_disowns_num_items_in_batch_is_given_it(tmp_path: Path):
+    """Else the Trainer takes the mean over ranks' shares of the loss."""
+
+    class Disowns(LlamaForCausalLM):
+        accepts_loss_kwargs = False
+
+    cp = tw.ContextParallel(num_tokens=NUM_TOKENS, mask=tw.Causal())
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(**hf.trainer_args(cp, Disowns(LlamaConfig(**SIZES)), args))
+    assert trainer.model_accepts_loss_kwargs
+
+
+def test_noise_on_embeddings_is_that_of_the_whole_sequence(tmp_path: Path):
+    def on_rank(rank: int, group) -> float:
+        layout = tw.contiguous(NUM_TOKENS, 2)
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal(), layout=layout)
+        place = {"world_size": 2, "process_index": rank}
+        given_class = type("OfTwo", (TrainingArguments,), place)
+        given = given_class(str(tmp_path), use_cpu=True, neftune_noise_alpha=5.0)
+        args = arguments(cp, given, {}, masked=False)["args"]
+        assert given.neftune_noise_alpha == 5.0
+        return args.neftune_noise_alpha / layout.size(rank) ** 0.5
+
+    assert tw.loopback(2, on_rank) == pytest.approx([5.0 / NUM_TOKENS**0.5] * 2)
 
 
 def test_arguments_that_a_split_sequence_cannot_honour(tmp_path: Path):

@@ -71,6 +71,8 @@ def trainer_args(
         ValueError: as of parallelize; for args that a split sequence cannot honour.
     """
     parallelize(model, cp)
+    # Some models tell the Trainer that they do not, for their images' sake; check_model saw it.
+    model.accepts_loss_kwargs = True  # pyright: ignore[reportArgumentType]
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     return {"model": model, **trainer_arguments(cp, args, datasets, is_masked(type(model)))}
 
@@ -85,7 +87,8 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
         numerical: whether a tiny model of the same class and configuration is run, split over three
             ranks in this process and not split, and has to have one loss and the same gradients.
             It takes about a second, once for a class and configuration.
-        loss: whether the model's own loss has to be right; False: its output alone.
+        loss: whether the model's own loss, and what it pools, have to be right; False: its first
+            output alone, the logits or hidden states.
     """
     # FSDP2 gives a model a class made at run time.
     bases = (c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed"))

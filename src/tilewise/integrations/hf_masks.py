@@ -105,6 +105,12 @@ def refused_model(config: Any) -> str | None:
     others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
+    skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
+    if skips:
+        return (
+            f"{name}: {skips[0]} skips layers at random, on each rank others, and all ranks run a "
+            "layer's attention together; set it to 0 before the model is made"
+        )
     if getattr(config, "attn_temperature_tuning", False):
         return (
             f"{name}: attn_temperature_tuning counts this rank's rows as positions; set it to False"

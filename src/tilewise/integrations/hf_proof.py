@@ -7,6 +7,7 @@ frequencies, losses. No list of such models is ever complete, so its class is ru
 import copy
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,11 @@ TOLERANCE = 1e-3  # of a gradient; the same model in another order errs by some 
 
 Attach = Callable[[Any, ContextParallel, str], None]
 ADVICE = "check_model(model, numerical=False) leaves this check out"
+OWN_LOSS = (
+    "Its rows are right: call it without labels, compute the loss from its logits, leave pooled "
+    "output unread, and check_model(model, loss=False)"
+)
+LOCK = threading.RLock()  # a proof changes the default dtype and transformers' registries
 
 
 @dataclass(frozen=True)
@@ -51,22 +57,27 @@ class ModelUnderTest:
     attach: Attach = field(compare=False)
 
 
-@lru_cache(maxsize=64)
 def refuted(subject: ModelUnderTest) -> str | None:
     """Why models of this class and configuration cannot run split; None if a tiny one can."""
-    with _untouched():
+    with LOCK, _untouched():
         return _refuted(subject)
 
 
+@lru_cache(maxsize=64)
 def _refuted(subject: ModelUnderTest) -> str | None:
     name = subject.model_class.__name__
     try:
         model = _tiny_model(subject)
         want = _run(subject, model, None)
     except Exception as error:  # whatever a model's code raises
+        why = f"({type(error).__name__}: {_first_line(error)})"
+        if subject.loss:
+            return refuted(_without_loss(subject)) or (
+                f"{name}: its loss of a label for each token could not be tried {why}. {OWN_LOSS}"
+            )
         return (
             f"{name}: no tiny model of its configuration could be made and run, to see whether it "
-            f"can be split ({type(error).__name__}: {_first_line(error)}); {ADVICE}"
+            f"can be split {why}; {ADVICE}"
         )
     found = None
     for dtype in (torch.float32, torch.float64):  # some models err by more than others
@@ -84,10 +95,7 @@ def _refuted(subject: ModelUnderTest) -> str | None:
 
 def _hint(subject: ModelUnderTest) -> str:
     if subject.loss and refuted(_without_loss(subject)) is None:
-        return (
-            "Its loss is not its share of the whole one, all else is right: call it without "
-            "labels, compute the loss from its logits, and check_model(model, loss=False)"
-        )
+        return f"Its loss is not its share of the whole one, or pools this rank's rows. {OWN_LOSS}"
     return (
         "It computes from this rank's tokens what needs the whole sequence (this was a tiny model "
         f"of its class and configuration, {NUM_TOKENS} tokens on {WORLD_SIZE} ranks; {ADVICE})"
@@ -144,29 +152,42 @@ def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Rec
     make = torch.Generator().manual_seed(1)
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", VOCABULARY)
     ids = torch.randint(5, vocabulary - 1, (1, NUM_TOKENS), generator=make)
-    labels = None
-    if subject.loss and _takes_labels(model):
-        labels = ids.where(torch.arange(NUM_TOKENS) != 3, IGNORED)
+    labels, parameters = None, inspect.signature(model.forward).parameters.values()
+    if subject.loss and any(x.name == "labels" or x.kind == x.VAR_KEYWORD for x in parameters):
+        labels = (ids % 2).where(torch.arange(NUM_TOKENS) != 3, IGNORED)
+    answers = ("start_positions", "end_positions") if subject.loss else ()
     if cp is not None:
         shift = not is_masked(subject.model_class)
         inputs = shard_inputs(cp.layout, cp.rank, ids, labels=labels, shift_labels=shift)
     else:
         inputs = {"input_ids": ids} | ({} if labels is None else {"labels": labels})
+    inputs |= {x.name: ids.new_tensor([4]) for x in parameters if x.name in answers}
 
     def loss() -> Tensor:
-        out = model(**inputs)[0]
-        if not out.ndim:
-            return out
-        # logits or hidden states
-        weights = torch.randn(1, NUM_TOKENS, out.shape[-1], generator=make).to(out.dtype)
-        return (out * (weights if cp is None else cp.shard(weights, 1))).sum()
+        out = model(**inputs)
+        first, *others = filter(_is_float, out.values() if isinstance(out, dict) else out)
+        rows = inputs["input_ids"].shape[1]
+        # A pooled output of a rank is none of the whole sequence.
+        pooled = [x for x in others if subject.loss and x.shape[1:2] != (rows,)]
+        return sum((_weighed(x, rows, cp, make) for x in pooled), _weighed(first, rows, cp, make))
 
     return run_model(model, loss, ModelRun())
 
 
-def _takes_labels(model: Any) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(x.name == "labels" or x.kind == x.VAR_KEYWORD for x in parameters)
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _weighed(out: Tensor, rows: int, cp: ContextParallel | None, make: torch.Generator) -> Tensor:
+    """A loss itself; of another output the sum of its numbers, each with a weight of its own."""
+    if not out.ndim:
+        return out
+    shape = list(out.shape)
+    by_row = out.ndim > 1 and shape[1] == rows
+    if by_row:
+        shape[1] = NUM_TOKENS
+    weights = torch.randn(shape, generator=make).to(out.dtype)
+    return (out * (cp.shard(weights, 1) if by_row and cp is not None else weights)).sum()
 
 
 def is_masked(model_class: type) -> bool:

@@ -92,6 +92,9 @@ def arguments(
     args.accelerator_config.split_batches = False
     args.per_device_train_batch_size = args.per_device_eval_batch_size = 1
     args.average_tokens_across_devices = True  # ranks' shares of the loss add up
+    if args.neftune_noise_alpha is not None:  # transformers divides by the root of a rank's rows
+        share = max(1, cp.layout.size(cp.rank)) / cp.layout.num_tokens
+        args.neftune_noise_alpha *= share**0.5
     args.prediction_loss_only = True  # ranks have logits of their own tokens
     seed = args.seed if args.data_seed is None else args.data_seed
     shuffles = getattr(args, "train_sampling_strategy", "random") != "sequential"
