@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, masks
 
 import tilewise as tw
-from tilewise.plan.builder import operand
+from tilewise.compiler.pruning import prune_shards
+from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Plan, Role, Side, Step, Transfer
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
@@ -171,3 +172,13 @@ def test_pruned_plans_are_kept_with_their_plan():
 def test_layouts_must_be_for_the_plans_ranks():
     with pytest.raises(ValueError, match=r"layout is for 3 ranks, but ring.* for 4"):
         tw.prune(tw.ring(4), tw.Causal(), tw.contiguous(12, 3))
+
+
+def test_a_step_that_reaches_other_teams_is_no_exchange_of_teams():
+    """Gradients of keys that only another team read come from there, not by way of a neighbour."""
+    plan, own = tw.ulysses(2, tw.ring(2)), tw.contiguous(8, 4)
+    first, second, third, last = own.runs
+    swapped = tw.Layout(8, [first, third, second, last])
+    pruned = prune_shards(plan, tw.Causal(), (own, swapped))
+    assert Transfer(partial(Side.KV, 1), 2, 1) in pruned.steps[-1].transfers
+    assert pruned.traits.exchanges == plan.traits.exchanges[:1]

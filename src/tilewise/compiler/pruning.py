@@ -109,6 +109,8 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
             by_head=one.by_head and plan.steps[one.step].transfers == steps[one.step].transfers
         )
         for one in exchanges
+        # of a relay that is left out, the first sender reaches another team at once
+        if all(hop.src // one.size == hop.dst // one.size for hop in steps[one.step].transfers)
     )
     return plan.changed(
         name=f"{plan.name}, pruned",
