@@ -263,6 +263,8 @@ def test_plans_of_one_call_fit_each_other():
         ({"layout": tw.zigzag(63, 4)}, "layout has 63 tokens, the workload 64"),
         ({"num_kv_heads": 3}, r"num_heads \(8\) must be a multiple of num_kv_heads \(3\)"),
         ({"mask": tw.Document([0, 63])}, "63"),
+        ({"num_heads": 10**20}, r"num_heads \(10+\) x head_dim \(4\) is more than any memory"),
+        ({"v_head_dim": 1.5}, r"v_head_dim \(1.5\) must be a whole number"),
     ],
 )
 def test_a_workload_names_what_does_not_fit(fields: dict, message: str):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -74,6 +75,20 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     require_range(name, index(value), least)
     require_range(name, index(value), least, most)
     return index(value)
+
+
+def real_number(name: str, value: Any) -> float:
+    """The value as a float; True and False, texts and tensors are none.
+
+    Raises:
+        ValueError: "softcap ('30') must be a number, as tensor.item() gives it".
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} ({value!r}) must be a number, as tensor.item() gives it")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def check_dtype(what: str, name: str) -> None:

@@ -1,12 +1,21 @@
 """The workload, and the bytes that a plan moves for it."""
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.arguments import DtypeName, LayoutName, Save, check_dtype, dtype_name, require_type
+from tilewise.arguments import (
+    DtypeName,
+    LayoutName,
+    Save,
+    check_dtype,
+    dtype_name,
+    require_type,
+    whole_number,
+)
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.shards import everything_needed
 from tilewise.compiler.symmetry import find_symmetry
@@ -16,6 +25,9 @@ from tilewise.plan.ir import Item, Plan
 from tilewise.plan.payload import check_save, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
+
+MOST_NUMBERS = 1 << 48
+"""Of one tensor: bytes of all ranks together are counted in 64 bits."""
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
@@ -59,9 +71,12 @@ class Workload:
         plain = wires.only_wire_dtype
         object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
         object.__setattr__(self, "wire", None if plain else wires.sizes)
+        sizes = {"num_tokens": self.num_tokens, "num_heads": self.num_heads}
         for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
-            if not width >= 1:
-                raise ValueError(f"{what} ({width}) must be at least 1")
+            numbers = {**sizes, what: width}
+            if math.prod(whole_number(*number) for number in numbers.items()) > MOST_NUMBERS:
+                shown = " x ".join(f"{name} ({value})" for name, value in numbers.items())
+                raise ValueError(f"{shown} is more than any memory holds, {MOST_NUMBERS}")
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
         check_save(self.save)

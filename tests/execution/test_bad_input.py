@@ -82,10 +82,14 @@ WRONG = {
     "softcap": Wrong({"softcap": 0.0}, r"softcap \(0.0\) must be finite and above 0"),
     "softcap below 0": Wrong({"softcap": -50.0}, r"softcap \(-50.0\) must be"),
     "softcap and kernel": Wrong({"softcap": 5.0, "kernel": "cpu"}, "'cpu' .* it has no softcap"),
+    "softcap as text": Wrong({"softcap": "30"}, r"softcap \('30'\) must be a number"),
+    "dropout as text": Wrong({"dropout_p": "0.1"}, r"dropout_p \('0.1'\) must be a number"),
     "dropout": Wrong({"dropout_p": 1.0, "dropout_seed": 1}, r"dropout_p \(1.0\) must be at"),
     "dropout below 0": Wrong({"dropout_p": -0.1, "dropout_seed": 1}, r"dropout_p \(-0.1\)"),
     "no seed": Wrong({"dropout_p": 0.1}, r"dropout_p \(0.1\) on 3 ranks needs a dropout_seed"),
-    "seed": Wrong({"dropout_p": 0.1, "dropout_seed": -1}, r"dropout_seed \(-1\) must be from 0"),
+    "seed": Wrong(
+        {"dropout_p": 0.1, "dropout_seed": -1}, r"dropout_seed \(-1\) must be at least 0"
+    ),
     "head_dim": Wrong({"q": zeros(4, 4, 4)}, r"head_dim of q \(4\) and k \(8\)"),
     "no head_dim": Wrong({n: zeros(4, 2, 0) for n in "qkv"}, r"head_dim of q \(0\)"),
     "heads": Wrong({"q": zeros(4, 3, 8)}, r"num_heads \(3\) must be a multiple of.*\(2\)"),

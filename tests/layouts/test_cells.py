@@ -153,6 +153,12 @@ def test_a_run_that_descends_or_leaves_the_sequence_is_refused(run: Run):
         Layout(4, [[Run(0, 1)], [run]])
 
 
+@pytest.mark.parametrize("run", [(0, 2.0, 1), "ab", 5, (0,)])
+def test_a_run_of_other_kinds_is_named(run):
+    with pytest.raises(ValueError, match=r"shard 1: .* must be a run of whole numbers"):
+        Layout(4, [[Run(0, 2)], [run]])
+
+
 def test_descending_rows_are_runs_of_one_token():
     layout = from_positions(6, [[5, 4, 3], [2, 0, 1]])
     assert layout.is_partition

@@ -122,6 +122,20 @@ def _drop_a_tile(data: dict) -> None:
         (lambda data: data.update(world_size=10**30), "world_size (1000000000"),
         (lambda data: data.update(machine="x"), "machine ('x') must be a list"),
         (lambda data: data.update(reason=None), "reason (None) must be text"),
+        (
+            lambda data: data["rows"][0]["bytes_by_link"].update(inside="4"),
+            "rows[0].bytes_by_link.inside ('4') must be a whole number",
+        ),
+        (
+            lambda data: data["layout"].update(runs=[[[0, 4]]]),
+            "layout.runs[0][0] ([0, 4]) must be a list of 3",
+        ),
+        (lambda data: data.update(wire=[]), "wire ([]) must be an object"),
+        (
+            lambda data: data["workload"].update(mask={"kind": "And", "a": 5, "b": 5}),
+            "a of And (5) must be a Mask",
+        ),
+        (lambda data: data["workload"].update(head_dim=10**30), "is more than any memory holds"),
     ),
 )
 def test_an_edited_file_is_refused(written: str, tmp_path: Path, change, message: str):
@@ -184,6 +198,8 @@ def test_simulate_command_tells_both_passes(tmp_path: Path):
         (["--heads", "8:3"], "num_heads (8)"),
         (["--memory", "much"], "--memory ('much')"),
         (["--memory", "1kB"], "needs least"),
+        (["--memory", "9" * 400], "must be from 1 to"),
+        (["--num-tokens", "99999999999999"], "--num-tokens (99999999999999) must be from 1 to"),
         (["--num-tokens", "many"], "--num-tokens ('many')"),
         (["--mask", "moon"], "moon"),
         (["--layout", "spiral"], "spiral"),

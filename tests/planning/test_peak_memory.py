@@ -187,6 +187,17 @@ def test_what_wires_are_decoded_into_counts(plan, save, monkeypatch):
     assert narrow > plain, "eight bits a number, and what they are decoded into"
 
 
+@pytest.mark.parametrize("plan", [tw.all_gather(4), tw.ulysses(4), tw.mesh(4, q_tile=2)], ids=repr)
+@pytest.mark.parametrize("save", ["replay", "gathered"])
+def test_the_largest_scores_are_no_gathered_operands(plan, save):
+    work = tw.Workload(128, 8, 4, 16, mask=tw.Causal(), save=save)
+    plain, asked = (
+        PassMemory(replace(work, max_logit=asked).resolve(plan), backward=True).peak_bytes
+        for asked in (False, True)
+    )
+    assert 0 <= asked - plain <= 4096, "two numbers a head"
+
+
 @pytest.mark.parametrize("plan", [tw.ring(4, moves="q"), tw.attention2d(2, 2)], ids=repr)
 def test_keys_may_have_a_layout_of_their_own(plan, monkeypatch):
     q_layout, kv_layout = tw.zigzag(256, 4), tw.striped(256, 4)

@@ -83,10 +83,18 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
     ("text", "message"),
     [
         ("name = ", r"machine\.toml is no TOML"),
-        ('name = "x"', "missing .* required"),
+        ('name = "x"', "a machine lacks node_size, inside, between"),
+        ("inside = 5", r"\[inside\] \(5\) must be a table of bandwidth, latency"),
+        ("[inside]\nlatency = 1", r"\[inside\] lacks bandwidth"),
+        ("node_size = true", r"node_size \(True\) must be a number"),
+        ("call_seconds = 1", r"call_seconds \(1\) must be a list of 2"),
         ("colour = 1", "has no field .colour."),
-        ('[[kernel]]\ndtype = "float32"', r"a \[\[kernel\]\] table has no good 'pass'"),
-        ('[[kernel]]\npass = "sideways"', r"pass \('sideways'\)"),
+        ('[[kernel]]\ndtype = "float32"', r"kernel\[0\] .* with the entry 'pass'"),
+        (
+            '[[kernel]]\npass = "sideways"\ndtype = "float32"\nqueries = []\nkeys = []\nflops = []',
+            r"pass \('sideways'\)",
+        ),
+        ("kernel = 5", r"kernel \(5\) must be a list"),
         ("[inside]\nspeed = 1", "has no field .speed."),
     ],
 )

@@ -116,7 +116,10 @@ def test_one_ranks_steps_are_shown():
     assert (ended.exit_code, "--rank (4) must be from 0 to 3" in ended.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("option", ["plan -o", "simulate --trace", "calibrate -o", "mask --png"])
+@pytest.mark.parametrize(
+    "option",
+    ["plan -o", "simulate --trace", "calibrate -o", "mask --png", "lab -o", "parity --html"],
+)
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(option: str, tmp_path: Path):
     command, flag = option.split()
     words = {
@@ -124,6 +127,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(option: str, t
         "simulate": ["ring(512)", "--num-tokens", "1M"],
         "calibrate": [],
         "mask": ["causal"],
+        "lab": ["calibrate"],
+        "parity": ["math:tau"],
     }[command]
     ended = tilewise(command, *words, flag, str(tmp_path / "no" / "x.png"))
     assert ended.exit_code == 2 and "is no folder; make it" in ended.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tilewise.arguments import check_dtype, dtype_name, require_type
+from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -34,6 +33,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None 
     named = (("q", q), ("k", k), ("v", v)) if latent is None else (("q", q), ("the latent", k))
     for name, x in named:
         x = require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
+        if x.is_nested:
+            raise ValueError(
+                f"{name} is nested; pass all its rows as one tensor, {name}.values(), and the "
+                "documents as the mask tw.Document(cu_seqlens)"
+            )
         if x.layout is not torch.strided:
             raise ValueError(f"{name} is {x.layout}, but must be dense; pass {name}.to_dense()")
         if hasattr(x, "placements"):  # a DTensor: importing the class takes half a second
@@ -210,7 +214,8 @@ def checked_scores(call: AttentionCall, head_dim: int, world_size: int) -> Score
     Without a seed one process draws it from torch's generator: recomputation restores that one.
     """
     scale = checked_scale(call.softmax_scale, head_dim)
-    softcap, seed, p = checked_softcap(call.softcap), call.dropout_seed, float(call.dropout_p)
+    softcap, seed = checked_softcap(call.softcap), call.dropout_seed
+    p = real_number("dropout_p", call.dropout_p)
     if not 0 <= p < 1:
         raise ValueError(f"dropout_p ({p}) must be at least 0 and below 1; leave it out for none")
     if not p:
@@ -220,23 +225,20 @@ def checked_scores(call: AttentionCall, head_dim: int, world_size: int) -> Score
             f"dropout_p ({p}) on {world_size} ranks needs a dropout_seed; pass the same on all, "
             "another at every layer and step"
         )
-    seed = operator.index(torch.randint(MOST_SEEDS, ()) if seed is None else seed)
-    if not 0 <= seed < MOST_SEEDS:
-        raise ValueError(f"dropout_seed ({seed}) must be from 0 to {MOST_SEEDS - 1}")
+    seed = torch.randint(MOST_SEEDS, ()) if seed is None else seed
+    seed = whole_number("dropout_seed", seed, 0, MOST_SEEDS - 1)
     return Scores(scale, softcap, p, seed, call.max_logit)
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    softcap = None if softcap is None else float(softcap)
+    softcap = None if softcap is None else real_number("softcap", softcap)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap ({softcap}) must be finite and above 0; leave it out for none")
     return softcap
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise ValueError(f"softmax_scale ({scale!r}) must be a number, as tensor.item() gives it")
-    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    scale = 1 / math.sqrt(head_dim) if scale is None else real_number("softmax_scale", scale)
     if not 0 < scale < math.inf:
         raise ValueError(
             f"softmax_scale ({scale}) must be finite and above 0; scale or negate q instead"

@@ -27,6 +27,16 @@ class Run(NamedTuple):
     stride: int = 1
 
 
+def _run(shard: int, run: Any) -> Run:
+    """As a Run of whole numbers."""
+    try:
+        return Run(*map(index, run))
+    except TypeError:
+        raise ValueError(
+            f"shard {shard}: {run!r:.60} must be a run of whole numbers, (start, count, stride)"
+        ) from None
+
+
 class Layout(OpaqueValue):
     """Global positions of every shard's rows, in row order. A frozen, hashable value.
 
@@ -40,7 +50,8 @@ class Layout(OpaqueValue):
 
     def __init__(self, num_tokens: int, runs: Iterable[Iterable[Run]], name: str = "layout"):
         self.num_tokens = whole_number("num_tokens", num_tokens)
-        self.runs = tuple(tuple(Run(*map(index, r)) for r in shard if r[1]) for shard in runs)
+        read = (tuple(_run(s, run) for run in shard) for s, shard in enumerate(runs))
+        self.runs = tuple(tuple(run for run in shard if run.count) for shard in read)
         self.name = name
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
         whole_number("world_size", len(self.runs))

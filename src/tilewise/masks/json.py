@@ -3,8 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
+from tilewise.arguments import require_type, whole_number
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.tables import Blocks, PerHead, Slices
 
@@ -26,13 +25,16 @@ def read_mask(data: Any) -> Mask:
         ValueError, TypeError, KeyError: if it is none.
     """
     kinds = {kind.__name__: kind for kind in KINDS}
-    if data["kind"] not in kinds:
+    if data["kind"] not in [*kinds]:
         raise ValueError(f"mask {data['kind']!r} is not known; take one of {', '.join(kinds)}")
     kind = kinds[data["kind"]]
     values = [_value(data[field.name]) for field in fields(kind)]
+    if kind in (And, Or):
+        for field, part in zip(fields(kind), values, strict=True):
+            require_type(Mask, f"{field.name} of {kind.__name__}", part)
     if kind is Blocks:
         table, q_edges, k_edges, overhang = values
-        return Blocks(np.array(table, bool), q_edges, k_edges, overhang=overhang)
+        return Blocks(table, q_edges, k_edges, overhang=whole_number("overhang", overhang, 0))
     return kind(*values)
 
 

@@ -56,6 +56,11 @@ NAMES = (
 )  # the benchmark's table
 BLOCK_NAMES = NAMES[-2:]
 ALL_NAMES = (*NAMES, "chunked_causal", "causal_with_blocks")  # and of models
+OF_DOCUMENTS = tuple(
+    name
+    for name in ALL_NAMES
+    if "document" in name or name in ("share_question", "causal_blockwise", *ALL_NAMES[-2:])
+)
 WINDOW = BLOCK = 1024  # tokens, the benchmark's sizes
 CHUNK, IMAGE = 8192, 256  # tokens of a chunk of Llama 4, of an image of Gemma 3
 DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark keeps
@@ -251,7 +256,8 @@ def random(
             raise ValueError(f"density ({share}) must be above 0 and at most 1")
         return _draw_blocks(name, num_tokens, num_kv_heads, share, rng)
     if cu_seqlens is None:
-        cu_seqlens = lengths.sample("pile", num_tokens, seed=seed)
+        drawn = name in OF_DOCUMENTS
+        cu_seqlens = lengths.sample("pile", num_tokens, seed=seed) if drawn else (0, num_tokens)
     mask = _draw(name, num_tokens, as_ints(cu_seqlens, "cu_seqlens"), rng)
     mask.check_tokens(num_tokens)
     return mask

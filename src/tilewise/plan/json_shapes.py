@@ -10,7 +10,13 @@ _WORDS = MappingProxyType(
 
 
 class OrNull(NamedTuple):
-    """null, or a value of this shape."""
+    """null, or a value of this shape; an entry may be missing."""
+
+    shape: Any
+
+
+class Each(NamedTuple):
+    """An object of any names whose values have this shape."""
 
     shape: Any
 
@@ -22,6 +28,7 @@ def require_shape(value: Any, shape: Any, place: str) -> None:
         [int]                           a list of any length
         ([int], str)                    a list of these two
         OrNull(int)                     null, or a whole number
+        Each(int)                       an object of whole numbers
 
     Args:
         place: what errors call the value.
@@ -32,17 +39,22 @@ def require_shape(value: Any, shape: Any, place: str) -> None:
         case OrNull(inner):
             if value is not None:
                 require_shape(value, inner, place)
+        case Each(inner):
+            _require(isinstance(value, dict), value, place, "an object")
+            for name, one in value.items():
+                require_shape(one, inner, f"{place}.{name}")
         case dict():
             _require(isinstance(value, dict), value, place, "an object")
             for name, inner in shape.items():
-                _require(name in value, value, place, f"an object with the entry {name!r}")
-                require_shape(value[name], inner, f"{place}.{name}")
+                known = name in value or isinstance(inner, OrNull)
+                _require(known, value, place, f"an object with the entry {name!r}")
+                require_shape(value.get(name), inner, f"{place}.{name}")
         case [inner] if isinstance(shape, list):
-            _require(isinstance(value, list), value, place, "a list")
+            _require(isinstance(value, list | tuple), value, place, "a list")
             for i, one in enumerate(value):
                 require_shape(one, inner, f"{place}[{i}]")
         case tuple():
-            good = isinstance(value, list) and len(value) == len(shape)
+            good = isinstance(value, list | tuple) and len(value) == len(shape)
             _require(good, value, place, f"a list of {len(shape)}")
             for i, (one, inner) in enumerate(zip(value, shape, strict=True)):
                 require_shape(one, inner, f"{place}[{i}]")

@@ -13,7 +13,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import FORMAT as PLAN_FORMAT
 from tilewise.plan.json import from_json
-from tilewise.plan.json_shapes import OrNull, require_shape
+from tilewise.plan.json_shapes import Each, OrNull, require_shape
 from tilewise.plan.payload import head_groups
 from tilewise.planning import candidate_format
 from tilewise.simulation.machine import Machine, read_machine
@@ -142,6 +142,7 @@ class Candidate:
 
 FORMAT = "tilewise candidate 1"
 
+WIRES = Each(OrNull({"kind": str}))
 PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
     *("bytes_by_link", "peak_bytes"),
@@ -155,18 +156,19 @@ def _shape() -> dict[str, Any]:
         **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
         **dict.fromkeys(PlanRow._fields[4:8], float),
         "peak_bytes": int,
-        "bytes_by_link": {},
+        "bytes_by_link": Each(int),
     }
     return {
         "world_size": int,
         **dict.fromkeys(("strategy", "reason", "save"), str),
-        "wire": {},
+        "wire": WIRES,
         "workload": {
             **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
             "dtype": str,
-            "mask": {},
+            "mask": {"kind": str},
+            "wire": OrNull(WIRES),
         },
-        "layout": {"name": str},
+        "layout": {"name": str, "runs": OrNull([[(int, int, int)]])},
         "plan": plan,
         "backward_plan": OrNull(plan),
         "predicted": {name: row[name] for name in PREDICTED},
@@ -208,7 +210,7 @@ def load_candidate(path: str | Path) -> Candidate:
 def _read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no complete JSON: {error}") from None
 
 
@@ -252,15 +254,15 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             float(told["exposed_seconds"]),
             {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
             partial(int, int(told["peak_bytes"])),
-            Distances(**data["distances"]),
+            Distances(*(data["distances"][name] for name in Distances._fields)),
             str(data["reason"]),
-            partial(tuple, [PlanRow(**row) for row in data["rows"]]),
+            partial(tuple, [PlanRow(*map(row.get, PlanRow._fields)) for row in data["rows"]]),
         )
 
 
 def _plan(data: dict[str, Any], name: str, work: Workload, save: str, path: str) -> Plan | None:
     with _reading(path, name):
-        if data[name] is None and name == "backward_plan":
+        if data.get(name) is None and name == "backward_plan":
             return None
         world_size = data["world_size"]
         where = work.mask, work.layout_for(world_size)

@@ -172,7 +172,8 @@ def _recorded(problem: Problem, rank: int, backward: bool) -> tuple[int, list[Bu
         asked.clear()
         dout = torch.empty_like(out)
         saved = q, *kv, out, lse
-        held += [dout, *backward_pass(problem, transport, saved, kept, (dout, None))]
+        gathered = kept[problem.scores.max_logit :]  # the largest scores are before
+        held += [dout, *backward_pass(problem, transport, saved, gathered, (dout, None))]
     return sum(x.nbytes for x in held), asked
 
 

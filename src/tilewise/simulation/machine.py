@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.arguments import ITEM_BYTES, require_range
+from tilewise.plan.json_shapes import OrNull, require_shape
 from tilewise.simulation.machine_files import (
     parse_toml,
     preset_fields,
@@ -327,24 +328,27 @@ def _machine(fields: Mapping[str, Any], where: str) -> Machine:
     """A machine from the tables of a file, whose name every error gives."""
     fields = dict(fields)
     try:
-        kernels = tuple(_kernel(table) for table in fields.pop("kernel", ()))
+        tables = fields.pop("kernel", [])
+        require_shape(tables, [_KERNEL], "kernel")
+        kernels = tuple(map(_kernel, tables))
         for link in ("inside", "between", "across"):
             if link in fields:
                 _check_names(fields[link], Link, f"[{link}]")
                 fields[link] = Link(**fields[link])
         if "call_seconds" in fields:
+            require_shape(fields["call_seconds"], (float, float), "call_seconds")
             fields["call_seconds"] = tuple(map(float, fields["call_seconds"]))
-        _check_names(fields, Machine, "a machine")
+        _check_names({**fields, "kernels": kernels}, Machine, "a machine")
         return Machine(kernels=kernels, **fields)
-    except KeyError as error:
-        raise ValueError(f"{where}: a [[kernel]] table has no good {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _check_names(table: Mapping[str, Any], kind: type, section: str) -> None:
-    """Refuse a name that is no field, and a text in place of a number, before Python does."""
+    """Refuse what Python would refuse in its words: other names, other kinds, what is missing."""
     known = inspect.signature(kind).parameters
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{section} ({table!r:.60}) must be a table of {', '.join(known)}")
     for name, value in table.items():
         if name not in known:
             near = get_close_matches(name, known, 1, 0.7)
@@ -352,6 +356,18 @@ def _check_names(table: Mapping[str, Any], kind: type, section: str) -> None:
             raise ValueError(f"{section} has no field {name!r}; {hint}")
         if isinstance(value, str) and "str" not in str(known[name].annotation):
             raise ValueError(f"{section}: {name} ({value!r}) must be a number, without a unit")
+        numbers = str(known[name].annotation).split(" | ")[0] in ("int", "float")
+        if numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{section}: {name} ({value!r:.60}) must be a number")
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in table]
+    if missing:
+        raise ValueError(f"{section} lacks {', '.join(missing)}")
+
+
+_KERNEL = {
+    **{"dtype": str, "pass": str, "queries": [float], "keys": [float], "flops": [[float]]},
+    **dict.fromkeys(("head_dim", "launch_seconds", "edge_keys"), OrNull(float)),
+}
 
 
 def _kernel(table: Mapping[str, Any]) -> KernelSpeed:

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +42,7 @@ def module_of(text: str) -> ModuleType:
     try:
         module = importlib.import_module(path.stem if is_file else text)
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        at = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
-        said = f"{type(error).__name__}: {error}{at}"
-        raise ValueError(f"{text} is no module that can be imported: {said}") from None
+        raise ValueError(f"{text} is no module that can be imported: {_said(error)}") from None
     if is_file and Path(module.__file__ or "").resolve() != path.resolve():
         raise ValueError(f"{text}: another module is named {path.stem}; rename the file")
     return module
@@ -62,6 +60,25 @@ def load(text: str) -> Any:
         names = ", ".join(x for x in vars(module) if not x.startswith("_")) or "nothing"
         raise ValueError(f"{where} has no {name!r}; it has {names}")
     return getattr(module, name)
+
+
+def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
+    """What a function that "module:name" names returns.
+
+    Raises:
+        ValueError: if it raises, with its line.
+    """
+    try:
+        return make(*given)
+    except Exception as error:
+        raise ValueError(f"{text} failed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error of code outside, with the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    at = "" if "importlib" in last.filename else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{at}"
 
 
 def version(text: str) -> str:

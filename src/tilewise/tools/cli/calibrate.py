@@ -15,6 +15,7 @@ from tilewise.tools.cli.output import (
     print_plain,
     refusing_bad_input,
     working,
+    write_output,
 )
 from tilewise.transport.processes import RankError
 
@@ -38,7 +39,7 @@ def calibrate(
     if output is None:
         print_plain(machine.to_toml())
         return
-    output.write_text(machine.to_toml(), encoding="utf-8")
+    write_output(output, machine.to_toml())
     Console().print(f"{output}: {_summary(machine)}", highlight=False, soft_wrap=True)
 
 

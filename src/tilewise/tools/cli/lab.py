@@ -20,6 +20,7 @@ from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, 
 from tilewise.tools.cli.options import AsJson, command_of, option
 from tilewise.tools.cli.output import (
     as_bytes,
+    check_writable,
     ending_on,
     print_error,
     print_json,
@@ -28,6 +29,7 @@ from tilewise.tools.cli.output import (
     steps,
     table_console,
     table_of,
+    write_output,
 )
 from tilewise.tools.lab.comparison import ContestRow, compete
 from tilewise.tools.lab.lab import Lab, clean
@@ -120,6 +122,7 @@ def calibrate(
 ) -> None:
     """Measure the lab as a machine: kernels, links, overheads; the file is for plan, simulate."""
     with refusing_bad_input():
+        check_writable(output)
         lab = Lab(hosts, ranks_per_host, mbit=mbit)
         if lab.world_size < 2:
             raise ValueError("one rank has no links to measure; use at least 2 hosts or ranks")
@@ -130,7 +133,7 @@ def calibrate(
     if output is None:
         print_plain(machine.to_toml())
     else:
-        output.write_text(machine.to_toml())
+        write_output(output, machine.to_toml())
 
 
 lab_app.command("run")(command_of(run, LabOptions))
@@ -147,7 +150,7 @@ def _case(options: LabOptions) -> BenchCase:
         options.mask,
         network.world_size * options.tokens_per_rank,
         options.num_heads,
-        options.num_kv_heads or options.num_heads,
+        options.num_heads if options.num_kv_heads is None else options.num_kv_heads,
         options.head_dim,
         dtype_name(options.dtype),
         which="both" if options.backward else "forward",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from tilewise import masks
+from tilewise.arguments import require_range
 from tilewise.expressions import (
     MASKS,
     NO_WIRE,
@@ -33,15 +34,19 @@ from tilewise.tools.mask_report.named import mask_of
 from tilewise.workload import Workload
 
 _COUNT = re.compile(r"(\d+)([kKmM]?)$")
+MOST_TOKENS = 1 << 27  # the work of each is kept, by some layouts
+MOST_BYTES = 1 << 60
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?$")
 
 
 def read_count(what: str, text: str) -> int:
-    """A number of tokens: 4096, 128K or 1M, in powers of 1024."""
+    """A number of tokens: 4096, 128K or 1M, in powers of 1024; at most MOST_TOKENS."""
     match = _COUNT.match(text.strip())
     if not match or not int(match[1]):
         raise ValueError(f"{what} ({text!r}) must be a number such as 4096, 128K or 1M (1048576)")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+    count = int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+    require_range(what, count, 1, MOST_TOKENS)
+    return count
 
 
 def read_bytes(what: str, text: str) -> int:
@@ -50,7 +55,9 @@ def read_bytes(what: str, text: str) -> int:
     if not match:
         raise ValueError(f"{what} ({text!r}) must be a number of bytes such as 20GiB or 80GB")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    count = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
+    require_range(what, count, 1, MOST_BYTES)
+    return int(count)
 
 
 def command_of(

@@ -31,12 +31,16 @@ PIPED_WIDTH = 120
 
 @contextmanager
 def refusing_bad_input() -> Iterator[None]:
-    """End with code 2 and the message in one line on ValueError, or where an extra is missing."""
+    """End with code 2 and the message in one line on ValueError, or where an extra is missing; with
+    code 1 where memory does not do."""
     try:
         yield
     except (ValueError, MissingExtraError) as error:
         print_error(f"tilewise: {' '.join(str(error).split())}")
         raise typer.Exit(BAD_INPUT) from None
+    except MemoryError as error:
+        print_error(f"tilewise: out of memory; take fewer tokens or ranks ({error})")
+        raise typer.Exit(FAILED) from None
 
 
 @contextmanager
@@ -55,7 +59,14 @@ def refusing_unwritable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{error.filename} cannot be written: {error.strerror}") from None
+        named = error.filename or "the output"
+        raise ValueError(f"{named} cannot be written: {error.strerror}") from None
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write what a command made, or end with the reason."""
+    with refusing_bad_input(), refusing_unwritable():
+        path.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path | None) -> None:

@@ -9,14 +9,15 @@ from rich.table import Table
 from tilewise.tools.cli.options import AsJson, option
 from tilewise.tools.cli.output import (
     FAILED,
+    check_writable,
     print_json,
     print_plain,
     refusing_bad_input,
-    refusing_unwritable,
     table_console,
+    write_output,
 )
 from tilewise.tools.doctor import require
-from tilewise.tools.outside import is_outside, load
+from tilewise.tools.outside import called, is_outside, load
 from tilewise.tools.report.page import Fact, Page, Section, written
 from tilewise.tools.report.page import Table as PageTable
 from tilewise.verification.causes import CAUSES
@@ -46,12 +47,13 @@ def parity(
 ) -> None:
     """Compare a split model with the unsplit one: which layer deviates first, and why."""
     with refusing_bad_input():
+        check_writable(html)
         if html:
             require("plotly", "tilewise parity --html")
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
-        made = make()
+        made = called(function, make)
         if not isinstance(made, tuple) or len(made) != 3:
             raise ValueError(
                 f"{function} must return three things, (model, inputs, split), but returned "
@@ -59,8 +61,7 @@ def parity(
             )
         report = compare(*made, world_size=world_size, timeout=timeout, backend=backend)
         if html:
-            with refusing_unwritable():
-                html.write_text(written(_page(function, world_size, report)), encoding="utf-8")
+            write_output(html, written(_page(function, world_size, report)))
     if as_json:
         print_json(report.to_json())
     else:

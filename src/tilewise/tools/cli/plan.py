@@ -25,8 +25,8 @@ from tilewise.tools.cli.output import (
     check_writable,
     print_json,
     refusing_bad_input,
-    refusing_unwritable,
     working,
+    write_output,
 )
 
 NARROW = 72  # columns of a terminal under which the table would be cut
@@ -57,8 +57,7 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
             found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
     best, shown = found[0], found[: options.top]
     if options.output is not None:
-        with refusing_bad_input(), refusing_unwritable():
-            options.output.write_text(best.to_json(), encoding="utf-8")
+        write_output(options.output, best.to_json())
     if options.as_json:
         print_json(_as_json(best, shown))
     else:
@@ -148,6 +147,6 @@ def _distance(best: Candidate) -> str:
     return (
         f"{text} Its busiest rank sends {as_bytes(sent)}; with equal shares none can do with less "
         f"than {as_bytes(least.least_bytes)}. It is the fastest although it sends "
-        f"{sent / least.least_bytes:.3g} times as much: {hidden:.0%} of its time no rank waits for "
+        f"{sent / least.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank waits for "
         "a message."
     )

@@ -16,7 +16,13 @@ from tilewise.tools.cli.options import (
     read_machine_option,
     workload_of,
 )
-from tilewise.tools.cli.output import print_json, refusing_bad_input, refusing_unwritable, working
+from tilewise.tools.cli.output import (
+    check_writable,
+    print_json,
+    refusing_bad_input,
+    refusing_unwritable,
+    working,
+)
 from tilewise.tools.doctor import require
 from tilewise.workload import Workload
 
@@ -57,7 +63,13 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
     files, csv = options.files, options.csv
     with refusing_bad_input():
         require("plotly", "tilewise report")
+        if folder := next((path for path in files if path.is_dir()), None):
+            raise ValueError(f"{folder} is a folder; give a file in it")
         page = files[0].with_suffix(PAGE) if options.output is None else options.output
+        for path in filter(None, (page, csv)):
+            with refusing_unwritable():
+                path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path)
         with working("reading") as tell:
             found = read(files, csv is not None, full=options.full, tell=tell, about=described)
         with refusing_unwritable():

@@ -14,6 +14,7 @@ from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
 from tilewise.tools.cli.options import (
+    MOST_TOKENS,
     AsJson,
     PlanText,
     WorkOptions,
@@ -105,7 +106,7 @@ class ShowOptions(NamedTuple):
         option(f"Of the pruned plan: {', '.join(LAYOUTS)} or tiled; zigzag unless given."),
     ] = None
     num_tokens: Annotated[
-        int | None, option("Of the pruned plan; 8 a rank unless given.", min=1)
+        int | None, option("Of the pruned plan; 8 a rank unless given.", min=1, max=MOST_TOKENS)
     ] = None
     rank: Annotated[int | None, option("Show this rank's steps alone.", min=0)] = None
     as_json: AsJson = False

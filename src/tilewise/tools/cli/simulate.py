@@ -52,7 +52,7 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
         known = planned.machine if planned and about.machine is None else None
         machine = known or read_machine_option(about.machine)
         back = planned.backward_plan if planned else None
-        if options.backward_plan:
+        if options.backward_plan is not None:
             back, _ = read_plans(options.backward_plan, plan.world_size, about)
         work = planned.own_work if planned else None
         work = workload_of(about, plan.world_size, work, plan.made_for)

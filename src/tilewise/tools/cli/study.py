@@ -21,10 +21,10 @@ from tilewise.tools.cli.output import (
     check_writable,
     print_json,
     refusing_bad_input,
-    refusing_unwritable,
     table_console,
     table_of,
     working,
+    write_output,
 )
 from tilewise.tools.study.memory import memory
 from tilewise.tools.study.simulated import masks, model, scaling, schedules, tiles
@@ -84,8 +84,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
                 tables += STUDIES[name](work, machine)
         found = {"studies": [table.as_json() for table in tables]}
         if options.output is not None:
-            with refusing_unwritable():
-                options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_output(options.output, json.dumps(found, indent=1))
     if options.as_json:
         print_json(found)
         return

@@ -15,18 +15,13 @@ from tilewise.arguments import require_range
 from tilewise.expressions import read_mask
 from tilewise.masks import lengths
 from tilewise.masks.base import Mask
-from tilewise.masks.patterns import BLOCK_NAMES, top_blocks
-from tilewise.tools.outside import is_outside, load
+from tilewise.masks.patterns import BLOCK_NAMES, OF_DOCUMENTS, top_blocks
+from tilewise.tools.outside import called, is_outside, load
 
 DENSITY = 0.2  # of the block-sparse patterns, one of those that the benchmark draws
 CAP = 4  # the longest document is this part of the sequence
 CORPUS = "prolong512k"
 WINDOWED = "sliding_window", "sliding_window_causal", "global_sliding_window"
-OF_DOCUMENTS = tuple(
-    name
-    for name in masks.ALL_NAMES
-    if "document" in name or name in ("share_question", "causal_blockwise", *masks.ALL_NAMES[-2:])
-)
 
 
 class Axes(NamedTuple):
@@ -69,8 +64,9 @@ HAVE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def drawn(name: str, num_tokens: int, seed: int, axes: Axes = USUAL) -> Mask:
     """One of the named patterns: documents of a corpus, capped at a quarter; blocks at 0.2."""
-    cap = axes.cap or max(1, num_tokens // CAP)
-    cu = lengths.sample(axes.corpus or CORPUS, num_tokens, seed=seed, cap=cap)
+    cap, cu = axes.cap or max(1, num_tokens // CAP), None
+    if name in OF_DOCUMENTS:
+        cu = lengths.sample(axes.corpus or CORPUS, num_tokens, seed=seed, cap=cap)
     density = axes.density or DENSITY
     if axes.window is not None and name in WINDOWED:
         return getattr(masks, name)(num_tokens, axes.window)
@@ -92,7 +88,7 @@ def mask_of(text: str, num_tokens: int, seed: int = 0, axes: Axes = USUAL) -> Ma
     """
     if is_outside(text):
         found = load(text)
-        mask = found if isinstance(found, Mask) else found(num_tokens)
+        mask = found if isinstance(found, Mask) else called(text, found, num_tokens)
         if not isinstance(mask, Mask):
             raise ValueError(
                 f"mask {text} is a {type(mask).__name__}; give a mask such as tw.Causal(), or a "

@@ -26,13 +26,10 @@ class Report(NamedTuple):
 
     def write(self, page: Path, csv: Path | None = None) -> list[Path]:
         """Write the page, and its rows where csv says; give what was written."""
-        written_files = [page, csv] if csv else [page]
-        for path in written_files:
-            path.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(written(self.page), encoding="utf-8")
         if csv:
             bench_report.write_csv(self.rows, csv)
-        return written_files
+        return [page, csv] if csv else [page]
 
 
 def read(
@@ -87,6 +84,6 @@ def _holds_results(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8") as file:
             first = json.loads(file.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and "contender" in first
