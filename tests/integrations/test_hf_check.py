@@ -43,6 +43,7 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tilewise as tw
 from tilewise.integrations import hf
@@ -215,6 +216,24 @@ def test_heads_that_pool_or_have_a_loss_of_their_own_are_refused(model_class: ty
             hf.check_model(model, loss=False)
     else:
         hf.check_model(model, loss=False)
+
+
+def test_a_loss_function_that_a_model_was_given_is_tried():
+    def mean_of_rows(logits, labels, vocab_size, **_):
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    def share(logits, shift_labels=None, num_items_in_batch=None, **given):
+        return ForCausalLMLoss(
+            logits, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch, **given
+        )
+
+    model = LlamaForCausalLM(plain())
+    hf.check_model(model)
+    model.loss_function = mean_of_rows
+    with pytest.raises(ValueError, match="loss is not its share"):
+        hf.check_model(model)
+    model.loss_function = share
+    hf.check_model(model)
 
 
 def test_layers_skipped_at_random_are_refused():

@@ -92,13 +92,19 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
     """
     # FSDP2 gives a model a class made at run time.
     bases = (c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed"))
-    error = refusal(next(bases), model.config, numerical=numerical, loss=loss)
+    given = {"loss_function": getattr(model, "_loss_function", None)}
+    error = refusal(next(bases), model.config, numerical=numerical, loss=loss, **given)
     if error:
         raise ValueError(error)
 
 
 def refusal(
-    model_class: type, config: Any, *, numerical: bool = True, loss: bool = True
+    model_class: type,
+    config: Any,
+    *,
+    numerical: bool = True,
+    loss: bool = True,
+    loss_function: Any = None,
 ) -> str | None:
     """Why a model of this class and configuration is refused by check_model; None if it is not."""
     error = refused_model(config.get_text_config(decoder=True))
@@ -106,7 +112,7 @@ def refusal(
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        error = refuted(ModelUnderTest(model_class, text, loss, config, _attach))
+        error = refuted(ModelUnderTest(model_class, text, loss, loss_function, config, _attach))
     return error
 
 

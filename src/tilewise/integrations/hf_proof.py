@@ -10,7 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -46,13 +46,15 @@ class ModelUnderTest:
 
     Args:
         text: the configuration as text, by which results are kept.
-        loss: whether its loss has to be right, or its other output alone.
+        loss: whether its loss has to be right, or its first output alone.
+        loss_function: what the model was given as its loss_function; None: its class's own.
         attach: makes a model run over a ContextParallel, under a name of its own.
     """
 
     model_class: type
     text: str
     loss: bool
+    loss_function: Any
     config: Any = field(compare=False)
     attach: Attach = field(compare=False)
 
@@ -103,7 +105,7 @@ def _hint(subject: ModelUnderTest) -> str:
 
 
 def _without_loss(subject: ModelUnderTest) -> ModelUnderTest:
-    return ModelUnderTest(subject.model_class, subject.text, False, subject.config, subject.attach)
+    return replace(subject, loss=False)
 
 
 def _could_not_run(name: str, error: Exception) -> str:
@@ -122,6 +124,8 @@ def _tiny_model(subject: ModelUnderTest) -> Any:
     config._attn_implementation = "eager"
     torch.default_generator.manual_seed(0)
     model = subject.model_class(config).float().train()
+    if subject.loss_function is not None:
+        model.loss_function = subject.loss_function
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
