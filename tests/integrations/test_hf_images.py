@@ -11,7 +11,12 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
 from support.hf_models import VOCABULARY, Result, config, errors, summed
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 from transformers import masking_utils as mu
 
 import tilewise as tw
@@ -154,3 +159,33 @@ def test_blocks_that_one_mask_cannot_stand_for_are_refused():
     apart = mu.blockwise_overlay(torch.tensor([[0, 0, -1, 0]]))  # of a prefix in two pieces
     dense = read_mask(apart, (0, 4)).dense(range(4), range(4)).astype(int).tolist()
     assert dense == [[1, 1, 0, 1], [1, 1, 0, 1], [0] * 4, [1, 1, 0, 1]]
+
+
+def test_positions_that_images_shift_are_those_of_the_whole_sequence():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = config("qwen3").to_dict() | {"rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    whole = Qwen3VLForConditionalGeneration._from_config(
+        Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE),
+        attn_implementation="eager",
+        dtype=torch.float64,
+    )
+    ids = IDS.masked_fill(IDS == IMAGE, 3)
+    ids[:, 2:6] = IMAGE  # all on rank 0
+    pixels = torch.randn(16, 96, generator=torch.Generator().manual_seed(1)).double()
+    seen: dict[str, Any] = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    types = (ids == IMAGE).int()
+    want = whole(ids, labels=ids, mm_token_type_ids=types, **seen).loss.detach()
+    positions, _ = whole.model.get_rope_index(ids, types, seen["image_grid_thw"])
+
+    def on_rank(rank: int, group) -> torch.Tensor:
+        layout = tw.contiguous(NUM_TOKENS, 2)
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal(), layout=layout)
+        model = hf.parallelize(copy.deepcopy(whole), cp, f"tilewise_{rank}")
+        inputs: dict[str, Any] = {**hf.shard(cp, ids, labels=ids)} | (seen if rank == 0 else {})
+        with pytest.raises(ValueError, match=r"three positions.*get_rope_index"):
+            model(**inputs)
+        return model(**inputs | {"position_ids": cp.shard(positions, 2)}).loss.detach()
+
+    assert abs(sum(tw.loopback(2, on_rank)) - want) < 1e-6

@@ -1,12 +1,14 @@
-"""RoPE whose frequencies depend on the largest position: that of all ranks, not of one's rows.
+"""RoPE that depends on more than one's rows: on the largest position, or on where images are.
 
 "dynamic" and "longrope" of transformers take the largest position of the tokens at hand. Hooks on
 the modules that compute cosines and sines add the largest position of all ranks to these, and take
-its cosines and sines away again.
+its cosines and sines away again. Models with a get_rope_index (Qwen-VL) count three positions for
+each token of an image, from all tokens before it: images are refused where these are not given.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
-from tilewise.transport.agreement import agree_on_largest
+from tilewise.transport.agreement import agree, agree_on_largest
 from tilewise.transport.resolve import transport_for
+
+IMAGES = re.compile("pixel_values|grid_thw|features")
 
 
 def rope_parameters(config: Any) -> Iterator[dict[str, Any]]:
@@ -36,7 +40,11 @@ class RopeLengths:
         self.cp, self.agreed = cp, False
 
     def agree_in(self, model: nn.Module) -> None:
-        """Make a model's modules that depend on the largest position take that of all ranks."""
+        """Make a model take the largest position of all ranks; refuse images without positions."""
+        if any(hasattr(module, "get_rope_index") for module in model.modules()):
+            if not hasattr(model, "_tilewise_lengths"):
+                model.register_forward_pre_hook(_refuse_flat_images, with_kwargs=True)
+            model._tilewise_lengths = self  # pyright: ignore[reportArgumentType]
         for module in model.modules():
             kinds = getattr(module, "rope_type", "")
             kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
@@ -87,6 +95,19 @@ def _regime(config: Any, length: int) -> list[int | bool]:
         for rope in rope_parameters(config)
         if _depends(rope["rope_type"])
     ]
+
+
+def _refuse_flat_images(module: Any, _: Any, given: dict[str, Any]) -> None:
+    images = [name for name, x in given.items() if x is not None and IMAGES.search(name)]
+    ids = given.get("position_ids")
+    if images and (ids is None or ids.ndim != 3):
+        transport = transport_for(module._tilewise_lengths.cp.group)
+        error = (
+            f"{images[0]} is given, and this model counts three positions for each token of an "
+            "image, from those of all tokens before it; pass position_ids of its get_rope_index "
+            "for the whole sequence, sharded: cp.shard(position_ids, 2), and cu_seq_lens_q"
+        )
+        agree(transport, None, error)
 
 
 def _with_last(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
