@@ -142,7 +142,6 @@ class Candidate:
 
 FORMAT = "tilewise candidate 1"
 
-WIRES = Each(OrNull({"kind": str}))
 PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
     *("bytes_by_link", "peak_bytes"),
@@ -151,7 +150,7 @@ PREDICTED = (
 
 def _shape() -> dict[str, Any]:
     """What a candidate's file must have, as json_shapes says it."""
-    plan = {"name": str}
+    plan, wires = {"name": str}, Each(OrNull({"kind": str}))
     row = {
         **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
         **dict.fromkeys(PlanRow._fields[4:8], float),
@@ -161,12 +160,12 @@ def _shape() -> dict[str, Any]:
     return {
         "world_size": int,
         **dict.fromkeys(("strategy", "reason", "save"), str),
-        "wire": WIRES,
+        "wire": wires,
         "workload": {
             **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
             "dtype": str,
             "mask": {"kind": str},
-            "wire": OrNull(WIRES),
+            "wire": OrNull(wires),
         },
         "layout": {"name": str, "runs": OrNull([[(int, int, int)]])},
         "plan": plan,

@@ -329,7 +329,7 @@ def _machine(fields: Mapping[str, Any], where: str) -> Machine:
     fields = dict(fields)
     try:
         tables = fields.pop("kernel", [])
-        require_shape(tables, [_KERNEL], "kernel")
+        require_shape(tables, [_kernel_shape()], "kernel")
         kernels = tuple(map(_kernel, tables))
         for link in ("inside", "between", "across"):
             if link in fields:
@@ -364,10 +364,12 @@ def _check_names(table: Mapping[str, Any], kind: type, section: str) -> None:
         raise ValueError(f"{section} lacks {', '.join(missing)}")
 
 
-_KERNEL = {
-    **{"dtype": str, "pass": str, "queries": [float], "keys": [float], "flops": [[float]]},
-    **dict.fromkeys(("head_dim", "launch_seconds", "edge_keys"), OrNull(float)),
-}
+def _kernel_shape() -> dict[str, Any]:
+    """What a [[kernel]] table must have, as json_shapes says it."""
+    return {
+        **{"dtype": str, "pass": str, "queries": [float], "keys": [float], "flops": [[float]]},
+        **dict.fromkeys(("head_dim", "launch_seconds", "edge_keys"), OrNull(float)),
+    }
 
 
 def _kernel(table: Mapping[str, Any]) -> KernelSpeed:
