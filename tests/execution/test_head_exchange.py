@@ -115,3 +115,14 @@ def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, monkeypatc
     want = results(tw.ring(1), tw.contiguous(num_tokens, 1), mask, whole)
     got = results(plan, layout, mask, whole)
     assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("inner", [None, tw.ring(4)], ids=str)
+def test_heads_that_are_not_split_are_exchanged_with_nobody(inner):
+    plan = tw.ulysses(1, inner)
+    layout, whole = tw.contiguous(24, plan.world_size), list(torch.randn(4, 24, 2, 8))
+    found = results(plan, layout, tw.Full(), whole, prune=False)
+    for x, y in zip(
+        found, results(tw.ring(1), tw.contiguous(24, 1), tw.Full(), whole), strict=True
+    ):
+        assert torch.allclose(x, y, atol=1e-5)

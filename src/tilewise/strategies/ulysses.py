@@ -92,9 +92,10 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     save = "gathered" if alone else inner.default_save
     name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
     within = (shift.times(degree) for shift in inner.traits.shifts)
-    exchanges = (
-        TeamExchange(0, degree, tuple((side, Role.OPERAND) for side in Side), alone),
-        TeamExchange(-1, degree, tuple((side, Role.PARTIAL) for side in Side), alone),
+    exchanges = tuple(
+        TeamExchange(step, degree, tuple((side, role) for side in Side), alone)
+        for step, role in ((0, Role.OPERAND), (-1, Role.PARTIAL))
+        if degree > 1  # else these steps are inner's
     )
     shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
     split = degree, inner
