@@ -130,26 +130,11 @@ class DistTransport:
     ) -> Handle:
         self._release()
         self._backend((Message(leaving, self.rank, label),))
-        place = self.rank - team.start
-        own = sizes[0][place]
+        own = sizes[0][self.rank - team.start]
         self.bytes_sent += sum(sizes[0]) - own
         self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
         if most_bytes * (len(team) - 1) > _COLLECTIVE_BYTES:
-            for_each, from_each = (
-                [Message(part, peer, label) if part.nbytes else None for peer, part in parts]
-                for parts in (
-                    zip(team, x.view(-1).split(of), strict=True)
-                    for x, of in zip((leaving, arriving), sizes, strict=True)
-                )
-            )
-            mine, kept = for_each[place], from_each[place]
-            if mine and kept:
-                kept.tensor.copy_(mine.tensor)
-            n = len(team)
-            rounds = [(for_each[(place + i) % n], from_each[(place - i) % n]) for i in range(1, n)]
-            self._pairwise = PairwiseExchange(rounds, self._post_one)
-            self._receiving.append(self._pairwise)
-            return self._pairwise
+            return self._in_rounds(leaving, arriving, sizes, team, label)
         messages = [
             Message(leaving if for_peer else arriving, peer, label)
             for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
@@ -204,6 +189,25 @@ class DistTransport:
             "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
             "with the backend of their device"
         )
+
+    def _in_rounds(
+        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
+    ) -> PairwiseExchange:
+        sent, received = (
+            [
+                Message(part, peer, label) if part.nbytes else None
+                for peer, part in zip(team, whole.view(-1).split(of), strict=True)
+            ]
+            for whole, of in zip((leaving, arriving), sizes, strict=True)
+        )
+        place, n = self.rank - team.start, len(team)
+        mine, kept = sent[place], received[place]
+        if mine and kept:
+            kept.tensor.copy_(mine.tensor)
+        rounds = [(sent[(place + i) % n], received[(place - i) % n]) for i in range(1, n)]
+        self._pairwise = PairwiseExchange(rounds, self._post_one)
+        self._receiving.append(self._pairwise)
+        return self._pairwise
 
     def _release(self) -> None:
         if self._pairwise:
