@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise.tools.lab.lab import Lab
 from tilewise.transport.process_group import DistTransport
-from tilewise.transport.protocol import Message
+from tilewise.transport.protocol import Message, TeamMessages
 
 Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 
@@ -26,7 +26,8 @@ Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 def in_a_team(most_bytes: int) -> Way:
     def way(transport: DistTransport, leaving: Tensor, arriving: Tensor, sizes: list[int]) -> None:
         both, team = (sizes, sizes), range(transport.world_size)
-        transport.exchange_all(leaving, arriving, both, team, "all", most_bytes=most_bytes).wait()
+        messages = TeamMessages(leaving, arriving, both, team, "all", most_bytes)
+        transport.exchange_all(messages).wait()
 
     return way
 

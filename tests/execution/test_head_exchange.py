@@ -10,7 +10,7 @@ from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.execution.head_exchange import HeadExchange
-from tilewise.transport.protocol import Handle, Message
+from tilewise.transport.protocol import Handle, Message, TeamMessages
 
 WORLD = 4
 
@@ -26,16 +26,8 @@ class Together:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def exchange_all(
-        self,
-        leaving: torch.Tensor,
-        arriving: torch.Tensor,
-        sizes: tuple[list[int], list[int]],
-        team: range,
-        label: object,
-        *,
-        most_bytes: int,
-    ) -> Handle:
+    def exchange_all(self, messages: TeamMessages) -> Handle:
+        leaving, arriving, sizes, team, label, _ = messages
         out, room = (
             dict(zip(team, x.view(-1).split(of), strict=True))
             for x, of in zip((leaving, arriving), sizes, strict=True)

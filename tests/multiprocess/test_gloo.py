@@ -12,7 +12,7 @@ import torch.distributed as dist
 from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.transport.agreement import agree
 from tilewise.transport.process_group import DistTransport
-from tilewise.transport.protocol import Handle, Message
+from tilewise.transport.protocol import Handle, Message, TeamMessages
 from tilewise.transport.resolve import transport_for
 
 
@@ -91,9 +91,8 @@ def exchange_within_a_team(rank: int, most_bytes: int) -> list[int]:
         arriving = torch.empty(sum(coming), dtype=torch.uint8)
         both = sizes[rank], coming
         label = f"exchange {turn}"
-        handle = transport.exchange_all(
-            leaving, arriving, both, range(n), label, most_bytes=most_bytes
-        )
+        messages = TeamMessages(leaving, arriving, both, range(n), label, most_bytes)
+        handle = transport.exchange_all(messages)
         expected = torch.cat([filled(size, 10 * src + rank) for src, size in enumerate(coming)])
         started.append((handle, arriving, expected))
         here = torch.empty(40_000, dtype=torch.uint8)

@@ -42,7 +42,7 @@ class ExchangedField(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A team's exchange: see TeamTransport.exchange_all.
+    """A team's exchange: see TeamMessages.
 
     Attributes:
         take_in: is called when all has arrived.

@@ -15,6 +15,7 @@ from tilewise.plan.ir import Item, Transfer
 from tilewise.transport.protocol import (
     Handle,
     Message,
+    TeamMessages,
     Transport,
     shares_message,
     team_transport,
@@ -80,11 +81,11 @@ def launch_team(launch: Launch, work: PassWork, transport: Transport) -> list[Ar
     most = sum(map(work.shard_bytes, parts))
     whole = work.exchange(launch)
     if whole is not None:
-        handle = teams.exchange_all(*whole[:3], team, label, most_bytes=most)
+        handle = teams.exchange_all(TeamMessages(*whole[:3], team, label, most))
         return [(_Exchanging(handle, whole.take_in), None, whole.arriving)] * len(launch.recvs)
     incoming = _incoming(work, launch)
     messages = _joined(_outgoing(work, launch), incoming, team)
-    started = teams.exchange_all(*messages[:3], team, label, most_bytes=most)
+    started = teams.exchange_all(TeamMessages(*messages[:3], team, label, most))
     handle = _Exchanging(started, messages.take_in)
     work.launched(launch.handle, launch.lane)
     return [(handle, hop, x.tensor) for x, hop in zip(incoming, launch.recvs, strict=True)]

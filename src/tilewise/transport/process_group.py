@@ -19,7 +19,7 @@ from tilewise.transport.posted import (
     Posted,
     end_waits,
 )
-from tilewise.transport.protocol import Handle, Message, TeamSizes, shares_message, travelling
+from tilewise.transport.protocol import Handle, Message, TeamMessages, shares_message, travelling
 from tilewise.transport.record_tree import RECORD_TREES
 
 _LANE_TAG = NOTHING_TAG + 1
@@ -97,8 +97,7 @@ class DistTransport:
         recvs = recvs and travelling(recvs, self.rank, self.world_size)
         if not sends and not recvs:
             return AllPosted(())
-        if self._pairwise:
-            self._release()
+        self._release()
         backend = self._backend(sends, recvs)
         for message in sends:
             self.bytes_sent += message.tensor.nbytes
@@ -118,31 +117,23 @@ class DistTransport:
             self._reap(lane, LAUNCHES_IN_FLIGHT if backend == "nccl" else _UNWAITED)
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
-    def exchange_all(
-        self,
-        leaving: Tensor,
-        arriving: Tensor,
-        sizes: TeamSizes,
-        team: range,
-        label: object,
-        *,
-        most_bytes: int,
-    ) -> Handle:
+    def exchange_all(self, messages: TeamMessages) -> Handle:
+        leaving, arriving, sizes, team, label, most_bytes = messages
         self._release()
         self._backend((Message(leaving, self.rank, label),))
         own = sizes[0][self.rank - team.start]
         self.bytes_sent += sum(sizes[0]) - own
         self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
         if most_bytes * (len(team) - 1) > _COLLECTIVE_BYTES:
-            return self._in_rounds(leaving, arriving, sizes, team, label)
-        messages = [
+            return self._in_rounds(messages)
+        parts = [
             Message(leaving if for_peer else arriving, peer, label)
             for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
             if peer != self.rank and (for_peer or from_peer)
         ]
         group = gloo_group(self._lanes[0], team)
         work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
-        received = Posted(work, messages, "exchanging with", self._lanes[0])
+        received = Posted(work, parts, "exchanging with", self._lanes[0])
         self._receiving.append(received)
         return received
 
@@ -190,9 +181,8 @@ class DistTransport:
             "with the backend of their device"
         )
 
-    def _in_rounds(
-        self, leaving: Tensor, arriving: Tensor, sizes: TeamSizes, team: range, label: object
-    ) -> PairwiseExchange:
+    def _in_rounds(self, messages: TeamMessages) -> PairwiseExchange:
+        leaving, arriving, sizes, team, label, _ = messages
         sent, received = (
             [
                 Message(part, peer, label) if part.nbytes else None

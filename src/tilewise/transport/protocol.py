@@ -86,6 +86,26 @@ class Transport(Protocol):
 TeamSizes: TypeAlias = tuple[list[int], list[int]]
 
 
+class TeamMessages(NamedTuple):
+    """What one rank of a team sends to and receives from all of it.
+
+    Args:
+        leaving, arriving: contiguous uint8, the bytes for and from each rank in turn.
+        sizes: bytes for and from each rank of the team; what is for this one is copied.
+        team: ranks of the group.
+        label: as a Message's.
+        most_bytes: about how many go from one rank to another at most. It is the same on all
+            ranks: they choose a way by it.
+    """
+
+    leaving: Tensor
+    arriving: Tensor
+    sizes: TeamSizes
+    team: range
+    label: object
+    most_bytes: int
+
+
 class TeamTransport(Transport, Protocol):
     """A transport that lets the ranks of a team exchange all at once: see TeamExchange.
 
@@ -95,24 +115,8 @@ class TeamTransport(Transport, Protocol):
 
     takes_teams: bool
 
-    def exchange_all(
-        self,
-        leaving: Tensor,
-        arriving: Tensor,
-        sizes: TeamSizes,
-        team: range,
-        label: object,
-        *,
-        most_bytes: int,
-    ) -> Handle:
-        """Launch an exchange within a team, all of whose ranks call it, if only to send nothing.
-
-        Args:
-            leaving, arriving: contiguous uint8, the bytes for and from each rank in turn.
-            sizes: bytes for and from each rank of the team; what is for this one is copied.
-            most_bytes: about how many go from one rank to another at most. It is the same on all
-                ranks: they choose a way by it.
-        """
+    def exchange_all(self, messages: TeamMessages) -> Handle:
+        """Launch an exchange within a team, all of whose ranks call it, if only to send nothing."""
         ...
 
 

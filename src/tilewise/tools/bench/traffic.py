@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.tools.bench.contender import Traffic
-from tilewise.transport.protocol import Handle, Message, TeamSizes, Transport, team_transport
+from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, team_transport
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -72,22 +72,12 @@ class WatchedTransport(_Sent):
             self.add(message.peer, message.tensor.nbytes)
         return _WatchedHandle(self._transport.exchange(sends, recvs, lane), self)
 
-    def exchange_all(
-        self,
-        leaving: Tensor,
-        arriving: Tensor,
-        sizes: TeamSizes,
-        team: range,
-        label: object,
-        *,
-        most_bytes: int,
-    ) -> Handle:
+    def exchange_all(self, messages: TeamMessages) -> Handle:
         teams = team_transport(self._transport)
         assert teams is not None
-        for peer, num_bytes in zip(team, sizes[0], strict=True):
+        for peer, num_bytes in zip(messages.team, messages.sizes[0], strict=True):
             self.add(peer, num_bytes if peer != self.rank else 0)
-        launched = teams.exchange_all(leaving, arriving, sizes, team, label, most_bytes=most_bytes)
-        return _WatchedHandle(launched, self)
+        return _WatchedHandle(teams.exchange_all(messages), self)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self._transport.gather_records(record)
