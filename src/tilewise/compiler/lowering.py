@@ -40,6 +40,7 @@ def lower(
     """
     with gc_paused():
         steps = plan.rank_steps(rank)
+        arenas = _arenas(steps)
         if carries is not None:
             steps = tuple(_carrying(step, carries) for step in steps)
         together = {
@@ -56,7 +57,7 @@ def lower(
         instructions = writer.instructions
         if ahead:
             instructions = _post_ahead(instructions, writer.handles, ahead)
-        return Program(rank, plan.world_size, tuple(instructions), _arenas(steps, writer.last_use))
+        return Program(rank, plan.world_size, tuple(instructions), arenas)
 
 
 class _ProgramWriter:
@@ -75,15 +76,8 @@ class _ProgramWriter:
         self.handles = self.number = 0
         received = {hop.item for step in steps for hop in step.recvs}
         self.reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
-        self.last_use: dict[Item, int] = {}
-        for number, (step, reads) in enumerate(zip(steps, self.reads, strict=True)):
-            for hop in step.sends:
-                if hop.item.role is Role.OPERAND:
-                    self.last_use[hop.item] = number
-            for items in reads:
-                self.last_use.update(dict.fromkeys(items, number))
         self.expiring: dict[int, list[Item]] = defaultdict(list)
-        for item, number in self.last_use.items():
+        for item, number in _last_uses(steps, self.reads).items():
             if item in received:
                 self.expiring[number].append(item)
 
@@ -133,6 +127,20 @@ class _ProgramWriter:
         self.handles += 1
 
 
+def _last_uses(
+    steps: Sequence[RankStep], reads: Sequence[Sequence[Sequence[Item]]]
+) -> dict[Item, int]:
+    """The last step that sends or reads each operand; reads: by step and tile."""
+    last_use: dict[Item, int] = {}
+    for number, (step, tiles) in enumerate(zip(steps, reads, strict=True)):
+        for hop in step.sends:
+            if hop.item.role is Role.OPERAND:
+                last_use[hop.item] = number
+        for items in tiles:
+            last_use.update(dict.fromkeys(items, number))
+    return last_use
+
+
 def tile_operands(tile: Tile) -> list[Item]:
     """The operands that a tile reads, queries first."""
     q, kv, heads = tile
@@ -178,7 +186,8 @@ def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> li
     ]
 
 
-def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tuple[Item, ...], ...]:
+def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
+    """The operands that may lie side by side: of all transfers, so that both passes agree on it."""
     groups: dict[tuple[Side, int], dict[Item, None]] = {}
     for step in steps:
         for tile in step.tiles:
@@ -189,6 +198,8 @@ def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tup
     if not groups:
         return ()
     arrived = {hop.item: number for number, step in enumerate(steps) for hop in step.recvs}
+    reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
+    last_use = _last_uses(steps, reads)
     arenas = []
     for items in groups.values():
         received = [item for item in items if item in arrived]

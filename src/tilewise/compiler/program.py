@@ -55,9 +55,7 @@ class Compute(NamedTuple):
     tile: Tile
 
     def __str__(self) -> str:
-        q, kv = _shards("q", self.tile.q), _shards("kv", self.tile.kv)
-        group = f", head group {self.tile.heads}" if self.tile.heads else ""
-        return f"compute {q} x {kv}{group}"
+        return compute_label(self.tile)
 
 
 class Free(NamedTuple):
@@ -102,6 +100,12 @@ class Program(NamedTuple):
 
 def wait_label(hops: Iterable[Transfer]) -> str:
     return " ".join(["wait", *(hop.arrival() for hop in hops)])
+
+
+def compute_label(tile: Tile) -> str:
+    q, kv = _shards("q", tile.q), _shards("kv", tile.kv)
+    group = f", head group {tile.heads}" if tile.heads else ""
+    return f"compute {q} x {kv}{group}"
 
 
 def _launch_label(sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> str:

@@ -69,14 +69,15 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         """As in the grid that `show` draws, in the cell of src: "kv0*[0:5,8:9]>1"."""
-        return f"{self.item}{_rows(self.rows)}>{self.dst}"
+        return f"{self.item}{rows_label(self.rows)}>{self.dst}"
 
     def arrival(self) -> str:
         """The same as its destination sees it: "kv0*[0:5,8:9]<0"."""
-        return f"{self.item}{_rows(self.rows)}<{self.src}"
+        return f"{self.item}{rows_label(self.rows)}<{self.src}"
 
 
-def _rows(rows: Rows | None) -> str:
+def rows_label(rows: Rows | None) -> str:
+    """Rows of an item as its label names them: "[0:5,8:9]", nothing where they are all."""
     return "" if rows is None else f"[{','.join(f'{start}:{stop}' for start, stop in rows)}]"
 
 
