@@ -71,12 +71,18 @@ class PackHeads(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Let these receives of a launch arrive."""
+    """Let these receives of a launch arrive.
+
+    Attributes:
+        left: partials among them that are the first of all their rows, and are left where they
+            arrive.
+    """
 
     handle: int
     step: int
     recvs: tuple[Transfer, ...]
     indices: tuple[int, ...]
+    left: tuple[Transfer, ...] = ()
 
     def __str__(self) -> str:
         return wait_label(self.recvs)
@@ -223,27 +229,37 @@ class _Writer:
     def wait(self, handle: int, indices: tuple[int, ...], by_head: bool) -> Iterator[Operation]:
         launch = self._launched[handle]
         transfers = tuple(launch.recvs[index] for index in indices)
-        yield Await(handle, launch.step, transfers, indices)
         if by_head:
+            yield Await(handle, launch.step, transfers, indices)
             return
+        left: list[Transfer] = []
+        after: list[Operation] = []
         for transfer in transfers:
             row = self._payload.row_format(*transfer.item[:2])
             encodes = any(field.wire for field in row.fields)
             if not row.in_place and transfer.item.role is not Role.RESULT:
-                yield Unpack(transfer, encodes)
+                after.append(Unpack(transfer, encodes))
+            if transfer.item.role is Role.RESULT:  # passed on as it arrived
+                self._packed.add(transfer.item)
             if transfer.item.role is Role.PARTIAL:
-                yield from self._merge(transfer, encodes)
+                merge = self._merge(transfer, encodes)
+                if merge is None:
+                    left.append(transfer)
+                else:
+                    after.append(merge)
+        yield Await(handle, launch.step, transfers, indices, tuple(left))
+        yield from after
 
-    def _merge(self, transfer: Transfer, encodes: bool) -> Iterator[Operation]:
-        """A partial that is the first of all its rows is left where it arrived, if that can be."""
+    def _merge(self, transfer: Transfer, encodes: bool) -> Merge | None:
+        """None: the partial is the first of all its rows, and left where it arrived."""
         item, adds = transfer.item, transfer.item in self._partials
         self._partials.add(item)
         kept = accumulator(self._payload.dtype)
         fields = self._payload.fields(*item[:2])
         converts = not encodes and any(field.dtype != kept for field in fields)
         in_arena = item._replace(role=Role.OPERAND) in self._joined
-        if adds or converts or in_arena or transfer.rows is not None:
-            yield Merge(transfer, adds)
+        moves = adds or converts or in_arena or transfer.rows is not None
+        return Merge(transfer, adds) if moves else None
 
     def attend(self, tile: Tile) -> Operation:
         partials = [

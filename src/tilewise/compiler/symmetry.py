@@ -14,6 +14,9 @@ from tilewise.plan.shifts import Symmetry
 MAX_CLASSES = 128
 """With more classes ranks are taken as unlike."""
 
+EXACT_RANKS = 64
+"""Up to so many ranks every one is simulated as pruned under a causal mask."""
+
 
 def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
     """The symmetry that a plan declares; all ranks apart if it declares none.

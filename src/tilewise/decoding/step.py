@@ -6,31 +6,32 @@ with the lengths.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.decoding.chunk import num_held
-from tilewise.execution.allocator import FreshAllocator
-from tilewise.execution.executor import execute
-from tilewise.execution.gather import Tensors
-from tilewise.execution.packing import loadable
-from tilewise.execution.pass_run import PassRun
+from tilewise.execution.encoding import loadable
+from tilewise.execution.forward_backward import code_traits, empty_results
 from tilewise.execution.problem import Problem
+from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.sinks import with_sink
-from tilewise.execution.work import Forward
+from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
+from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
+from tilewise.kernels.scores import Scores
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
-from tilewise.plan.builder import partial
-from tilewise.plan.ir import Side, Tile
 from tilewise.plan.row_ranges import Ranges, count_rows, union
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
-from tilewise.transport.protocol import Transport
+from tilewise.transport.protocol import Transport, workspace_of
+
+Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class QuerySpan(NamedTuple):
@@ -136,9 +137,14 @@ class DecodingPass:
     """
 
     def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
-        run = PassRun(problem, transport, backward=False, batch=batch, device=device)
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
-        self._run, self._problem = run, problem
+        self._problem, self._pool = problem, WorkspacePool(workspace_of(transport))
+        call = CallTraits(batch, prune=False, asks=True)
+        traits = code_traits(problem, transport)
+        code = pass_code(
+            problem.passes, transport.rank, backward=False, call=call, traits=traits
+        )
+        self._bound = BoundCode(code, device, problem.kernel, problem.scores)
 
     def attend(
         self,
@@ -149,21 +155,24 @@ class DecodingPass:
         sink: Tensor | None = None,
     ) -> Tensor:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
-        payload, kernel = self._run.payload, self._run.kernel
+        payload, kernel = self._problem.passes[0].payload, self._problem.kernel
         heads = payload.num_heads, payload.num_kv_heads
         cut = CallStyle(kernel.square_causal, kernel.whole_tile)
         calls = [*reads(mask, places, self._here, heads, cut)]
         rows = loadable(q).transpose(0, 1)
-        work = Decode(self._run, self._problem, (rows, *cached), calls)
-        execute(self._run.program, work, self._transport)
-        out, lse = work.final(partial(Side.Q, 0))
+        step = _Step(kernel, self._problem.scores, (rows, *cached), calls)
+        out, lse = empty_results(q, payload.v_head_dim)
+        out = out if sink is None else out.to(lse.dtype)
+        given = {"out": out.transpose(0, 1), "lse": lse.transpose(0, 1)}
+        work = Pass(self._transport, self._problem.scores, ask=step.attend)
+        self._bound.run(given, work, self._pool)
         if sink is not None:
             out, _ = with_sink(out, lse, sink)
-        return out.to(q.dtype).transpose(0, 1).contiguous()
+        return out.to(q.dtype)
 
 
-class Decode(Forward):
-    """As Forward, but a tile's calls read the cache in place.
+class _Step:
+    """One step's kernel calls, which read the cache in place.
 
     Args:
         tensors: queries [num_queries, batch, num_heads, head_dim], keys and values [rows, batch,
@@ -173,25 +182,25 @@ class Decode(Forward):
 
     def __init__(
         self,
-        run: PassRun,
-        problem: Problem,
+        kernel: Kernel,
+        scores: Scores,
         tensors: tuple[Tensor, Tensor, Tensor],
         calls: Sequence[CacheRead],
     ):
-        super().__init__(run, problem, FreshAllocator(run.device))
+        self._kernel, self._scale, self._reads = kernel, scores.scale, calls
+        self._told = (scores,) if scores.needs else ()
         self._queries, *self._cached = tensors
-        self._reads = calls
 
-    def run(self, tile: Tile) -> None:
-        if not self._reads:
-            return
-        item = partial(Side.Q, tile.q[0], tile.heads)
-        if self._is_all(self._reads):
-            self.partials.add(item, None, self._attend(self._reads[0]))
-            return
-        partials = self.partials.made(item)
+    def attend(self) -> Tensors:
+        """out and lse of all queries over what is cached here."""
+        if len(self._reads) == 1 and self._is_all(self._reads[0]):
+            dtype = accumulator_dtype(self._queries.dtype)
+            out, lse = self._call(self._reads[0])
+            return out.to(dtype), lse
+        out, lse = no_keys(self._queries, self._cached[1], accumulator_dtype(self._queries.dtype))
         for read in self._reads:
-            self._take_in(read, partials, self._attend(read))
+            self._take_in(read, (out, lse), self._call(read))
+        return out, lse
 
     def _take_in(self, read: CacheRead, partials: Tensors, values: Tensors) -> None:
         """Add a call's results to its rows, sequences and heads."""
@@ -208,14 +217,13 @@ class Decode(Forward):
             else:
                 merge_into(out, lse, new_out, new_lse)
 
-    def _is_all(self, calls: Sequence[CacheRead]) -> bool:
-        """Whether one call has all queries of all sequences and heads."""
+    def _is_all(self, read: CacheRead) -> bool:
+        """Whether a call has all queries of all sequences and heads."""
         rows, batch = self._queries.shape[:2]
-        first = calls[0]
-        whole = first.sequences == slice(0, batch) and first.q_heads is None
-        return whole and len(calls) == 1 and first.call.q == ((0, rows),)
+        whole = read.sequences == slice(0, batch) and read.q_heads is None
+        return whole and read.call.q == ((0, rows),)
 
-    def _attend(self, read: CacheRead) -> Tensors:
+    def _call(self, read: CacheRead) -> Tensors:
         k, v = (_rows(x, read.call.k, read.sequences, read.kv_heads) for x in self._cached)
         queries = _rows(self._queries, read.call.q, read.sequences, read.q_heads)
         return self._kernel.forward(queries, k, v, read.call, self._scale, None, *self._told)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
-from tilewise.execution.gather import BoundCall
-from tilewise.execution.packing import loadable
+from tilewise.compiler.code import ExpandKey
+from tilewise.execution.encoding import loadable
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.wires.latent import Latent
 
@@ -25,14 +25,12 @@ class Expanded(NamedTuple):
     Attributes:
         leaf: the latent rows that they were made of, [rows * batch, width].
         parts: k and v with what torch knows of how they were made.
-        bound: the call, whose id is its own as long as it is here.
     """
 
     k: Tensor
     v: Tensor
     leaf: Tensor
     parts: tuple[Tensor, ...]
-    bound: BoundCall
 
 
 class Expansion:
@@ -52,7 +50,7 @@ class Expansion:
         self.latent, self.dtype = latent, like.dtype
         self._keeps = latent.keep and learns
         self.leaves: tuple[Tensor, ...] = ()
-        self._kept: dict[int, Expanded] = {}
+        self._kept: dict[ExpandKey, Expanded] = {}
         self._sums: list[Tensor] = []
         # torch's function of attention gets params as inputs: what is made inside is of its own.
         self._params = [
@@ -94,28 +92,30 @@ class Expansion:
         self.leaves = tuple({id(x): x for x in own}.values())
 
     def expand(
-        self, bound: BoundCall, rows: Tensor, positions: Tensor, heads: slice, learns: bool
+        self, key: ExpandKey, rows: Tensor, positions: Tensor, heads: slice, learns: bool
     ) -> Expanded:
         """The keys and values of a kernel call.
 
         Args:
+            key: of the latents that the call reads.
             rows, positions: [rows, batch, 1, width], which may be a buffer of the pass; [rows].
             heads: of all KV heads, those of the call.
             learns: `pull` follows.
         """
-        known = self._kept.get(id(bound))
+        known = self._kept.get(key)
         if known is not None:
             return known
         keeps = self._keeps and not learns
         flat, graph = rows.detach().flatten(0, 2), learns or keeps
         with torch.set_grad_enabled(graph):
-            leaf = (flat.clone() if keeps else flat).requires_grad_(graph)
+            # The rows may lie in a workspace, whose later writes autograd would take for theirs.
+            leaf = (flat.clone() if graph else flat).requires_grad_(graph)
             made = self._run(leaf, positions.repeat_interleave(rows.shape[1]))
             parts = tuple([x[:, heads] for x in made])
         k, v = (loadable(x.detach().unflatten(0, rows.shape[:2])) for x in parts)
-        expanded = Expanded(k, v, leaf, parts, bound)
+        expanded = Expanded(k, v, leaf, parts)
         if keeps:
-            self._kept[id(bound)] = expanded
+            self._kept[key] = expanded
         return expanded
 
     def begin_backward(self) -> None:

@@ -1,19 +1,19 @@
-"""The two passes of one checked call on this rank: tensors in, its program run, tensors out."""
+"""The two passes of one checked call on this rank: tensors in, its code run, tensors out."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tilewise.execution.allocator import Allocator
-from tilewise.execution.executor import execute
-from tilewise.execution.packing import loadable
-from tilewise.execution.pass_run import PassRun, pass_run
+from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
+from tilewise.execution.encoding import loadable
 from tilewise.execution.problem import Problem
-from tilewise.execution.work import Backward, Forward
+from tilewise.execution.run import BoundCode, Pass
+from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
-from tilewise.transport.protocol import Transport
+from tilewise.tiles.call_rows import CallStyle
+from tilewise.transport.protocol import Transport, team_transport, workspace_of
 
 
 def forward_pass(
@@ -27,34 +27,18 @@ def forward_pass(
         kv: k and v, or latents [(batch,) tokens, 1, width].
         keep: a backward pass follows; save="gathered" then keeps what was received.
     """
-    batched = q.ndim == 4
+    batched, payload = q.ndim == 4, problem.passes[0].payload
     rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
-    run = pass_run(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
-    keep = keep and problem.gathered
-    allocator = run.allocator(rows, keep)
-    named = {"q": rows[0]}, _named_kv(run, rows[1:])
-    work = Forward(run, problem, allocator, named, keep=keep)
-    execute(run.program, work, transport)
-    out, lse = results = empty_results(q, run.payload.v_head_dim)
-    if run.payload.max_logit:
-        results = *results, torch.empty_like(lse)
-    work.collect(Side.Q, [rows_first(x, batched) for x in results])
-    kept = work.kept() if keep else []
-    allocator.end()
-    return out, lse, [*map(_largest, results[2:]), *kept]
-
-
-def empty_results(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """out and lse, of any content."""
-    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((*q.shape[:-1], v_head_dim)), lse
-
-
-def _largest(scores: Tensor) -> Tensor:
-    """The largest score of every head, fp32; -inf where there is no row."""
-    scores = scores.flatten(0, -2)
-    scores = scores if len(scores) else scores.new_full((1, scores.shape[-1]), -torch.inf)
-    return scores.amax(0).float()
+    bound = bound_code(problem, transport, rows[0], backward=False, keep=keep and problem.gathered)
+    out, lse = empty_results(q, payload.v_head_dim)
+    given = dict(zip(_input_names(problem), rows, strict=True))
+    given |= {"out": rows_first(out, batched), "lse": rows_first(lse, batched)}
+    largest = [torch.empty_like(lse)] * payload.max_logit
+    for x in largest:
+        given["largest"] = rows_first(x, batched)
+    work = Pass(transport, problem.scores, expansion=problem.expansion)
+    kept = bound.run(given, work, pool(problem, transport, q.device))
+    return out, lse, [*map(_largest, largest), *kept]
 
 
 def backward_pass(
@@ -74,40 +58,78 @@ def backward_pass(
     batched = saved[0].ndim == 4
     q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
-    batch, device = q.shape[1], q.device
-    run = pass_run(problem, transport, backward=True, batch=batch, device=device)
-    allocator = run.allocator((q, *kv, out, lse, dout, dlse))
-    gathered = {}
-    if problem.gathered:
-        before = pass_run(problem, transport, backward=False, batch=batch, device=device)
-        gathered = before.found(kept, allocator)
-    if dout is None:
-        dout = allocator.take(out.shape, q.dtype).zero_()
-    delta = _delta(out, dout, dlse, lse.dtype, allocator)
-    named = {"q": q, "dout": dout, "lse": lse, "delta": delta}, _named_kv(run, kv)
-    work = Backward(run, problem, allocator, named, gathered)
-    execute(run.program, work, transport)
-    dq, *dkv = (x.new_empty(x.shape) for x in saved[:-2])
-    work.collect(Side.Q, [rows_first(dq, batched)])
-    work.collect(Side.KV, [rows_first(x, batched) for x in dkv])
-    allocator.end()
-    return dq, *dkv
+    names = _input_names(problem)
+    given = dict(zip(names, (q, *kv), strict=True))
+    results = [x.new_empty(x.shape) for x in saved[:-2]]
+    given |= {f"d{name}": rows_first(x, batched) for name, x in zip(names, results, strict=True)}
+    given |= {"out": out, "lse": lse}
+    given["dout"] = out.new_zeros(out.shape) if dout is None else dout
+    given |= {f"kept{number}": x for number, x in enumerate(kept)}
+    bound = bound_code(problem, transport, q, backward=True)
+    work = Pass(transport, problem.scores, expansion=problem.expansion, dlse=dlse)
+    bound.run(given, work, pool(problem, transport, q.device))
+    return tuple(results)
 
 
-def _named_kv(run: PassRun, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """k and v, or latents, by the names of their fields."""
-    names = [name for name, _ in run.payload.inputs(Side.KV)]
-    return dict(zip(names, tensors, strict=True))
+def bound_code(
+    problem: Problem, transport: Transport, q: Tensor, *, backward: bool, keep: bool = False
+) -> BoundCode:
+    """The code of a pass, bound to the device and the kernel; made at the first call.
+
+    Args:
+        q: [rows, batch, num_heads, head_dim].
+    """
+    batch, device, scores = q.shape[1], q.device, problem.scores
+
+    def make() -> BoundCode:
+        call = CallTraits(batch, problem.prune, keep, places=scores.dropout_p > 0)
+        code = pass_code(
+            problem.passes, transport.rank, backward=backward, call=call, traits=traits
+        )
+        return BoundCode(code, device, problem.kernel, scores)
+
+    traits = code_traits(problem, transport)
+    if problem.kept is None:
+        return make()
+    key = backward, batch, device, keep, traits, problem.kernel
+    return problem.kept.get("pass", key, make, 4)
 
 
-def _delta(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype, allocator: Allocator
-) -> Tensor:
-    """rowsum(out * dout) - dlse."""
-    product = allocator.take(out.shape, dtype).copy_(out).mul_(dout)
-    delta = torch.sum(product, -1, out=allocator.take(out.shape[:-1], dtype))
-    allocator.give(product)
-    return delta if dlse is None else delta.sub_(dlse)
+def code_traits(problem: Problem, transport: Transport) -> CodeTraits:
+    """What a code depends on of the transport and the kernel."""
+    kernel = problem.kernel
+    return CodeTraits(
+        transport.receives_ahead,
+        transport.node_size,
+        team_transport(transport) is not None,
+        getattr(transport, "sends_in_flight", None),
+        CallStyle(kernel.square_causal, kernel.whole_tile),
+    )
+
+
+def pool(problem: Problem, transport: Transport, device: torch.device) -> WorkspacePool:
+    """The workspaces of the call's plan on this rank."""
+    plan, allocate = problem.passes[0].plan, workspace_of(transport)
+    key = transport.rank, device, allocate
+    return plan.memo("pool", key, lambda: WorkspacePool(allocate), 4 * plan.world_size)
+
+
+def empty_results(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
+    """out and lse, of any content."""
+    lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty((*q.shape[:-1], v_head_dim)), lse
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest score of every head, fp32; -inf where there is no row."""
+    scores = scores.flatten(0, -2)
+    scores = scores if len(scores) else scores.new_full((1, scores.shape[-1]), -torch.inf)
+    return scores.amax(0).float()
+
+
+def _input_names(problem: Problem) -> list[str]:
+    """The names of q, k and v, or of q and the latents."""
+    return [name for side in Side for name, _ in problem.passes[0].payload.inputs(side)]
 
 
 def rows_first(x: Tensor, batched: bool) -> Tensor:

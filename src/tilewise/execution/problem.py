@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tilewise.arguments import Save, Validate, dtype_name
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.execution.allocator import Allocator
 from tilewise.execution.expansion import PROBED_ROWS, Expansion
 from tilewise.execution.sinks import SinkKind, check_sink
 from tilewise.execution.validation import (
@@ -95,7 +94,6 @@ class Problem(NamedTuple):
         passes: forward and backward.
         number: of the forward pass's agreement, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
-        allocator: makes what hands out a pass its buffers; None: as the device of q asks.
         kept: what is made once for all calls of this problem; None: nothing is kept.
     """
 
@@ -104,7 +102,6 @@ class Problem(NamedTuple):
     prune: bool
     kernel: Kernel
     number: int | None = None
-    allocator: Callable[[torch.device], Allocator] | None = None
     expansion: Expansion | None = None
     kept: PlanCache | None = None
 

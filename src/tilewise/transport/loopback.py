@@ -73,18 +73,19 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
 class LoopbackGroup:
     """One rank's end of a loopback world: the group that it passes on, and its transport.
 
-    A message is copied into the receiver's tensor when both sides have posted it. Where CUDA is in
-    use, an exchange is one batch that is over as a whole, as on NCCL.
+    A message is copied into the receiver's tensor when both sides have posted it. An exchange is
+    one batch that is over as a whole, as on NCCL.
     """
 
     node_size: int | None = None
+    receives_ahead = 0
+    sends_in_flight = LAUNCHES_IN_FLIGHT
 
     def __init__(self, world: "_World", rank: int) -> None:
         self.rank = rank
         self.world_size = world.size
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.receives_ahead = 0 if torch.cuda.is_initialized() else 1
         self._world = world
         self._all = _Outstanding(world.scheduler, rank)
         self._num_gathers = 0
@@ -116,24 +117,21 @@ class LoopbackGroup:
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
         self.messages_sent += len(sends)
         received = _Outstanding(self._world.scheduler, self.rank)
-        sending = (
-            _Outstanding(self._world.scheduler, self.rank) if self.receives_ahead else received
-        )
         for message in recvs:
             parcel = _Parcel(message, False, (self._all, received))
             self._world.post(_Route(message.peer, self.rank, lane), parcel)
         for message in sends:
-            parcel = _Parcel(message, True, (self._all, sending))
+            parcel = _Parcel(message, True, (self._all, received))
             self._world.post(_Route(self.rank, message.peer, lane), parcel)
         if sends:
-            self._reap(lane, sending)
+            self._reap(lane, received)
         return received
 
-    def _reap(self, lane: int, sending: "_Outstanding") -> None:
+    def _reap(self, lane: int, exchange: "_Outstanding") -> None:
         # No deadlock: programs launch in the plan's step order, so the peer of a send of an
         # earlier launch posts its receive without any launch of ours that is yet to come.
         launched = self._sending[lane]
-        launched.append(sending)
+        launched.append(exchange)
         while len(launched) > LAUNCHES_IN_FLIGHT:
             launched.popleft().wait()
 

@@ -73,6 +73,7 @@ class DistTransport:
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
         self.receives_ahead = 0 if batched else 1
+        self.sends_in_flight = LAUNCHES_IN_FLIGHT if batched else _UNWAITED
         self.takes_teams = not batched
         self._group, self._lanes = group, [gloo_group(group) if cpu_only else group]
         self.node_size = node_size

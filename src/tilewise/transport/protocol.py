@@ -51,6 +51,9 @@ class Transport(Protocol):
             0: send and receive belong to the same launch on both ranks (NCCL).
         node_size: neighbouring ranks that share a node, if messages between nodes are to have a
             lane of their own; None: one lane for all.
+        sends_in_flight: launches with sends on a lane that may be under way when a later one has
+            returned; all earlier ones have left. Optional: without it, a sent tensor stays as it is
+            until finish() returns.
         bytes_sent, messages_sent: totals of this object, without agreement records.
     """
 

@@ -20,7 +20,8 @@ class LocalTransport:
 
     rank = 0
     world_size = 1
-    receives_ahead = 1
+    receives_ahead = 0
+    sends_in_flight = 0
     node_size = None
     bytes_sent = 0
     messages_sent = 0

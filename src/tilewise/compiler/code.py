@@ -1,0 +1,495 @@
+"""The code of one rank's pass: operations on numbered tensors of placed buffers, numbers only.
+
+A code says all that a pass does to memory: what is copied, encoded, sent, awaited, computed and
+merged, and which bytes of which buffer each tensor is. `execution/run.py` binds it to memory once
+and runs it; nothing is decided then. Codes compare, print and pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from tilewise.arguments import ITEM_BYTES
+from tilewise.compiler.program import Team
+from tilewise.plan.ir import Item
+from tilewise.plan.payload import Field
+from tilewise.tiles.calls import KernelCall
+
+
+class Home(Enum):
+    """The memory that a buffer lies in.
+
+    WORKSPACE: at a place of the pass's workspace. KEPT: made by each forward pass, for its backward
+    pass. SAVED: a buffer that forward kept. GIVEN: a tensor of the call, of any strides, to read or
+    to write. MADE: what an operation itself makes, at no place of its own.
+    """
+
+    WORKSPACE = "workspace"
+    KEPT = "kept"
+    SAVED = "saved"
+    GIVEN = "given"
+    MADE = "made"
+
+
+class Buffer(NamedTuple):
+    """Bytes that are taken together.
+
+    Attributes:
+        name: of what lies in it; of a GIVEN one the name of the call's tensor.
+        part_rows: rows of the parts that may be needed for different lengths of time, in order.
+    """
+
+    name: str
+    num_bytes: int
+    home: Home
+    part_rows: tuple[int, ...] = ()
+
+
+class TensorSpec(NamedTuple):
+    """A tensor [rows, batch, ...] in a buffer.
+
+    Attributes:
+        start: first byte in the buffer.
+        strides: in numbers; of GIVEN and MADE ones not known before the call, hence ().
+    """
+
+    name: str
+    buffer: int
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+class Ref(NamedTuple):
+    """Rows and heads of a tensor: (start, stop, step) of its first dimension, (start, stop) of its
+    third; None: all."""
+
+    tensor: int
+    rows: tuple[int, int, int] | None = None
+    heads: tuple[int, int] | None = None
+
+
+class Table(NamedTuple):
+    """Numbers to select rows or heads by, int64."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> Table:
+        return cls(np.ascontiguousarray(numbers, np.int64).tobytes())
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return np.frombuffer(self.data, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.data) // 8
+
+    def __repr__(self) -> str:
+        return f"Table({len(self)})"
+
+
+class Copy(NamedTuple):
+    """target = source, converted to its dtype.
+
+    Attributes:
+        rows: target[i] = source[rows[i]]; with scatters target[rows[i]] = source[i].
+        heads: target's head i is source's head heads[i].
+    """
+
+    source: Ref
+    target: Ref
+    rows: Table | None = None
+    scatters: bool = False
+    heads: Table | None = None
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+class Fill(NamedTuple):
+    """target = value everywhere."""
+
+    target: Ref
+    value: float
+
+    reads = property(lambda self: ())
+    writes = property(lambda self: (self.target,))
+
+
+class Encode(NamedTuple):
+    """Write numbers as bytes [rows, batch, n] of a field's wire.
+
+    Attributes:
+        counter: whose rows these are, and by whom they are encoded: for stochastic rounding.
+    """
+
+    source: Ref
+    target: Ref
+    field: Field
+    counter: tuple[Item, int]
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+class Decode(NamedTuple):
+    """The inverse of Encode, but for rounding."""
+
+    source: Ref
+    target: Ref
+    field: Field
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+class ComputeDelta(NamedTuple):
+    """delta = rowsum(out * dout) - dlse; product is room for out * dout."""
+
+    out: Ref
+    dout: Ref
+    product: Ref
+    delta: Ref
+
+    reads = property(lambda self: (self.out, self.dout))
+    writes = property(lambda self: (self.product, self.delta))
+
+
+class Bytes(NamedTuple):
+    """What one message carries: contiguous rows of bytes, the other end, and words for errors."""
+
+    ref: Ref
+    peer: int
+    step: int
+    item: Item
+
+
+class TeamBytes(NamedTuple):
+    """An exchange of a whole team by one buffer each way: see transport.protocol.TeamMessages."""
+
+    leaving: Ref
+    arriving: Ref
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    team: Team
+    most_bytes: int
+    label: str
+
+
+class Post(NamedTuple):
+    """Start sends and receives.
+
+    Attributes:
+        arrivals: the number under which each receive is awaited.
+        apart: groups of receives that are posted by themselves, before the sends and the receives
+            that are left; none where all of a launch is one exchange.
+    """
+
+    handle: int
+    lane: int
+    sends: tuple[Bytes, ...]
+    recvs: tuple[Bytes, ...]
+    arrivals: tuple[int, ...]
+    apart: tuple[tuple[int, ...], ...] = ()
+    team: TeamBytes | None = None
+
+    @property
+    def reads(self) -> tuple[Ref, ...]:
+        return (self.team.leaving,) if self.team else tuple(sent.ref for sent in self.sends)
+
+    @property
+    def writes(self) -> tuple[Ref, ...]:
+        return (self.team.arriving,) if self.team else tuple(recv.ref for recv in self.recvs)
+
+
+class Wait(NamedTuple):
+    """Let receives arrive; touched are the bytes that have then arrived."""
+
+    handle: int
+    arrivals: tuple[int, ...]
+    touched: tuple[Ref, ...]
+
+    reads = property(lambda self: ())
+    writes = property(lambda self: ())
+
+
+class Places(NamedTuple):
+    """Global positions of a kernel call's rows and keys, and its first query head and KV heads."""
+
+    q_positions: Table
+    k_positions: Table
+    first_head: int
+    kv_heads: tuple[int, int]
+
+
+class Result(NamedTuple):
+    """Tensors that a kernel call adds to; or writes, whatever was there."""
+
+    refs: tuple[Ref, ...]
+    adds: bool
+
+
+class Attend(NamedTuple):
+    """One kernel call.
+
+    Attributes:
+        operands: q, k, v; in backward dout, lse, delta too.
+        results: out and lse (and the largest scores); in backward dq, then dk and dv.
+    """
+
+    call: KernelCall
+    operands: tuple[Ref, ...]
+    results: tuple[Result, ...]
+    places: Places | None = None
+
+    @property
+    def reads(self) -> tuple[Ref, ...]:
+        added = (ref for result in self.results if result.adds for ref in result.refs)
+        return (*self.operands, *added)
+
+    @property
+    def writes(self) -> tuple[Ref, ...]:
+        return tuple(ref for result in self.results for ref in result.refs)
+
+
+class ExpandKey(NamedTuple):
+    """Latents that a call reads; the backward pass may find again what forward made of them."""
+
+    positions: Table
+    heads: tuple[int, int]
+
+
+class Expand(NamedTuple):
+    """Make keys and values of latents."""
+
+    latents: Ref
+    k: Ref
+    v: Ref
+    places: Places
+    key: ExpandKey
+    learns: bool
+
+    reads = property(lambda self: (self.latents,))
+    writes = property(lambda self: (self.k, self.v))
+
+
+class Pull(NamedTuple):
+    """The gradient of the latents that the last Expand read, of the gradients of k and v."""
+
+    dk: Ref
+    dv: Ref
+    dlatents: Ref
+
+    reads = property(lambda self: (self.dk, self.dv))
+    writes = property(lambda self: (self.dlatents,))
+
+
+class Merge(NamedTuple):
+    """Add partial results to others: attentions by their lse, gradients as sums.
+
+    Attributes:
+        targets: of all rows that rows selects, in order.
+        rows: the rows of targets to which the sources' belong; None: one after the other.
+        scratch: room for these rows of targets, where rows are selected by a table.
+    """
+
+    sources: tuple[Ref, ...]
+    targets: tuple[Ref, ...]
+    by_lse: bool
+    rows: Table | None = None
+    scratch: tuple[Ref, ...] = ()
+
+    reads = property(lambda self: (*self.sources, *self.targets))
+    writes = property(lambda self: (*self.scratch, *self.targets))
+
+
+class SumHeads(NamedTuple):
+    """target's head h is the sum of the source's of all ranks that have it: [rows, batch, ranks,
+    heads of a rank(, width)]."""
+
+    source: Ref
+    target: Ref
+
+    reads = property(lambda self: (self.source,))
+    writes = property(lambda self: (self.target,))
+
+
+class Ask(NamedTuple):
+    """Partial results that whoever runs the code computes: decoding steps, whose keys grow."""
+
+    targets: tuple[Ref, ...]
+
+    reads = property(lambda self: ())
+    writes = property(lambda self: self.targets)
+
+
+Op: TypeAlias = (
+    Copy
+    | Fill
+    | Encode
+    | Decode
+    | ComputeDelta
+    | Post
+    | Wait
+    | Attend
+    | Expand
+    | Pull
+    | Merge
+    | SumHeads
+    | Ask
+)
+
+
+class Line(NamedTuple):
+    """An operation of the listing, and how many of the code's ops are its."""
+
+    label: str
+    num_ops: int
+
+
+class KeptBuffer(NamedTuple):
+    """A buffer that forward keeps: which operands lie in it, from which row on, of which rows."""
+
+    buffer: int
+    items: tuple[tuple[Item, int, tuple[tuple[int, int], ...]], ...]
+    arena: bool
+
+
+class Code(NamedTuple):
+    """One rank's pass; str() is its listing, one operation a line.
+
+    Attributes:
+        offsets: of WORKSPACE buffers, the first byte in the workspace; of others 0.
+        num_bytes: of the workspace.
+        bytes_sent: to other ranks.
+        contiguous: the call's tensors whose rows must lie side by side.
+        kept: in the order in which a forward pass hands them over.
+    """
+
+    rank: int
+    world_size: int
+    backward: bool
+    batch: int
+    tensors: tuple[TensorSpec, ...]
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    lines: tuple[Line, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    contiguous: tuple[str, ...]
+    kept: tuple[KeptBuffer, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.labels)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What each operation is called, in a profile and in a simulated trace too."""
+        return tuple(line.label for line in self.lines)
+
+    @property
+    def bytes_sent(self) -> int:
+        total = 0
+        for op in self.ops:
+            if isinstance(op, Post):
+                if op.team is not None:
+                    sizes = op.team.sizes[0]
+                    total += sum(sizes) - sizes[self.rank - op.team.team.ranks.start]
+                else:
+                    total += sum(self.num_bytes_of(sent.ref) for sent in op.sends)
+        return total
+
+    @property
+    def made_bytes(self) -> int:
+        """The most bytes that an operation makes for itself, beside the workspace."""
+        made = (
+            sum(self.num_bytes_of(ref) for ref in op.writes if self.home(ref) is Home.MADE)
+            for op in self.ops
+        )
+        return max(made, default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(self.buffers[kept.buffer].num_bytes for kept in self.kept)
+
+    @property
+    def peak_bytes(self) -> int:
+        """All memory of the pass but what kernels allocate inside: the call's tensors too."""
+        whole = (Ref(number) for number in range(len(self.tensors)))
+        given = sum(self.num_bytes_of(ref) for ref in whole if self.home(ref) is Home.GIVEN)
+        saved = sum(buffer.num_bytes for buffer in self.buffers if buffer.home is Home.SAVED)
+        return self.num_bytes + self.made_bytes + self.kept_bytes + given + saved
+
+    def home(self, ref: Ref) -> Home:
+        return self.buffers[self.tensors[ref.tensor].buffer].home
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """Of the rows and heads."""
+        return ref_shape(self.tensors[ref.tensor], ref)
+
+    def num_bytes_of(self, ref: Ref) -> int:
+        spec, count = self.tensors[ref.tensor], 1
+        for size in ref_shape(spec, ref):
+            count *= size
+        return count * item_bytes(spec.dtype)
+
+    def named(self, ref: Ref) -> str:
+        """A tensor's name with the rows and heads that are meant: "kv1.k[0:32]"."""
+        rows = "" if ref.rows is None else f"[{_range(ref.rows)}]"
+        heads = "" if ref.heads is None else f"{{{ref.heads[0]}:{ref.heads[1]}}}"
+        return f"{self.tensors[ref.tensor].name}{rows}{heads}"
+
+    def listing(self) -> Iterator[str]:
+        """Every operation, and below it, indented, what is done for it to which tensors."""
+        ops = iter(self.ops)
+        for label, num_ops in self.lines:
+            yield label
+            for _ in range(num_ops):
+                yield f"    {self._described(next(ops))}"
+
+    def _described(self, op: Op) -> str:
+        writes = ", ".join(map(self.named, op.writes))
+        reads = ", ".join(map(self.named, op.reads))
+        name = type(op).__name__.lower()
+        match op:
+            case Attend():
+                calls = f"{op.call.kind.value} {op.call.num_q} x {op.call.num_k}"
+                adds = "adds to" if all(result.adds for result in op.results) else "writes"
+                operands = ", ".join(map(self.named, op.operands))
+                return f"attend {calls} of {operands}; {adds} {writes}"
+            case Wait():
+                return f"wait for {', '.join(map(self.named, op.touched))}"
+            case Post():
+                return f"post {reads or 'nothing'}; receive {writes or 'nothing'}"
+            case Fill():
+                return f"fill {writes} with {op.value:g}"
+            case Merge():
+                sources = ", ".join(map(self.named, op.sources))
+                return f"merge {sources} into {', '.join(map(self.named, op.targets))}"
+            case _:
+                return f"{name} {reads} to {writes}" if reads else f"{name} {writes}"
+
+
+def _range(rows: tuple[int, int, int]) -> str:
+    start, stop, step = rows
+    return f"{start}:{stop}" if step == 1 else f"{start}:{stop}:{step}"
+
+
+def ref_shape(spec: TensorSpec, ref: Ref) -> tuple[int, ...]:
+    shape = spec.shape
+    if ref.rows is not None:
+        shape = (len(range(*ref.rows)), *shape[1:])
+    if ref.heads is not None:
+        shape = (*shape[:2], ref.heads[1] - ref.heads[0], *shape[3:])
+    return shape
+
+
+def item_bytes(dtype: str) -> int:
+    return 1 if dtype == "uint8" else ITEM_BYTES(dtype)
+
+

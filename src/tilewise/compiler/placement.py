@@ -1,0 +1,254 @@
+"""Placement: how long each buffer of a code is needed, and where in the workspace it lies.
+
+Buffers that are never needed at the same time share their place.
+"""
+
+from bisect import insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from tilewise.compiler.code import (
+    Buffer,
+    Home,
+    Op,
+    Post,
+    Ref,
+    TensorSpec,
+    Wait,
+    item_bytes,
+    ref_shape,
+)
+
+ALIGNMENT = 256
+"""Bytes that every buffer's place in a workspace is a multiple of."""
+
+MOST_COMPARED = 512
+"""Up to so many buffers are placed in order of their size, too: that takes a time that grows with
+the square of their number."""
+
+
+class Departures(NamedTuple):
+    """By when what a rank sends has left its buffers.
+
+    Attributes:
+        in_flight: launches with sends on a lane after whose return those of an earlier one have
+            left; None: only the end of the pass says so.
+        with_receives: whether a launch's sends have left when a receive of it has been awaited.
+    """
+
+    in_flight: int | None
+    with_receives: bool
+
+
+class Span(NamedTuple):
+    """Blocks of bytes of a buffer, and the ops from the first to the last that needs them."""
+
+    start: int
+    stop: int
+    begin: int
+    end: int
+
+
+def placed(
+    tensors: Sequence[TensorSpec],
+    buffers: Sequence[Buffer],
+    ops: Sequence[Op],
+    departs: Departures,
+) -> tuple[tuple[int, ...], int]:
+    """The first byte of each buffer in the workspace (0 for others), and the workspace's bytes."""
+    spans = buffer_spans(tensors, buffers, ops, departs)
+    numbers = [number for number, of in enumerate(spans) if of]
+    found, total = place([spans[number] for number in numbers])
+    offsets = [0] * len(buffers)
+    for number, offset in zip(numbers, found, strict=True):
+        offsets[number] = offset
+    return tuple(offsets), total
+
+
+def buffer_spans(
+    tensors: Sequence[TensorSpec],
+    buffers: Sequence[Buffer],
+    ops: Sequence[Op],
+    departs: Departures,
+) -> list[list[Span]]:
+    """By buffer, how long its parts are needed; none of those outside the workspace.
+
+    A part is taken with its whole buffer, and ends by itself.
+    """
+    begin: dict[int, int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    edges = [_edges(buffer) for buffer in buffers]
+
+    def touch(ref: Ref, moment: int) -> None:
+        spec = tensors[ref.tensor]
+        if buffers[spec.buffer].home is not Home.WORKSPACE:
+            return
+        begin.setdefault(spec.buffer, moment)
+        for part in _parts(spec, ref, edges[spec.buffer]):
+            key = spec.buffer, part
+            ends[key] = max(ends.get(key, moment), moment)
+
+    for moment, op in enumerate(ops):
+        for ref in (*op.reads, *op.writes, *(op.touched if isinstance(op, Wait) else ())):
+            touch(ref, moment)
+    for moment, ref in _departures(ops, departs):
+        touch(ref, moment)
+    spans: list[list[Span]] = [[] for _ in buffers]
+    for number, first in begin.items():
+        for part, (start, stop) in enumerate(edges[number]):
+            if start < stop:
+                end = ends.get((number, part), first)
+                _add_span(spans[number], Span(start, stop, first, end))
+    return spans
+
+
+def _add_span(spans: list[Span], span: Span) -> None:
+    """Add the next span of a buffer, in whole blocks; two spans share a block until both end."""
+    start, stop = span.start // ALIGNMENT * ALIGNMENT, aligned(span.stop)
+    if spans and spans[-1].stop > start:
+        before = spans.pop()
+        if before.start < start:
+            spans.append(before._replace(stop=start))
+        spans.append(Span(start, before.stop, span.begin, max(before.end, span.end)))
+        start = before.stop
+    if start < stop:
+        spans.append(Span(start, stop, span.begin, span.end))
+
+
+def _edges(buffer: Buffer) -> list[tuple[int, int]]:
+    """First and last byte of each part."""
+    if not buffer.part_rows or not sum(buffer.part_rows):
+        return [(0, buffer.num_bytes)]
+    row_bytes = buffer.num_bytes // sum(buffer.part_rows)
+    stops = [*accumulate(rows * row_bytes for rows in buffer.part_rows)]
+    return [*zip([0, *stops], stops, strict=False)]
+
+
+def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """The parts that a reference touches."""
+    if len(edges) == 1:
+        yield 0
+        return
+    if 0 in ref_shape(spec, ref):
+        return
+    start, stop, _ = (0, spec.shape[0], 1) if ref.rows is None else ref.rows
+    row_bytes = spec.strides[0] * item_bytes(spec.dtype)
+    first, last = spec.start + start * row_bytes, spec.start + (stop - 1) * row_bytes
+    for part, (low, high) in enumerate(edges):
+        if low <= last and first < high:
+            yield part
+
+
+def _departures(ops: Sequence[Op], departs: Departures) -> Iterator[tuple[int, Ref]]:
+    """What is sent, and the op by whose end it has left."""
+    last = len(ops) - 1
+    under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
+    left: dict[int, int] = {}
+    for moment, op in enumerate(ops):
+        if isinstance(op, Post) and op.sends and op.team is None:
+            waiting = under_way[op.lane]
+            waiting.append(op)
+            if departs.in_flight is not None and len(waiting) > departs.in_flight:
+                left.setdefault(waiting.popleft().handle, moment)
+        elif isinstance(op, Wait) and departs.with_receives:
+            left.setdefault(op.handle, moment)
+    for op in ops:
+        if isinstance(op, Post):
+            for ref in op.reads:
+                yield (last if op.team is not None else left.get(op.handle, last)), ref
+
+
+def place(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+    """The first byte of each buffer, such that bytes of one time do not overlap; bytes in all.
+
+    A list of free ranges, of which the smallest that fits is taken; and, where that takes more than
+    the most bytes that are needed at one time, the lowest free place of each in order of size.
+
+    Source: Pisarchyk and Lee 2020 for the second, "greedy by size for offset calculation".
+    """
+    best = _by_free_ranges(buffers)
+    if best[1] > _most_needed(buffers) and len(buffers) <= MOST_COMPARED:
+        best = min(best, _by_size(buffers), key=lambda found: found[1])
+    return best
+
+
+def _most_needed(buffers: Sequence[Sequence[Span]]) -> int:
+    changes: Counter[int] = Counter()
+    for span in (span for spans in buffers for span in spans):
+        changes[span.begin] += span.stop - span.start
+        changes[span.end + 1] -= span.stop - span.start
+    return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return spans[-1].stop if spans else 0
+
+
+def _by_free_ranges(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+    offsets, total = [0] * len(buffers), 0
+    free: list[tuple[int, int]] = []  # in order of place, neighbours joined
+    ending: list[tuple[int, int, int]] = []  # last op, first and last byte
+    order = sorted(range(len(buffers)), key=lambda i: (buffers[i][0].begin, -_size(buffers[i])))
+    for number in order:
+        spans = buffers[number]
+        ended = [one for one in ending if one[0] < spans[0].begin]
+        if ended:
+            ending = [one for one in ending if one[0] >= spans[0].begin]
+            for _, start, stop in ended:
+                _give_back(free, start, stop)
+        size = _size(spans)
+        fitting = [one for one in free if one[1] - one[0] >= size]
+        if fitting:
+            start, stop = min(fitting, key=lambda one: one[1] - one[0])
+            free.remove((start, stop))
+            if stop - start > size:
+                insort(free, (start + size, stop))
+        else:
+            start = total
+            if free and free[-1][1] == total:
+                start = free.pop()[0]
+            total = start + size
+        offsets[number] = start
+        ending += [(span.end, start + span.start, start + span.stop) for span in spans]
+    return offsets, total
+
+
+def _give_back(free: list[tuple[int, int]], start: int, stop: int) -> None:
+    insort(free, (start, stop))
+    at = free.index((start, stop))
+    if at + 1 < len(free) and free[at + 1][0] == stop:
+        stop = free.pop(at + 1)[1]
+    if at and free[at - 1][1] == start:
+        start = free.pop(at - 1)[0]
+        at -= 1
+    free[at] = start, stop
+
+
+def _by_size(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
+    offsets, total = [0] * len(buffers), 0
+    done: list[int] = []
+    order = sorted(range(len(buffers)), key=lambda i: (-_size(buffers[i]), buffers[i][0].begin))
+    for number in order:
+        mine, size = buffers[number], _size(buffers[number])
+        taken: list[tuple[int, int]] = []  # places at which this buffer cannot begin
+        for other in done:
+            for theirs in buffers[other]:
+                for span in mine:
+                    if theirs.begin <= span.end and span.begin <= theirs.end:
+                        at = offsets[other]
+                        taken.append((at + theirs.start - span.stop, at + theirs.stop - span.start))
+        start = 0
+        for low, high in sorted(taken):
+            if low < start < high:
+                start = high
+        offsets[number] = start
+        total = max(total, start + size)
+        done.append(number)
+    return offsets, total
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes that a buffer takes in a workspace."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

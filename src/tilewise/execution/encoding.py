@@ -1,0 +1,59 @@
+"""Numbers as the bytes of a wire, and back, row by row."""
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels import float8
+from tilewise.plan.ir import Item
+from tilewise.plan.payload import ALIGNMENT_BYTES, Field
+from tilewise.wires.float8 import Float8
+from tilewise.wires.wire import Plain
+
+_NUMBERS = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "latent", "dlatent")
+"""Fields that may be rounded at random, by their number in counters."""
+
+
+def encode(field: Field, x: Tensor, counter: tuple[Item, int]) -> Tensor:
+    """A tensor [rows, batch, heads(, width)] as uint8 [rows, batch, heads * field.row_bytes].
+
+    Every row can be decoded by itself.
+
+    Args:
+        field: a wire of None stands for the field's own dtype.
+        counter: whose rows these are, and who encodes them: for stochastic rounding.
+    """
+    wire = Plain() if field.wire is None else field.wire
+    if isinstance(wire, Plain):
+        return x.to(getattr(torch, wire.dtype or field.dtype)).flatten(2).view(torch.uint8)
+    if isinstance(wire, Float8):
+        item, rank = counter
+        number = _NUMBERS.index(field.name)
+        return float8.encode(wire, x, (item.shard << 15 | item.heads << 4 | number, rank))
+    raise TypeError(f"{field.name} has a wire that nobody encodes: {wire!r}")
+
+
+def decode(field: Field, columns: Tensor, into: Tensor) -> Tensor:
+    """The inverse of encode, but for rounding.
+
+    Args:
+        columns: uint8 [rows, batch, heads * field.row_bytes], of any strides.
+        into: [rows, batch, heads(, width)] of the field's dtype, which is returned.
+    """
+    wire = Plain() if field.wire is None else field.wire
+    if isinstance(wire, Plain):  # views of wider numbers begin at multiples of their size
+        numbers = columns.clone(memory_format=torch.contiguous_format)
+        numbers = numbers.view(getattr(torch, wire.dtype or field.dtype))
+        return into.copy_(numbers.view(into.shape))
+    if isinstance(wire, Float8):
+        return float8.decode(columns, into)
+    raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
+    be. Else a copy."""
+    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
+    begins = x.stride(-1) == 1 and x.data_ptr() % unit == 0
+    if begins and (x.is_contiguous() or not any(at * x.itemsize % unit for at in x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

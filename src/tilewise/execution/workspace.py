@@ -1,0 +1,86 @@
+"""Workspaces: the memory that passes take one after the other, and the tensors bound to it."""
+
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tilewise.transport.streams import Moment, current_moment, follow
+
+Allocate: TypeAlias = Callable[[int], Tensor | None]
+"""Makes flat bytes on the device; None: too many."""
+
+Bind: TypeAlias = Callable[[Tensor], list[Tensor]]
+"""The tensors of a code in a workspace's bytes."""
+
+
+class Workspace:
+    """Memory that one pass at a time uses, and the tensors that codes have in it.
+
+    Args:
+        allocate: asked first for the memory.
+    """
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
+        self._buffer: Tensor | None = None
+        self._bound: WeakKeyDictionary[Hashable, list[Tensor]] = WeakKeyDictionary()
+        self._left: Moment | None = None
+
+    def enter(
+        self, code: Hashable, num_bytes: int, device: torch.device, bind: Bind
+    ) -> list[Tensor]:
+        """The tensors of a code, for a pass that begins now on the current stream.
+
+        Args:
+            code: what the tensors are bound for; they are kept as long as it lives.
+        """
+        buffer = self._buffer
+        if buffer is not None:
+            follow(self._left, buffer)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._grown(num_bytes, device)
+        bound = self._bound.get(code)
+        if bound is None:
+            with torch.inference_mode(False):  # else later passes outside of it could not write
+                bound = self._bound[code] = bind(buffer)
+        return bound
+
+    @torch.inference_mode(False)
+    def _grown(self, num_bytes: int, device: torch.device) -> Tensor:
+        self._bound.clear()
+        self._buffer = None  # before the larger one is made
+        if self._allocate is not None:
+            self._buffer = self._allocate(num_bytes)
+        if self._buffer is None:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._buffer = self._buffer.view(torch.uint8)
+        return self._buffer
+
+    def leave(self) -> None:
+        """The pass has launched all that it does with the memory."""
+        if self._buffer is not None:
+            self._left = current_moment(self._buffer.device)
+
+
+class WorkspacePool:
+    """The workspaces of one rank and device, as many as there were passes at once.
+
+    A pass takes one from the pool and puts it back when it ends, so no two ever share one, of
+    whatever threads or layers they are. A pass that fails does not put its workspace back.
+    """
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate
+        self.workspaces: list[Workspace] = []
+
+    def take(self) -> Workspace:
+        try:
+            return self.workspaces.pop()
+        except IndexError:
+            return Workspace(self._allocate)
+
+    def give_back(self, workspace: Workspace) -> None:
+        self.workspaces.append(workspace)

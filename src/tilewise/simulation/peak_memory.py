@@ -1,0 +1,100 @@
+"""Peak memory of a pass, from the codes of its ranks.
+
+Counted is
+
+    q, k, v, out, lse; in backward dout, dq, dk, dv too    the caller's tensors
+    operands that forward keeps for backward               with save="gathered"
+    the workspace of the pass's code                       all buffers, placed: see Code.num_bytes
+    keys and values made of latents                        of one kernel call
+
+and left out is what kernels allocate inside.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.symmetry import EXACT_RANKS, all_alike, find_symmetry
+from tilewise.layouts.layout import zigzag
+from tilewise.masks.base import Causal, Full
+from tilewise.plan.ir import Plan
+from tilewise.simulation.zigzag_causal import halves_of
+
+SMALL_SHARD = 1024
+"""Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
+those of larger shards are, and scaled: every buffer's bytes go with a shard's rows."""
+
+LIKE_RANKS = 16
+"""Ranks that differ only in which halves of shards they move are all looked at, up to so many; of
+more a few, which need within some 2 % of what the rank needs that needs most."""
+
+
+class PassMemory:
+    """Peak bytes of a plan's ranks in one pass; see the module.
+
+    Args:
+        passes: of a call: what forward keeps is for backward to say.
+        backward: which of them.
+    """
+
+    def __init__(self, passes: tuple[ResolvedPass, ResolvedPass], *, backward: bool):
+        self._backward, self._scale = backward, 1.0
+        resolved = passes[backward]
+        plan, mask, layouts, *_ = resolved
+        alike, size = all_alike(plan, mask, layouts), layouts[0].size(0)
+        if alike is not None and mask in (Full(), Causal()) and size > SMALL_SHARD:
+            self._scale = size / SMALL_SHARD
+            layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
+            resolved = resolved._replace(layouts=(layout, layout))
+        pruned, self._ranks = _pruned(resolved, alike)
+        forward, later = (
+            one._replace(plan=pruned, layouts=resolved.layouts) for one in passes
+        )
+        self._passes = forward, later
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return round(self._scale * max(map(self._of_rank, self._ranks)))
+
+    def fits(self, memory: float) -> bool:
+        """Whether no rank needs more: that takes less than to know what they need."""
+        return all(self._scale * self._of_rank(rank) <= memory for rank in self._ranks)
+
+    def of_rank(self, rank: int) -> int:
+        """Of one rank."""
+        return round(self._scale * self._of_rank(rank))
+
+    def _of_rank(self, rank: int) -> int:
+        call = CallTraits(prune=False, keep=self._passes[1].payload.saved)
+        return pass_code(self._passes, rank, backward=self._backward, call=call).peak_bytes
+
+
+def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:
+    """What the mask leaves of a plan, and some ranks of which one needs most of all.
+
+    Args:
+        alike: as symmetry.all_alike says.
+    """
+    plan, layouts = resolved.plan, resolved.layouts
+    symmetry = None if alike is None else find_symmetry(plan)
+    if symmetry is not None and symmetry.members > 1:
+        firsts = symmetry.firsts()
+        if not alike:
+            return plan, firsts
+        halves = halves_of(plan, symmetry.plan_shifts, layouts[0].size(0))
+        if halves.complete:
+            members = (halves.members(first) for first in firsts)
+            return halves.pruned(plan), [rank for ranks in members for rank in _some(ranks)]
+        if plan.world_size > EXACT_RANKS:
+            return plan, firsts
+    return resolved.pruned, range(plan.world_size)
+
+
+def _some(ranks: np.ndarray) -> list[int]:
+    n = len(ranks)
+    places = range(n) if n <= LIKE_RANKS else (0, 3, n // 4, n // 2, n - 1)
+    return ranks[list(places)].tolist()
