@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import tilewise as tw
-from tilewise.planning.peak_memory import PassMemory
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import least_held
 from tilewise.tools.doctor import require

@@ -21,7 +21,7 @@ from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.problem import AttentionCall, make_problem
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
-from tilewise.planning.peak_memory import rank_peak_bytes
+from tilewise.simulation.peak_memory import rank_peak_bytes
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 

@@ -23,7 +23,7 @@ from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, MemoryPlan
 from tilewise.planning import peak_memory
-from tilewise.planning.peak_memory import PassMemory, rank_peak_bytes
+from tilewise.simulation.peak_memory import PassMemory, rank_peak_bytes
 from tilewise.simulation.zigzag_causal import halves_of
 
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}

@@ -13,7 +13,7 @@ from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, Role, Side
-from tilewise.planning.peak_memory import PassMemory
+from tilewise.simulation.peak_memory import PassMemory
 
 
 @pytest.mark.parametrize("name", GOLDEN)

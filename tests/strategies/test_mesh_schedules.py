@@ -16,7 +16,7 @@ import tilewise as tw
 from benchmarks.mesh_optimum import least, optimum, relaxed
 from tilewise.compiler.program import Free, Launch
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
-from tilewise.planning.peak_memory import PassMemory
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.beam import search
 from tilewise.strategies.mesh_schedules.greedy import (

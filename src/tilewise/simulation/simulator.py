@@ -29,7 +29,7 @@ from tilewise.simulation.zigzag_causal import Halves, halves_of
 from tilewise.workload import Workload
 
 if TYPE_CHECKING:
-    from tilewise.planning.peak_memory import PassMemory
+    from tilewise.simulation.peak_memory import PassMemory
 
 EXACT_RANKS = 64
 """Up to so many ranks every one is simulated as pruned under a causal mask."""
@@ -147,7 +147,7 @@ class Simulation:
     @cached_property
     def _memory(self) -> tuple[PassMemory, PassMemory]:
         # Imported here alone: the executor counts memory, and what simulates time needs no torch.
-        from tilewise.planning.peak_memory import PassMemory
+        from tilewise.simulation.peak_memory import PassMemory
 
         passes = self.work.resolve(*self.plans)
         return PassMemory(passes, backward=False), PassMemory(passes, backward=True)

@@ -11,7 +11,7 @@ from tilewise.functional import attention
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import ITEM_BYTES
-from tilewise.planning.peak_memory import PassMemory
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.environment import peak_bytes
 from tilewise.tools.report.words import count, short
