@@ -73,7 +73,6 @@ class AttentionCall(OpaqueValue):
     dropout_seed: int | None = None
     max_logit: bool = False
     return_lse: bool = False
-    error_bound: bool = False
     problem: Problem | None = None
 
     def resolved(self, problem: Problem, group: Group) -> Self:
@@ -167,11 +166,6 @@ def make_problem(
         ValueError: with both numbers and the fix.
     """
     latent = latent_of(call.wire)
-    if latent is not None and call.error_bound:
-        raise ValueError(
-            "return_error_bound (True) is of keys and values; leave it out with a Latent, whose "
-            "expand may make any error larger"
-        )
     check_tensors(q, k, v, latent)
     check_kinds(call)
     check_ranks(call, rank, world_size)
@@ -278,7 +272,6 @@ def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[s
         "dropout_p": scores.dropout_p,
         "dropout_seed": scores.dropout_seed,
         "return_max_logit": scores.max_logit,
-        "return_error_bound": call.error_bound,
         "wire_dtype": payload.wires.partials,
         "wire": payload.wires,
         "save": "gathered" if problem.gathered else "replay",

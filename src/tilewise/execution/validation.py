@@ -133,8 +133,7 @@ def check_kinds(call: AttentionCall) -> None:
     plan = "tw.ring(world_size)"
     require_type(Plan, "plan", call.plan, plan)
     flags = ("prune", call.prune), ("return_lse", call.return_lse)
-    asked = ("return_max_logit", call.max_logit), ("return_error_bound", call.error_bound)
-    for name, value in (*flags, *asked):
+    for name, value in (*flags, ("return_max_logit", call.max_logit)):
         require_type(bool, name, value, "True")
     require_type(Layout, "layout", call.layout)
     require_type(Mask, "mask", call.mask)
