@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
-from tilewise.execution.problem import AttentionCall
+from tilewise.execution.call import Call
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import latent_attention, resolve_call
+from tilewise.execution.torch_op import agreed_call, latent_attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -168,7 +168,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     if isinstance(plan, RankPlan) and plan.made_for:
         mask = plan.made_for[0] if mask is None else mask
         layout = plan.made_for[1] if layout is None else layout
-    call = AttentionCall(
+    call = Call(
         plan,
         cast(Layout, layout),  # None is refused together with other wrong kinds
         cast(Mask, mask),
@@ -196,7 +196,7 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         out, lse, kept = latent_attention(q, k, v, call)
     else:
         if not torch.compiler.is_compiling():
-            call, dropout_seed = call.resolved(*resolve_call(q, k, v, call)), None
+            call, dropout_seed = call.resolved(*agreed_call(q, k, v, call)), None
         given = q, k, v, call, dropout_seed, return_max_logit
         out, lse, kept = torch.ops.tilewise.attention(*given)
     if sink is not None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.allocator import FreshAllocator
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.executor import execute
 from tilewise.execution.gather import Tensors
 from tilewise.execution.packing import loadable
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import Problem
 from tilewise.execution.sinks import with_sink
 from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
@@ -135,7 +135,9 @@ class DecodingPass:
         batch: number of sequences.
     """
 
-    def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
+    def __init__(
+        self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device
+    ):
         run = PassRun(problem, transport, backward=False, batch=batch, device=device)
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
         self._run, self._problem = run, problem
@@ -174,7 +176,7 @@ class Decode(Forward):
     def __init__(
         self,
         run: PassRun,
-        problem: Problem,
+        problem: ResolvedCall,
         tensors: tuple[Tensor, Tensor, Tensor],
         calls: Sequence[CacheRead],
     ):

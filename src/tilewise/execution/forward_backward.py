@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tilewise.execution.allocator import Allocator
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.executor import execute
 from tilewise.execution.packing import loadable
 from tilewise.execution.pass_run import PassRun, pass_run
-from tilewise.execution.problem import Problem
 from tilewise.execution.work import Backward, Forward
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
@@ -17,7 +17,7 @@ from tilewise.transport.protocol import Transport
 
 
 def forward_pass(
-    problem: Problem, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
+    problem: ResolvedCall, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
@@ -58,7 +58,7 @@ def _largest(scores: Tensor) -> Tensor:
 
 
 def backward_pass(
-    problem: Problem,
+    problem: ResolvedCall,
     transport: Transport,
     saved: Sequence[Tensor],
     kept: Sequence[Tensor],

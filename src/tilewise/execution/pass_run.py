@@ -21,12 +21,12 @@ from tilewise.execution.allocator import (
     MemoryPlanCache,
 )
 from tilewise.execution.arenas import ArenaTable, Operands
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.gather import Binder, PlacedCall, PlacedTile, side_by_side
 from tilewise.execution.head_exchange import HeadExchange, as_one_shard, head_exchange
 from tilewise.execution.memory_plan import WorkspacePool
 from tilewise.execution.own_rows import OwnRows
 from tilewise.execution.packing import PackedRows, packings
-from tilewise.execution.problem import Problem
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand
@@ -41,7 +41,7 @@ MOST_AHEAD = 8
 
 
 def pass_run(
-    problem: Problem, transport: Transport, *, backward: bool, batch: int, device: torch.device
+    problem: ResolvedCall, transport: Transport, *, backward: bool, batch: int, device: torch.device
 ) -> PassRun:
     """The pass of a problem, made at its first call."""
 
@@ -63,7 +63,7 @@ class PassRun:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: ResolvedCall,
         transport: Transport,
         *,
         backward: bool,

@@ -9,13 +9,13 @@ from torch import Tensor
 from tilewise.compiler.program import Launch
 from tilewise.execution.allocator import Allocator, FreshAllocator, Scratch
 from tilewise.execution.arenas import Operands
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.expansion import Expanded
 from tilewise.execution.gather import BoundCall, PlacedCall, Tensors, gather
 from tilewise.execution.head_exchange import Exchange
 from tilewise.execution.packing import Arena, PackedRows, Packing, take
 from tilewise.execution.partials import MergedPartials, Partials, SummedPartials
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import Problem
 from tilewise.kernels.scores import Scores
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer
@@ -39,7 +39,7 @@ class PassWork(ABC):
     def __init__(
         self,
         run: PassRun,
-        problem: Problem,
+        problem: ResolvedCall,
         allocator: Allocator,
         named: Sequence[Mapping[str, Tensor]] | None = None,
         gathered: Operands | None = None,

@@ -25,6 +25,7 @@ from tilewise.compiler.liveness import aligned
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.execution.allocator import RecordingAllocator
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
 from tilewise.execution.prepare import (
@@ -34,7 +35,6 @@ from tilewise.execution.prepare import (
     expansion_on_shapes,
     operands_on_shapes,
 )
-from tilewise.execution.problem import Problem
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
@@ -75,7 +75,7 @@ class PassMemory:
         plan, self._ranks = _pruned(resolved, alike)
         scores = _scores(passes)
         small = _with(passes, plan=plan, layouts=resolved.layouts)
-        self._problem = Problem(small, scores, prune=False, kernel=NoKernel())
+        self._problem = ResolvedCall(small, scores, prune=False, kernel=NoKernel())
         self._problem = self._problem._replace(expansion=expansion_on_shapes(passes))
 
     @cached_property
@@ -145,7 +145,7 @@ def _some(ranks: np.ndarray) -> list[int]:
     return ranks[list(places)].tolist()
 
 
-def rank_peak_bytes(problem: Problem, rank: int, backward: bool) -> int:
+def rank_peak_bytes(problem: ResolvedCall, rank: int, backward: bool) -> int:
     """Peak bytes of one rank in a pass of a checked call on one sequence.
 
     Args:
@@ -155,7 +155,7 @@ def rank_peak_bytes(problem: Problem, rank: int, backward: bool) -> int:
     return held + places(buffers)[1]
 
 
-def _recorded(problem: Problem, rank: int, backward: bool) -> tuple[int, list[BufferSpec]]:
+def _recorded(problem: ResolvedCall, rank: int, backward: bool) -> tuple[int, list[BufferSpec]]:
     """Bytes of the caller's tensors, and the buffers that the pass takes."""
     asked: list[BufferSpec] = []
     problem = problem._replace(

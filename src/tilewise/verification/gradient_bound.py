@@ -5,11 +5,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import AttentionCall, Problem
 from tilewise.execution.sinks import kind_of
-from tilewise.execution.torch_op import resolve_call
+from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import Together, attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
@@ -58,8 +58,8 @@ def error_bound(
         raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
     out, lse = attention(q, k, v, return_lse=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
-    asked = AttentionCall(**{**call, "sink": kind_of(sink), "needs_grad": True})
-    problem, transport = resolve_call(q, k, v, asked)
+    asked = Call(**{**call, "sink": kind_of(sink), "needs_grad": True})
+    problem, transport = agreed_call(q, k, v, asked)
     payload = problem.passes[1].payload
     partials = payload.wires.partials
     own = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
@@ -90,7 +90,7 @@ def error_bound(
 
 
 def _sizes(
-    problem: Problem, transport: Transport, tensors: list[Tensor], sink: bool
+    problem: ResolvedCall, transport: Transport, tensors: list[Tensor], sink: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of every query row: the bound of dq, and what a weight of 1 adds to those of dk and dv."""
     q, k, v, dout, of_out, share = tensors

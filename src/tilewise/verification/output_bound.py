@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import Problem
 from tilewise.functional import attention
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Payload, accumulator
@@ -60,7 +60,7 @@ def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> ScoreS
     return ScoreShift(scale * q.norm * of.k.error, q.error * of_keys, by_arithmetic)
 
 
-def rounding(problem: Problem, backward: bool, side: Side) -> float:
+def rounding(problem: ResolvedCall, backward: bool, side: Side) -> float:
     """Relative error of partials of a side: of kernels, of merging, of every hop of a partial."""
     resolved = problem.passes[backward]
     payload, wire = resolved.payload, resolved.payload.wires.partials
@@ -107,7 +107,7 @@ class Spread(NamedTuple):
 
 @torch.no_grad()
 def attention_bound(
-    problem: Problem,
+    problem: ResolvedCall,
     transport: Transport,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     options: dict[str, Any],
@@ -135,7 +135,7 @@ def attention_bound(
 
 
 def _spread(
-    problem: Problem,
+    problem: ResolvedCall,
     qkv: tuple[Tensor, Tensor, Tensor],
     of: Keys,
     lse: Tensor,
@@ -175,7 +175,7 @@ def _spread(
 
 
 def output_bound(
-    problem: Problem,
+    problem: ResolvedCall,
     q: tuple[Tensor, Tensor],
     of: Keys,
     out: Tensor,
