@@ -19,9 +19,10 @@ from collections.abc import Callable
 import torch
 
 import tilewise as tw
+from tilewise.execution.call import Call
 from tilewise.execution.executor import execute
 from tilewise.execution.pass_run import pass_run
-from tilewise.execution.problem import AttentionCall, known_problem
+from tilewise.execution.resolve import resolve_once
 from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
@@ -86,8 +87,8 @@ def main() -> None:
     torch.set_num_threads(1)
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
-    call = AttentionCall(tw.ring(WORLD), layout, tw.Full())
-    problem = known_problem(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
+    call = Call(tw.ring(WORLD), layout, tw.Full())
+    problem = resolve_once(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}
     with torch.no_grad():

@@ -27,10 +27,10 @@ import torch.multiprocessing as mp
 
 import tilewise as tw
 from tilewise.compiler.program import Program
-from tilewise.execution.problem import AttentionCall
+from tilewise.execution.call import Call
 
 LOOKS, WARM, GROWTH = 10, 2, 1.03
-KINDS = AttentionCall, tw.Plan, Program
+KINDS = Call, tw.Plan, Program
 
 
 def resident_mb() -> float:

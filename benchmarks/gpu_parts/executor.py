@@ -17,8 +17,9 @@ from benchmarks.gpu_parts.correctness import num_heads
 from benchmarks.gpu_parts.instant import Instant
 from benchmarks.gpu_parts.session import Run, Session, captured
 from benchmarks.gpu_parts.sizes import mask_named
+from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import AttentionCall, make_problem
+from tilewise.execution.resolve import resolve
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.simulation.peak_memory import rank_peak_bytes
@@ -79,8 +80,8 @@ class Rank:
             tw.mesh(world, q_tile=a, kv_bytes=2 * heads[1] / heads[0], backward=b)
             for b in (False, True)
         )
-        call = AttentionCall(forward, layout, mask, backward, needs_grad=True, kernel=kernel)
-        self.problem = make_problem(self.q, self.k, self.v, call, self.rank, world)
+        call = Call(forward, layout, mask, backward, needs_grad=True, kernel=kernel)
+        self.problem = resolve(self.q, self.k, self.v, call, self.rank, world)
         row_bytes = max(heads) * (4 * width + 16)  # at least an item's
         self.transport = Instant(self.rank, world, session.device, rows * row_bytes)
         self.out, self.lse, self.kept = self.forward()

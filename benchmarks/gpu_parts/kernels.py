@@ -23,8 +23,9 @@ from benchmarks.gpu_parts.cases import FLEX
 from benchmarks.gpu_parts.correctness import num_heads
 from benchmarks.gpu_parts.session import Run, Session, Times
 from benchmarks.gpu_parts.sizes import documents, mask_named, window_of
+from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import AttentionCall, make_problem
+from tilewise.execution.resolve import resolve
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import KernelCall as KernelCall
@@ -143,8 +144,8 @@ def _executed(kernel: Kernel, given: Inputs) -> Passes:
     """A world of one rank."""
     q, k, v, dout, _, mask = given
     transport = LocalTransport()
-    call = AttentionCall(tw.ring(1), tw.contiguous(len(q), 1), mask)
-    problem = make_problem(q, k, v, call, 0, 1)._replace(kernel=kernel)
+    call = Call(tw.ring(1), tw.contiguous(len(q), 1), mask)
+    problem = resolve(q, k, v, call, 0, 1)._replace(kernel=kernel)
     forward = partial(forward_pass, problem, transport, q, k, v, keep=True)
     out, lse, kept = forward()
     saved = q, k, v, out, lse

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
-from tilewise.execution.error_bound import attention_bound
-from tilewise.execution.problem import AttentionCall
+from tilewise.execution.call import Call
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import latent_attention, resolve_call
+from tilewise.execution.torch_op import agreed_call, latent_attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -63,7 +62,6 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
-    return_error_bound: Literal[False] = False,
     **call: Unpack[Together],
 ) -> Tensor: ...
 @overload
@@ -74,7 +72,6 @@ def attention(
     *,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
-    return_error_bound: Literal[False] = False,
     **call: Unpack[Together],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -85,7 +82,6 @@ def attention(
     *,
     return_lse: bool = False,
     return_max_logit: bool = False,
-    return_error_bound: bool = False,
     **call: Unpack[Together],
 ) -> Tensor | tuple[Tensor, ...]: ...
 def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
@@ -113,7 +109,6 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     return_max_logit: bool = False,
-    return_error_bound: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
@@ -157,15 +152,11 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
             are the same for any ranks, plan and layout, and in backward; pass another at every
             layer and step. None on one rank: drawn from torch's generator.
         return_max_logit: also return the largest score of every head, of this rank's queries.
-        return_error_bound: also return the largest |out - exact| that wires that round may bring to
-            a row. It takes a small exchange, and one more forward pass if operands are rounded.
     Returns:
         out as q, as wide as v; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads],
         natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled and
-        capped, without sink, -inf where nothing is seen, and without a gradient; with
-        return_error_bound last, as lse and without a gradient: proven, under stochastic rounding
-        but for a probability of 1e-9 a row (docs/float8.md). Rows that no key
-        reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
+        capped, without sink, -inf where nothing is seen, and without a gradient. Rows that no
+        key reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
@@ -174,12 +165,10 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         save = _save_when_compiled(save)
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
-        if return_error_bound:
-            raise ValueError("return_error_bound (True) is for code that is not compiled")
     if isinstance(plan, RankPlan) and plan.made_for:
         mask = plan.made_for[0] if mask is None else mask
         layout = plan.made_for[1] if layout is None else layout
-    call = AttentionCall(
+    call = Call(
         plan,
         cast(Layout, layout),  # None is refused together with other wrong kinds
         cast(Mask, mask),
@@ -202,21 +191,17 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         None if torch.compiler.is_compiling() else dropout_seed,
         return_max_logit,
         return_lse,
-        return_error_bound,
     )
     if latent_of(wire) is not None:
         out, lse, kept = latent_attention(q, k, v, call)
     else:
         if not torch.compiler.is_compiling():
-            call, dropout_seed = call.resolved(*resolve_call(q, k, v, call)), None
+            call, dropout_seed = call.resolved(*agreed_call(q, k, v, call)), None
         given = q, k, v, call, dropout_seed, return_max_logit
         out, lse, kept = torch.ops.tilewise.attention(*given)
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + kept[:1] * return_max_logit
-    if return_error_bound:
-        assert v is not None, "a latent was refused"
-        extras.append(attention_bound(call, *(x.detach() for x in (q, k, v, out, lse))))
     return (out, *extras) if extras else out
 
 

@@ -10,9 +10,9 @@ from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.execution import allocator
+from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import AttentionCall as Attention
-from tilewise.execution.torch_op import resolve_call
+from tilewise.execution.torch_op import agreed_call
 from tilewise.kernels import flex, torch_sdpa
 from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.protocol import Kernel
@@ -136,8 +136,8 @@ def passes(cuda: FakeCuda, plan: tw.Plan, kernel: Kernel, dtype: torch.dtype) ->
             rows = layout.size(rank)
             q, k, v, dout = (cuda.empty(2, rows, h, 64, dtype=dtype) for h in (4, 2, 2, 4))
             options = {"group": group, "needs_grad": True, "validate": "never", "kernel": kernel}
-            call = Attention(plan, layout, mask, **options)
-            problem, transport = resolve_call(q, k, v, call)
+            call = Call(plan, layout, mask, **options)
+            problem, transport = agreed_call(q, k, v, call)
             out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
             grads = backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))
             transport.finish()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import tilewise as tw
-from tilewise.execution.problem import AttentionCall
+from tilewise.execution.call import Call
 from tilewise.execution.torch_op import MASKS
 
 # Warnings of torch itself: forward mode compiles scripts, opcheck asks clones for .grad.
@@ -34,9 +34,9 @@ TOKENS, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
 ATTENTION = torch.ops.tilewise.attention
 
 
-def call(plan: tw.Plan) -> AttentionCall:
+def call(plan: tw.Plan) -> Call:
     layout = tw.contiguous(TOKENS, plan.world_size)
-    return AttentionCall(plan, layout, tw.Causal(), save="replay", needs_grad=True)
+    return Call(plan, layout, tw.Causal(), save="replay", needs_grad=True)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -277,7 +277,7 @@ def test_what_inductor_does_not_keep_is_no_warning():
         return bool(told.filter(told.makeRecord(*given, (type(error), error, None))))
 
     assert shown("'Model' object has no attribute '__name__'")
-    assert not shown("'AttentionCall' object has no attribute '__name__'")
+    assert not shown("'Call' object has no attribute '__name__'")
 
 
 NEWER = """

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tilewise as tw
+from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.problem import AttentionCall, Problem
-from tilewise.execution.torch_op import resolve_call
+from tilewise.execution.torch_op import agreed_call
 from tilewise.transport.protocol import Transport
 
 # What needs its result on the host; on a GPU the host would wait for the device.
@@ -81,7 +81,7 @@ def uncounted(function: Callable[..., Any], counting: Counting) -> Callable[...,
 class Case(NamedTuple):
     """One rank's tensors and its checked call."""
 
-    problem: Problem
+    problem: ResolvedCall
     transport: Transport
     q: Tensor
     k: Tensor
@@ -117,8 +117,8 @@ def on_ranks(
         rows = layout.size(rank)
         q, dout = torch.randn(2, rows, heads[0], heads[2], generator=generator).to(dtype)
         k, v = torch.randn(2, rows, heads[1], heads[2], generator=generator).to(dtype)
-        call = AttentionCall(plan, layout, mask, group=group, needs_grad=True, **options)
-        problem, transport = resolve_call(q, k, v, call)
+        call = Call(plan, layout, mask, group=group, needs_grad=True, **options)
+        problem, transport = agreed_call(q, k, v, call)
         return body(Case(problem, transport, q, k, v, dout))
 
     with torch.no_grad():

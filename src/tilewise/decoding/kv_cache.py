@@ -11,7 +11,7 @@ from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
-from tilewise.execution.problem import Problem
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.sinks import check_sink, kind_of
 from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
@@ -341,7 +341,7 @@ class KVCache:
                 v_head_dim=shape.v_head_dim,
             )
             passes = resolve_passes(call, self._plan)
-            problem = Problem(passes, self._scores, prune=False, kernel=self._kernel)
+            problem = ResolvedCall(passes, self._scores, prune=False, kernel=self._kernel)
             device = self._storage.k.device
             return DecodingPass(problem, self.transport, self.shape.batch, device)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.decoding.chunk import num_held
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.encoding import loadable
 from tilewise.execution.forward_backward import code_traits, empty_results
-from tilewise.execution.problem import Problem
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.sinks import with_sink
 from tilewise.execution.workspace import WorkspacePool
@@ -136,7 +136,7 @@ class DecodingPass:
         batch: number of sequences.
     """
 
-    def __init__(self, problem: Problem, transport: Transport, batch: int, device: torch.device):
+    def __init__(self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device):
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
         self._problem, self._pool = problem, WorkspacePool(workspace_of(transport))
         call = CallTraits(batch, prune=False, asks=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.encoding import loadable
-from tilewise.execution.problem import Problem
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.protocol import accumulator_dtype
@@ -17,7 +17,7 @@ from tilewise.transport.protocol import Transport, team_transport, workspace_of
 
 
 def forward_pass(
-    problem: Problem, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
+    problem: ResolvedCall, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
@@ -42,7 +42,7 @@ def forward_pass(
 
 
 def backward_pass(
-    problem: Problem,
+    problem: ResolvedCall,
     transport: Transport,
     saved: Sequence[Tensor],
     kept: Sequence[Tensor],
@@ -72,7 +72,7 @@ def backward_pass(
 
 
 def bound_code(
-    problem: Problem, transport: Transport, q: Tensor, *, backward: bool, keep: bool = False
+    problem: ResolvedCall, transport: Transport, q: Tensor, *, backward: bool, keep: bool = False
 ) -> BoundCode:
     """The code of a pass, bound to the device and the kernel; made at the first call.
 
@@ -95,7 +95,7 @@ def bound_code(
     return problem.kept.get("pass", key, make, 4)
 
 
-def code_traits(problem: Problem, transport: Transport) -> CodeTraits:
+def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
     """What a code depends on of the transport and the kernel."""
     kernel = problem.kernel
     return CodeTraits(
@@ -107,7 +107,7 @@ def code_traits(problem: Problem, transport: Transport) -> CodeTraits:
     )
 
 
-def pool(problem: Problem, transport: Transport, device: torch.device) -> WorkspacePool:
+def pool(problem: ResolvedCall, transport: Transport, device: torch.device) -> WorkspacePool:
     """The workspaces of the call's plan on this rank."""
     plan, allocate = problem.passes[0].plan, workspace_of(transport)
     key = transport.rank, device, allocate
@@ -127,7 +127,7 @@ def _largest(scores: Tensor) -> Tensor:
     return scores.amax(0).float()
 
 
-def _input_names(problem: Problem) -> list[str]:
+def _input_names(problem: ResolvedCall) -> list[str]:
     """The names of q, k and v, or of q and the latents."""
     return [name for side in Side for name, _ in problem.passes[0].payload.inputs(side)]
 

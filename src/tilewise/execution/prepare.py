@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.arguments import require_range
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
-from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, Kernel, accumulator_dtype
 from tilewise.kernels.registry import given_kernel, kernel_for
 from tilewise.kernels.scores import Scores
@@ -85,7 +85,7 @@ def _uses(
 def run_on_shapes(passes: Passes, transport: NoTransport, kernel: NoKernel) -> None:
     """Run both passes of one rank on shapes: the host's work of a call, and nothing else."""
     scores = Scores(1.0, max_logit=passes[0].payload.max_logit)
-    problem = Problem(passes, scores, prune=True, kernel=kernel)
+    problem = ResolvedCall(passes, scores, prune=True, kernel=kernel)
     problem = problem._replace(expansion=expansion_on_shapes(passes))
     q, *kv = operands_on_shapes(problem, transport.rank)
     out, lse, kept = forward_pass(problem, transport, q, *kv, keep=True)
@@ -103,7 +103,7 @@ def expansion_on_shapes(passes: Passes) -> Expansion | None:
     return Expansion(payload.wires.latent, like, learns=False)
 
 
-def operands_on_shapes(problem: Problem, rank: int) -> list[Tensor]:
+def operands_on_shapes(problem: ResolvedCall, rank: int) -> list[Tensor]:
     """A rank's q, k, v, or its q and latents."""
     (plan, _, layouts, groups, payload), tensors = problem.passes[0], []
     heads_of = groups.num_heads, 1 if payload.wires.latent else groups.num_kv_heads

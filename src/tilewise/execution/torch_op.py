@@ -17,13 +17,9 @@ from torch import Tensor
 from torch._library import opaque_object
 
 from tilewise.arguments import dtype_name
+from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
-from tilewise.execution.problem import (
-    AttentionCall,
-    Problem,
-    agreement_fields,
-    known_problem,
-)
+from tilewise.execution.resolve import agreement_fields, resolve_once
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
@@ -48,9 +44,9 @@ FIRST_ANSWER_SECONDS = 30.0
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
 
-def resolve_call(
-    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall
-) -> tuple[Problem, Transport]:
+def agreed_call(
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call
+) -> tuple[ResolvedCall, Transport]:
     """The checked call, which all ranks have agreed on.
 
     Raises:
@@ -77,7 +73,7 @@ def resolve_call(
     return problem, transport
 
 
-def _agrees(q: Tensor, call: AttentionCall) -> bool:
+def _agrees(q: Tensor, call: Call) -> bool:
     """Whether ranks compare their calls.
 
     With wires that round also where it is to be left out, unless a graph is captured: bytes of
@@ -90,7 +86,7 @@ def _agrees(q: Tensor, call: AttentionCall) -> bool:
 
 
 def _agree(
-    call: AttentionCall,
+    call: Call,
     transport: Transport,
     fields: dict[str, str] | Tensor | None,
     error: str | None,
@@ -114,7 +110,7 @@ def _agree(
 
 
 @contextmanager
-def _explained(call: AttentionCall) -> Iterator[None]:
+def _explained(call: Call) -> Iterator[None]:
     """Adds to what ends a wait without an answer that ranks may not be in the same call."""
     try:
         yield
@@ -130,15 +126,15 @@ def _explained(call: AttentionCall) -> Iterator[None]:
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, transport: Transport
-) -> Problem:
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, transport: Transport
+) -> ResolvedCall:
     """The checked call of this rank alone."""
     if call.problem is not None:
         return call.problem
-    return known_problem(q, k, v, call, transport.rank, transport.world_size)
+    return resolve_once(q, k, v, call, transport.rank, transport.world_size)
 
 
-def _record(problem: Problem, q: Tensor, call: AttentionCall) -> Tensor:
+def _record(problem: ResolvedCall, q: Tensor, call: Call) -> Tensor:
     """What ranks compare before forward."""
 
     def make() -> Tensor:
@@ -197,9 +193,7 @@ class _LatentAttention(torch.autograd.Function):
     """Attention whose keys and values are made of latents; outside of compiled code alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, x: Tensor, call: AttentionCall, *leaves: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, q: Tensor, x: Tensor, call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
         assert call.problem is not None
         transport, keep = transport_for(call.group), call.needs_grad or bool(leaves)
         with _explained(call):
@@ -230,7 +224,7 @@ class _LatentAttention(torch.autograd.Function):
 
 
 def latent_attention(
-    q: Tensor, latent: Tensor, v: Tensor | None, call: AttentionCall
+    q: Tensor, latent: Tensor, v: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse and what is asked for besides, of latents [(batch,) tokens, width]."""
     if torch.compiler.is_compiling():  # its expand is no constant, and uses what it likes
@@ -239,21 +233,21 @@ def latent_attention(
             "torch.compiler.disable"
         )
     latents = latent.unsqueeze(-2) if isinstance(latent, Tensor) and latent.ndim else latent
-    problem, _ = resolve_call(q, latents, v, call)
+    problem, _ = agreed_call(q, latents, v, call)
     leaves = problem.expansion.leaves if problem.expansion else ()
     given = q, latents, replace(call, problem=problem), *leaves
     out, lse, *kept = _LatentAttention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
-def _autograd(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *rest: Any) -> Results:
+def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results:
     out, lse, *kept = _Attention.apply(q, k, v, call, *_filled(rest))  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *rest: Any) -> Results:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results:
     seed, _ = _filled(rest)
-    problem, transport = resolve_call(q, k, v, _seeded(call, seed))
+    problem, transport = agreed_call(q, k, v, _seeded(call, seed))
     with _explained(call):
         return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
@@ -284,9 +278,9 @@ def _backward(
 
 
 def _agree_backward(
-    problem: Problem,
+    problem: ResolvedCall,
     transport: Transport,
-    call: AttentionCall,
+    call: Call,
     q: Tensor,
     dout: Tensor | None,
     *kv: Tensor,
@@ -304,12 +298,12 @@ def _agree_backward(
         raise ValueError(error)
 
 
-def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
+def _seeded(call: Call, seed: int | None = None) -> Call:
     """The call as it was made outside of compiled code."""
     return call if call.problem or seed is None else replace(call, dropout_seed=seed)
 
 
-def _backward_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
+def _backward_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
     """What ranks compare before backward: calls may be alike in all but the order of their passes.
 
     Compiled code does not know which forward pass it follows, hence compares the call alone.
@@ -328,9 +322,7 @@ def _fake_backward(
 
 def _tells(record: logging.LogRecord) -> bool:
     """Not that inductor keeps no code on disk which stands for a call of this process."""
-    return not record.exc_info or f"'{AttentionCall.__name__}' object" not in str(
-        record.exc_info[1]
-    )
+    return not record.exc_info or f"'{Call.__name__}' object" not in str(record.exc_info[1])
 
 
 def _registered() -> torch.library.Library:
@@ -342,11 +334,11 @@ def _registered() -> torch.library.Library:
 
         OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
         register, kind = opaque_object.register_opaque_type, "value"
-    for value in (AttentionCall, Plan, RankPlan, Layout, *MASKS):
+    for value in (Call, Plan, RankPlan, Layout, *MASKS):
         register(value, typ=kind, members={"__eq__": opaque_object.MemberType.USE_REAL})
     logging.getLogger("torch._inductor.codecache").addFilter(_tells)
     library = torch.library.Library("tilewise", "DEF")
-    call = f"{AttentionCall.__module__}.{AttentionCall.__qualname__} call"
+    call = f"{Call.__module__}.{Call.__qualname__} call"
     library.define(
         f"attention(Tensor q, Tensor k, Tensor v, {call}, SymInt? seed=None, "
         "bool largest=False) -> (Tensor out, Tensor lse, Tensor[] kept)"

@@ -19,7 +19,7 @@ from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wire
 
 if TYPE_CHECKING:
-    from tilewise.execution.problem import AttentionCall
+    from tilewise.execution.call import Call
 
 MOST_SEEDS = (1 << 63) - 1
 
@@ -129,12 +129,11 @@ def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:
             )
 
 
-def check_kinds(call: AttentionCall) -> None:
+def check_kinds(call: Call) -> None:
     plan = "tw.ring(world_size)"
     require_type(Plan, "plan", call.plan, plan)
     flags = ("prune", call.prune), ("return_lse", call.return_lse)
-    asked = ("return_max_logit", call.max_logit), ("return_error_bound", call.error_bound)
-    for name, value in (*flags, *asked):
+    for name, value in (*flags, ("return_max_logit", call.max_logit)):
         require_type(bool, name, value, "True")
     require_type(Layout, "layout", call.layout)
     require_type(Mask, "mask", call.mask)
@@ -144,7 +143,7 @@ def check_kinds(call: AttentionCall) -> None:
         require_type(Layout, "kv_layout", call.kv_layout)
 
 
-def check_ranks(call: AttentionCall, rank: int, world_size: int) -> None:
+def check_ranks(call: Call, rank: int, world_size: int) -> None:
     """Plans are for the group's ranks, and layouts give every token to one of them."""
     kv_layout = call.kv_layout or call.layout
     for plan in (call.plan, call.backward_plan or call.plan):
@@ -166,7 +165,7 @@ def check_ranks(call: AttentionCall, rank: int, world_size: int) -> None:
             )
 
 
-def query_positions(call: AttentionCall, num_queries: int, num_keys: int) -> list[int] | None:
+def query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | None:
     """Where replicated queries stand; None for queries that have a layout."""
     given = call.q_positions
     if not call.plan.replicated_queries:
@@ -208,7 +207,7 @@ def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
         )
 
 
-def checked_scores(call: AttentionCall, head_dim: int, world_size: int) -> Scores:
+def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
     """What a call does to its scores and weights.
 
     Without a seed one process draws it from torch's generator: recomputation restores that one.

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.execution.error_bound import rounding, shift
+from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import AttentionCall, Problem
-from tilewise.execution.rounding_errors import Keys, Norms, errors, keys, norms
 from tilewise.execution.sinks import kind_of
-from tilewise.execution.torch_op import resolve_call
+from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import Together, attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
 from tilewise.transport.protocol import Transport
+from tilewise.verification.output_bound import attention_bound, rounding, shift
+from tilewise.verification.rounding_errors import Keys, Norms, errors, keys, norms
 from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Plain
 
@@ -56,10 +56,10 @@ def error_bound(
     q, k, v, dout = (x.detach() for x in (q, k, v, dout))
     if dout.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
-    _, lse, of_out = attention(q, k, v, return_lse=True, return_error_bound=True, **call)
+    out, lse = attention(q, k, v, return_lse=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
-    asked = AttentionCall(**{**call, "sink": kind_of(sink), "needs_grad": True})
-    problem, transport = resolve_call(q, k, v, asked)
+    asked = Call(**{**call, "sink": kind_of(sink), "needs_grad": True})
+    problem, transport = agreed_call(q, k, v, asked)
     payload = problem.passes[1].payload
     partials = payload.wires.partials
     own = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
@@ -67,8 +67,9 @@ def error_bound(
         raise ValueError(
             f"no bound of gradients is proven for partials in {partials} of {payload.dtype}: "
             "numbers far below the largest lose more than a share of themselves; send partials in "
-            "Plain('float32'), or ask attention for return_error_bound, which serves all"
+            "Plain('float32')"
         )
+    of_out = attention_bound(problem, transport, (q, k, v, out, lse), {**call})
     if sink is not None:
         without: Any = {**call, "sink": None, "return_lse": True}
         share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
@@ -89,7 +90,7 @@ def error_bound(
 
 
 def _sizes(
-    problem: Problem, transport: Transport, tensors: list[Tensor], sink: bool
+    problem: ResolvedCall, transport: Transport, tensors: list[Tensor], sink: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of every query row: the bound of dq, and what a weight of 1 adds to those of dk and dv."""
     q, k, v, dout, of_out, share = tensors
@@ -103,21 +104,23 @@ def _sizes(
         run = PassRun(problem, transport, backward=backward, batch=q.shape[1], device=q.device)
         statistics = {"lse": of_out, "delta": of_out} if backward else {}
         named = {"q": q, **({"dout": travels} if backward else {}), **statistics}, {"k": k, "v": v}
-        error = errors(run, named)
-        of = keys(run, transport, named[1], error, q.shape[2], zero)
+        resolved = problem.passes[backward]
+        error = errors(run, resolved.payload, named)
+        of = keys(resolved, transport, named[1], error, q.shape[2], zero)
         found.append((of, norms(q, error["q"])))
     lost = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
     douts = norms(dout, torch.where(share > 0, lost / share, 0.0))
+    payload = problem.passes[1].payload
     # Weights come of scores and of lse, which are rounded in either pass.
     of, row = (_larger(one, other) for one, other in zip(*found, strict=True))
-    off = shift(scores.scale, row, of, run.payload.dtype, run.payload.head_dim).total
+    off = shift(scores.scale, row, of, payload.dtype, payload.head_dim).total
     grow = torch.expm1(2 * off)  # of a weight
     size = 2 * kept * douts.norm * (of.v.norm + of.v.error)  # of dout v - delta
     over = torch.minimum(kept * douts.total * of.spread, size)  # and its spread over keys
     product = douts.norm * of.v.error + douts.error * (of.v.norm + of.v.error)
     product = kept * product + douts.total * of_out
     slope = 0.0 if scores.softcap is None else _STEEPEST * off * (1 + grow) / scores.softcap
-    r = rounding(problem, run, Side.Q), rounding(problem, run, Side.KV)
+    r = rounding(problem, True, Side.Q), rounding(problem, True, Side.KV)
     k_most, q_most = of.k.most + of.k.error_most, row.most + row.error_most
 
     def moved(over: Tensor) -> Tensor:

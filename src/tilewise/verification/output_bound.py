@@ -5,17 +5,20 @@ docs/float8.md derives every formula.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
+from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.pass_run import PassRun
-from tilewise.execution.problem import AttentionCall, Problem
-from tilewise.execution.rounding_errors import (
+from tilewise.functional import attention
+from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.payload import Payload, accumulator
+from tilewise.transport.protocol import Transport
+from tilewise.verification.rounding_errors import (
     Keys,
     Norms,
     errors,
@@ -25,10 +28,6 @@ from tilewise.execution.rounding_errors import (
     stochastic,
     wire_of,
 )
-from tilewise.execution.torch_op import resolve_call
-from tilewise.plan.ir import Item, Plan, Role, Side
-from tilewise.plan.payload import accumulator
-from tilewise.transport.resolve import transport_for
 from tilewise.wires.wire import Plain, Wires
 
 FAILURE = 1e-9
@@ -61,15 +60,15 @@ def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> ScoreS
     return ScoreShift(scale * q.norm * of.k.error, q.error * of_keys, by_arithmetic)
 
 
-def rounding(problem: Problem, run: PassRun, side: Side) -> float:
+def rounding(problem: ResolvedCall, backward: bool, side: Side) -> float:
     """Relative error of partials of a side: of kernels, of merging, of every hop of a partial."""
-    payload, wire = run.payload, run.payload.wires.partials
+    resolved = problem.passes[backward]
+    payload, wire = resolved.payload, resolved.payload.wires.partials
     if isinstance(wire, Plain):
         hop = _unit(wire.dtype or payload.dtype)
     else:
         hop = 2.0**-3 if stochastic(wire) else 2.0**-4
-    rows = sum(layout.num_tokens for layout in run.layouts)
-    resolved = problem.passes[payload.backward]
+    rows = sum(layout.num_tokens for layout in resolved.layouts)
     plan = resolved.pruned if problem.prune else resolved.plan
     hops = plan.memo("partial hops", side, lambda: _hops(plan, side))
     return hops * hop + 8 * _unit(payload.dtype) + (rows + 32) * _unit(accumulator(payload.dtype))
@@ -108,43 +107,62 @@ class Spread(NamedTuple):
 
 @torch.no_grad()
 def attention_bound(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    problem: ResolvedCall,
+    transport: Transport,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    options: dict[str, Any],
 ) -> Tensor:
-    """The largest |out - exact| of every row of a checked call, as lse."""
-    problem, transport, batched = call.problem, transport_for(call.group), q.ndim == 4
-    assert problem is not None
+    """The largest |out - exact| of every row of a call, as lse.
+
+    Args:
+        problem: the checked call.
+        tensors: q, k, v, out and lse.
+        options: the keyword arguments of the call.
+    """
+    q, k, v, out, lse = tensors
+    batched, forward = q.ndim == 4, problem.passes[0]
     rows = [rows_first(x, batched) for x in (q, k, v, out)]
     run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
-    found = errors(run, named)
-    zero = call.sink is not None or problem.scores.dropout_p > 0
-    of, spread = keys(run, transport, named[1], found, q.shape[-2], zero), None
-    if wire_of(run) != Plain(dtype_name(run.payload.dtype)):
+    found = errors(run, forward.payload, named)
+    zero = options.get("sink") is not None or problem.scores.dropout_p > 0
+    of, spread = keys(forward, transport, named[1], found, q.shape[-2], zero), None
+    if wire_of(forward.payload) != Plain(dtype_name(forward.payload.dtype)):
         away = rows_last((rows[2].double() - of.middle) / of.reach, batched)
-        spread = _spread(call, (q, k, away.square()), of, lse)
-    bound = output_bound(problem, run, (rows[0], found["q"]), of, rows[3].double(), spread)
+        spread = _spread(problem, (q, k, away.square()), of, lse, options)
+    bound = output_bound(problem, (rows[0], found["q"]), of, rows[3].double(), spread)
     return rows_last(bound, batched).to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
 
 
 def _spread(
-    call: AttentionCall, qkv: tuple[Tensor, Tensor, Tensor], of: Keys, lse: Tensor
+    problem: ResolvedCall,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    of: Keys,
+    lse: Tensor,
+    options: dict[str, Any],
 ) -> Spread:
     """By another pass, of twice the scores, which are rounded as those of the call were.
 
     Args:
         qkv: with squares of (v - middle) / reach as v.
+        options: the keyword arguments of the call.
     """
-    assert call.problem is not None
-    scores, wire = call.problem.scores, call.problem.passes[0].payload.wires.forward
-    asked: dict[str, Any] = {"softmax_scale": 2 * scores.scale, "kernel": None, "dropout_p": 0.0}
-    asked |= {"softcap": scores.softcap and 2 * scores.softcap, "max_logit": False}
-    asked |= {"wire": Wires(wire), "wire_dtype": None, "error_bound": False}
-    again = replace(call, **asked, needs_grad=False, problem=None)
+    scores, forward = problem.scores, problem.passes[0]
+    wire = forward.payload.wires.forward
+    doubled: dict[str, Any] = {
+        **options,
+        "softmax_scale": 2 * scores.scale,
+        "softcap": scores.softcap and 2 * scores.softcap,
+        "kernel": None,
+        "sink": None,
+        "dropout_p": 0.0,
+        "wire": Wires(wire),
+        "wire_dtype": None,
+    }
     q, k, v = (x.to(lse.dtype) for x in qkv)
-    again = replace(again, problem=resolve_call(q, k, v, again)[0])
-    squares, logs, _ = torch.ops.tilewise.attention(q, k, v, again)
+    squares, logs = attention(q, k, v, **doubled, return_lse=True)
     # Arithmetic, and what arrives of a square x: at least (1 - relative) x - least.
-    unit, tokens = 4 * _unit(dtype_name(lse.dtype)), call.problem.passes[0].layouts[1].num_tokens
+    unit, tokens = 4 * _unit(dtype_name(lse.dtype)), forward.layouts[1].num_tokens
     relative, least = (1 + stochastic(wire)) * 2.0**-4, (1 + stochastic(wire)) * 2.0**-17
     if isinstance(wire, Plain):
         relative = least = _unit(wire.dtype or dtype_name(q.dtype))
@@ -157,8 +175,7 @@ def _spread(
 
 
 def output_bound(
-    problem: Problem,
-    run: PassRun,
+    problem: ResolvedCall,
     q: tuple[Tensor, Tensor],
     of: Keys,
     out: Tensor,
@@ -170,18 +187,19 @@ def output_bound(
         q, out: this rank's rows, of q with their errors.
         spread: None where no operand is rounded.
     """
-    scores, payload, keep = problem.scores, run.payload, 1 - problem.scores.dropout_p
+    scores, forward, keep = problem.scores, problem.passes[0], 1 - problem.scores.dropout_p
+    payload: Payload = forward.payload
     row = norms(*q)
     off = shift(scores.scale, row, of, payload.dtype, payload.head_dim)
-    sizes = rounding(problem, run, Side.Q) * (of.v.most + of.v.error_most)
+    sizes = rounding(problem, False, Side.Q) * (of.v.most + of.v.error_most)
     by_scores, by_values = torch.tanh(off.total / 2) * of.spread, of.v.error_most
     if spread is not None:
         sure = torch.exp(8 * off.by_arithmetic)  # the two passes' weights
         weights, values = sure * spread.weights, sure[..., None] * spread.values
-        tokens, width = run.layouts[Side.KV].num_tokens, payload.v_head_dim
+        tokens, width = forward.layouts[Side.KV].num_tokens, payload.v_head_dim
         events = math.log((2 * tokens + 5 * width + 4) / FAILURE)
         by_values = torch.minimum(by_values, weights * of.v_columns)
-        if stochastic(wire_of(run)):
+        if stochastic(wire_of(payload)):
             by_values = torch.minimum(by_values, math.sqrt(events / 2) * weights * of.v_steps.most)
         middle = of.middle.repeat_interleave(out.shape[2] // of.middle.shape[2], 2)
         others = torch.tanh(off.by_arithmetic / 2) * of.spread
@@ -196,7 +214,7 @@ def output_bound(
         moved = together * column * _steepest(shifted)
         moved = moved * torch.exp(torch.minimum(together * weights, shifted))
         by_scores = torch.minimum(by_scores, moved + others)
-        if stochastic(wire_of(run)) and scores.softcap is None:
+        if stochastic(wire_of(payload)) and scores.softcap is None:
             likely = _by_likely_errors(scores.scale, q[0], off, of, events)
             by_scores = likely(weights, column, of_keys, by_scores)
     bound = _SLACK / keep * (by_scores + by_values + sizes)

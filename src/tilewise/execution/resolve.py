@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import Save, Validate, dtype_name
+from tilewise.arguments import dtype_name
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.expansion import PROBED_ROWS, Expansion
-from tilewise.execution.sinks import SinkKind, check_sink
+from tilewise.execution.sinks import check_sink
 from tilewise.execution.validation import (
     check_kinds,
     check_mask_heads,
@@ -29,104 +28,29 @@ from tilewise.execution.validation import (
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
-from tilewise.kernels.scores import Scores
-from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Mask
-from tilewise.opaque import OpaqueValue
 from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
-from tilewise.transport.resolve import Group
 from tilewise.wires.latent import Latent
-from tilewise.wires.wire import AnyWire, Plain, Wires, latent_of, plain_wires, wires_of
-
-
-@dataclass(frozen=True)
-class AttentionCall(OpaqueValue):
-    """The keyword arguments of attention, as given, and what is known of the call besides.
-
-    Attributes:
-        needs_grad: a backward pass may follow.
-        problem: the checked call, if it is checked and agreed on already.
-    """
-
-    plan: Plan
-    layout: Layout
-    mask: Mask
-    backward_plan: Plan | None = None
-    kv_layout: Layout | None = None
-    softmax_scale: float | None = None
-    wire_dtype: torch.dtype | str | None = None
-    wire: AnyWire | None = None
-    save: Save | None = None
-    prune: bool = True
-    q_positions: Sequence[int] | Tensor | None = None
-    group: Group = None
-    validate: Validate = "always"
-    kernel: Kernel | str | None = None
-    needs_grad: bool = False
-    sink: SinkKind | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    max_logit: bool = False
-    return_lse: bool = False
-    error_bound: bool = False
-    problem: Problem | None = None
-
-    def resolved(self, problem: Problem, group: Group) -> Self:
-        """The same call, checked; group: its transport."""
-        made = copy(self)
-        vars(made).update(problem=problem, group=group)
-        return made
-
+from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
 NO_PASSES: Any = ()
 ASKED_ANEW = frozenset(("plan", "group", "validate", "problem", "q_positions", "dropout_seed"))
 """What of a call its checks do not depend on, or is looked at in every call."""
 
 
-class Problem(NamedTuple):
-    """A checked call.
-
-    Attributes:
-        passes: forward and backward.
-        number: of the forward pass's agreement, the same on all ranks; None: not known.
-        expansion: of latents, if k and v are made of some.
-        kept: what is made once for all calls of this problem; None: nothing is kept.
-    """
-
-    passes: tuple[ResolvedPass, ResolvedPass]
-    scores: Scores
-    prune: bool
-    kernel: Kernel
-    number: int | None = None
-    expansion: Expansion | None = None
-    kept: PlanCache | None = None
-
-    @property
-    def learns(self) -> bool:
-        """Whether what makes k and v of latents gets gradients."""
-        return self.expansion is not None and bool(self.expansion.leaves)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether forward keeps the operands that it receives, for backward."""
-        return self.passes[1].payload.saved
-
-
-def known_problem(
-    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, rank: int, world_size: int
-) -> Problem:
-    """As make_problem, which calls that differ in the values of tensors alone ask once.
+def resolve_once(
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, rank: int, world_size: int
+) -> ResolvedCall:
+    """As resolve, which calls that differ in the values of tensors alone ask once.
 
     The plan keeps the answer, but not itself: it would outlive its last user.
     """
     own = call.plan
 
-    def make() -> tuple[Problem, list[tuple[Plan | None, Any]]]:
-        problem = make_problem(q, k, v, call, rank, world_size)._replace(kept=PlanCache())
+    def make() -> tuple[ResolvedCall, list[tuple[Plan | None, Any]]]:
+        problem = resolve(q, k, v, call, rank, world_size)._replace(kept=PlanCache())
         passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
         return problem._replace(passes=NO_PASSES), passes
 
@@ -142,7 +66,7 @@ def known_problem(
     # Wires look at values.
     anew = call.q_positions is not None or call.wire is not None
     if not isinstance(own, Plan) or not key or anew:
-        return make_problem(q, k, v, call, rank, world_size)
+        return resolve(q, k, v, call, rank, world_size)
     asked, tensors = key
     by_rank: PlanCache = own.memo("problems", asked, PlanCache)
     problem, passes = by_rank.get("problem", (rank, tensors), make, 4 * world_size)
@@ -153,9 +77,9 @@ def known_problem(
     return problem
 
 
-def make_problem(
-    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, rank: int, world_size: int
-) -> Problem:
+def resolve(
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, rank: int, world_size: int
+) -> ResolvedCall:
     """Check one rank's call.
 
     Args:
@@ -164,11 +88,6 @@ def make_problem(
         ValueError: with both numbers and the fix.
     """
     latent = latent_of(call.wire)
-    if latent is not None and call.error_bound:
-        raise ValueError(
-            "return_error_bound (True) is of keys and values; leave it out with a Latent, whose "
-            "expand may make any error larger"
-        )
     check_tensors(q, k, v, latent)
     check_kinds(call)
     check_ranks(call, rank, world_size)
@@ -208,10 +127,10 @@ def make_problem(
         call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
     kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
-    return Problem(passes, scores, call.prune, kernel, expansion=expansion)
+    return ResolvedCall(passes, scores, call.prune, kernel, expansion=expansion)
 
 
-def probed(latent: Latent, x: Tensor, call: AttentionCall, places: np.ndarray) -> Expansion:
+def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansion:
     """The expansion of this rank's latents [(batch,) tokens, 1, width], tried on a few of them.
 
     That expand is deterministic is tried where it costs no wait for a device.
@@ -228,16 +147,14 @@ def probed(latent: Latent, x: Tensor, call: AttentionCall, places: np.ndarray) -
     return expansion
 
 
-def resolved_wires(call: AttentionCall, dtype: str) -> Wires:
+def resolved_wires(call: Call, dtype: str) -> Wires:
     """What wire and wire_dtype of a call mean for tensors of a dtype."""
     if call.wire is None:
         return plain_wires(call.wire_dtype and dtype_name(call.wire_dtype), dtype)
     return wires_of(call.wire, call.wire_dtype).resolved(dtype)
 
 
-def _kernel(
-    call: AttentionCall, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool
-) -> Kernel:
+def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square: bool) -> Kernel:
     """The one that the call names, or else the first choice of the device."""
     asked = q.device.type, q.dtype, head_dim
     if call.kernel is not None:
@@ -246,7 +163,7 @@ def _kernel(
     return kernel_for(*asked, use, needs)
 
 
-def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
+def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
     """What all ranks must have in common, most telling first: "auto" plans for the shapes.
 
     The kernel is not among it: what ranks exchange does not depend on who computed it.
@@ -275,7 +192,6 @@ def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[s
         "dropout_p": scores.dropout_p,
         "dropout_seed": scores.dropout_seed,
         "return_max_logit": scores.max_logit,
-        "return_error_bound": call.error_bound,
         "wire_dtype": payload.wires.partials,
         "wire": payload.wires,
         "save": "gathered" if problem.gathered else "replay",

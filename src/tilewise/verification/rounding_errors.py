@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.program import Launch
+from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.allocator import FreshAllocator
 from tilewise.execution.pass_run import PassRun
 from tilewise.kernels.float8 import spacing
 from tilewise.plan.ir import Side
+from tilewise.plan.payload import Payload
 from tilewise.transport.gather_shards import on_every_rank
 from tilewise.transport.protocol import Transport
 from tilewise.wires.float8 import Float8
@@ -67,7 +69,7 @@ class Keys(NamedTuple):
     reach: Tensor
 
 
-def errors(run: PassRun, named: Sequence[Named]) -> dict[str, Tensor]:
+def errors(run: PassRun, payload: Payload, named: Sequence[Named]) -> dict[str, Tensor]:
     """x - x' of each of a rank's tensors [rows, batch, heads, width], float64, by name.
 
     x' is what arrives elsewhere; of several that differ the error is the largest, number by number.
@@ -81,11 +83,11 @@ def errors(run: PassRun, named: Sequence[Named]) -> dict[str, Tensor]:
     found = [
         {name: torch.zeros_like(x, dtype=torch.float64) for name, x in of.items()} for of in named
     ]
-    allocator = FreshAllocator(run.device)
+    allocator = FreshAllocator(next(iter(named[0].values())).device)
     places = run.own.operands(found)
     for item, block in run.own.operands(named).items():
         packing = run.packing[item.side, item.role]
-        names = [field.name for field in run.payload.fields(item.side, item.role) if field.wire]
+        names = [field.name for field in payload.fields(item.side, item.role) if field.wire]
         if item not in sent or not names or not block.fields[names[0]].numel():
             continue
         given = [block.fields.get(name, block.fields[names[0]][..., 0]) for name in packing.names]
@@ -104,7 +106,12 @@ def norms(x: Tensor, error: Tensor) -> Norms:
 
 
 def keys(
-    run: PassRun, transport: Transport, named: Named, error: Named, num_heads: int, zero: bool
+    resolved: ResolvedPass,
+    transport: Transport,
+    named: Named,
+    error: Named,
+    num_heads: int,
+    zero: bool,
 ) -> Keys:
     """Over the keys of all ranks, for each of so many query heads.
 
@@ -112,7 +119,7 @@ def keys(
         named: k and v of this rank; error: theirs, as errors gives it.
         zero: values that are 0 take part.
     """
-    wire, columns = wire_of(run), []
+    wire, columns = wire_of(resolved.payload), []
     for name in ("k", "v"):
         columns += norms(named[name], error[name])
     for name in ("k", "v"):
@@ -121,7 +128,8 @@ def keys(
     rows = torch.cat([torch.stack(columns, -1), v, -v], -1)
     start = rows.new_full((1, *rows.shape[1:]), -torch.inf)
     # A key that several groups of heads get is rounded at random in each.
-    copies = run.groups.groups * run.payload.heads(Side.KV) > run.groups.num_kv_heads
+    groups = resolved.groups
+    copies = groups.groups * resolved.payload.heads(Side.KV) > groups.num_kv_heads
     spectra = _spectrum(named["k"].double()), _spectrum(error["k"], stochastic(wire) and copies)
     sums = torch.cat([v.sum(0), error["v"].square().sum(0), torch.stack(spectra, -1)], -1)
     own = torch.cat([torch.cat([rows, start]).amax(0), sums], -1)
@@ -129,7 +137,7 @@ def keys(
     everyone = torch.stack(on_every_rank(transport, own)).split(split, -1)
     singles, high, low = (x.amax(0, keepdim=True) for x in everyone[:3])
     middle, v_columns, spectra = (x.sum(0, keepdim=True) for x in everyone[3:])
-    middle = middle / max(1, run.layouts[Side.KV].num_tokens)
+    middle = middle / max(1, resolved.layouts[Side.KV].num_tokens)
     v_columns, spectra = v_columns.amax(-1, keepdim=True).sqrt(), spectra.sqrt()
     if zero:
         high, low = high.clamp_min(0.0), low.clamp_min(0.0)
@@ -147,10 +155,9 @@ def keys(
     )
 
 
-def wire_of(run: PassRun) -> Wire:
-    """Of the operands of a pass."""
-    wires = run.payload.wires
-    return wires.backward if run.payload.backward else wires.forward
+def wire_of(payload: Payload) -> Wire:
+    """The wire of a pass's operands."""
+    return payload.wires.backward if payload.backward else payload.wires.forward
 
 
 def _spectrum(rows: Tensor, unsigned: bool = False) -> Tensor:
