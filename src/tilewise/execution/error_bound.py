@@ -27,6 +27,7 @@ from tilewise.execution.rounding_errors import (
 )
 from tilewise.execution.torch_op import resolve_call
 from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.payload import accumulator
 from tilewise.transport.resolve import transport_for
 from tilewise.wires.wire import Plain, Wires
@@ -71,7 +72,7 @@ def rounding(problem: Problem, run: PassRun, side: Side) -> float:
     rows = sum(layout.num_tokens for layout in run.layouts)
     resolved = problem.passes[payload.backward]
     plan = resolved.pruned if problem.prune else resolved.plan
-    hops = plan.memo("partial hops", side, lambda: _hops(plan, side))
+    hops = _hops(plan, side)
     return hops * hop + 8 * _unit(payload.dtype) + (rows + 32) * _unit(accumulator(payload.dtype))
 
 
@@ -80,6 +81,7 @@ def _unit(dtype: str) -> float:
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
+@kept_with_plan()
 def _hops(plan: Plan, side: Side) -> int:
     """The most hops that any share of a partial of a side makes one after the other."""
     made: dict[tuple[int, Item], int] = {}

@@ -5,8 +5,10 @@ All but the tensors is known once the call is checked, and made once for calls o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +32,9 @@ from tilewise.execution.problem import Problem
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.builder import operand
-from tilewise.plan.cache import PlanCache
-from tilewise.plan.ir import Item, Role, Rows, Side, Tile
-from tilewise.tiles.call_rows import CallStyle, TileCalls
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side, TeamExchange, Tile
+from tilewise.plan.kept import RecentValues, kept_with_plan
+from tilewise.tiles.call_rows import CallParts, CallStyle, Held, TileCalls
 from tilewise.transport.protocol import SMALL_BYTES, Transport, team_transport, workspace_of
 from tilewise.transport.streams import is_capturing
 
@@ -52,7 +54,62 @@ def pass_run(
         return make()
     ways = transport.receives_ahead, transport.node_size, team_transport(transport) is None
     key = backward, batch, device, *ways, workspace_of(transport), problem.kernel, problem.allocator
-    return problem.kept.get("pass", key, make, 4)
+    return problem.kept.runs.get(key, make)
+
+
+Part = tuple[Side, Role]
+Calls = dict[tuple[Tile, Held], tuple[CallParts[np.ndarray], ...]]
+
+
+@kept_with_plan(4, each_rank=True)
+def program_of(
+    pruned: Plan,
+    rank: int,
+    ahead: int,
+    node_size: int | None,
+    carries: frozenset[Part],
+    exchanges: tuple[TeamExchange, ...],
+) -> Program:
+    """The program of a rank."""
+    sizes = {"node_size": node_size, "ahead": ahead}
+    return lower(pruned, rank, **sizes, carries=carries, exchanges=exchanges)
+
+
+@kept_with_plan(4, each_rank=True)
+def incoming(pruned: Plan, *key: Any) -> dict[Item, Rows | None]:
+    """What arrives in a program; key: as of `program_of`."""
+    return arrivals(program_of(pruned, *key))
+
+
+@kept_with_plan(4, each_rank=True)
+def lifetimes_of(pruned: Plan, *key: Any) -> Lifetimes:
+    """Until when the buffers of a program live; key: as of `program_of`."""
+    return lifetimes(program_of(pruned, *key))
+
+
+@kept_with_plan()
+def calls_of(pruned: Plan, table: TileCalls) -> Calls:
+    """The calls of tiles, which a Binder adds."""
+    return {}
+
+
+@kept_with_plan()
+def _binder(pruned: Plan, table: TileCalls, device: torch.device) -> Binder:
+    return Binder(table, device, calls_of(pruned, table))
+
+
+@kept_with_plan(4, each_rank=True)
+def _bindings(pruned: Plan, *key: Hashable) -> RecentValues[Hashable, MemoryPlanCache]:
+    """Memory plans of a program on shapes; key: all that these depend on."""
+    return RecentValues(4)
+
+
+@kept_with_plan(4, each_rank=True)
+def _pool(
+    plan: Plan, rank: int, device: torch.device, allocate: Callable[[int], Tensor | None] | None
+) -> WorkspacePool:
+    """Memory that passes take one after the other."""
+    return WorkspacePool(allocate)
 
 
 class PassRun:
@@ -87,27 +144,10 @@ class PassRun:
         if ahead:  # more of small ones: posted while all is quiet, they meet nobody's sends
             ahead = max(ahead, min(MOST_AHEAD, SMALL_BYTES // max(1, largest)))
         carries = frozenset(part for part, packing in self.packing.items() if packing.names)
-        keep = 4 * pruned.world_size
         key = rank, ahead, transport.node_size, carries, exchanges
-        self.program: Program = pruned.memo(
-            "program",
-            key,
-            lambda: lower(
-                pruned,
-                rank,
-                node_size=transport.node_size,
-                ahead=ahead,
-                carries=carries,
-                exchanges=exchanges,
-            ),
-            keep,
-        )
-        arriving: dict[Item, Rows | None] = pruned.memo(
-            "arriving", key, lambda: arrivals(self.program), keep
-        )
-        self.lifetimes: Lifetimes = pruned.memo(
-            "lifetimes", key, lambda: lifetimes(self.program), keep
-        )
+        self.program = program_of(pruned, *key)
+        arriving = incoming(pruned, *key)
+        self.lifetimes = lifetimes_of(pruned, *key)
         self.own = OwnRows(pruned.owners, pruned.cuts, self.layouts, carried, rank)
         given = self.program, arriving, self.packing, self.layouts, batch
         self.arenas = ArenaTable(*given, saved=of.backward and of.saved)
@@ -120,18 +160,10 @@ class PassRun:
         self.kernel, self.dtype = problem.kernel, accumulator_dtype(getattr(torch, of.dtype))
         cut = CallStyle(self.kernel.square_causal, self.kernel.whole_tile)
         table = TileCalls(self.layouts, mask, groups, cut)
-        calls = pruned.memo("calls", table, dict)
-        self.binder: Binder = pruned.memo(
-            "binder", (table, device), lambda: Binder(table, device, calls)
-        )
+        self.binder = _binder(pruned, table, device)
         self.bound: dict[Tile, PlacedTile] = {}
-        self._bindings: PlanCache = pruned.memo(
-            "bindings", (*key, of, table, batch), PlanCache, keep
-        )
-        allocate = workspace_of(transport)
-        self._pool: WorkspacePool = problem.passes[0].plan.memo(
-            "pool", (rank, device, allocate), lambda: WorkspacePool(allocate), keep
-        )
+        self._bindings = _bindings(pruned, *key, of, table, batch)
+        self._pool = _pool(problem.passes[0].plan, rank, device, workspace_of(transport))
 
     def shard_bytes(self, part: tuple[Side, Role]) -> int:
         """Of a part's item of the longest shard: the same on all ranks."""
@@ -167,7 +199,7 @@ class PassRun:
         if is_capturing(device):
             return CaptureAllocator(device)
         strides = tuple(None if x is None else x.stride() for x in tensors)
-        binding = self._bindings.get("binding", (device, keep, strides), MemoryPlanCache, 4)
+        binding = self._bindings.get((device, keep, strides), MemoryPlanCache)
         return binding.allocator(self._pool, device)
 
     def bind(self, tile: Tile, operands: Operands) -> PlacedTile:

@@ -16,6 +16,7 @@ from tilewise.arguments import require_range
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
+from tilewise.execution.pass_run import calls_of, incoming, lifetimes_of, program_of
 from tilewise.execution.problem import Problem
 from tilewise.kernels.protocol import Accumulators, Gradients, Kernel, accumulator_dtype
 from tilewise.kernels.registry import given_kernel, kernel_for
@@ -25,6 +26,8 @@ from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.nodes import local_world_size, node_size_of
 
 Passes = tuple[ResolvedPass, ResolvedPass]
+SENT = program_of, incoming, lifetimes_of, calls_of
+"""Functions whose values go to another process with the plan."""
 
 
 def prepare(
@@ -49,6 +52,7 @@ def prepare(
         batch,
         whole.fingerprint,
         pruned.rank_steps(rank),
+        dict.fromkeys(SENT, ()),
         name=whole.name,
         world_size=whole.world_size,
         num_head_groups=whole.num_head_groups,

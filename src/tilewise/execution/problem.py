@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
-from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Plan
+from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import PASS
 from tilewise.transport.resolve import Group
@@ -88,6 +88,13 @@ ASKED_ANEW = frozenset(("plan", "group", "validate", "problem", "q_positions", "
 """What of a call its checks do not depend on, or is looked at in every call."""
 
 
+class KeptForCalls(NamedTuple):
+    """What is made once for all calls of a problem."""
+
+    runs: RecentValues[Hashable, Any]  # of passes
+    records: RecentValues[Hashable, Tensor]  # what ranks compare before forward
+
+
 class Problem(NamedTuple):
     """A checked call.
 
@@ -106,7 +113,7 @@ class Problem(NamedTuple):
     number: int | None = None
     allocator: Callable[[torch.device], Allocator] | None = None
     expansion: Expansion | None = None
-    kept: PlanCache | None = None
+    kept: KeptForCalls | None = None
 
     @property
     def learns(self) -> bool:
@@ -129,11 +136,14 @@ def known_problem(
     own = call.plan
 
     def make() -> tuple[Problem, list[tuple[Plan | None, Any]]]:
-        problem = make_problem(q, k, v, call, rank, world_size)._replace(kept=PlanCache())
+        problem = make_problem(q, k, v, call, rank, world_size)
+        problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(1)))
         passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple([x for name, x in vars(call).items() if name not in ASKED_ANEW])
+    given = tuple(
+        ["plan" if x is own else x for name, x in vars(call).items() if name not in ASKED_ANEW]
+    )
     key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
         operands = [x for x in (q, k, v) if x is not None]
@@ -147,13 +157,18 @@ def known_problem(
     if not isinstance(own, Plan) or not key or anew:
         return make_problem(q, k, v, call, rank, world_size)
     asked, tensors = key
-    by_rank: PlanCache = own.memo("problems", asked, PlanCache)
-    problem, passes = by_rank.get("problem", (rank, tensors), make, 4 * world_size)
+    problem, passes = _problems(own, asked).get((rank, tensors), make)
     forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
     problem = problem._replace(passes=(forward, backward))
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
     return problem
+
+
+@kept_with_plan()
+def _problems(plan: Plan, asked: tuple[Any, ...]) -> RecentValues[Hashable, Any]:
+    """Problems of calls that are equal but for rank and tensors."""
+    return RecentValues(4 * plan.world_size)
 
 
 def make_problem(

@@ -146,7 +146,7 @@ def _record(problem: Problem, q: Tensor, call: AttentionCall) -> Tensor:
 
     if problem.kept is None or problem.scores.dropout_p:
         return make()
-    return problem.kept.get("record", (), make, 1)
+    return problem.kept.records.get((), make)
 
 
 class _Attention(torch.autograd.Function):
