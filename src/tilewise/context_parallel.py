@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import dtype_name, require_type, whole_number
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.functional import Options, SplitOptions, attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -20,7 +21,6 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.rank_plan import RankPlan
 from tilewise.planning.search import promising
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring

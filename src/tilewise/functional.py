@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import agreed_call, latent_attention
@@ -14,7 +15,6 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire, latent_of
 

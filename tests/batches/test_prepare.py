@@ -15,7 +15,7 @@ from tilewise.compiler import lowering
 from tilewise.execution import pass_run
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
-from tilewise.plan.rank_plan import RankPlan
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.tiles.call_rows import TileCalls
 
 LENGTHS = [30, 5, 12, 64, 7, 9, 41, 3, 18, 22, 50, 8]

@@ -90,16 +90,6 @@ def test_transfers_are_kept_in_canonical_order():
     assert [hop.src for hop in plan.steps[0].transfers] == [0, 1]
 
 
-def test_memo_keeps_the_most_recent():
-    plan, built = tw.ring(2), []
-    for key in ("a", "b", "a", "c", "a"):
-        plan.memo("program", key, lambda key=key: built.append(key), keep=2)
-    for number in range(9):  # another kind leaves the programs where they are
-        plan.memo("pruned", number, lambda: None, keep=1)
-    plan.memo("program", "a", lambda: built.append("a again"), keep=2)
-    assert built == ["a", "b", "c"]
-
-
 def test_fingerprints_tell_plans_apart_and_do_not_build_a_script():
     proven = Traits(proven=True)
     unbuildable = Plan(

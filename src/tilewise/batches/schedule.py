@@ -13,13 +13,13 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tilewise.arguments import require_type, whole_number
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.prepare import prepare
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Mask
 from tilewise.plan.ir import Plan
-from tilewise.plan.rank_plan import RankPlan
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.strategies.needed import needed

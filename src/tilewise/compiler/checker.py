@@ -14,6 +14,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.numbers import check_numbers
 from tilewise.plan.row_ranges import ALL, covers, union
 
@@ -52,11 +53,15 @@ def check_before_run(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> 
 
     A plan that computes every pair needs no check of what a mask leaves.
     """
-    if plan.traits.proven or plan.memo("exact", (), lambda: _computes_all(plan)):
+    if plan.traits.proven or _computes_all(plan):
         return
-    plan.memo("checked", (mask, layouts), lambda: check_shards(plan, mask, *layouts))
+    _check_once(plan, mask, *layouts)
 
 
+_check_once = kept_with_plan()(check_shards)
+
+
+@kept_with_plan(1)
 def _computes_all(plan: Plan) -> bool:
     """Whether a plan is right for every mask and layout."""
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -360,6 +360,19 @@ class KeptBuffer(NamedTuple):
     arena: bool
 
 
+CODE_FORMAT = 1
+"""Raised whenever codes that were pickled before mean something else, or nothing."""
+
+
+def check_format(code_format: int) -> None:
+    """Raise ValueError unless a pickled code is of this version."""
+    if code_format != CODE_FORMAT:
+        raise ValueError(
+            f"the code was pickled in format {code_format}, but this version of tilewise reads "
+            f"format {CODE_FORMAT}; prepare it anew with this version"
+        )
+
+
 class Code(NamedTuple):
     """One rank's pass; str() is its listing, one operation a line.
 
@@ -386,6 +399,9 @@ class Code(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join(self.labels)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (CODE_FORMAT, *self)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -475,6 +491,11 @@ class Code(NamedTuple):
                 return f"{name} {reads} to {writes}" if reads else f"{name} {writes}"
 
 
+def _read(code_format: int, *fields: Any) -> Code:
+    check_format(code_format)
+    return Code(*fields)
+
+
 def _range(rows: tuple[int, int, int]) -> str:
     start, stop, step = rows
     return f"{start}:{stop}" if step == 1 else f"{start}:{stop}:{step}"
@@ -491,5 +512,3 @@ def ref_shape(spec: TensorSpec, ref: Ref) -> tuple[int, ...]:
 
 def item_bytes(dtype: str) -> int:
     return 1 if dtype == "uint8" else ITEM_BYTES(dtype)
-
-

@@ -116,7 +116,9 @@ class _Checker:
             owners = owners[..., (owners == buffer).any((0, 1, 3)), :]
         if (owners != buffer).any() or not owners.size:
             other = int(owners[owners != buffer][0]) if owners.size else -1
-            whose = f"has bytes of {self.code.buffers[other].name}" if other >= 0 else "is unwritten"
+            whose = (
+                f"has bytes of {self.code.buffers[other].name}" if other >= 0 else "is unwritten"
+            )
             raise CodeError(f"{self.code.named(ref)} {whose} where it is read", number)
         if (busy < 0).any():
             raise CodeError(f"{self.code.named(ref)} is read before it has arrived", number)
@@ -173,4 +175,3 @@ class _Checker:
             places = self._places(ref)
             if places is not None:
                 places[1][...] -= 1
-

@@ -50,6 +50,7 @@ from tilewise.compiler.code import (
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
 from tilewise.compiler.lowering import lower
+from tilewise.compiler.operations import Attend as AttendTile
 from tilewise.compiler.operations import (
     Await,
     Collect,
@@ -63,7 +64,6 @@ from tilewise.compiler.operations import (
     made_arenas,
     operations,
 )
-from tilewise.compiler.operations import Attend as AttendTile
 from tilewise.compiler.operations import Merge as MergeArrived
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.program import Launch, Program, arrivals
@@ -71,14 +71,13 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
-from tilewise.plan.payload import HeadGroups, Payload, RowFormat, accumulator
+from tilewise.plan.payload import Payload, RowFormat, accumulator
 from tilewise.plan.row_ranges import count, count_rows
 from tilewise.tiles.call_rows import (
     CallParts,
     CallStyle,
     RowSelection,
     TileCalls,
-    is_range,
     num_rows,
     span,
 )
@@ -343,9 +342,7 @@ class _Generator:
 
     # Tensors and buffers
 
-    def _buffer(
-        self, name: str, num_bytes: int, home: Home, part_rows: Sequence[int] = ()
-    ) -> int:
+    def _buffer(self, name: str, num_bytes: int, home: Home, part_rows: Sequence[int] = ()) -> int:
         self._buffers.append(Buffer(name, num_bytes, home, tuple(part_rows)))
         return len(self._buffers) - 1
 
@@ -372,9 +369,7 @@ class _Generator:
         if name not in self._given:
             shape = (rows, self._batch, heads, *([] if name in STATISTICS else [width]))
             buffer = self._buffer(name, 0, Home.GIVEN)
-            self._given[name] = self._tensor(
-                TensorSpec(name, buffer, 0, shape, (), dtype)
-            ).tensor
+            self._given[name] = self._tensor(TensorSpec(name, buffer, 0, shape, (), dtype)).tensor
         return Ref(self._given[name])
 
     def _shape(self, ref: Ref) -> tuple[int, ...]:
@@ -403,9 +398,7 @@ class _Generator:
 
     def _start(self) -> None:
         self._make_arenas()
-        names = [
-            [name for name, _ in self._payload.inputs(side)] for side in Side
-        ]
+        names = [[name for name, _ in self._payload.inputs(side)] for side in Side]
         if self._payload.backward:
             names[Side.Q] += ["dout", "lse", "delta"]
         for side in Side:
@@ -841,9 +834,7 @@ class _Generator:
     def _num_bytes(self, ref: Ref) -> int:
         return prod(self._shape(ref)) * item_bytes(self._dtype(ref))
 
-    def _bytes_by_rank(
-        self, messages: Sequence[tuple[int, Ref]], ranks: range
-    ) -> tuple[int, ...]:
+    def _bytes_by_rank(self, messages: Sequence[tuple[int, Ref]], ranks: range) -> tuple[int, ...]:
         sizes = dict.fromkeys(ranks, 0)
         for peer, ref in messages:
             sizes[peer] += self._num_bytes(ref)
@@ -987,9 +978,7 @@ class _Generator:
             held = self._operands[item] = held._replace(fields=fields)
         return held
 
-    def _attend(
-        self, parts: CallParts[np.ndarray], q: Sequence[Held], kv: Sequence[Held]
-    ) -> None:
+    def _attend(self, parts: CallParts[np.ndarray], q: Sequence[Held], kv: Sequence[Held]) -> None:
         """One kernel call: gather what it reads, run it, and merge what it could not add itself."""
         call, q_parts, k_parts, q_heads, kv_heads = parts
         backward, latent = self._payload.backward, self._payload.wires.latent is not None
@@ -1092,9 +1081,7 @@ class _Generator:
             heads = slice(start, start + parts.kv_heads.stop - parts.kv_heads.start)
         return Places(Table.of(q), Table.of(k), first, (heads.start, heads.stop))
 
-    def _positions(
-        self, layout: Layout, parts: Sequence[RowSelection[np.ndarray]]
-    ) -> np.ndarray:
+    def _positions(self, layout: Layout, parts: Sequence[RowSelection[np.ndarray]]) -> np.ndarray:
         """Global positions of a call's rows of one side, in the order of the call."""
         shards = [layout.rows(part.item.shard) for part in parts]
         rows = [x if p.local is None else x[p.local] for x, p in zip(shards, parts, strict=True)]

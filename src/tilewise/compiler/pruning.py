@@ -21,6 +21,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import NO_TRAITS, Item, Plan, Role, Rows, Side, Step, Tile, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.row_ranges import ALL, union, whole_or
 
 Reads = Callable[[tuple[int, int]], tuple[Rows, Rows] | None]
@@ -45,14 +46,15 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
 
 def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
     """As prune, of checked shards; mask-aware plans stay as they are."""
+    return _without_needless(plan, mask, layouts) or plan
 
-    def build() -> Plan | None:
-        """None: nothing is needless. A plan that kept itself would outlive its last user."""
-        if plan.made_for is not None or everything_needed(mask, *layouts):
-            return None
-        return _pruned(plan, mask, layouts)
 
-    return plan.memo("pruned", (mask, *layouts), build) or plan
+@kept_with_plan()
+def _without_needless(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan | None:
+    """Return None if nothing is needless: a plan that is kept with itself is never freed."""
+    if plan.made_for is not None or everything_needed(mask, *layouts):
+        return None
+    return _pruned(plan, mask, layouts)
 
 
 def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:

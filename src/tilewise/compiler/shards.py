@@ -7,6 +7,7 @@ from tilewise.layouts.layout import Layout, from_positions
 from tilewise.masks.base import Mask
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, PlanError, Side
+from tilewise.plan.kept import kept_with_plan
 
 
 def shard_layouts(
@@ -75,10 +76,9 @@ def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
     return min(*q_layout.sizes, *kv_layout.sizes) > 0 and int(mask.coverage(*edges)[0, 0]) == 2
 
 
+@kept_with_plan(2)
 def table_cells(
     plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout
 ) -> Mapping[tuple[int, int], Cell]:
     """The non-empty (query shard, KV shard) cells, kept with the plan."""
-    return plan.memo(
-        "cells", (mask, q_layout, kv_layout), lambda: cells(mask, q_layout, kv_layout), keep=2
-    )
+    return cells(mask, q_layout, kv_layout)

@@ -21,6 +21,7 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
+from tilewise.plan.kept import RecentValues
 from tilewise.strategies.tree import tree
 from tilewise.transport.agreement import agree
 from tilewise.transport.resolve import Group, transport_for
@@ -141,6 +142,8 @@ class KVCache:
         self.kernel = kernel
         self.wire_dtype: DtypeName = dtype_name(wire_dtype or dtype)
         self._plan = tree(world_size)
+        self._passes: RecentValues[tuple[int, int], DecodingPass] = RecentValues(8)
+        self._masks: RecentValues[Mask, Mask] = RecentValues(8)
 
         def check() -> tuple[tuple[Kernel, Scores, Storage], Fields]:
             shape.check_sizes()
@@ -345,7 +348,7 @@ class KVCache:
             device = self._storage.k.device
             return DecodingPass(problem, self.transport, self.shape.batch, device)
 
-        return self._plan.memo("decoding", (num_queries, num_heads), build)
+        return self._passes.get((num_queries, num_heads), build)
 
     def _attend(self, q: Tensor, asked: CheckedQueries, sink: Tensor | None) -> Tensor:
         chunk, mask, run = asked
@@ -355,7 +358,7 @@ class KVCache:
     def _known(self, mask: Mask | None) -> Mask:
         """The mask of this value that was seen first: it has what was derived from it."""
         mask = Causal() if mask is None else mask
-        return self._plan.memo("mask", mask, lambda: mask)
+        return self._masks.get(mask, lambda: mask)
 
     def _agreed(self, call: str, check: Callable[[], tuple[Settled, Fields]]) -> Settled:
         """What check returns, once it has passed on every rank, with the same fields."""

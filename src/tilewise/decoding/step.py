@@ -136,14 +136,14 @@ class DecodingPass:
         batch: number of sequences.
     """
 
-    def __init__(self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device):
+    def __init__(
+        self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device
+    ):
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
         self._problem, self._pool = problem, WorkspacePool(workspace_of(transport))
         call = CallTraits(batch, prune=False, asks=True)
         traits = code_traits(problem, transport)
-        code = pass_code(
-            problem.passes, transport.rank, backward=False, call=call, traits=traits
-        )
+        code = pass_code(problem.passes, transport.rank, backward=False, call=call, traits=traits)
         self._bound = BoundCode(code, device, problem.kernel, problem.scores)
 
     def attend(

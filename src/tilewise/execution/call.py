@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
-from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Plan
+from tilewise.plan.kept import RecentValues
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
@@ -64,6 +64,13 @@ class Call(OpaqueValue):
         return made
 
 
+class KeptForCalls(NamedTuple):
+    """What is made once for all calls that are resolved alike."""
+
+    codes: RecentValues[Hashable, Any]  # of passes, bound
+    records: RecentValues[Hashable, Tensor]  # what ranks compare before forward
+
+
 class ResolvedCall(NamedTuple):
     """A checked call.
 
@@ -80,7 +87,7 @@ class ResolvedCall(NamedTuple):
     kernel: Kernel
     number: int | None = None
     expansion: Expansion | None = None
-    kept: PlanCache | None = None
+    kept: KeptForCalls | None = None
 
     @property
     def learns(self) -> bool:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
+from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.encoding import loadable
 from tilewise.execution.run import BoundCode, Pass
-from tilewise.execution.workspace import WorkspacePool
+from tilewise.execution.workspace import Allocate, WorkspacePool
 from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.plan.ir import Side
+from tilewise.plan.ir import Plan, Side
+from tilewise.plan.kept import kept_with_plan
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.transport.protocol import Transport, team_transport, workspace_of
 
@@ -37,7 +39,8 @@ def forward_pass(
     for x in largest:
         given["largest"] = rows_first(x, batched)
     work = Pass(transport, problem.scores, expansion=problem.expansion)
-    kept = bound.run(given, work, pool(problem, transport, q.device))
+    of = problem.passes[0].plan, transport.rank, q.device, workspace_of(transport)
+    kept = bound.run(given, work, _pool(*of))
     return out, lse, [*map(_largest, largest), *kept]
 
 
@@ -67,7 +70,8 @@ def backward_pass(
     given |= {f"kept{number}": x for number, x in enumerate(kept)}
     bound = bound_code(problem, transport, q, backward=True)
     work = Pass(transport, problem.scores, expansion=problem.expansion, dlse=dlse)
-    bound.run(given, work, pool(problem, transport, q.device))
+    of = problem.passes[0].plan, transport.rank, q.device, workspace_of(transport)
+    bound.run(given, work, _pool(*of))
     return tuple(results)
 
 
@@ -83,16 +87,22 @@ def bound_code(
 
     def make() -> BoundCode:
         call = CallTraits(batch, problem.prune, keep, places=scores.dropout_p > 0)
-        code = pass_code(
-            problem.passes, transport.rank, backward=backward, call=call, traits=traits
-        )
+        passes, rank, code = problem.passes, transport.rank, None
+        own = passes[backward]
+        if isinstance(own.plan, RankPlan):
+            kind = PassKind(backward, own.payload, own.groups, call)
+            code = own.plan.code_for(kind, traits)
+        if code is None:
+            code = pass_code(passes, rank, backward=backward, call=call, traits=traits)
+        if code.rank != rank:
+            raise ValueError(f"the code is for rank {code.rank}, but this is rank {rank}")
         return BoundCode(code, device, problem.kernel, scores)
 
     traits = code_traits(problem, transport)
     if problem.kept is None:
         return make()
     key = backward, batch, device, keep, traits, problem.kernel
-    return problem.kept.get("pass", key, make, 4)
+    return problem.kept.codes.get(key, make)
 
 
 def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
@@ -107,11 +117,10 @@ def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
     )
 
 
-def pool(problem: ResolvedCall, transport: Transport, device: torch.device) -> WorkspacePool:
-    """The workspaces of the call's plan on this rank."""
-    plan, allocate = problem.passes[0].plan, workspace_of(transport)
-    key = transport.rank, device, allocate
-    return plan.memo("pool", key, lambda: WorkspacePool(allocate), 4 * plan.world_size)
+@kept_with_plan(4, each_rank=True)
+def _pool(plan: Plan, rank: int, device: torch.device, allocate: Allocate | None) -> WorkspacePool:
+    """The workspaces of a plan on a rank."""
+    return WorkspacePool(allocate)
 
 
 def empty_results(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:

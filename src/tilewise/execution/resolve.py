@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.execution.call import Call, ResolvedCall
+from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import PROBED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
 from tilewise.execution.validation import (
@@ -28,9 +30,8 @@ from tilewise.execution.validation import (
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
-from tilewise.plan.cache import PlanCache
 from tilewise.plan.ir import Plan
-from tilewise.plan.rank_plan import RankPlan
+from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
@@ -50,11 +51,14 @@ def resolve_once(
     own = call.plan
 
     def make() -> tuple[ResolvedCall, list[tuple[Plan | None, Any]]]:
-        problem = resolve(q, k, v, call, rank, world_size)._replace(kept=PlanCache())
+        problem = resolve(q, k, v, call, rank, world_size)
+        problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(1)))
         passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple([x for name, x in vars(call).items() if name not in ASKED_ANEW])
+    given = tuple(
+        ["plan" if x is own else x for name, x in vars(call).items() if name not in ASKED_ANEW]
+    )
     key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
         operands = [x for x in (q, k, v) if x is not None]
@@ -68,13 +72,18 @@ def resolve_once(
     if not isinstance(own, Plan) or not key or anew:
         return resolve(q, k, v, call, rank, world_size)
     asked, tensors = key
-    by_rank: PlanCache = own.memo("problems", asked, PlanCache)
-    problem, passes = by_rank.get("problem", (rank, tensors), make, 4 * world_size)
+    problem, passes = _problems(own, asked).get((rank, tensors), make)
     forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
     problem = problem._replace(passes=(forward, backward))
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
     return problem
+
+
+@kept_with_plan()
+def _problems(plan: Plan, asked: tuple[Any, ...]) -> RecentValues[Hashable, Any]:
+    """Resolved calls that are equal but for rank and tensors."""
+    return RecentValues(4 * plan.world_size)
 
 
 def resolve(

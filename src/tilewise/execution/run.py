@@ -175,7 +175,7 @@ class BoundCode:
                 continue
             if ref.tensor not in wholes:
                 wholes[ref.tensor] = _placed(workspace, self.code.offsets[spec.buffer], spec)
-            found[number] = _part(wholes[ref.tensor], ref)
+            found[number] = part_of(wholes[ref.tensor], ref)
         return found
 
     def _given_parts(self) -> list[tuple[int, Callable[..., Tensor]]]:
@@ -326,7 +326,7 @@ class BoundCode:
         def put(t: list[Any], number: int, x: Tensor) -> None:
             t[number] = x
             for part, ref in derived.get(number, ()):
-                t[part] = _part(x, ref)
+                t[part] = part_of(x, ref)
 
         return put
 
@@ -472,9 +472,7 @@ class BoundCode:
         return self._num_exchanges - 1
 
     def _messages(self, parts: Sequence[ops.Bytes]) -> list[tuple[int, int, Label]]:
-        return [
-            (self._bytes_number(one.ref), one.peer, Label(one.step, one.item)) for one in parts
-        ]
+        return [(self._bytes_number(one.ref), one.peer, Label(one.step, one.item)) for one in parts]
 
     def _wait(self, op: ops.Wait) -> Step:
         places = [*dict.fromkeys(self._groups[arrival] for arrival in op.arrivals)]
@@ -501,7 +499,7 @@ def _untold(_: Pass) -> tuple[()]:
     return ()
 
 
-def _part(x: Tensor, ref: Ref) -> Tensor:
+def part_of(x: Tensor, ref: Ref) -> Tensor:
     """The rows and heads of a tensor."""
     if ref.rows is not None:
         start, stop, step = ref.rows
@@ -520,15 +518,15 @@ def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
 def _given(name: str, ref: Ref) -> Callable[..., Tensor]:
     if ref.rows is None and ref.heads is None:
         return lambda given, _: given[name]
-    return lambda given, _: _part(given[name], ref)
+    return lambda given, _: part_of(given[name], ref)
 
 
 def _saved(name: str, spec: TensorSpec, ref: Ref) -> Callable[..., Tensor]:
-    return lambda given, _: _part(_placed(given[name], 0, spec), ref)
+    return lambda given, _: part_of(_placed(given[name], 0, spec), ref)
 
 
 def _kept(place: int, spec: TensorSpec, ref: Ref) -> Callable[..., Tensor]:
-    return lambda _, kept: _part(_placed(kept[place], 0, spec), ref)
+    return lambda _, kept: part_of(_placed(kept[place], 0, spec), ref)
 
 
 def _seen_as_bytes(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

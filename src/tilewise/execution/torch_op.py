@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._library import opaque_object
 
 from tilewise.arguments import dtype_name
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.resolve import agreement_fields, resolve_once
@@ -27,7 +28,6 @@ from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
-from tilewise.plan.rank_plan import RankPlan
 from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
 from tilewise.transport.cooperative_threads import DeadlockError
 from tilewise.transport.lost_rank import LostRankError
@@ -142,7 +142,7 @@ def _record(problem: ResolvedCall, q: Tensor, call: Call) -> Tensor:
 
     if problem.kept is None or problem.scores.dropout_p:
         return make()
-    return problem.kept.get("record", (), make, 1)
+    return problem.kept.records.get((), make)
 
 
 class _Attention(torch.autograd.Function):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.rank_plan import RankPlan
 from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wire

@@ -6,16 +6,17 @@ Two sides (Q, KV) and two roles (operand, partial) name all that can travel. No 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
 from tilewise.arguments import MOST_RANKS, Save, whole_number
 from tilewise.opaque import OpaqueValue
-from tilewise.plan.cache import Kind, PlanCache
 from tilewise.plan.grid import marked_grid
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.shifts import Shift
 
 Rows = tuple[tuple[int, int], ...]
@@ -226,6 +227,26 @@ class Traits(NamedTuple):
 NO_TRAITS = Traits()
 
 
+Script = Callable[[int], tuple[RankStep, ...]]
+"""A pure function rank -> that rank's steps."""
+
+
+class PlanArguments(TypedDict, total=False):
+    """The arguments of `Plan`, for `Plan.changed`."""
+
+    name: str
+    world_size: int
+    num_head_groups: int
+    owners: Owners | None
+    steps: Iterable[Step] | None
+    script: Script | None
+    cuts: Rows | None
+    default_save: str
+    replicated_queries: bool
+    traits: Traits
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Plan(OpaqueValue):
     """A frozen, hashable value; equality and hash ignore the name.
 
@@ -246,19 +267,16 @@ class Plan(OpaqueValue):
         traits: what its author knows of it beside its steps.
     """
 
-    __slots__ = (
-        "_cache",
-        "_script",
-        "_steps",
-        "cuts",
-        "default_save",
-        "name",
-        "num_head_groups",
-        "owners",
-        "replicated_queries",
-        "traits",
-        "world_size",
-    )
+    name: str
+    world_size: int
+    num_head_groups: int
+    owners: Owners
+    cuts: Rows | None
+    default_save: str
+    replicated_queries: bool
+    traits: Traits
+    _given_steps: tuple[Step, ...] | None
+    _script: Script | None
 
     def __init__(  # noqa: PLR0913 - a constructor
         self,
@@ -268,7 +286,7 @@ class Plan(OpaqueValue):
         owners: Owners | None = None,
         steps: Iterable[Step] | None = None,
         *,
-        script: Callable[[int], tuple[RankStep, ...]] | None = None,
+        script: Script | None = None,
         cuts: Rows | None = None,
         default_save: str = "replay",
         replicated_queries: bool = False,
@@ -282,32 +300,25 @@ class Plan(OpaqueValue):
             raise ValueError("a plan takes either steps or script, and not both")
         if traits.shifts and (cuts is not None or owners != own_shards(world_size)):
             raise ValueError("shifts need a plan without cuts in which rank r owns shard r")
-        fixed = None if steps is None else tuple(_canonical(step) for step in steps)
-        for field, value in (
-            ("name", name),
-            ("world_size", world_size),
-            ("num_head_groups", num_head_groups),
-            ("owners", own_shards(world_size) if owners is None else owners),
-            ("cuts", cuts),
-            ("default_save", default_save),
-            ("replicated_queries", replicated_queries),
-            ("traits", traits),
-            ("_steps", fixed),
-            ("_script", script),
-            ("_cache", PlanCache()),
-        ):
-            object.__setattr__(self, field, value)
-
-    def __setattr__(self, field: str, value: Any) -> None:
-        raise AttributeError(f"a plan is frozen; make a new one to change {field}")
+        vars(self).update(  # the fields are frozen
+            name=name,
+            world_size=world_size,
+            num_head_groups=num_head_groups,
+            owners=own_shards(world_size) if owners is None else owners,
+            cuts=cuts,
+            default_save=default_save,
+            replicated_queries=replicated_queries,
+            traits=traits,
+            _given_steps=None if steps is None else tuple(_canonical(step) for step in steps),
+            _script=script,
+        )
 
     @property
     def fingerprint(self) -> str:
         """A short text, equal for equal plans of one origin; it builds no strategy's steps."""
-        if self.scripted and self.traits.proven:
-            return self.name
-        return self.memo("fingerprint", (), self._digested_name)
+        return self.name if self.scripted and self.traits.proven else self._digested_name()
 
+    @kept_with_plan(keep=1)
     def _digested_name(self) -> str:
         return f"{self.name} {blake2b(repr(self._key()).encode(), digest_size=8).hexdigest()}"
 
@@ -329,30 +340,35 @@ class Plan(OpaqueValue):
         Raises:
             PlanError: if one end of a transfer does not know of it.
         """
-        known: tuple[Step, ...] | None = self._steps
-        if known is None:
-            parts = [self.rank_steps(rank) for rank in range(self.world_size)]
-            known = _join(parts)
-            try:
-                _check_ends(parts)
-            except PlanError as error:
-                raise error.in_grid(self.name, known, self.world_size) from None
-            object.__setattr__(self, "_steps", known)
-        return known
+        return self._joined_steps() if self._given_steps is None else self._given_steps
+
+    @kept_with_plan(keep=1)
+    def _joined_steps(self) -> tuple[Step, ...]:
+        parts = [self.rank_steps(rank) for rank in range(self.world_size)]
+        steps = _join(parts)
+        try:
+            _check_ends(parts)
+        except PlanError as error:
+            raise error.in_grid(self.name, steps, self.world_size) from None
+        return steps
 
     def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
         """One rank's steps, without building the others' where a script allows."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
-        if self._script is not None:
-            steps = self._script(rank)
-            if not isinstance(steps, tuple):
-                raise ValueError(
-                    f"{self.name}: the script of rank {rank} returned {type(steps).__name__}, not "
-                    "its steps; return what RankBuilder.done() gives"
-                )
-            return steps
-        return self.memo("by rank", (), lambda: _split(self._steps, self.world_size))[rank]
+        if self._script is None:
+            return self._steps_by_rank()[rank]
+        steps = self._script(rank)
+        if not isinstance(steps, tuple):
+            raise ValueError(
+                f"{self.name}: the script of rank {rank} returned {type(steps).__name__}, not "
+                "its steps; return what RankBuilder.done() gives"
+            )
+        return steps
+
+    @kept_with_plan(keep=1)
+    def _steps_by_rank(self) -> list[tuple[RankStep, ...]]:
+        return _split(self.steps, self.world_size)
 
     @property
     def made_for(self) -> tuple[Any, Any] | None:
@@ -361,39 +377,43 @@ class Plan(OpaqueValue):
 
     def tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
         """The plan for these heads: itself, or made anew if it was made before they were known."""
-        tuning, heads = self.traits.tuning, (num_heads, num_kv_heads)
+        tuning = self.traits.tuning
         if tuning is None:
             return self
         if tuning.kv_bytes == 2 * num_kv_heads / num_heads:
-            known = self.traits._replace(tuning=None)
-            return self.memo("tuned", "same", lambda: self.changed(traits=known))
-        return self.memo("tuned", heads, lambda: tuning.plan(*heads))
+            return self._without_tuning()
+        return self._tuned(num_heads, num_kv_heads)
+
+    @kept_with_plan(keep=1)
+    def _without_tuning(self) -> Plan:
+        return self.changed(traits=self.traits._replace(tuning=None))
+
+    @kept_with_plan()
+    def _tuned(self, num_heads: int, num_kv_heads: int) -> Plan:
+        assert self.traits.tuning is not None
+        return self.traits.tuning.plan(num_heads, num_kv_heads)
 
     def replaced(self, name: str, steps: Iterable[Step]) -> Plan:
         """This plan with other steps, of which nobody knows more than they say."""
         return self.changed(name=name, steps=steps, script=None, traits=NO_TRAITS)
 
-    def changed(self, **fields: Any) -> Plan:
+    def changed(self, **fields: Unpack[PlanArguments]) -> Plan:
         """This plan with other values of some of its arguments; its steps are not built for it."""
-        known = {
+        own: PlanArguments = {
             "name": self.name,
             "world_size": self.world_size,
             "num_head_groups": self.num_head_groups,
             "owners": self.owners,
-            "steps": None if self.scripted else self._steps,
+            "steps": self._given_steps,
             "script": self._script,
             "cuts": self.cuts,
             "default_save": self.default_save,
             "replicated_queries": self.replicated_queries,
             "traits": self.traits,
         }
-        return Plan(**{**known, **fields})
+        return Plan(**(own | fields))
 
-    def memo(self, kind: Kind, key: Hashable, build: Callable[[], Any], keep: int = 8) -> Any:
-        """A value derived from this plan, kept for the most recent keys of its kind."""
-        return self._cache.get(kind, key, build, keep)
-
-    def _key(self) -> tuple:
+    def _key(self) -> tuple[Hashable, ...]:
         return (
             self.world_size,
             self.num_head_groups,
@@ -407,8 +427,9 @@ class Plan(OpaqueValue):
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Plan) and self._key() == other._key())
 
+    @kept_with_plan(keep=1)
     def __hash__(self) -> int:
-        return self.memo("hash", (), lambda: hash(self._key()))
+        return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process gets the steps of all ranks in place of a script."""

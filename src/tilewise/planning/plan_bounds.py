@@ -17,6 +17,7 @@ import numpy as np
 
 from tilewise.layouts.layout import contiguous
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.planning.bounds import SAFE
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
@@ -32,6 +33,11 @@ INSIDE, BETWEEN = ((0, 1.0),), ((1, 1.0),)
 
 Crossing = dict[tuple[int, bool], dict[Item, float]]
 """Bytes of items that enter (False) or leave (True) a node."""
+
+
+@kept_with_plan(LOOKED_AT)
+def _rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
+    return plan.rank_steps(rank)
 
 
 class _Teams(NamedTuple):
@@ -64,7 +70,7 @@ class PlanBounds:
         nodes: Crossing = defaultdict(dict)
         slowest = 0.0
         for rank in self._looked_at(degree, inner.world_size):
-            steps = inner.memo("steps", rank, lambda r=rank: inner.rank_steps(r), LOOKED_AT)
+            steps = _rank_steps(inner, rank)
             slowest = max(slowest, self._of_rank(degree, rank, rows, steps, nodes))
         machine = model.machine
         width = machine.nic_bandwidth * machine.node_size / machine.nic_sharers

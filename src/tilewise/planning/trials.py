@@ -15,11 +15,11 @@ from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.peak_memory import PassMemory
 from tilewise.planning.plan_bounds import PlanBounds
 from tilewise.planning.reasons import TIE
 from tilewise.planning.teams import simulate_teams, splits_into_teams
 from tilewise.simulation.engine import Timeline
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import num_messages, simulate_pass
 
 COPIES = 3

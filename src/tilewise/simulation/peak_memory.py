@@ -50,9 +50,7 @@ class PassMemory:
             layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
             resolved = resolved._replace(layouts=(layout, layout))
         pruned, self._ranks = _pruned(resolved, alike)
-        forward, later = (
-            one._replace(plan=pruned, layouts=resolved.layouts) for one in passes
-        )
+        forward, later = (one._replace(plan=pruned, layouts=resolved.layouts) for one in passes)
         self._passes = forward, later
 
     @cached_property

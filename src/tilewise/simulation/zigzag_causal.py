@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.shifts import Shift, Symmetry, absolutes, relative
 
 Array = np.ndarray
@@ -134,9 +135,10 @@ class Halves:
                     yield _Place(written, side, shard), least
 
 
+@kept_with_plan(2)
 def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
     """The halves of a plan, kept with it."""
-    return plan.memo("halves", (shifts, size), lambda: Halves(plan, shifts, size), 2)
+    return Halves(plan, shifts, size)
 
 
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:

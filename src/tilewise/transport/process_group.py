@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.compiler.codegen import CodeTraits
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.lost_rank import LostRankError, failure_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
@@ -30,6 +31,11 @@ _UNWAITED = 2
 _PAIRWISE_LANE = 2
 # An exchange in which a rank sends about so much at most is one collective, on gloo.
 _COLLECTIVE_BYTES = 2**18
+
+
+GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UNWAITED)
+NCCL_TRAITS = CodeTraits(sends_in_flight=LAUNCHES_IN_FLIGHT)
+"""Facts on which the codes of passes over these backends depend; NCCL's nodes aside."""
 
 
 class DistTransport:
@@ -72,9 +78,10 @@ class DistTransport:
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
-        self.receives_ahead = 0 if batched else 1
-        self.sends_in_flight = LAUNCHES_IN_FLIGHT if batched else _UNWAITED
-        self.takes_teams = not batched
+        traits = NCCL_TRAITS if batched else GLOO_TRAITS
+        self.receives_ahead = traits.receives_ahead
+        self.sends_in_flight = traits.sends_in_flight
+        self.takes_teams = traits.takes_teams
         self._group, self._lanes = group, [gloo_group(group) if cpu_only else group]
         self.node_size = node_size
         if batched and self.world_size > 1:

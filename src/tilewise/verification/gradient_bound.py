@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
-from tilewise.execution.pass_run import PassRun
 from tilewise.execution.sinks import kind_of
 from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import Together, attention
@@ -101,11 +101,12 @@ def _sizes(
     zero, kept = sink or scores.dropout_p > 0, 1 / (1 - scores.dropout_p)
     found: list[tuple[Keys, Norms]] = []
     for backward in (False, True):
-        run = PassRun(problem, transport, backward=backward, batch=q.shape[1], device=q.device)
+        call = CallTraits(q.shape[1], problem.prune)
+        code = pass_code(problem.passes, transport.rank, backward=backward, call=call)
         statistics = {"lse": of_out, "delta": of_out} if backward else {}
         named = {"q": q, **({"dout": travels} if backward else {}), **statistics}, {"k": k, "v": v}
         resolved = problem.passes[backward]
-        error = errors(run, resolved.payload, named)
+        error = errors(code, named)
         of = keys(resolved, transport, named[1], error, q.shape[2], zero)
         found.append((of, norms(q, error["q"])))
     lost = error["dout"].abs() + (dout.double() * share - travels.double()).abs()

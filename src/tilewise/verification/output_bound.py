@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import dtype_name
+from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
-from tilewise.execution.pass_run import PassRun
 from tilewise.functional import attention
 from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.payload import Payload, accumulator
 from tilewise.transport.protocol import Transport
 from tilewise.verification.rounding_errors import (
@@ -70,7 +71,7 @@ def rounding(problem: ResolvedCall, backward: bool, side: Side) -> float:
         hop = 2.0**-3 if stochastic(wire) else 2.0**-4
     rows = sum(layout.num_tokens for layout in resolved.layouts)
     plan = resolved.pruned if problem.prune else resolved.plan
-    hops = plan.memo("partial hops", side, lambda: _hops(plan, side))
+    hops = _hops(plan, side)
     return hops * hop + 8 * _unit(payload.dtype) + (rows + 32) * _unit(accumulator(payload.dtype))
 
 
@@ -79,6 +80,7 @@ def _unit(dtype: str) -> float:
     return torch.finfo(getattr(torch, dtype)).eps / 2
 
 
+@kept_with_plan()
 def _hops(plan: Plan, side: Side) -> int:
     """The most hops that any share of a partial of a side makes one after the other."""
     made: dict[tuple[int, Item], int] = {}
@@ -122,9 +124,10 @@ def attention_bound(
     q, k, v, out, lse = tensors
     batched, forward = q.ndim == 4, problem.passes[0]
     rows = [rows_first(x, batched) for x in (q, k, v, out)]
-    run = PassRun(problem, transport, backward=False, batch=rows[0].shape[1], device=q.device)
+    call = CallTraits(rows[0].shape[1], problem.prune)
+    code = pass_code(problem.passes, transport.rank, backward=False, call=call)
     named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
-    found = errors(run, forward.payload, named)
+    found = errors(code, named)
     zero = options.get("sink") is not None or problem.scores.dropout_p > 0
     of, spread = keys(forward, transport, named[1], found, q.shape[-2], zero), None
     if wire_of(forward.payload) != Plain(dtype_name(forward.payload.dtype)):

@@ -10,13 +10,12 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from tilewise.compiler.program import Launch
+from tilewise.compiler.code import Code, Encode, Home
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.execution.allocator import FreshAllocator
-from tilewise.execution.pass_run import PassRun
+from tilewise.execution.encoding import decode, encode
+from tilewise.execution.run import part_of
 from tilewise.kernels.float8 import spacing
 from tilewise.plan.ir import Side
-from tilewise.plan.payload import Payload
 from tilewise.transport.gather_shards import on_every_rank
 from tilewise.transport.protocol import Transport
 from tilewise.wires.float8 import Float8
@@ -69,34 +68,27 @@ class Keys(NamedTuple):
     reach: Tensor
 
 
-def errors(run: PassRun, payload: Payload, named: Sequence[Named]) -> dict[str, Tensor]:
+def errors(code: Code, named: Sequence[Named]) -> dict[str, Tensor]:
     """x - x' of each of a rank's tensors [rows, batch, heads, width], float64, by name.
 
     x' is what arrives elsewhere; of several that differ the error is the largest, number by number.
+
+    Args:
+        code: of the pass; what it encodes of these tensors is all that travels of them.
     """
-    sent = {
-        hop.item
-        for instruction in run.program.instructions
-        if isinstance(instruction, Launch)
-        for hop in instruction.sends
-    }
-    found = [
-        {name: torch.zeros_like(x, dtype=torch.float64) for name, x in of.items()} for of in named
-    ]
-    allocator = FreshAllocator(next(iter(named[0].values())).device)
-    places = run.own.operands(found)
-    for item, block in run.own.operands(named).items():
-        packing = run.packing[item.side, item.role]
-        names = [field.name for field in payload.fields(item.side, item.role) if field.wire]
-        if item not in sent or not names or not block.fields[names[0]].numel():
+    given = {name: x for of in named for name, x in of.items()}
+    found = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in given.items()}
+    for op in code.ops:
+        if not isinstance(op, Encode) or code.home(op.source) is not Home.GIVEN:
             continue
-        given = [block.fields.get(name, block.fields[names[0]][..., 0]) for name in packing.names]
-        arrives = packing.unpack(packing.pack(given, allocator, item))
-        for name in names:
-            error = block.fields[name].double() - arrives[name].double()
-            place = places[item].fields[name]
-            place.copy_(torch.where(error.abs() > place.abs(), error, place))
-    return {name: x for of in found for name, x in of.items()}
+        name = code.tensors[op.source.tensor].name
+        x = part_of(given[name], op.source)
+        if op.field.wire is None or not x.numel():
+            continue
+        arrives = decode(op.field, encode(op.field, x, op.counter), torch.empty_like(x))
+        error, place = x.double() - arrives.double(), part_of(found[name], op.source)
+        place.copy_(torch.where(error.abs() > place.abs(), error, place))
+    return found
 
 
 def norms(x: Tensor, error: Tensor) -> Norms:

@@ -11,8 +11,8 @@ from tilewise.functional import attention
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import ITEM_BYTES
-from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.machine import Machine
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.tools.bench.environment import peak_bytes
 from tilewise.tools.report.words import count, short
 from tilewise.tools.study.simulated import methods
@@ -47,7 +47,8 @@ def held(name: str, plan: Plan) -> Held:
         )
         return one._replace(q=one.q + 1, kv=one.kv + 1)
     tiles = [tile for step in inner.rank_steps(0) for tile in step.tiles]
-    a, b = (len({shard for tile in tiles for shard in tile[side]}) for side in (0, 1))
+    a = len({shard for tile in tiles for shard in tile.q})
+    b = len({shard for tile in tiles for shard in tile.kv})
     match name:
         case "mesh" if min(a, b) > 1:
             return Held(a - 1, b - 1, a, b)

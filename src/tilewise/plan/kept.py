@@ -1,0 +1,128 @@
+"""Values derived from a plan, kept for as long as that plan lives.
+
+`kept_with_plan` stands above each function that derives one. A plan is found by identity: its hash
+may build the steps of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import wraps
+from threading import Lock
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from weakref import ref
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+
+
+class RecentValues(Generic[Key, Value]):
+    """A table of the values whose keys were asked for last.
+
+    Args:
+        keep: number of values that stay.
+    """
+
+    def __init__(self, keep: int):
+        self.keep = keep
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Key, build: Callable[[], Value]) -> Value:
+        """Return the value of a key, built if it is not there.
+
+        Threads that build the same value at once all get the first that is ready.
+        """
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = build()  # may ask this table for other values
+        with self._lock:
+            value = self._values.setdefault(key, value)
+            self._values.move_to_end(key)
+            while len(self._values) > self.keep:
+                self._values.popitem(last=False)
+        return value
+
+    def items(self) -> tuple[tuple[Key, Value], ...]:
+        """Return keys and values, the most recent last."""
+        with self._lock:
+            return tuple(self._values.items())
+
+
+class Ranked(Protocol):
+    """A value that is kept for every rank of its world: a plan, which this module stands below."""
+
+    @property
+    def world_size(self) -> int: ...
+
+
+Owner = TypeVar("Owner", bound=Ranked)
+Derive = Callable[Concatenate[Owner, Arguments], Value]
+Table = RecentValues[Hashable, Any]
+
+_TABLES: dict[int, tuple[ref[Ranked], dict[object, Table]]] = {}
+"""Tables by function, by the id of a plan that lives."""
+
+
+KEEP = 8
+"""The number of values of a function that stay, unless it says otherwise."""
+
+
+def kept_with_plan(
+    keep: int = KEEP, *, each_rank: bool = False
+) -> Callable[[Derive[Owner, Arguments, Value]], Derive[Owner, Arguments, Value]]:
+    """Keep what a function of a plan and hashable arguments returns.
+
+    What is kept must not hold its plan, which would then never be freed.
+
+    Args:
+        keep: number of arguments, the most recent ones, whose values stay.
+        each_rank: keep as many for every rank of the plan: in `loopback` all ranks share it.
+    """
+
+    def decorate(derive: Derive[Owner, Arguments, Value]) -> Derive[Owner, Arguments, Value]:
+        @wraps(derive)
+        def kept(plan: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+            table = _table(plan, kept, keep * plan.world_size if each_rank else keep)
+            key = (args, *sorted(kwargs.items())) if kwargs else args
+            return table.get(key, lambda: derive(plan, *args, **kwargs))
+
+        return kept
+
+    return decorate
+
+
+def _table(plan: Ranked, function: object, keep: int) -> Table:
+    """Return the table of a decorated function."""
+    number = id(plan)
+    if number not in _TABLES:
+        # Called before another object can get this id; at exit module names are gone before plans.
+        def forget(_: ref[Ranked], tables: dict[int, Any] = _TABLES) -> None:
+            tables.pop(number, None)
+
+        _TABLES.setdefault(number, (ref(plan, forget), {}))
+    tables = _TABLES[number][1]
+    if function not in tables:
+        tables.setdefault(function, RecentValues(keep))
+    return tables[function]
+
+
+KeptValues = tuple[tuple[Hashable, Any], ...]
+"""What a function derived: (arguments after the plan, value), the most recent last."""
+
+
+def kept_values(plan: Ranked, function: object) -> KeptValues:
+    """Return what a decorated function derived from a plan, to keep it with a copy."""
+    tables = _TABLES[id(plan)][1] if id(plan) in _TABLES else {}
+    return tables[function].items() if function in tables else ()
+
+
+def keep_values(plan: Ranked, function: object, values: KeptValues) -> None:
+    """Keep what a decorated function derived from an equal plan."""
+    table = _table(plan, function, max(KEEP, len(values)))
+    for arguments, value in values:
+        table.get(arguments, lambda value=value: value)
