@@ -102,7 +102,8 @@ class _Checker:
             )
             for x in (owners, busy)
         )
-        return *views, spec.buffer
+        mine, messages = views
+        return mine, messages, spec.buffer
 
     def _read(self, ref: Ref, number: int) -> None:
         places = self._places(ref)

@@ -27,10 +27,10 @@ from tilewise.plan.row_ranges import Ranges
 class Delta(NamedTuple):
     """Compute delta = rowsum(out * dout) - dlse of this rank's queries."""
 
-    names: tuple[str, ...] = ("delta",)
+    name: str = "delta"
 
     def __str__(self) -> str:
-        return "delta"
+        return self.name
 
 
 class Join(NamedTuple):
@@ -224,7 +224,8 @@ class _Writer:
         if item in self._received or item in self._packed:
             return False
         fields = self._payload.fields(*item[:2])
-        return self._packs_alone or len(fields) > 1 or fields[0].wire is not None
+        encoded = any(field.wire is not None for field in fields)
+        return self._packs_alone or len(fields) > 1 or encoded
 
     def wait(self, handle: int, indices: tuple[int, ...], by_head: bool) -> Iterator[Operation]:
         launch = self._launched[handle]

@@ -69,7 +69,7 @@ class Pass:
         self.expanded: Expanded | None = None
 
 
-Step: TypeAlias = Callable[[list[Any], Pass], None]
+Step: TypeAlias = Callable[[list[Any], Pass], object]
 """One op, bound: (tensors by number, the pass)."""
 
 
@@ -78,7 +78,10 @@ class BoundCode:
 
     def __init__(self, code: Code, device: torch.device, kernel: Kernel, scores: Scores):
         self.code, self._device = code, device
-        self._kernel, self._scale = kernel, scores.scale
+        self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
+            kernel.backward if code.backward else kernel.forward
+        )
+        self._scale = scores.scale
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
         self._numbers: dict[Ref, int] = {}
@@ -268,8 +271,7 @@ class BoundCode:
     def _attend(self, op: ops.Attend) -> Step:
         results = [(result, [*map(self._number, result.refs)]) for result in op.results]
         operands, call, scale = [*map(self._number, op.operands)], op.call, self._scale
-        run = self._kernel.backward if self.code.backward else self._kernel.forward
-        told = self._told(op)
+        run, told = self._run_kernel, self._told(op)
         into = [number for _, numbers in results for number in numbers]
         written = [number for result, numbers in results if not result.adds for number in numbers]
         if not written:
@@ -299,8 +301,7 @@ class BoundCode:
         self, op: ops.Attend, results: list[tuple[ops.Result, list[int]]], operands: list[int]
     ) -> Step:
         """The kernel's own tensors become results that are written; to others they are added."""
-        run = self._kernel.backward if self.code.backward else self._kernel.forward
-        told, call, scale = self._told(op), op.call, self._scale
+        run, told, call, scale = self._run_kernel, self._told(op), op.call, self._scale
         adds = [(number, result.adds) for result, numbers in results for number in numbers]
         dtypes = [
             getattr(torch, self.code.tensors[ref.tensor].dtype)
