@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     q, k, v = (torch.randn(TOKENS, 1, HEADS, WIDTH) for _ in range(3))
     layout = tw.contiguous(WORLD * TOKENS, WORLD)
-    call = Call(tw.ring(WORLD), layout, tw.Full())
+    call = Call(plan=tw.ring(WORLD), layout=layout, mask=tw.Full())
     problem = resolve_once(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}

@@ -80,7 +80,14 @@ class Rank:
             tw.mesh(world, q_tile=a, kv_bytes=2 * heads[1] / heads[0], backward=b)
             for b in (False, True)
         )
-        call = Call(forward, layout, mask, backward, needs_grad=True, kernel=kernel)
+        call = Call(
+            plan=forward,
+            layout=layout,
+            mask=mask,
+            backward_plan=backward,
+            needs_grad=True,
+            kernel=kernel,
+        )
         self.problem = resolve(self.q, self.k, self.v, call, self.rank, world)
         row_bytes = max(heads) * (4 * width + 16)  # at least an item's
         self.transport = Instant(self.rank, world, session.device, rows * row_bytes)

@@ -144,7 +144,7 @@ def _executed(kernel: Kernel, given: Inputs) -> Passes:
     """A world of one rank."""
     q, k, v, dout, _, mask = given
     transport = LocalTransport()
-    call = Call(tw.ring(1), tw.contiguous(len(q), 1), mask)
+    call = Call(plan=tw.ring(1), layout=tw.contiguous(len(q), 1), mask=mask)
     problem = resolve(q, k, v, call, 0, 1)._replace(kernel=kernel)
     forward = partial(forward_pass, problem, transport, q, k, v, keep=True)
     out, lse, kept = forward()

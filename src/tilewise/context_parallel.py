@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import dtype_name, require_type, whole_number
+from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.functional import Options, SplitOptions, attention
+from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
@@ -171,6 +171,7 @@ class ContextParallel:
         """
         return mean_over_ranks(loss_sum, count, transport_for(self.group))
 
+    # The overloads say what is returned; help() and a test know the options by name.
     @overload
     def attention(
         self,
@@ -180,7 +181,7 @@ class ContextParallel:
         *,
         return_lse: Literal[False] = False,
         return_max_logit: Literal[False] = False,
-        **options: Unpack[SplitOptions],
+        **options: Any,
     ) -> Tensor: ...
     @overload
     def attention(
@@ -191,7 +192,7 @@ class ContextParallel:
         *,
         return_lse: Literal[True],
         return_max_logit: Literal[False] = False,
-        **options: Unpack[SplitOptions],
+        **options: Any,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def attention(
@@ -202,34 +203,45 @@ class ContextParallel:
         *,
         return_lse: bool = False,
         return_max_logit: bool = False,
-        **options: Unpack[SplitOptions],
+        **options: Any,
     ) -> Tensor | tuple[Tensor, ...]: ...
-    def attention(  # noqa: PLR0913 - the options of attention
+    def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor | None,
         *,
-        mask: Mask | None = None,
         plan: Plan | None = None,
+        mask: Mask | None = None,
+        softmax_scale: float | None = None,
         return_lse: bool = False,
+        backward_plan: Plan | None = None,
+        kv_layout: Layout | None = None,
+        wire_dtype: torch.dtype | DtypeName | None = None,
+        wire: AnyWire | None = None,
+        save: Save | None = None,
+        prune: bool = True,
+        q_positions: Sequence[int] | Tensor | None = None,
+        validate: Validate = "always",
+        kernel: Kernel | str | None = None,
+        sink: Tensor | None = None,
+        softcap: float | None = None,
+        dropout_p: float = 0.0,
+        dropout_seed: int | None = None,
         return_max_logit: bool = False,
-        **options: Unpack[Options],
     ) -> Tensor | tuple[Tensor, ...]:
         """tw.attention of this rank's rows, with its keyword arguments; layout and group are set.
 
         Args:
-            mask: instead of the one given at the start (layers with windows among full ones).
             plan: instead of the strategy's, for this call, and on cp's layout.
-            options: of tw.attention; kernel instead of the one given at the start.
+            mask: instead of the one given at the start (layers with windows among full ones).
+            kernel: instead of the one given at the start.
         """
         if plan is None:
-            plan, chosen = self._plans(q, k, v, mask, options.get("wire"))
+            plan, chosen = self._plans(q, k, v, mask, wire)
             # What forward gathered serves its own plan alone.
-            if options.get("backward_plan") is None and options.get("save") != "gathered":
-                options["backward_plan"] = chosen
-        if options.get("kernel") is None:
-            options["kernel"] = self.kernel
+            if backward_plan is None and save != "gathered":
+                backward_plan = chosen
         return attention(
             q,
             k,
@@ -238,9 +250,22 @@ class ContextParallel:
             layout=self.layout,
             mask=self.mask if mask is None and not isinstance(plan, RankPlan) else mask,
             group=self.group,
+            softmax_scale=softmax_scale,
             return_lse=return_lse,
+            backward_plan=backward_plan,
+            kv_layout=kv_layout,
+            wire_dtype=wire_dtype,
+            wire=wire,
+            save=save,
+            prune=prune,
+            q_positions=q_positions,
+            validate=validate,
+            kernel=self.kernel if kernel is None else kernel,
+            sink=sink,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
             return_max_logit=return_max_logit,
-            **options,
         )
 
     def _plans(
@@ -302,18 +327,6 @@ class ContextParallel:
             layout=self.layout,
             wire=wires,
         )
-
-
-def _signature() -> inspect.Signature:
-    """Of ContextParallel.attention, with the options by name, as help() shows them."""
-    own = inspect.signature(ContextParallel.attention).parameters
-    named = {name: p for name, p in own.items() if p.kind is not p.VAR_KEYWORD}
-    options = inspect.signature(attention).parameters
-    named |= {name: p for name, p in options.items() if name in Options.__annotations__}
-    return inspect.Signature([*named.values()])
-
-
-ContextParallel.attention.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _refuse_compiling() -> None:

@@ -1,68 +1,34 @@
 """tw.attention: one call for every strategy, mask and layout."""
 
 from collections.abc import Sequence
-from typing import Literal, Required, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
-from tilewise.compiler.rank_plan import RankPlan
-from tilewise.execution.call import Call
+from tilewise.execution.call import Call, known_of
 from tilewise.execution.sinks import kind_of, with_sink
-from tilewise.execution.torch_op import agreed_call, latent_attention
+from tilewise.execution.torch_op import attend
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan
 from tilewise.transport.resolve import Group
-from tilewise.wires.wire import AnyWire, latent_of
+from tilewise.wires.wire import AnyWire
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of attention that ContextParallel.attention has, too."""
-
-    softmax_scale: float | None
-    backward_plan: Plan | None
-    kv_layout: Layout | None
-    wire_dtype: torch.dtype | DtypeName | None
-    wire: AnyWire | None
-    save: Save | None
-    prune: bool
-    q_positions: Sequence[int] | Tensor | None
-    validate: Validate
-    kernel: Kernel | str | None
-    sink: Tensor | None
-    softcap: float | None
-    dropout_p: float
-    dropout_seed: int | None
-
-
-class SplitOptions(Options, total=False):
-    """The keyword arguments of ContextParallel.attention, but for what is returned."""
-
-    mask: Mask | None
-    plan: Plan | None
-
-
-class Together(Options, total=False):
-    """What every call of attention names, and its options."""
-
-    plan: Required[Plan]
-    layout: Layout | None
-    mask: Mask | None
-    group: Group
-
-
+# The overloads say what is returned; help() and a test know the options by name.
 @overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
     *,
+    plan: Plan,
     return_lse: Literal[False] = False,
     return_max_logit: Literal[False] = False,
-    **call: Unpack[Together],
+    **options: Any,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -70,9 +36,10 @@ def attention(
     k: Tensor,
     v: Tensor | None,
     *,
+    plan: Plan,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = False,
-    **call: Unpack[Together],
+    **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -80,11 +47,12 @@ def attention(
     k: Tensor,
     v: Tensor | None,
     *,
+    plan: Plan,
     return_lse: bool = False,
     return_max_logit: bool = False,
-    **call: Unpack[Together],
+    **options: Any,
 ) -> Tensor | tuple[Tensor, ...]: ...
-def attention(  # noqa: PLR0913 - one call says all there is to say of an attention
+def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -161,47 +129,40 @@ def attention(  # noqa: PLR0913 - one call says all there is to say of an attent
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
     """
-    if torch.compiler.is_compiling():
-        save = _save_when_compiled(save)
+    compiled, seed = torch.compiler.is_compiling(), dropout_seed
+    if compiled:
+        save, seed = _save_when_compiled(save), None  # the seed changes, it is no constant
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
-    if isinstance(plan, RankPlan) and plan.made_for:
-        mask = plan.made_for[0] if mask is None else mask
-        layout = plan.made_for[1] if layout is None else layout
+    layout, mask = known_of(plan, layout, mask)
     call = Call(
-        plan,
-        cast(Layout, layout),  # None is refused together with other wrong kinds
-        cast(Mask, mask),
-        backward_plan,
-        kv_layout,
-        softmax_scale,
-        wire_dtype,
-        wire,
-        save,
-        prune,
-        q_positions,
-        group,
-        validate,
-        kernel,
-        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
-        kind_of(sink),
-        softcap,
-        dropout_p,
-        # compiled code takes it as a number that changes, not as a constant
-        None if torch.compiler.is_compiling() else dropout_seed,
-        return_max_logit,
-        return_lse,
+        plan=plan,
+        backward_plan=backward_plan,
+        mask=cast(Mask, mask),  # None is refused together with other wrong kinds
+        layout=cast(Layout, layout),
+        kv_layout=kv_layout,
+        q_positions=q_positions,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        sink=kind_of(sink),
+        wire_dtype=wire_dtype,
+        wire=wire,
+        save=save,
+        prune=prune,
+        return_lse=return_lse,
+        return_max_logit=return_max_logit,
+        group=group,
+        validate=validate,
+        kernel=kernel,
+        needs_grad=torch.is_grad_enabled()
+        and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
     )
-    if latent_of(wire) is not None:
-        out, lse, kept = latent_attention(q, k, v, call)
-    else:
-        if not torch.compiler.is_compiling():
-            call, dropout_seed = call.resolved(*agreed_call(q, k, v, call)), None
-        given = q, k, v, call, dropout_seed, return_max_logit
-        out, lse, kept = torch.ops.tilewise.attention(*given)
+    out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None)
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
-    extras = [lse] * return_lse + kept[:1] * return_max_logit
+    extras = [lse] * return_lse + largest
     return (out, *extras) if extras else out
 
 

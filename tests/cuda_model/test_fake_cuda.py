@@ -136,7 +136,7 @@ def passes(cuda: FakeCuda, plan: tw.Plan, kernel: Kernel, dtype: torch.dtype) ->
             rows = layout.size(rank)
             q, k, v, dout = (cuda.empty(2, rows, h, 64, dtype=dtype) for h in (4, 2, 2, 4))
             options = {"group": group, "needs_grad": True, "validate": "never", "kernel": kernel}
-            call = Call(plan, layout, mask, **options)
+            call = Call(plan=plan, layout=layout, mask=mask, **options)
             problem, transport = agreed_call(q, k, v, call)
             out, lse, kept = forward_pass(problem, transport, q, k, v, keep=True)
             grads = backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, None))

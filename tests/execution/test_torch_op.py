@@ -36,7 +36,7 @@ ATTENTION = torch.ops.tilewise.attention
 
 def call(plan: tw.Plan) -> Call:
     layout = tw.contiguous(TOKENS, plan.world_size)
-    return Call(plan, layout, tw.Causal(), save="replay", needs_grad=True)
+    return Call(plan=plan, layout=layout, mask=tw.Causal(), save="replay", needs_grad=True)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -117,7 +117,7 @@ def on_ranks(
         rows = layout.size(rank)
         q, dout = torch.randn(2, rows, heads[0], heads[2], generator=generator).to(dtype)
         k, v = torch.randn(2, rows, heads[1], heads[2], generator=generator).to(dtype)
-        call = Call(plan, layout, mask, group=group, needs_grad=True, **options)
+        call = Call(plan=plan, layout=layout, mask=mask, group=group, needs_grad=True, **options)
         problem, transport = agreed_call(q, k, v, call)
         return body(Case(problem, transport, q, k, v, dout))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from tilewise.arguments import Save, Validate
+from tilewise.arguments import DtypeName, Save, Validate
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.sinks import SinkKind
@@ -21,47 +22,71 @@ from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
+from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
+MUST_AGREE = MappingProxyType({"agreed": True})
+"""Metadata of an option that must be the same on every rank: the ranks' agreement compares it."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Call(OpaqueValue):
-    """The keyword arguments of attention, as given, and what is known of the call besides.
+    """The keyword arguments of attention, each under its name; what they mean is said there.
+
+    It is a constant to torch's compiler. Ranks that disagree on several options hear of the first.
 
     Attributes:
+        sink: its kind; the tensor takes part in no constant.
         needs_grad: a backward pass may follow.
-        problem: the checked call, if it is checked and agreed on already.
+        resolved: the call, if it is resolved already; group is then its transport.
     """
 
-    plan: Plan
-    layout: Layout
-    mask: Mask
-    backward_plan: Plan | None = None
-    kv_layout: Layout | None = None
-    softmax_scale: float | None = None
-    wire_dtype: torch.dtype | str | None = None
-    wire: AnyWire | None = None
-    save: Save | None = None
-    prune: bool = True
-    q_positions: Sequence[int] | Tensor | None = None
+    plan: Plan = field(metadata=MUST_AGREE)
+    backward_plan: Plan | None = field(default=None, metadata=MUST_AGREE)
+    mask: Mask = field(metadata=MUST_AGREE)
+    layout: Layout = field(metadata=MUST_AGREE)
+    kv_layout: Layout | None = field(default=None, metadata=MUST_AGREE)
+    q_positions: Sequence[int] | Tensor | None = None  # agreed on as the queries' layout
+    softmax_scale: float | None = field(default=None, metadata=MUST_AGREE)
+    softcap: float | None = field(default=None, metadata=MUST_AGREE)
+    dropout_p: float = field(default=0.0, metadata=MUST_AGREE)
+    dropout_seed: int | None = field(default=None, metadata=MUST_AGREE)
+    sink: SinkKind | None = field(default=None, metadata=MUST_AGREE)
+    wire_dtype: torch.dtype | DtypeName | None = field(default=None, metadata=MUST_AGREE)
+    wire: AnyWire | None = field(default=None, metadata=MUST_AGREE)
+    save: Save | None = field(default=None, metadata=MUST_AGREE)
+    prune: bool = field(default=True, metadata=MUST_AGREE)
+    return_lse: bool = False
+    return_max_logit: bool = field(default=False, metadata=MUST_AGREE)
     group: Group = None
     validate: Validate = "always"
-    kernel: Kernel | str | None = None
+    kernel: Kernel | str | None = None  # what ranks exchange does not depend on who computed it
     needs_grad: bool = False
-    sink: SinkKind | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    max_logit: bool = False
-    return_lse: bool = False
-    problem: ResolvedCall | None = None
+    resolved: ResolvedCall | None = field(default=None, compare=False, repr=False)
 
-    def resolved(self, problem: ResolvedCall, group: Group) -> Self:
-        """The same call, checked; group: its transport."""
-        made = copy(self)
-        vars(made).update(problem=problem, group=group)
-        return made
+    def with_resolved(self, resolved: ResolvedCall, transport: Transport) -> Self:
+        """The same call, resolved."""
+        return replace(self, resolved=resolved, group=transport)
+
+    def agreed(self) -> dict[str, Any]:
+        """The options on which ranks must agree, by name."""
+        return {name: getattr(self, name) for name in AGREED}
+
+
+AGREED: tuple[str, ...] = tuple(
+    option.name for option in fields(Call) if option.metadata.get("agreed")
+)
+
+
+def known_of(
+    plan: object, layout: Layout | None, mask: Mask | None
+) -> tuple[Layout | None, Mask | None]:
+    """The layout and mask of a call: those given, else those that a prepared plan knows."""
+    if not isinstance(plan, RankPlan) or plan.made_for is None:
+        return layout, mask
+    known_mask, known_layout = plan.made_for
+    return known_layout if layout is None else layout, known_mask if mask is None else mask
 
 
 class KeptForCalls(NamedTuple):
@@ -72,13 +97,13 @@ class KeptForCalls(NamedTuple):
 
 
 class ResolvedCall(NamedTuple):
-    """A checked call.
+    """A call that one rank has checked, with all that is derived from its options and shapes.
 
     Attributes:
         passes: forward and backward.
         number: of the forward pass's agreement, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
-        kept: what is made once for all calls of this problem; None: nothing is kept.
+        kept: what is made once for all calls that resolve to this; None: nothing is kept.
     """
 
     passes: tuple[ResolvedPass, ResolvedPass]

@@ -1,10 +1,11 @@
-"""One rank's attention call, checked: everything that can be wrong is found before a byte moves."""
+"""Resolving a call: checks find all that can be wrong before a byte moves, plans meet the call."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tilewise.execution.validation import (
 )
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
+from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues, kept_with_plan
 from tilewise.transport.agreement import PASS
@@ -37,16 +39,19 @@ from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
 NO_PASSES: Any = ()
-ASKED_ANEW = frozenset(("plan", "group", "validate", "problem", "q_positions", "dropout_seed"))
-"""What of a call its checks do not depend on, or is looked at in every call."""
+UNKEYED = {"plan", "q_positions", "dropout_seed", "group", "validate", "resolved"}
+"""Fields of a call that are left out of the cache key: its checks do not depend on them, or look
+at them in every call. The plan has the cache."""
+KEYED = [option.name for option in fields(Call) if option.name not in UNKEYED]
+_key = attrgetter(*KEYED)
 
 
 def resolve_once(
     q: Tensor, k: Tensor, v: Tensor | None, call: Call, rank: int, world_size: int
 ) -> ResolvedCall:
-    """As resolve, which calls that differ in the values of tensors alone ask once.
+    """Return what resolve gives; calls that differ in the values of tensors alone share it.
 
-    The plan keeps the answer, but not itself: it would outlive its last user.
+    The plan keeps it, but not itself: it would outlive its last user.
     """
     own = call.plan
 
@@ -56,12 +61,10 @@ def resolve_once(
         passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple(
-        ["plan" if x is own else x for name, x in vars(call).items() if name not in ASKED_ANEW]
-    )
+    given = tuple(["plan" if x is own else x for x in _key(call)])
     key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
-        operands = [x for x in (q, k, v) if x is not None]
+        operands = (q, k) if v is None else (q, k, v)
         tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
         # By type, too: True is no number here, but equals 1.
         asked = world_size, given, *map(type, given)
@@ -73,7 +76,7 @@ def resolve_once(
         return resolve(q, k, v, call, rank, world_size)
     asked, tensors = key
     problem, passes = _problems(own, asked).get((rank, tensors), make)
-    forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
+    forward, backward = [ResolvedPass(plan or own, *rest) for plan, rest in passes]
     problem = problem._replace(passes=(forward, backward))
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
@@ -89,7 +92,7 @@ def _problems(plan: Plan, asked: tuple[Any, ...]) -> RecentValues[Hashable, Any]
 def resolve(
     q: Tensor, k: Tensor, v: Tensor | None, call: Call, rank: int, world_size: int
 ) -> ResolvedCall:
-    """Check one rank's call.
+    """Check one rank's call, and resolve its plans for the heads, the mask and the layouts.
 
     Args:
         k, v: or latents [(batch,) tokens, 1, width] and None.
@@ -109,18 +112,18 @@ def resolve(
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
-        call.mask,
-        call.layout,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        dtype,
-        wires,
-        call.save,
-        kv_layout,
-        query_positions(call, num_queries, kv_layout.num_tokens),
-        v_head_dim,
-        call.max_logit,
+        mask=call.mask,
+        layout=call.layout,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        wires=wires,
+        save=call.save,
+        kv_layout=kv_layout,
+        q_positions=query_positions(call, num_queries, kv_layout.num_tokens),
+        v_head_dim=v_head_dim,
+        max_logit=call.return_max_logit,
     )
     passes = resolve_passes(shape, call.plan, call.backward_plan)
     layouts = passes[0].layouts
@@ -173,13 +176,24 @@ def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square
 
 
 def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
-    """What all ranks must have in common, most telling first: "auto" plans for the shapes.
-
-    The kernel is not among it: what ranks exchange does not depend on who computed it.
-    """
-    (plan, mask, (q_layout, kv_layout), groups, payload), backward = problem.passes
+    """What all ranks must have in common, most telling first: "auto" plans for the shapes."""
+    (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
-    fields: dict[str, Any] = {
+    options = replace(
+        call,
+        plan=plan,
+        backward_plan=backward.plan,
+        layout=q_layout,
+        kv_layout=kv_layout,
+        softmax_scale=scores.scale,
+        softcap=scores.softcap,
+        dropout_p=scores.dropout_p,
+        dropout_seed=scores.dropout_seed,
+        wire_dtype=payload.wires.partials,
+        wire=payload.wires,
+        save="gathered" if problem.gathered else "replay",
+    ).agreed()
+    compared: dict[str, Any] = {
         PASS: "forward",
         **({"training step": plan.batch} if isinstance(plan, RankPlan) else {}),
         "num_tokens": kv_layout.num_tokens,
@@ -190,23 +204,13 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         "num_kv_heads": groups.num_kv_heads,
         "head_dim": payload.head_dim,
         "v_head_dim": payload.v_head_dim,
-        "plan": plan.fingerprint,
-        "backward_plan": backward.plan.fingerprint,
+        **options,
         "exchanges": plan.traits.exchanges + backward.plan.traits.exchanges,
-        "mask": mask,
-        "layout": q_layout.fingerprint,
-        "kv_layout": kv_layout.fingerprint,
-        "softmax_scale": scores.scale,
-        "softcap": scores.softcap,
-        "dropout_p": scores.dropout_p,
-        "dropout_seed": scores.dropout_seed,
-        "return_max_logit": scores.max_logit,
-        "wire_dtype": payload.wires.partials,
-        "wire": payload.wires,
-        "save": "gathered" if problem.gathered else "replay",
-        "prune": problem.prune,
         "requires_grad": call.needs_grad or problem.learns,
-        "sink": "none" if call.sink is None else call.sink.dtype,
         "device": q.device.type,
     }
-    return {name: str(value) for name, value in fields.items()}
+    return {name: _text(value) for name, value in compared.items()}
+
+
+def _text(value: object) -> str:
+    return value.fingerprint if isinstance(value, Plan | Layout) else str(value)

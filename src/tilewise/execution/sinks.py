@@ -18,6 +18,9 @@ class SinkKind(NamedTuple):
     dtype: str
     device: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
 
 def kind_of(sink: Tensor | None) -> SinkKind | None:
     """The kind of what was passed as sink, whatever it is."""

@@ -1,13 +1,15 @@
-"""tilewise::attention, an operator of torch: compiling, checkpointing and DTensor see one call.
+"""A call's way to its two passes: in eager code directly, else as tilewise::attention of torch.
 
-What it computes is fixed by a Call, a constant to the compiler: another one compiles anew. The seed
-of dropout stands beside it, so that another one does not. Where the ranks have not agreed yet (in a
-compiled graph), the operator itself lets them, at every run.
+Eager code resolves a call, lets the ranks agree, and runs it. What follows operators (a compiler,
+selective checkpointing and other modes, classes of tensors) sees one: tilewise::attention. What it
+computes is fixed by a Call, a constant to the compiler: another one compiles anew. The seed of
+dropout stands beside it, so that another one does not. In a compiled graph the ranks have not
+agreed yet: the operator itself lets them, at every run.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -35,8 +37,9 @@ from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
-from tilewise.wires.wire import Plain, wires_of
+from tilewise.wires.wire import Plain, latent_of, wires_of
 
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 Results = tuple[Tensor, Tensor, list[Tensor]]
 FIRST_ANSWER_SECONDS = 30.0
 """How long such a comparison waits for a rank the first time."""
@@ -53,13 +56,13 @@ def agreed_call(
         ValueError: the same on every rank, before any tensor is sent.
     """
     transport = transport_for(call.group)
-    if call.problem is not None:
-        return call.problem, transport
+    if call.resolved is not None:
+        return call.resolved, transport
     problem, error, agrees = None, None, _agrees(q, call)
     try:
         if call.validate not in ("always", "first", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
-        problem = _checked(q, k, v, call, transport)
+        problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
     except Exception as raised:  # whatever it is, the other ranks must learn of it
         if not agrees:
             raise
@@ -125,15 +128,6 @@ def _explained(call: Call) -> Iterator[None]:
         raise
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor | None, call: Call, transport: Transport
-) -> ResolvedCall:
-    """The checked call of this rank alone."""
-    if call.problem is not None:
-        return call.problem
-    return resolve_once(q, k, v, call, transport.rank, transport.world_size)
-
-
 def _record(problem: ResolvedCall, q: Tensor, call: Call) -> Tensor:
     """What ranks compare before forward."""
 
@@ -145,7 +139,103 @@ def _record(problem: ResolvedCall, q: Tensor, call: Call) -> Tensor:
     return problem.kept.records.get((), make)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None = None) -> Results:
+    """out, lse, and the largest score of every head if it is asked for.
+
+    Args:
+        k, v: where the call has a latent, latents [(batch,) tokens, width] and None.
+        seed: of dropout in compiled code, where it is no constant.
+    """
+    latent = latent_of(call.wire) is not None
+    if torch.compiler.is_compiling():
+        if latent:  # its expand is no constant, and uses what it likes
+            raise ValueError(
+                "attention with latents runs outside compiled code; wrap the function that calls "
+                "it in torch.compiler.disable"
+            )
+        return _through_dispatcher(q, k, v, call, seed)
+    if latent and isinstance(k, Tensor) and k.ndim:
+        k = k.unsqueeze(-2)
+    resolved, transport = agreed_call(q, k, v, call)
+    if not latent and _watched(q, k, v):
+        return _through_dispatcher(q, k, v, call.with_resolved(resolved, transport), None)
+    kv = (k,) if v is None else (k, v)
+    leaves = resolved.expansion.leaves if resolved.expansion else ()
+    given = call, resolved, transport, 1 + len(kv), q, *kv, *leaves
+    out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
+    return out, lse, kept
+
+
+def _through_dispatcher(
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None
+) -> Results:
+    largest = call.return_max_logit
+    out, lse, kept = torch.ops.tilewise.attention(q, k, v, call, seed, largest)
+    return out, lse, kept[:1] if largest else []
+
+
+def _watched(*tensors: Tensor | None) -> bool:
+    """Whether operators are followed: by a compiler, a mode (selective checkpointing, a counter of
+    FLOPs), or a tensor's own class."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not PLAIN.issuperset(map(type, tensors))
+
+
 class _Attention(torch.autograd.Function):
+    """The autograd of a resolved call, past torch's dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        resolved: ResolvedCall,
+        transport: Transport,
+        num_operands: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Args: tensors: q, k and v (or latents), then what expand uses and learns."""
+        operands, leaves = tensors[:num_operands], tensors[num_operands:]
+        keep = call.needs_grad or bool(leaves)
+        # An expand may ask torch for gradients of what it makes.
+        below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
+        with below, _explained(call):
+            out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep)
+        largest = kept[: resolved.scores.max_logit]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*largest)
+        ctx.save_for_backward(*operands, out, lse, *leaves, *kept)
+        ctx.call = call, resolved, transport
+        ctx.counts = num_operands, len(leaves)
+        return out, lse, *largest
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        call, resolved, transport = ctx.call
+        num_operands, num_leaves = ctx.counts
+        tensors = ctx.saved_tensors  # read once: checkpointing allows no more
+        saved, rest = tensors[: num_operands + 2], tensors[num_operands + 2 :]
+        leaves, kept = rest[:num_leaves], rest[num_leaves:]
+        expansion, grads = resolved.expansion, (dout, dlse)
+        if expansion is not None:
+            expansion.begin_backward()
+        with torch.no_grad():
+            if expansion is None and _watched(*grads, *saved):
+                told = call.with_resolved(resolved, transport)
+                found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, told)
+            else:
+                found = _agreed_backward(resolved, transport, call, saved, kept, grads)
+        if expansion is not None:
+            found = *found, *expansion.gradients()
+        found = _once_differentiable(found, *saved[:num_operands], *leaves, *grads)
+        return None, None, None, None, *found
+
+
+class _Operator(torch.autograd.Function):
+    """The autograd of the operator: in compiled code, and where it is watched."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -164,9 +254,7 @@ class _Attention(torch.autograd.Function):
         saved = q, k, v, out, lse, kept
         with torch.no_grad():
             grads = torch.ops.tilewise.attention_backward(dout, dlse, *saved, ctx.call, ctx.seed)
-        if torch.is_grad_enabled():  # create_graph
-            grads = _OnceDifferentiable.apply(len(grads), *grads, q, k, v, dout, dlse)
-        return *grads, None, None, None
+        return *_once_differentiable(grads, q, k, v, dout, dlse), None, None, None
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -189,59 +277,14 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-class _LatentAttention(torch.autograd.Function):
-    """Attention whose keys and values are made of latents; outside of compiled code alone."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, x: Tensor, call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
-        assert call.problem is not None
-        transport, keep = transport_for(call.group), call.needs_grad or bool(leaves)
-        with _explained(call):
-            out, lse, kept = forward_pass(call.problem, transport, q, x, keep=keep)
-        largest = kept[: call.problem.scores.max_logit]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*largest)
-        ctx.save_for_backward(q, x, out, lse, *leaves, *kept[len(largest) :])
-        ctx.call, ctx.num_leaves = call, len(leaves)
-        return out, lse, *largest
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
-        q, x, out, lse, *rest = ctx.saved_tensors
-        leaves, kept = rest[: ctx.num_leaves], rest[ctx.num_leaves :]
-        problem, transport = ctx.call.problem, transport_for(ctx.call.group)
-        _agree_backward(problem, transport, ctx.call, q, dout, x)
-        problem.expansion.begin_backward()
-        with torch.no_grad(), _explained(ctx.call):
-            saved = q, x, out, lse
-            dq, dx = backward_pass(problem, transport, saved, kept, (dout, dlse))
-            grads = dq, dx, *problem.expansion.gradients()
-        if torch.is_grad_enabled():  # create_graph
-            grads = _OnceDifferentiable.apply(len(grads), *grads, q, x, *leaves, dout, dlse)
-        return *grads[:2], None, *grads[2:]
-
-
-def latent_attention(
-    q: Tensor, latent: Tensor, v: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out, lse and what is asked for besides, of latents [(batch,) tokens, width]."""
-    if torch.compiler.is_compiling():  # its expand is no constant, and uses what it likes
-        raise ValueError(
-            "attention with latents runs outside compiled code; wrap the function that calls it in "
-            "torch.compiler.disable"
-        )
-    latents = latent.unsqueeze(-2) if isinstance(latent, Tensor) and latent.ndim else latent
-    problem, _ = agreed_call(q, latents, v, call)
-    leaves = problem.expansion.leaves if problem.expansion else ()
-    given = q, latents, replace(call, problem=problem), *leaves
-    out, lse, *kept = _LatentAttention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
-    return out, lse, kept
+def _once_differentiable(grads: Sequence[Tensor], *made_of: Tensor | None) -> Sequence[Tensor]:
+    if not torch.is_grad_enabled():
+        return grads
+    return _OnceDifferentiable.apply(len(grads), *grads, *made_of)  # pyright: ignore[reportReturnType]
 
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results:
-    out, lse, *kept = _Attention.apply(q, k, v, call, *_filled(rest))  # pyright: ignore[reportGeneralTypeIssues]
+    out, lse, *kept = _Operator.apply(q, k, v, call, *_filled(rest))  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
 
@@ -270,11 +313,32 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     out, lse, kept, call, *seed = rest
     transport = transport_for(call.group)
-    problem = _checked(q, k, v, _seeded(call, *seed), transport)
-    _agree_backward(problem, transport, call, q, dout, k, v)
-    kept = kept[problem.scores.max_logit :]  # the largest scores are before what is kept
+    resolved = call.resolved
+    if resolved is None:
+        asked = _seeded(call, *seed)
+        resolved = resolve_once(q, k, v, asked, transport.rank, transport.world_size)
+    saved = q, k, v, out, lse
+    return _agreed_backward(resolved, transport, call, saved, kept, (dout, dlse))
+
+
+def _agreed_backward(
+    resolved: ResolvedCall,
+    transport: Transport,
+    call: Call,
+    saved: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The backward pass, on which the ranks agree first.
+
+    Args:
+        saved, grads: as backward_pass takes them.
+        kept: what forward_pass gave beside out and lse: the largest scores before all else.
+    """
+    q, *kv, _, _ = saved
+    _agree_backward(resolved, transport, call, q, grads[0], *kv)
     with _explained(call):
-        return backward_pass(problem, transport, (q, k, v, out, lse), kept, (dout, dlse))
+        return backward_pass(resolved, transport, saved, kept[resolved.scores.max_logit :], grads)
 
 
 def _agree_backward(
@@ -299,8 +363,8 @@ def _agree_backward(
 
 
 def _seeded(call: Call, seed: int | None = None) -> Call:
-    """The call as it was made outside of compiled code."""
-    return call if call.problem or seed is None else replace(call, dropout_seed=seed)
+    """The call as it is made outside of compiled code."""
+    return call if call.resolved or seed is None else replace(call, dropout_seed=seed)
 
 
 def _backward_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:

@@ -133,7 +133,7 @@ def check_kinds(call: Call) -> None:
     plan = "tw.ring(world_size)"
     require_type(Plan, "plan", call.plan, plan)
     flags = ("prune", call.prune), ("return_lse", call.return_lse)
-    for name, value in (*flags, ("return_max_logit", call.max_logit)):
+    for name, value in (*flags, ("return_max_logit", call.return_max_logit)):
         require_type(bool, name, value, "True")
     require_type(Layout, "layout", call.layout)
     require_type(Mask, "mask", call.mask)
@@ -218,7 +218,7 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
     if not 0 <= p < 1:
         raise ValueError(f"dropout_p ({p}) must be at least 0 and below 1; leave it out for none")
     if not p:
-        return Scores(scale, softcap, max_logit=call.max_logit)
+        return Scores(scale, softcap, max_logit=call.return_max_logit)
     if seed is None and world_size > 1:
         raise ValueError(
             f"dropout_p ({p}) on {world_size} ranks needs a dropout_seed; pass the same on all, "
@@ -226,7 +226,7 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
         )
     seed = torch.randint(MOST_SEEDS, ()) if seed is None else seed
     seed = whole_number("dropout_seed", seed, 0, MOST_SEEDS - 1)
-    return Scores(scale, softcap, p, seed, call.max_logit)
+    return Scores(scale, softcap, p, seed, call.return_max_logit)
 
 
 def checked_softcap(softcap: float | None) -> float | None:

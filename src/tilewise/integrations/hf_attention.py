@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
-from tilewise.functional import Options
 from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import (
     documents_of,
@@ -244,14 +243,17 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         spare = query.shape[2] if rows == 0 else 0
         q, k, v = (x.transpose(1, 2)[:, spare:] for x in (query, key, value))
         dropout = float(given.get("dropout") or 0)
-        options: Options = {
-            "softmax_scale": given.get("scaling"),
-            "sink": given.get("s_aux"),
-            "softcap": given.get("softcap"),
-            "dropout_p": dropout,
-            "dropout_seed": attention_mask.dropout_seed(module) if dropout else None,
-        }
-        out = cp.attention(q, k, v, mask=mask, **options)
+        out = cp.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            softmax_scale=given.get("scaling"),
+            sink=given.get("s_aux"),
+            softcap=given.get("softcap"),
+            dropout_p=dropout,
+            dropout_seed=attention_mask.dropout_seed(module) if dropout else None,
+        )
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend

@@ -1,6 +1,6 @@
 """tw.error_bound: how far gradients may be from exact where what travels is rounded."""
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.sinks import kind_of
 from tilewise.execution.torch_op import agreed_call
-from tilewise.functional import Together, attention
+from tilewise.functional import attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
 from tilewise.transport.protocol import Transport
@@ -35,9 +35,7 @@ class ErrorBound(NamedTuple):
     dv: Tensor
 
 
-def error_bound(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Unpack[Together]
-) -> ErrorBound:
+def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> ErrorBound:
     """How far attention and its gradients may be from exact, for wires that round.
 
     Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, that of out
