@@ -96,9 +96,8 @@ class _ProgramWriter:
         for lane in sorted(lanes):
             self._launch(*_chosen(step, lambda hop, at=lane: self._lane(hop) == at), lane)
         for tile, items in zip(step.tiles, self.reads[number], strict=True):
-            for item in items:
-                if item in self.pending:
-                    self._wait(item)
+            for item in sorted(item for item in items if item in self.pending):
+                self._wait(item)
             self.instructions.append(Compute(tile))
         if number in self.expiring:
             self.instructions += map(Free, sorted(self.expiring[number]))

@@ -20,7 +20,7 @@ from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
 from tilewise.planning.bounds import SAFE
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.costs import PassCosts
+from tilewise.simulation.prices import PassCosts
 
 Array = np.ndarray
 

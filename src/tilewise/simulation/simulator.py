@@ -1,4 +1,4 @@
-"""The simulator: how long a plan takes on a machine, by replaying the programs that run it.
+"""The simulator: how long a plan takes on a machine, by pricing the operations that run it.
 
     tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
 
@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
+from tilewise.compiler.operations import Await
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.compiler.shards import table_cells
 from tilewise.compiler.symmetry import all_alike, find_symmetry
 from tilewise.plan.ir import Plan
+from tilewise.plan.payload import Payload
 from tilewise.plan.shifts import Symmetry
-from tilewise.simulation.costs import PassCosts
-from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
+from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.timeline_ops import compile_tracks
+from tilewise.simulation.prices import PassCosts, priced_tracks
+from tilewise.simulation.timeline import (
+    RankUse,
+    Recording,
+    Timeline,
+    rank_operations,
+    trace_text,
+)
 from tilewise.simulation.zigzag_causal import Halves, halves_of
 from tilewise.workload import Workload
 
@@ -223,10 +231,30 @@ def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     network = Network(machine, symmetry)
-    priced = compile_tracks(plan, programs, costs, network, halves)
-    loop = EventLoop(priced, network.routes, network.num_resources)
-    loop.run()
-    return loop.timeline(symmetry.members), symmetry
+    tracks, flows = priced_tracks(plan, programs, costs, network, halves)
+    loop = EventLoop(tracks, flows, network.routes, network.num_resources)
+    deadlock = loop.run()
+    run_plan = halves.pruned(plan) if halves else plan
+    if deadlock:
+        raise RuntimeError(_deadlock_text(deadlock, run_plan, payload, len(tracks)))
+    begins = tuple(map(tuple, loop.begins))
+    recording = Recording(run_plan, payload, begins, tuple(loop.messages))
+    seconds = max(loop.ended, default=0.0)
+    return Timeline(seconds, loop.uses(symmetry.members), recording), symmetry
+
+
+def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: int) -> str:
+    rank, place, arrived, num_ended = deadlock
+    missing = "its sends"
+    if place is not None:
+        operation = list(rank_operations(plan, payload, rank))[place]
+        assert isinstance(operation, Await)
+        transfer = operation.recvs[arrived.index(False)]
+        missing = f"step {operation.step}, {transfer.item} from rank {transfer.src}"
+    return (
+        f"no rank can go on: rank {rank} waits for {missing}; {num_ended} of {num_ranks} ranks "
+        "have ended"
+    )
 
 
 def _replayed(
