@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_lanes_hold_operations_alone_and_what_is_around_them_has_its_own(tmp_pat
             spans = list(timeline.rank_spans(use.rank))
             assert {span.lane for span in spans} == {"compute", "wait", "call"}
             assert spans[0][:4] == (use.rank, "call", "call", 0.0)
-            for before, after in zip(spans, spans[1:], strict=False):
+            for before, after in pairwise(spans):
                 assert before.start + before.seconds == pytest.approx(after.start)
             end = spans[-1].start + spans[-1].seconds
             assert end == pytest.approx(use.compute_seconds + use.exposed_seconds)

@@ -10,9 +10,9 @@ from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
-from tilewise.simulation.prices import PassCosts
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
+from tilewise.simulation.prices import PassCosts
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload

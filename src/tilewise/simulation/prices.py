@@ -335,7 +335,7 @@ class _RelabelledRanks:
         num_head_groups: of the plan.
     """
 
-    def __init__(  # noqa: PLR0913 - a constructor
+    def __init__(
         self,
         program: Program,
         ranks: list[int],
@@ -390,7 +390,7 @@ class _RelabelledRanks:
         wholes = self.halves.whole(step, transfer, self._members).tolist()
         return [whole if all_rows else half for all_rows in wholes]
 
-    def _send(  # noqa: PLR0913 - the two tables that are written, and what of
+    def _send(
         self,
         index: int,
         step: int,
@@ -511,9 +511,7 @@ class _RelabelledRanks:
 
     def _write_packs(self, packs: list[tuple[Pack, Pack]], launch: Launch) -> None:
         sent = {transfer.item: transfer for transfer in launch.sends}
-        columns = [
-            self._column(half, whole, launch.step, sent[half.item]) for half, whole in packs
-        ]
+        columns = [self._column(half, whole, launch.step, sent[half.item]) for half, whole in packs]
         if self._alone or len(columns) < 2 or all(x == y for x, y in pairwise(columns)):
             for column in columns:
                 self._write(column)
