@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tilewise.compiler.symmetry import all_alike
+from tilewise.compiler.shards import all_alike
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Item, Plan, Role, Side

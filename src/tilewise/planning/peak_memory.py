@@ -23,7 +23,7 @@ import torch
 
 from tilewise.compiler.liveness import aligned
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.symmetry import all_alike, find_symmetry
+from tilewise.compiler.shards import all_alike
 from tilewise.execution.allocator import RecordingAllocator
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, places
@@ -39,6 +39,7 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
+from tilewise.plan.shifts import find_symmetry
 from tilewise.simulation.simulator import EXACT_RANKS
 from tilewise.simulation.zigzag_causal import halves_of
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.shifts import Symmetry
+from tilewise.plan.shifts import Symmetry, find_symmetry
 from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel

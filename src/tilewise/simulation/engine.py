@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.simulation.fair_share import CLOSE, FairShare, Route
+from tilewise.simulation.network import CLOSE, FairShare, Route
 from tilewise.simulation.timeline import RankUse, Span
 
 LOST = -1
