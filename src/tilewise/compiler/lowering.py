@@ -1,8 +1,9 @@
 """Lowering: one rank's share of a plan becomes its program.
 
-Waits stand at the first use of an arrival, not at the end of its step; operands are freed after
-their last use; receives can be posted some launches ahead. Only this rank's part of the plan is
-built, so that it costs the same in any world.
+Waits stand at the first use of an arrival, not at the end of its step, and those of one tile in the
+order of items, so that ranks that are alike wait for the same things in turn. Operands are freed
+after their last use; receives can be posted some launches ahead. Only this rank's part of the plan
+is built, so that it costs the same in any world.
 """
 
 from collections import defaultdict

@@ -46,7 +46,7 @@ MOST_MESSAGES = 1 << 17
 few ranks relabelled: ten thousand messages take about a second."""
 
 MOST_APART = 1024
-"""Up to so many ranks that are not alike are replayed unasked: more take many minutes."""
+"""Up to so many ranks that are not alike are simulated unasked: more take many minutes."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,13 @@ def simulate(
     *,
     exact: bool | None = None,
 ) -> Simulation:
-    """Replay both passes of a plan on a machine, rank r on its device r.
+    """Run both passes of a plan on a machine that is described, rank r on its device r.
 
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
-        exact: lower and replay every rank by itself, pruned. None: unless ranks are alike. Under
+        exact: lower and simulate every rank by itself, pruned. None: unless ranks are alike. Under
             a causal mask on equal zigzag shards they compute alike, but some send fewer rows than
-            others: all ranks are replayed, with few ranks' programs relabelled; where that would
+            others: all are simulated, with few ranks' programs relabelled; where that would
             be more than 131072 messages in a pass, all are taken to send the most. False: so at
             any number.
     Raises:
@@ -221,7 +221,7 @@ def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[
     """A pass's timeline, and which rank stands for which."""
     plan, mask, layouts, _, payload = resolved
     alike = all_alike(plan, mask, layouts)
-    symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
+    symmetry, halves = _relabelled(plan, machine, alike, layouts[0].size(0), exact)
     costs = PassCosts(resolved, machine, None, bool(alike))
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
@@ -256,10 +256,10 @@ def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: 
     )
 
 
-def _replayed(
+def _relabelled(
     plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
 ) -> tuple[Symmetry, Halves | None]:
-    """Which ranks are replayed; and if their programs are relabelled, the rows that they send.
+    """Which ranks are simulated, and if all are, by few programs relabelled, their rows.
 
     Args:
         size: rows of a shard.
@@ -280,7 +280,7 @@ def _replayed(
 
 def num_messages(plan: Plan) -> int:
     """Messages of a pass, if all ranks send as many as the first."""
-    first = sum(len({(hop.dst, *hop.item[:2]) for hop in s.sends}) for s in plan.rank_steps(0))
+    first = sum(len({(x.dst, *x.item[:2]) for x in step.sends}) for step in plan.rank_steps(0))
     return plan.world_size * first
 
 
@@ -288,7 +288,7 @@ def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
     if plan.world_size > MOST_APART and not exact:
         raise ValueError(
             f"no ranks of {plan.name} are alike on nodes of {machine.node_size}, and "
-            f"{plan.world_size} are more than the {MOST_APART} that are replayed one by one "
+            f"{plan.world_size} are more than the {MOST_APART} that are simulated one by one "
             "unasked: take another shape, a full or causal mask on equal zigzag shards and whole "
             "nodes, or pass exact=True and wait"
         )

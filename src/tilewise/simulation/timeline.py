@@ -92,7 +92,13 @@ class Timeline:
         """The operations of a rank, in order, and its call around them."""
         if self.recording is None:
             return
-        index = next(index for index, use in enumerate(self.ranks) if use.rank == rank)
+        index_of_rank = {use.rank: index for index, use in enumerate(self.ranks)}
+        if rank not in index_of_rank:
+            raise ValueError(
+                f"rank ({rank}) must be one that was simulated for itself, not by one that is like "
+                f"it: one of {', '.join(map(str, index_of_rank))}"
+            )
+        index = index_of_rank[rank]
         use, (*begins, last) = self.ranks[index], self.recording.begins[index]
         ended = use.compute_seconds + use.exposed_seconds
         first = begins[0] if begins else last
