@@ -279,15 +279,6 @@ def test_without_a_profiler_no_label_is_written(monkeypatch):
     tw.attention(q, q, q, plan=tw.ring(1), layout=tw.contiguous(4, 1), mask=tw.Full())
 
 
-def test_a_simulated_trace_calls_computing_and_waiting_as_the_program_does():
-    work = tw.Workload(1 << 16, num_heads=8, num_kv_heads=8, head_dim=64, mask=tw.Full())
-    found = tw.simulate(tw.ring(3), work, tw.Machine.preset("cpu-gloo"))
-    labels = {label for rank in range(3) for label in str(tw.lower(tw.ring(3), rank)).splitlines()}
-    spans = [span for span in found.backward.spans if span.lane in ("compute", "wait")]
-    named = {span.name for span in spans if span.name.startswith(("compute", "wait "))}
-    assert {name.split()[0] for name in named} == {"compute", "wait"} and named <= labels
-
-
 def test_declared_exchanges_are_one_launch_of_a_team_and_stay_in_place():
     plan = tw.ulysses(2, inner=tw.ring(2))
     program = lower(plan, 3, ahead=8, exchanges=plan.traits.exchanges)

@@ -18,10 +18,10 @@ from support.bound_passes import Case, on_ranks
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.compiler.symmetry import find_symmetry
 from tilewise.execution import allocator
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.memory_plan import BufferSpec, MemoryPlan
+from tilewise.plan.shifts import find_symmetry
 from tilewise.planning import peak_memory
 from tilewise.simulation.peak_memory import PassMemory, rank_peak_bytes
 from tilewise.simulation.zigzag_causal import halves_of

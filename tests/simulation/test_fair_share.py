@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tilewise.simulation.fair_share import FairShare, Route, fair_rates
+from tilewise.simulation.network import FairShare, Route, fair_rates
 
 
 def arrays(routes: list[Route], num_resources: int) -> tuple[np.ndarray, np.ndarray]:
@@ -160,7 +160,7 @@ def test_flows_end_alike_whether_islands_are_few_or_many_or_joined(
         for _ in range(60)
     ]
     found = ends(routes, num, flows)
-    monkeypatch.setattr("tilewise.simulation.fair_share.FEW", 0)
+    monkeypatch.setattr("tilewise.simulation.network.FEW", 0)
     assert ends(routes, num, flows) == pytest.approx(found, rel=1e-9)
     joined = [(*route, (num, 0.0)) for route in routes]  # by a resource that nobody fills
     assert ends(joined, num + 1, flows) == pytest.approx(found, rel=1e-9)

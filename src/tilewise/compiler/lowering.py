@@ -1,8 +1,9 @@
 """Lowering: one rank's share of a plan becomes its program.
 
-Waits stand at the first use of an arrival, not at the end of its step; operands are freed after
-their last use; receives can be posted some launches ahead. Only this rank's part of the plan is
-built, so that it costs the same in any world.
+Waits stand at the first use of an arrival, not at the end of its step, and those of one tile in the
+order of items, so that ranks that are alike wait for the same things in turn. Operands are freed
+after their last use; receives can be posted some launches ahead. Only this rank's part of the plan
+is built, so that it costs the same in any world.
 """
 
 from collections import defaultdict
@@ -96,9 +97,8 @@ class _ProgramWriter:
         for lane in sorted(lanes):
             self._launch(*_chosen(step, lambda hop, at=lane: self._lane(hop) == at), lane)
         for tile, items in zip(step.tiles, self.reads[number], strict=True):
-            for item in items:
-                if item in self.pending:
-                    self._wait(item)
+            for item in sorted(item for item in items if item in self.pending):
+                self._wait(item)
             self.instructions.append(Compute(tile))
         if number in self.expiring:
             self.instructions += map(Free, sorted(self.expiring[number]))

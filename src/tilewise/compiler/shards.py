@@ -1,10 +1,13 @@
-"""A plan meets a mask and a layout: it is made for these, and its shards are tokens."""
+"""A plan meets a mask and a layout: it is made for these, and its shards are tokens.
+
+Mask and layout also say whether all ranks have the same work.
+"""
 
 from collections.abc import Mapping, Sequence
 
 from tilewise.layouts.cells import Cell, cells
-from tilewise.layouts.layout import Layout, from_positions
-from tilewise.masks.base import Mask
+from tilewise.layouts.layout import Layout, from_positions, zigzag
+from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, PlanError, Side
 from tilewise.plan.kept import kept_with_plan
@@ -74,6 +77,23 @@ def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
     """Whether a mask allows all pairs and no shard is empty: then there is nothing to prune."""
     edges = [0, q_layout.num_tokens], [0, kv_layout.num_tokens]
     return min(*q_layout.sizes, *kv_layout.sizes) > 0 and int(mask.coverage(*edges)[0, 0]) == 2
+
+
+def all_alike(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> bool | None:
+    """Whether pairs of different shards all cost the same, by the mask and the layout alone.
+
+    Returns:
+        None if they do not; False if all cells are allowed; True if half of each pair's are:
+        equal zigzag shards under a causal mask.
+    """
+    if plan.cuts is not None or plan.made_for is not None or plan.replicated_queries:
+        return None
+    n, tokens = plan.world_size, layouts[0].num_tokens
+    if len({*layouts[0].sizes, *layouts[1].sizes}) > 1:
+        return None
+    if mask == Causal() and tokens % (2 * n) == 0 and {*layouts} == {zigzag(tokens, n)}:
+        return True
+    return False if everything_needed(mask, *layouts) else None
 
 
 @kept_with_plan(2)

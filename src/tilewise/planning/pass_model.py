@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tilewise.compiler.symmetry import all_alike
+from tilewise.compiler.shards import all_alike
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.plan.payload import Payload, head_groups
 from tilewise.planning.options import Option
-from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
-from tilewise.simulation.simulator import EXACT_RANKS
+from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.zigzag_causal import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 

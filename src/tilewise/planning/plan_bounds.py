@@ -21,7 +21,7 @@ from tilewise.plan.kept import kept_with_plan
 from tilewise.planning.bounds import SAFE
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.costs import PassCosts
+from tilewise.simulation.prices import PassCosts
 
 Array = np.ndarray
 

@@ -13,10 +13,10 @@ from tilewise.masks.tables import PerHead
 from tilewise.plan.ir import Plan
 from tilewise.plan.shifts import Shift, Symmetry
 from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.engine import RankUse, Timeline
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import BETWEEN, INSIDE
 from tilewise.simulation.simulator import num_messages, simulate_pass
+from tilewise.simulation.timeline import RankUse, Timeline
 
 
 def splits_into_teams(model: PassModel, plan: Plan) -> bool:
@@ -57,7 +57,7 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry, in
     uses = tuple(map(use, timeline.ranks))
     heads = (Shift(1, degree, free=True),)
     symmetry = Symmetry(model.world_size, heads, heads)
-    return Timeline(timeline.seconds + seconds, uses, ()), symmetry, num_messages(inner)
+    return Timeline(timeline.seconds + seconds, uses), symmetry, num_messages(inner)
 
 
 def _of_one_head_rank(machine: Machine, degree: int, world_size: int) -> Machine:

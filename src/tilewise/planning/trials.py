@@ -3,15 +3,14 @@
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tilewise.compiler.symmetry import find_symmetry
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.shifts import Symmetry
+from tilewise.plan.shifts import Symmetry, find_symmetry
 from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
@@ -21,6 +20,7 @@ from tilewise.planning.teams import simulate_teams, splits_into_teams
 from tilewise.simulation.engine import Timeline
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import num_messages, simulate_pass
+from tilewise.simulation.timeline import Timeline
 
 COPIES = 3
 """Times that what a rank holds of a shard is at most as large as its messages: operand and wire,
@@ -195,7 +195,7 @@ class Trials:
                 pruned = model.work.resolve(plan)[model.backward].pruned
                 left = sum(len(step.transfers) for step in pruned.steps)
                 messages = left + (messages - left) // PRUNED_FOR_ONE
-        kept = timeline._replace(spans=())
+        kept = replace(timeline, recording=None)
         self.tried[order] = Trial(self.options[order], plan, model, kept, symmetry, rough)
         self.bounds[order] = timeline.seconds
         self.messages_left -= messages

@@ -1,6 +1,6 @@
-"""A program timed on a machine that is described by numbers.
+"""A program's operations timed on a machine that is described by numbers.
 
-costs and timeline_ops: a program with prices; engine: the event loop; network and fair_share: who
-shares which link, and how; zigzag_causal: many ranks under a causal mask; machine_files: machines
+prices: what each operation takes; engine: the event loop; network: who shares which link, and how;
+zigzag_causal: many ranks under a causal mask; timeline: what a pass gave; machine_files: machines
 as TOML.
 """

@@ -1,12 +1,31 @@
-"""A machine's ports, NICs and cores as resources, and which of them a message or kernel uses.
+"""The network: a machine's ports, NICs and cores as resources, and how messages share them.
 
 Where ranks are alike, a resource stands for all that shifts map it to, and its load is that of
-each.
+each. `Network` says which resources a message or a kernel uses, `FairShare` how long they take.
+
+Every resource has capacity 1; a flow's amount is the seconds it takes alone at full speed, and its
+weight on a resource the share of it that it uses at full speed. Rates are max-min fair and made by
+progressive filling: all grow alike until a resource is full, whose flows then stay as they are.
 """
 
+import heapq
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
 from tilewise.plan.shifts import Symmetry
-from tilewise.simulation.fair_share import Route
 from tilewise.simulation.machine import Link, Machine
+
+Array = np.ndarray
+Route = tuple[tuple[int, float], ...]
+"""(resource, weight) pairs."""
+
+SAME = 1e-9  # relative: flows of an island that end this close together end together
+CLOSE = 1e-13  # relative: ends this close together are one moment
+ROUNDING = 1e-12  # relative: shares this close together are equal
+FEW = 16  # routes
+MEMO = 4096  # sets of routes whose rates are remembered
 
 INSIDE, BETWEEN, ACROSS = "inside", "between", "across"
 LINKS = (INSIDE, BETWEEN, ACROSS)
@@ -109,3 +128,245 @@ class Network:
         if number == len(self.routes):
             self.routes.append(route)
         return number
+
+
+class FairShare:
+    """The flows under way: islands of flows that no resource links, each with a clock of its own.
+
+    Args:
+        routes: the resources that each kind of flow uses, and with what weight.
+        num_resources: resources are 0..num_resources - 1.
+    """
+
+    def __init__(self, routes: Sequence[Route], num_resources: int):
+        self._island, self._place = np.zeros(len(routes), np.int64), np.zeros(len(routes), np.int64)
+        self._islands: list[_Few | _Many] = []
+        shapes: dict[tuple[Route, ...], _Rates] = {}
+        for number, members in enumerate(_islands(routes, num_resources)):
+            self._island[members], self._place[members] = number, np.arange(len(members))
+            shape = _renumbered([routes[route] for route in members])
+            rates = shapes.setdefault(shape, _Rates(shape))
+            self._islands.append((_Few if len(members) <= FEW else _Many)(rates))
+        self._ends = [np.inf] * len(self._islands)
+        self._queue: list[tuple[float, int]] = []
+        self.now = 0.0
+
+    def add(self, ids: Sequence[int], routes: Array, counts: Array, amounts: Array) -> None:
+        """Start flows now.
+
+        Args:
+            ids: what `advance` will call them.
+            routes: each one's kind.
+            counts: so many equal flows each stands for.
+            amounts: seconds at full speed, above 0.
+        """
+        islands, places = self._island[routes].tolist(), self._place[routes].tolist()
+        parts: dict[int, list[tuple[int, int, float, float]]] = {}
+        flows = zip(ids, places, counts.tolist(), amounts.tolist(), strict=True)
+        for island, flow in zip(islands, flows, strict=True):
+            parts.setdefault(island, []).append(flow)
+        for island, flows in parts.items():
+            self._islands[island].add(self.now, flows)
+            self._note(island)
+
+    def _note(self, island: int) -> None:
+        end = self._ends[island] = self._islands[island].next_end
+        if end < np.inf:
+            heapq.heappush(self._queue, (end, island))
+
+    @property
+    def next_end(self) -> float:
+        """When the first flow ends if none is added; inf without flows."""
+        queue = self._queue
+        while queue and self._ends[queue[0][1]] != queue[0][0]:
+            heapq.heappop(queue)
+        return queue[0][0] if queue else np.inf
+
+    def advance(self, now: float) -> list[int]:
+        """Let time pass, to the next end at most; return the flows that have ended."""
+        self.now = now
+        done: list[int] = []
+        while self.next_end <= now * (1 + CLOSE):
+            _, island = heapq.heappop(self._queue)
+            done += self._islands[island].advance(now)
+            self._note(island)
+        return done
+
+
+def _islands(routes: Sequence[Route], num_resources: int) -> list[list[int]]:
+    """The routes that share resources, directly or by way of others."""
+    above = list(range(num_resources))
+
+    def root(resource: int) -> int:
+        while above[resource] != resource:
+            above[resource] = resource = above[above[resource]]
+        return resource
+
+    for route in routes:
+        for resource, _ in route:
+            above[root(resource)] = root(route[0][0])
+    found: dict[int, list[int]] = {}
+    for number, route in enumerate(routes):
+        found.setdefault(root(route[0][0]), []).append(number)
+    return list(found.values())
+
+
+def _renumbered(routes: list[Route]) -> tuple[Route, ...]:
+    """The routes with resources numbered as they occur."""
+    known: dict[int, int] = {}
+    return tuple(
+        tuple((known.setdefault(resource, len(known)), weight) for resource, weight in route)
+        for route in routes
+    )
+
+
+class _Rates:
+    """The rates of an island's routes by the number of flows on each, kept for islands like it."""
+
+    def __init__(self, routes: tuple[Route, ...]):
+        width = max(len(route) for route in routes)
+        self.num_resources = 1 + max(resource for route in routes for resource, _ in route)
+        self.num_routes = len(routes)
+        self._use = np.full((len(routes), width), self.num_resources)
+        self._weight = np.zeros((len(routes), width))
+        for index, route in enumerate(routes):
+            for place, (resource, weight) in enumerate(route):
+                self._use[index, place], self._weight[index, place] = resource, weight
+        self._known: dict[Hashable, Any] = {}
+
+    def of(self, counts: Array) -> Array:
+        key = counts.tobytes()
+        rates = self._known.get(key)
+        if rates is None:
+            rates = self._keep(key, self._found(counts))
+        return rates
+
+    def listed(self, counts: list[float]) -> list[float]:
+        key = tuple(counts)
+        rates = self._known.get(key)
+        if rates is None:
+            rates = self._keep(key, self._found(np.array(counts)).tolist())
+        return rates
+
+    def _found(self, counts: Array) -> Array:
+        return fair_rates(self._use, self._weight, counts, self.num_resources + 1)
+
+    def _keep(self, key: Hashable, rates: Any) -> Any:
+        if len(self._known) >= MEMO:
+            self._known.clear()
+        self._known[key] = rates
+        return rates
+
+
+class _Many:
+    """An island of many routes, as arrays."""
+
+    def __init__(self, rates: _Rates):
+        self._rates = rates
+        self._ids, self._route = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._count, self._left = np.empty(0), np.empty(0)
+        self._rate, self._now = np.empty(0), 0.0
+        self.next_end = np.inf
+
+    def add(self, now: float, flows: list[tuple[int, int, float, float]]) -> None:
+        self._left = self._left - (now - self._now) * self._rate
+        self._now = now
+        ids, routes, counts, amounts = (np.array(column) for column in zip(*flows, strict=True))
+        self._ids = np.concatenate([self._ids, ids])
+        self._route = np.concatenate([self._route, routes])
+        self._count = np.concatenate([self._count, counts])
+        self._left = np.concatenate([self._left, amounts])
+        self._refresh()
+
+    def advance(self, now: float) -> list[int]:
+        seconds, self._now = now - self._now, now
+        self._left = self._left - seconds * self._rate
+        ended = self._left <= (SAME * seconds + 2 * CLOSE * now) * self._rate
+        done, kept = self._ids[ended].tolist(), ~ended
+        self._ids, self._route = self._ids[kept], self._route[kept]
+        self._count, self._left = self._count[kept], self._left[kept]
+        self._refresh()
+        return done
+
+    def _refresh(self) -> None:
+        if not len(self._ids):
+            self._rate, self.next_end = np.empty(0), np.inf
+            return
+        counts = np.bincount(self._route, self._count, self._rates.num_routes)
+        self._rate = self._rates.of(counts)[self._route]
+        self.next_end = self._now + max(float((self._left / self._rate).min()), 0.0)
+
+
+class _Few:
+    """An island of few routes, as lists: arrays take longer to make than it takes to count."""
+
+    def __init__(self, rates: _Rates):
+        self._rates = rates
+        self._flows: list[tuple[int, int, float, float]] = []  # id, route, count, left
+        self._rate: list[float] = []  # by route
+        self._now = 0.0
+        self.next_end = np.inf
+
+    def add(self, now: float, flows: list[tuple[int, int, float, float]]) -> None:
+        self._pass(now)
+        self._flows += flows
+        self._refresh()
+
+    def advance(self, now: float) -> list[int]:
+        near = SAME * (now - self._now) + 2 * CLOSE * now
+        self._pass(now)
+        rate = self._rate
+        done = [flow[0] for flow in self._flows if flow[3] <= near * rate[flow[1]]]
+        self._flows = [flow for flow in self._flows if flow[3] > near * rate[flow[1]]]
+        self._refresh()
+        return done
+
+    def _pass(self, now: float) -> None:
+        seconds, self._now, rate = now - self._now, now, self._rate
+        if seconds:
+            self._flows = [(i, r, c, left - seconds * rate[r]) for i, r, c, left in self._flows]
+
+    def _refresh(self) -> None:
+        if not self._flows:
+            self.next_end = np.inf
+            return
+        counts = [0.0] * self._rates.num_routes
+        for _, route, count, _ in self._flows:
+            counts[route] += count
+        rate = self._rate = self._rates.listed(counts)
+        first = min(left / rate[route] for _, route, _, left in self._flows)
+        self.next_end = self._now + max(first, 0.0)
+
+
+def fair_rates(use: Array, weight: Array, counts: Array, num_resources: int) -> Array:
+    """Max-min fair rates, 1 at most where a flow uses a resource with weight 1.
+
+    All resources that are the scarcest for everyone who uses them fill at once.
+
+    Args:
+        use: int [routes, width], resources; unused places name one of weight 0.
+        weight: [routes, width].
+        counts: flows per route.
+    Returns:
+        [routes]; 0 where there is no flow.
+    """
+    rate, room = np.zeros(len(counts)), np.ones(num_resources)
+    open_ = np.flatnonzero(counts)
+    while len(open_):
+        used, demand = use[open_], weight[open_] * counts[open_, None]
+        load = np.bincount(used.ravel(), demand.ravel(), num_resources)
+        share = np.full(num_resources, np.inf)
+        np.divide(room, load, out=share, where=load > 0)
+        of_flow = share[used]
+        own = of_flow.min(1)
+        least = np.full(num_resources, np.inf)
+        np.minimum.at(least, used, own[:, None])
+        scarce = least >= share * (1 - ROUNDING)
+        # Looser, so that whatever made a resource scarce is filled with it.
+        filled = (scarce[used] & (of_flow <= own[:, None] * (1 + 10 * ROUNDING))).any(1)
+        now = open_[filled]
+        rate[now] = own[filled]
+        spent = (demand[filled] * own[filled, None]).ravel()
+        room = np.maximum(room - np.bincount(used[filled].ravel(), spent, num_resources), 0)
+        open_ = open_[~filled]
+    return rate

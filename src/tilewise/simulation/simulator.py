@@ -1,4 +1,4 @@
-"""The simulator: how long a plan takes on a machine, by replaying the programs that run it.
+"""The simulator: how long a plan takes on a machine, by pricing the operations that run it.
 
     tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
 
@@ -15,31 +15,35 @@ from typing import TYPE_CHECKING
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
+from tilewise.compiler.operations import Await
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import table_cells
-from tilewise.compiler.symmetry import all_alike, find_symmetry
+from tilewise.compiler.shards import all_alike, table_cells
 from tilewise.plan.ir import Plan
-from tilewise.plan.shifts import Symmetry
-from tilewise.simulation.costs import PassCosts
-from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
+from tilewise.plan.payload import Payload
+from tilewise.plan.shifts import Symmetry, find_symmetry
+from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.timeline_ops import compile_tracks
-from tilewise.simulation.zigzag_causal import Halves, halves_of
+from tilewise.simulation.prices import PassCosts, priced_tracks
+from tilewise.simulation.timeline import (
+    RankUse,
+    Recording,
+    Timeline,
+    rank_operations,
+    trace_text,
+)
+from tilewise.simulation.zigzag_causal import EXACT_RANKS, Halves, halves_of
 from tilewise.workload import Workload
 
 if TYPE_CHECKING:
     from tilewise.simulation.peak_memory import PassMemory
-
-EXACT_RANKS = 64
-"""Up to so many ranks every one is simulated as pruned under a causal mask."""
 
 MOST_MESSAGES = 1 << 17
 """Up to so many messages of a pass that is done with more ranks too, where programs are those of
 few ranks relabelled: ten thousand messages take about a second."""
 
 MOST_APART = 1024
-"""Up to so many ranks that are not alike are replayed unasked: more take many minutes."""
+"""Up to so many ranks that are not alike are simulated unasked: more take many minutes."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,13 @@ def simulate(
     *,
     exact: bool | None = None,
 ) -> Simulation:
-    """Replay both passes of a plan on a machine, rank r on its device r.
+    """Run both passes of a plan on a machine that is described, rank r on its device r.
 
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
-        exact: lower and replay every rank by itself, pruned. None: unless ranks are alike. Under
+        exact: lower and simulate every rank by itself, pruned. None: unless ranks are alike. Under
             a causal mask on equal zigzag shards they compute alike, but some send fewer rows than
-            others: all ranks are replayed, with few ranks' programs relabelled; where that would
+            others: all are simulated, with few ranks' programs relabelled; where that would
             be more than 131072 messages in a pass, all are taken to send the most. False: so at
             any number.
     Raises:
@@ -214,7 +218,7 @@ def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[
     """A pass's timeline, and which rank stands for which."""
     plan, mask, layouts, _, payload = resolved
     alike = all_alike(plan, mask, layouts)
-    symmetry, halves = _replayed(plan, machine, alike, layouts[0].size(0), exact)
+    symmetry, halves = _relabelled(plan, machine, alike, layouts[0].size(0), exact)
     costs = PassCosts(resolved, machine, None, bool(alike))
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
@@ -223,16 +227,36 @@ def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     network = Network(machine, symmetry)
-    priced = compile_tracks(plan, programs, costs, network, halves)
-    loop = EventLoop(priced, network.routes, network.num_resources)
-    loop.run()
-    return loop.timeline(symmetry.members), symmetry
+    tracks, flows = priced_tracks(plan, programs, costs, network, halves)
+    loop = EventLoop(tracks, flows, network.routes, network.num_resources)
+    deadlock = loop.run()
+    run_plan = halves.pruned(plan) if halves else plan
+    if deadlock:
+        raise RuntimeError(_deadlock_text(deadlock, run_plan, payload, len(tracks)))
+    begins = tuple(map(tuple, loop.begins))
+    recording = Recording(run_plan, payload, begins, tuple(loop.messages))
+    seconds = max(loop.ended, default=0.0)
+    return Timeline(seconds, loop.uses(symmetry.members), recording), symmetry
 
 
-def _replayed(
+def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: int) -> str:
+    rank, place, arrived, num_ended = deadlock
+    missing = "its sends"
+    if place is not None:
+        operation = list(rank_operations(plan, payload, rank))[place]
+        assert isinstance(operation, Await)
+        transfer = operation.recvs[arrived.index(False)]
+        missing = f"step {operation.step}, {transfer.item} from rank {transfer.src}"
+    return (
+        f"no rank can go on: rank {rank} waits for {missing}; {num_ended} of {num_ranks} ranks "
+        "have ended"
+    )
+
+
+def _relabelled(
     plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
 ) -> tuple[Symmetry, Halves | None]:
-    """Which ranks are replayed; and if their programs are relabelled, the rows that they send.
+    """Which ranks are simulated, and if all are, by few programs relabelled, their rows.
 
     Args:
         size: rows of a shard.
@@ -253,7 +277,7 @@ def _replayed(
 
 def num_messages(plan: Plan) -> int:
     """Messages of a pass, if all ranks send as many as the first."""
-    first = sum(len({(hop.dst, *hop.item[:2]) for hop in s.sends}) for s in plan.rank_steps(0))
+    first = sum(len({(x.dst, *x.item[:2]) for x in step.sends}) for step in plan.rank_steps(0))
     return plan.world_size * first
 
 
@@ -261,7 +285,7 @@ def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:
     if plan.world_size > MOST_APART and not exact:
         raise ValueError(
             f"no ranks of {plan.name} are alike on nodes of {machine.node_size}, and "
-            f"{plan.world_size} are more than the {MOST_APART} that are replayed one by one "
+            f"{plan.world_size} are more than the {MOST_APART} that are simulated one by one "
             "unasked: take another shape, a full or causal mask on equal zigzag shards and whole "
             "nodes, or pass exact=True and wait"
         )

@@ -9,6 +9,9 @@ from tilewise.plan.ir import Item, Plan, RankStep, Role, Rows, Side, Transfer
 from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.shifts import Shift, Symmetry, absolutes, relative
 
+EXACT_RANKS = 64
+"""Up to so many ranks every one is simulated as pruned under a causal mask."""
+
 Array = np.ndarray
 
 

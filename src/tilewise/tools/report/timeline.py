@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewise.simulation.engine import Span
 from tilewise.simulation.network import LINKS
 from tilewise.simulation.simulator import Simulation
+from tilewise.simulation.timeline import Span
 from tilewise.tools.report.drawing import AROUND, Drawing, Words, axis, colour, hover
 from tilewise.tools.report.page import Figure, Table
 from tilewise.tools.report.words import CROSS, quantity
@@ -15,7 +15,7 @@ MOST_ROWS = 12
 FIRST_KERNELS = 8  # shown first, each a bar of its own
 FINEST = 1500  # bars closer than this part of the pass are drawn as one
 ROW = 64  # pixels
-OWN = ("compute", "wait")  # lanes of which a rank is in one at a time
+OWN = ("compute", "wait")  # a rank is in one at a time; what a call takes is drawn as waiting
 LANES = MappingProxyType({"compute": 0, "wait": 1, "inside": 5, "between": 3, "across": 6})
 """The palette's numbers of what a rank does."""
 LINK_NAMES = MappingProxyType(
@@ -56,12 +56,18 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineBars:
     begin = 0.0
     passes = (simulation.forward, simulation.backward)
     for part, symmetry in zip(passes, simulation.symmetries, strict=True):
-        by_lane: dict[tuple[int, str], list[Span]] = {}
-        for span in part.spans:
-            by_lane.setdefault((span.rank, span.lane), []).append(span)
+        messages: dict[int, list[Span]] = {}
+        for span in part.messages:
+            messages.setdefault(span.rank, []).append(span)
         for row, use in enumerate(uses):
+            rank = symmetry.first(use.rank)
+            by_lane: dict[str, list[Span]] = {}
+            for span in (*part.rank_spans(rank), *messages.get(rank, ())):
+                if span.seconds:
+                    lane = "wait" if span.lane == "call" else span.lane
+                    by_lane.setdefault(lane, []).append(span._replace(lane=lane))
             for lane in (*OWN, *LINKS):
-                spans = by_lane.get((symmetry.first(use.rank), lane), ())
+                spans = by_lane.get(lane, ())
                 joined = _joined(spans, part.seconds / FINEST, 0.0 if begin else first)
                 bars += [bar._replace(row=row, start=begin + bar.start) for bar in joined]
         begin += part.seconds
@@ -74,9 +80,7 @@ def _first_steps(simulation: Simulation) -> float:
     """When the rank that is shown first has done so many kernels."""
     timeline = simulation.forward
     rank = timeline.ranks[0].rank
-    ends = sorted(
-        x.start + x.seconds for x in timeline.spans if x.rank == rank and x.lane == "compute"
-    )
+    ends = [x.start + x.seconds for x in timeline.rank_spans(rank) if x.lane == "compute"]
     return ends[min(FIRST_KERNELS, len(ends)) - 1] if ends else timeline.seconds
 
 
