@@ -189,7 +189,7 @@ def _arenas(steps: tuple[RankStep, ...], last_use: dict[Item, int]) -> tuple[tup
     if not groups:
         return ()
     arrived = {hop.item: number for number, step in enumerate(steps) for hop in step.recvs}
-    arenas = []
+    arenas: list[tuple[Item, ...]] = []
     for items in groups.values():
         received = [item for item in items if item in arrived]
         if received and min(last_use[i] for i in received) > max(arrived[i] for i in received):
