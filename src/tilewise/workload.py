@@ -17,12 +17,12 @@ from tilewise.arguments import (
     whole_number,
 )
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.shards import everything_needed
+from tilewise.compiler.shards import everything_needed, find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan
 from tilewise.plan.payload import check_save, head_groups
-from tilewise.plan.shifts import Symmetry, absolute, find_symmetry
+from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
 MOST_NUMBERS = 1 << 48

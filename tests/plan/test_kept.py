@@ -8,7 +8,7 @@ import pytest
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, own_shards
-from tilewise.plan.kept import KEEP, keep_values, kept_values, kept_with_plan
+from tilewise.plan.kept import keep_values, kept_values, kept_with_plan
 
 
 def counted(keep: int = 2, **options):
@@ -105,7 +105,7 @@ def test_threads_get_one_value():
 
 
 def test_values_move_to_a_copy_of_the_plan():
-    (derive, computed), plan, copied = counted(KEEP), tw.ring(2), tw.ring(2)
+    (derive, computed), plan, copied = counted(), tw.ring(2), tw.ring(2)
     assert kept_values(plan, derive) == ()
     derive(plan, 1)
     derive(plan, 2)

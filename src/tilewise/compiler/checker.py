@@ -238,8 +238,8 @@ class _Execution:
         others = range(self.plan.num_shards(Side(1 - side)))
         if self.cells is None:
             return (1 << len(others)) - 1
-        pair = (lambda o: (shard, o)) if side is Side.Q else (lambda o: (o, shard))
-        return sum(1 << other for other in others if pair(other) in self.cells)
+        pairs = ((shard, other) if side is Side.Q else (other, shard) for other in others)
+        return sum(1 << pair[1 - side] for pair in pairs if pair in self.cells)
 
     def _filled(self, side: Side, shard: int, value: int) -> Rows:
         """The rows of a partial that its contributions reach."""

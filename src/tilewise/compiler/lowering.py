@@ -200,7 +200,7 @@ def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
     arrived = {hop.item: number for number, step in enumerate(steps) for hop in step.recvs}
     reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
     last_use = _last_uses(steps, reads)
-    arenas = []
+    arenas: list[tuple[Item, ...]] = []
     for items in groups.values():
         received = [item for item in items if item in arrived]
         if received and min(last_use[i] for i in received) > max(arrived[i] for i in received):

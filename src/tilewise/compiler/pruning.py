@@ -6,7 +6,7 @@ that would only pass a value on is passed by.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
     )
 
 
-def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
+def _shrunk(tiles: tuple[Tile, ...], reads: Reads) -> Iterator[Tile]:
     """The tiles without the shards that meet no other shard of theirs."""
     for tile in tiles:
         met = [pair for pair in product(tile.q, tile.kv) if reads(pair)]
@@ -134,7 +134,9 @@ def _shrunk(tiles: tuple[Tile, ...], reads: Reads):
             yield Tile(*kept, tile.heads)
 
 
-def _cell_rows(tile: Tile, reads: Reads, item: Callable[[Side, int, int], Item]):
+def _cell_rows(
+    tile: Tile, reads: Reads, item: Callable[[Side, int, int], Item]
+) -> Iterator[tuple[Item, Rows]]:
     """The items of a tile's cells, each cell on its own, and which rows of them it reads."""
     kvs = [(kv, item(Side.KV, kv, tile.heads)) for kv in tile.kv]
     for q in tile.q:
@@ -158,7 +160,7 @@ def _read_operands(
     later: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
     hops: list[StepTransfer] = []
     for number in reversed(range(len(plan.steps))):
-        wanted = []
+        wanted: list[tuple[int, Item, Rows]] = []
         for hop in plan.steps[number].transfers:
             rows = later[hop.dst].pop(hop.item, None) if hop.item.role is Role.OPERAND else None
             if rows:
@@ -179,7 +181,7 @@ def _filled_partials(
     filled: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
     hops: list[StepTransfer] = []
     for number, step in enumerate(plan.steps):
-        arrivals = []
+        arrivals: list[tuple[int, Item, Rows]] = []
         for hop in step.transfers:
             if hop.item.role is Role.PARTIAL:
                 rows = filled[hop.src].pop(hop.item, None)
@@ -214,6 +216,10 @@ def _uses(tiles: list[tuple[tuple[Tile, ...], ...]]) -> Uses:
     return uses
 
 
+ByPlace = dict[tuple[int, Item], list[StepTransfer]]
+"""(rank, item) -> transfers there, or from there."""
+
+
 def _without_relays(
     hops: list[StepTransfer], uses: Uses, moved: bool = False
 ) -> list[StepTransfer]:
@@ -222,8 +228,8 @@ def _without_relays(
     The joined hop starts when the second did, so the receiver notices nothing; a moved value must
     rest undisturbed at its source until then.
     """
-    into: dict[tuple[int, Item], list[StepTransfer]] = defaultdict(list)
-    out_of: dict[tuple[int, Item], list[StepTransfer]] = defaultdict(list)
+    into: ByPlace = defaultdict(list)
+    out_of: ByPlace = defaultdict(list)
     ordered = sorted(hops, key=lambda hop: hop.step)
     for hop in ordered:
         into[hop.transfer.dst, hop.transfer.item].append(hop)
@@ -252,7 +258,9 @@ def _without_relays(
     return [hop for arrivals in into.values() for hop in arrivals]
 
 
-def _rests(first: StepTransfer, onward: StepTransfer, into: dict, out_of: dict, uses: Uses) -> bool:
+def _rests(
+    first: StepTransfer, onward: StepTransfer, into: ByPlace, out_of: ByPlace, uses: Uses
+) -> bool:
     """Whether nothing is added to or taken from a partial at its source between two hops."""
     place, item = (first.transfer.src, first.transfer.item), first.transfer.item
     used = uses.get((place[0], item.side, item.shard, item.heads), ())

@@ -11,6 +11,7 @@ from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Plan, PlanError, Side
 from tilewise.plan.kept import kept_with_plan
+from tilewise.plan.shifts import Symmetry
 
 
 def shard_layouts(
@@ -102,3 +103,22 @@ def table_cells(
 ) -> Mapping[tuple[int, int], Cell]:
     """The non-empty (query shard, KV shard) cells, kept with the plan."""
     return cells(mask, q_layout, kv_layout)
+
+
+MAX_CLASSES = 128
+"""With more classes ranks are taken as unlike."""
+
+
+def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
+    """The symmetry that a plan declares; all ranks apart if it declares none.
+
+    Args:
+        blocks: sizes of groups of neighbouring ranks that must be mapped to one another (nodes,
+            those who share a NIC, racks).
+    """
+    n = plan.world_size
+    inside = [block for block in blocks if block < n]
+    shifts = tuple(part for shift in plan.traits.shifts for part in shift.cut(inside))
+    kept = tuple(power for shift in shifts for power in shift.respecting(inside))
+    symmetry = Symmetry(n, shifts, kept)
+    return symmetry if symmetry.num_classes <= min(n // 2, MAX_CLASSES) else Symmetry(n)

@@ -5,6 +5,7 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, zigzag
@@ -200,7 +201,9 @@ def _hand(
     # with x rows from the front and room - x from the back, area grows with x, line by line
     x = np.concatenate([tokens, tokens - behind, [room]])
     x = np.sort(x[(x >= 0) & (x <= room)])
-    area = np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
+    area: NDArray[np.float64] = (
+        np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
+    )
     rows = float(np.interp(need, area, x))
     near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]
     rows = near[0] if near else rows

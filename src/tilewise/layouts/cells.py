@@ -95,7 +95,7 @@ def _num_pieces(strips: Strips, q: Runs) -> Array:
 
 def _groups_of(ends: Array, size: int) -> list[tuple[int, int]]:
     """Neighbours in groups that have at most size together, or are one; ends: running totals."""
-    cuts = np.searchsorted(ends, np.arange(0, ends[-1] + size, size))
+    cuts = np.searchsorted(ends, np.arange(0, int(ends[-1]) + size, size))
     return list(pairwise(np.unique(np.append(cuts, len(ends))).tolist()))
 
 
@@ -134,7 +134,7 @@ def _count_residues(pieces: Pieces, q: Runs, k: Runs, num_keys: int, found: Cell
     found.area += table.reshape(-1)
 
 
-def _by_pair(pairs: Array, found: list[tuple[Array, Array, Array]]) -> list[Rows]:
+def _by_pair(pairs: Array, found: list[PairRows]) -> list[Rows]:
     """The ranges of each of the (ascending) pairs."""
     if not len(pairs):
         return []
@@ -173,13 +173,17 @@ class Pieces(NamedTuple):
         )
 
 
+PairRows = tuple[Array, Array, Array]
+"""Columns: a pair, and the half-open range of its rows from start to stop."""
+
+
 class CellCounts:
     """Collects areas and row ranges of shard pairs; a pair is the number i * num_k_shards + j."""
 
     def __init__(self, num_q_shards: int, num_k_shards: int):
         self.num_q_shards, self.num_k_shards = num_q_shards, num_k_shards
         self.area = np.zeros(num_q_shards * num_k_shards, np.int64)
-        self.ranges: tuple[list, list] = ([], [])
+        self.ranges: tuple[list[PairRows], list[PairRows]] = ([], [])
 
     def add(self, side: int, pair: Array, start: Array, stop: Array) -> None:
         """Rows [start, stop) of side 0 (queries) or 1 (keys) of each pair are needed."""
@@ -188,7 +192,7 @@ class CellCounts:
 
 def runs_of(layout: Layout) -> Runs:
     """A layout's runs; runs of one row count as neighbouring keys."""
-    rows = []
+    rows: list[tuple[int, int, int, int, int]] = []
     for shard, runs in enumerate(layout.runs):
         offset = 0
         for run in runs:
@@ -315,7 +319,7 @@ def _full_rows(
             found.add(0, pair, rows[0][part][piece], rows[1][part][piece])
 
 
-def merged(pair: Array, start: Array, stop: Array) -> tuple[Array, Array, Array]:
+def merged(pair: Array, start: Array, stop: Array) -> PairRows:
     """Rows of the same pair that overlap or touch, joined; sorted by pair, then start."""
     if not len(pair):
         return pair, start, stop

@@ -10,6 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.arguments import MOST_RANKS, whole_number
 from tilewise.opaque import OpaqueValue
@@ -83,9 +84,7 @@ class Layout(OpaqueValue):
 
     def positions(self, shard: int) -> torch.Tensor:
         """Global positions of a shard's rows, a LongTensor [num_rows]."""
-        import torch
-
-        return torch.from_numpy(self.rows(shard))
+        return _tensor(self.rows(shard))
 
     def shard(self, x: Any, rank: int, dim: int = 0) -> Any:
         """The rows of the whole tensor x that a rank owns, along dim."""
@@ -111,9 +110,7 @@ class Layout(OpaqueValue):
             )
         import torch
 
-        order = torch.from_numpy(
-            np.argsort(np.concatenate([self.rows(s) for s in range(self.world_size)]))
-        )
+        order = _tensor(np.argsort(np.concatenate([self.rows(s) for s in range(self.world_size)])))
         return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
     def cut(self, homes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> Layout:
@@ -156,7 +153,7 @@ class Layout(OpaqueValue):
         return len(rows) == self.num_tokens and bool((np.sort(rows) == np.arange(len(rows))).all())
 
     @cached_property
-    def _key(self) -> tuple:
+    def _key(self) -> tuple[int, tuple[tuple[Run, ...], ...]]:
         return self.num_tokens, self.runs
 
     @cached_property
@@ -205,8 +202,16 @@ def _parts(num_tokens: int, n: int) -> list[Run]:
     return [Run(a, b - a) for a, b in pairwise(starts)]
 
 
+def _tensor(positions: NDArray[np.int64]) -> torch.Tensor:
+    import torch
+
+    # torch declares no type for the array that it takes
+    return torch.from_numpy(positions)  # pyright: ignore[reportUnknownMemberType]
+
+
 def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:
-    clipped, offset = [], 0
+    clipped: list[Run] = []
+    offset = 0
     for run in runs:
         first, last = max(piece[0] - offset, 0), min(piece[1] - offset, run.count)
         if first < last:

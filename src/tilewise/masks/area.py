@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike
 from tilewise.masks.strips import LIMIT, Strips, expand
 
 Array = np.ndarray
+Bound = Array | int
+"""A position, of all strips or one for each."""
 INT64_SAFE = 2**61
 CELLS_AT_ONCE = 2**19  # a working set of a few MB
 
@@ -28,7 +30,7 @@ def area(strips: Strips, q_range: tuple[int, int], k_range: tuple[int, int]) -> 
     return int(clipped(lines, first, last - first, k0, k1).sum())
 
 
-def clipped(lines: Sequence[Array], first: Array, rows: Array, k0, k1) -> Array:
+def clipped(lines: Sequence[Array], first: Array, rows: Array, k0: Bound, k1: Bound) -> Array:
     """Allowed pairs of each strip on rows [first, first + rows), keys [k0, k1).
 
     Args:
@@ -73,7 +75,7 @@ def checked_range(what: str, bounds: tuple[int, int]) -> tuple[int, int]:
     return min(start, LIMIT), min(stop, LIMIT)
 
 
-def _row_sum(x, line: Array, slope: Array, first: Array, rows: Array) -> Array:
+def _row_sum(x: Bound, line: Array, slope: Array, first: Array, rows: Array) -> Array:
     """Sum over q in [first, first + rows) of min(x, line + slope q), slope 0 or 1."""
     start = line + slope * first
     below = np.where(slope == 0, np.where(start < x, rows, 0), np.clip(x - start, 0, rows))

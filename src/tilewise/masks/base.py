@@ -79,7 +79,7 @@ class Mask(OpaqueValue, ABC):
     def __or__(self, other: Mask) -> Mask:
         return self._with(other, Or)
 
-    def _with(self, other: Mask, operation: type[And] | type[Or]) -> Mask:
+    def _with(self, other: object, operation: type[And] | type[Or]) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         return other._after(self, operation)
@@ -89,7 +89,7 @@ class Mask(OpaqueValue, ABC):
         return operation(first, self)
 
     @cached_property
-    def _key(self) -> tuple:
+    def _key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @cached_property

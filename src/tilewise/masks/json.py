@@ -1,7 +1,8 @@
 """Masks as JSON: the name of their kind and its arguments, masks within masks included."""
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from tilewise.arguments import require_type, whole_number
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
@@ -41,10 +42,14 @@ def read_mask(data: Any) -> Mask:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mask):
         return write_mask(value)
-    return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
+    return (
+        [_plain(x) for x in cast("Sequence[Any]", value)]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _value(value: Any) -> Any:
     if isinstance(value, dict):
         return read_mask(value)
-    return tuple(_value(x) for x in value) if isinstance(value, list) else value
+    return tuple(map(_value, cast("list[Any]", value))) if isinstance(value, list) else value

@@ -6,6 +6,7 @@ on them. The histograms are published figures, kept in data/lengths.toml with th
 
 import csv
 import tomllib
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +97,7 @@ def position_ids(cu_seqlens: Any) -> Array:
     """int64 [num_tokens]: each token's position within its own document."""
     boundaries = np.array(as_ints(cu_seqlens), np.int64)
     starts = np.repeat(boundaries[:-1], np.diff(boundaries))
-    return np.arange(boundaries[-1]) - starts
+    return np.arange(int(boundaries[-1])) - starts
 
 
 def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
@@ -171,9 +172,10 @@ def _draw(bins: Array, count: int, rng: np.random.Generator) -> Array:
     return np.clip(lengths, first, last)
 
 
-def _fill(num_tokens: int, draw: Any, limit: int) -> Array:
+def _fill(num_tokens: int, draw: Callable[[int], Array], limit: int) -> Array:
     """Lengths that add up to num_tokens, the last one cut."""
-    parts, total = [], 0
+    parts: list[Array] = []
+    total = 0
     while total < num_tokens:
         parts.append(np.minimum(draw(1024), limit))
         total += int(parts[-1].sum())

@@ -213,7 +213,8 @@ def block_sparse(block_mask: Any, block: int) -> Mask:
     """
     whole_number("block", block)
     table = _table(block_mask)
-    q_edges, k_edges = (np.arange(count + 1) * block for count in table.shape[-2:])
+    num_q_blocks, num_k_blocks = map(int, table.shape[-2:])
+    q_edges, k_edges = np.arange(num_q_blocks + 1) * block, np.arange(num_k_blocks + 1) * block
     return _by_head(table, lambda part: Blocks(part, q_edges, k_edges, overhang=block - 1))
 
 

@@ -59,7 +59,8 @@ class Growing(Mask):
         return np.cumsum([0, *counts]), np.cumsum([0, *ends])
 
     def _strips(self) -> Strips:
-        everything, moved = self.within.strips(), []
+        everything = self.within.strips()
+        moved: list[tuple[Array, ...]] = []
         for start, count, q_edge, k_edge in zip(
             self.starts, self.counts, *self._edges, strict=False
         ):

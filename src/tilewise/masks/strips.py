@@ -182,7 +182,7 @@ def _between(q0: Array, q1: Array, lows: tuple[Line, Line], highs: tuple[Line, L
     cut_low = np.clip(_crossing(*lows, q0), q0, q1)
     cut_high = np.clip(_crossing(*highs, q0) + 1, q0, q1)  # where equal, still the steeper
     cuts = (q0, np.minimum(cut_low, cut_high), np.maximum(cut_low, cut_high), q1)
-    pieces = []
+    pieces: list[Strips] = []
     for start, stop in pairwise(cuts):
         rows = np.flatnonzero(start < stop)
         first = start[rows]

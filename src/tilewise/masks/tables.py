@@ -6,7 +6,7 @@ A table is checked against itself (no pair twice) and against the sequence; a ru
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -183,7 +183,7 @@ class PerHead(Mask):
         if not self.heads:
             raise ValueError("PerHead has 0 masks; give one per key/value head")
         for i, head in enumerate(self.heads):
-            if not isinstance(head, Mask) or isinstance(head, PerHead):
+            if not _is_of_one_head(head):
                 raise ValueError(f"head {i} of PerHead must be a mask that is not itself by head")
 
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
@@ -210,7 +210,7 @@ class PerHead(Mask):
             low, high = np.minimum(low, table), np.maximum(high, table)
         return np.where(low == high, low, np.int8(1))
 
-    def _with(self, other: Mask, operation: type[And] | type[Or]) -> Mask:
+    def _with(self, other: object, operation: type[And] | type[Or]) -> Mask:
         if not isinstance(other, PerHead):
             return PerHead(head._with(other, operation) for head in self.heads)
         if len(self.heads) != len(other.heads):
@@ -232,20 +232,27 @@ class PerHead(Mask):
         return f"PerHead([{', '.join(repr(head) for head in self.heads)}])"
 
 
+def _is_of_one_head(value: object) -> bool:
+    return isinstance(value, Mask) and not isinstance(value, PerHead)
+
+
 def _checked_slice(i: int, entry: Any) -> Slice:
-    if not isinstance(entry, Sequence) or len(entry) != 3:
+    parts = cast("Sequence[Any]", entry) if isinstance(entry, Sequence) else ()
+    if len(parts) != 3:
         raise ValueError(f"slice {i} ({entry!r:.60}) must be (q_range, k_range, kind)")
-    ranges, kind = [], entry[2]
-    for what, given in zip(("q_range", "k_range"), entry, strict=False):
-        bounds = as_ints(given, f"slice {i}: {what}")
-        if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-            raise ValueError(
-                f"slice {i}: {what} {bounds} must be (start, stop), 0 <= start <= stop"
-            )
-        ranges.append(bounds)
+    q_range, k_range, kind = parts
+    q = _checked_bounds(f"slice {i}: q_range", q_range)
+    k = _checked_bounds(f"slice {i}: k_range", k_range)
     if kind not in KINDS:
         raise ValueError(f"slice {i}: kind {kind!r} must be one of {', '.join(KINDS)}")
-    return ranges[0], ranges[1], kind
+    return q, k, kind
+
+
+def _checked_bounds(what: str, values: Any) -> tuple[int, int]:
+    bounds = as_ints(values, what)
+    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"{what} {bounds} must be (start, stop), 0 <= start <= stop")
+    return bounds
 
 
 def _slice_dense(entry: Slice, q: Array, k: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
@@ -83,7 +83,7 @@ def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
+def gc_paused() -> Generator[None]:
     """No cyclic garbage collection: plans and programs are many tuples and no cycle.
 
     The collector would search everything that is imported, several times, and find nothing: that

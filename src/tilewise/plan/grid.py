@@ -30,7 +30,7 @@ def marked_grid(
     middle = 0 if rank is None else rank
     last = len(steps) if step is None else step + reach
     ranks = range(max(0, middle - reach), min(world_size, middle + reach + 1))
-    rows = []
+    rows: list[tuple[int, list[str]]] = []
     for number in range(max(0, last - 2 * reach), min(len(steps), last + 1)):
         cells = steps[number].cells()
         if number == step and rank is not None and rank < len(cells):

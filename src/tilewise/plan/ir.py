@@ -82,7 +82,7 @@ def rows_label(rows: Rows | None) -> str:
     return "" if rows is None else f"[{','.join(f'{start}:{stop}' for start, stop in rows)}]"
 
 
-def transfer_order(transfer: Transfer) -> tuple:
+def transfer_order(transfer: Transfer) -> tuple[Item, int, int, Rows]:
     """The canonical order of a step's transfers, in which both ends of a pair post them."""
     return transfer.item, transfer.src, transfer.dst, transfer.rows or ()
 
@@ -359,7 +359,7 @@ class Plan(OpaqueValue):
         if self._script is None:
             return self._steps_by_rank()[rank]
         steps = self._script(rank)
-        if not isinstance(steps, tuple):
+        if type(steps) is not tuple:
             raise ValueError(
                 f"{self.name}: the script of rank {rank} returned {type(steps).__name__}, not "
                 "its steps; return what RankBuilder.done() gives"
@@ -399,7 +399,10 @@ class Plan(OpaqueValue):
 
     def changed(self, **fields: Unpack[PlanArguments]) -> Plan:
         """This plan with other values of some of its arguments; its steps are not built for it."""
-        own: PlanArguments = {
+        return Plan(**(self._arguments() | fields))
+
+    def _arguments(self) -> PlanArguments:
+        return {
             "name": self.name,
             "world_size": self.world_size,
             "num_head_groups": self.num_head_groups,
@@ -411,7 +414,6 @@ class Plan(OpaqueValue):
             "replicated_queries": self.replicated_queries,
             "traits": self.traits,
         }
-        return Plan(**(own | fields))
 
     def _key(self) -> tuple[Hashable, ...]:
         return (
@@ -433,9 +435,8 @@ class Plan(OpaqueValue):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process gets the steps of all ranks in place of a script."""
-        names = "cuts", "default_save", "replicated_queries", "traits"
-        make = partial(Plan, **{name: getattr(self, name) for name in names})
-        return make, (self.name, self.world_size, self.num_head_groups, self.owners, self.steps)
+        whole: PlanArguments = {"steps": self.steps, "script": None}
+        return partial(Plan, **(self._arguments() | whole)), ()
 
     def __repr__(self) -> str:
         return f"Plan({self.name!r}, world_size={self.world_size})"

@@ -1,7 +1,7 @@
 """A plan as JSON: for plan files and other programs."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from tilewise.arguments import require_type
 from tilewise.plan.ir import Item, Plan, Role, Side, Step, Tile, Transfer
@@ -85,7 +85,7 @@ def _read(hop: dict[str, Any]) -> Transfer:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
+    return tuple(map(_tuples, cast("list[Any]", value))) if isinstance(value, list) else value
 
 
 def _shape() -> dict[str, Any]:

@@ -2,26 +2,30 @@
 
 import math
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 _WORDS = MappingProxyType(
     {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
 )
 
 
+Shape: TypeAlias = "type | OrNull | Each | dict[str, Any] | list[Any] | tuple[Any, ...]"
+"""A kind of value, or shapes inside one another: see `require_shape`."""
+
+
 class OrNull(NamedTuple):
     """null, or a value of this shape; an entry may be missing."""
 
-    shape: Any
+    shape: Shape
 
 
 class Each(NamedTuple):
     """An object of any names whose values have this shape."""
 
-    shape: Any
+    shape: Shape
 
 
-def require_shape(value: Any, shape: Any, place: str) -> None:
+def require_shape(value: Any, shape: Shape, place: str) -> None:
     """Return if a value has a shape.
 
         {"links": {"inside": float}}    an object that has at least these entries
@@ -49,13 +53,15 @@ def require_shape(value: Any, shape: Any, place: str) -> None:
                 known = name in value or isinstance(inner, OrNull)
                 _require(known, value, place, f"an object with the entry {name!r}")
                 require_shape(value.get(name), inner, f"{place}.{name}")
-        case [inner] if isinstance(shape, list):
+        case list():
+            (inner,) = shape
             _require(isinstance(value, list | tuple), value, place, "a list")
             for i, one in enumerate(value):
                 require_shape(one, inner, f"{place}[{i}]")
         case tuple():
-            good = isinstance(value, list | tuple) and len(value) == len(shape)
-            _require(good, value, place, f"a list of {len(shape)}")
+            wanted = f"a list of {len(shape)}"
+            _require(isinstance(value, list | tuple), value, place, wanted)
+            _require(len(value) == len(shape), value, place, wanted)
             for i, (one, inner) in enumerate(zip(value, shape, strict=True)):
                 require_shape(one, inner, f"{place}[{i}]")
         case _:

@@ -60,20 +60,37 @@ class Ranked(Protocol):
     def world_size(self) -> int: ...
 
 
+class PlanTables(Generic[Key, Value]):
+    """A table for every plan that lives, found by the plan's identity.
+
+    Args:
+        keep: number of values that stay, of a plan or, with each_rank, of each of its ranks.
+    """
+
+    def __init__(self, keep: int, each_rank: bool):
+        self.keep, self.each_rank = keep, each_rank
+        self._tables: dict[int, tuple[ref[Ranked], RecentValues[Key, Value]]] = {}
+
+    def of(self, plan: Ranked) -> RecentValues[Key, Value]:
+        """Return the table of a plan."""
+        number = id(plan)
+        if number not in self._tables:
+            tables = self._tables
+
+            def forget(_: ref[Ranked]) -> None:  # is called before another object gets this id
+                tables.pop(number, None)
+
+            keep = self.keep * plan.world_size if self.each_rank else self.keep
+            tables.setdefault(number, (ref(plan, forget), RecentValues(keep)))
+        return self._tables[number][1]
+
+
 Owner = TypeVar("Owner", bound=Ranked)
 Derive = Callable[Concatenate[Owner, Arguments], Value]
-Table = RecentValues[Hashable, Any]
-
-_TABLES: dict[int, tuple[ref[Ranked], dict[object, Table]]] = {}
-"""Tables by function, by the id of a plan that lives."""
-
-
-KEEP = 8
-"""The number of values of a function that stay, unless it says otherwise."""
 
 
 def kept_with_plan(
-    keep: int = KEEP, *, each_rank: bool = False
+    keep: int = 8, *, each_rank: bool = False
 ) -> Callable[[Derive[Owner, Arguments, Value]], Derive[Owner, Arguments, Value]]:
     """Keep what a function of a plan and hashable arguments returns.
 
@@ -85,44 +102,30 @@ def kept_with_plan(
     """
 
     def decorate(derive: Derive[Owner, Arguments, Value]) -> Derive[Owner, Arguments, Value]:
+        tables: PlanTables[Hashable, Value] = PlanTables(keep, each_rank)
+
         @wraps(derive)
         def kept(plan: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
-            table = _table(plan, kept, keep * plan.world_size if each_rank else keep)
             key = (args, *sorted(kwargs.items())) if kwargs else args
-            return table.get(key, lambda: derive(plan, *args, **kwargs))
+            return tables.of(plan).get(key, lambda: derive(plan, *args, **kwargs))
 
+        vars(kept)["tables"] = tables
         return kept
 
     return decorate
-
-
-def _table(plan: Ranked, function: object, keep: int) -> Table:
-    """Return the table of a decorated function."""
-    number = id(plan)
-    if number not in _TABLES:
-        # Called before another object can get this id; at exit module names are gone before plans.
-        def forget(_: ref[Ranked], tables: dict[int, Any] = _TABLES) -> None:
-            tables.pop(number, None)
-
-        _TABLES.setdefault(number, (ref(plan, forget), {}))
-    tables = _TABLES[number][1]
-    if function not in tables:
-        tables.setdefault(function, RecentValues(keep))
-    return tables[function]
 
 
 KeptValues = tuple[tuple[Hashable, Any], ...]
 """What a function derived: (arguments after the plan, value), the most recent last."""
 
 
-def kept_values(plan: Ranked, function: object) -> KeptValues:
+def kept_values(plan: Ranked, function: Callable[..., object]) -> KeptValues:
     """Return what a decorated function derived from a plan, to keep it with a copy."""
-    tables = _TABLES[id(plan)][1] if id(plan) in _TABLES else {}
-    return tables[function].items() if function in tables else ()
+    return vars(function)["tables"].of(plan).items()
 
 
-def keep_values(plan: Ranked, function: object, values: KeptValues) -> None:
+def keep_values(plan: Ranked, function: Callable[..., object], values: KeptValues) -> None:
     """Keep what a decorated function derived from an equal plan."""
-    table = _table(plan, function, max(KEEP, len(values)))
+    table: RecentValues[Hashable, Any] = vars(function)["tables"].of(plan)
     for arguments, value in values:
         table.get(arguments, lambda value=value: value)

@@ -137,7 +137,8 @@ class Payload(NamedTuple):
     def row_format(self, side: Side, role: Role) -> RowFormat:
         """How an item's row is packed; operands are padded for what kernels load at once."""
         fields, heads = self.fields(side, role), self.heads(side)
-        starts, stop, row_unit = [], 0, 1
+        starts: list[int] = []
+        stop, row_unit = 0, 1
         for field in fields:
             head_bytes, encoded = field.row_bytes, field.wire is not None
             loads = role is Role.OPERAND and not encoded and head_bytes % ALIGNMENT_BYTES == 0

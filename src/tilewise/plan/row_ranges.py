@@ -59,7 +59,7 @@ def row_index(ranges: Ranges) -> np.ndarray:
     edges = np.asarray(ranges, np.int64).reshape(-1, 2)
     counts = edges[:, 1] - edges[:, 0]
     first = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(edges[:, 0] - first, counts)
+    return np.arange(int(counts.sum())) + np.repeat(edges[:, 0] - first, counts)
 
 
 def to_ranges(rows: np.ndarray) -> Ranges:

@@ -2,7 +2,8 @@
 
 A ring's ranks are shifted by one, a mesh's along either coordinate; in attention2d a row and the
 columns that are its remainders go together. A strategy declares its shifts as it makes its plan;
-`find_symmetry` fits them to a machine. A plan of 4096 ranks is then as good as that of one rank.
+`compiler.shards.find_symmetry` fits them to a machine. A plan of 4096 ranks is then as good as that
+of one rank.
 """
 
 from __future__ import annotations
@@ -10,18 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tilewise.plan.ir import Plan
-
 Array = np.ndarray
 Number = TypeVar("Number", int, Array)
-
-MAX_CLASSES = 128
-"""With more classes ranks are taken as unlike."""
 
 
 class Shift(NamedTuple):
@@ -112,21 +107,6 @@ class Symmetry(NamedTuple):
     def together(self, block: int) -> int:
         """Ranks of one class in each block of so many neighbouring ranks."""
         return span(shift for shift in self.shifts if shift.span <= block)
-
-
-def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
-    """The symmetry that a plan declares; all ranks apart if it declares none.
-
-    Args:
-        blocks: sizes of groups of neighbouring ranks that must be mapped to one another (nodes,
-            those who share a NIC, racks).
-    """
-    n = plan.world_size
-    inside = [block for block in blocks if block < n]
-    shifts = tuple(part for shift in plan.traits.shifts for part in shift.cut(inside))
-    kept = tuple(power for shift in shifts for power in shift.respecting(inside))
-    symmetry = Symmetry(n, shifts, kept)
-    return symmetry if symmetry.num_classes <= min(n // 2, MAX_CLASSES) else Symmetry(n)
 
 
 def span(shifts: Iterable[Shift]) -> int:

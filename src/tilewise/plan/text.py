@@ -50,7 +50,7 @@ def parse(text: str) -> Plan:
             a head group that there is not.
     """
     lines = [line.rstrip() for line in text.strip().splitlines()]
-    head = {}
+    head: dict[str, str] = {}
     while lines and ": " in lines[0] and not lines[0].lstrip().startswith("step"):
         key, _, value = lines.pop(0).partition(": ")
         head[key] = value

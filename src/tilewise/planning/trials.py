@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from tilewise.compiler.shards import find_symmetry
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan, Side
-from tilewise.plan.shifts import Symmetry, find_symmetry
+from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.plan_bounds import PlanBounds
 from tilewise.planning.reasons import TIE
 from tilewise.planning.teams import simulate_teams, splits_into_teams
-from tilewise.simulation.engine import Timeline
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import num_messages, simulate_pass
 from tilewise.simulation.timeline import Timeline

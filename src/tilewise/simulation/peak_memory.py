@@ -17,11 +17,10 @@ import numpy as np
 
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import all_alike
+from tilewise.compiler.shards import all_alike, find_symmetry
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
-from tilewise.plan.shifts import find_symmetry
 from tilewise.simulation.zigzag_causal import EXACT_RANKS, halves_of
 
 SMALL_SHARD = 1024

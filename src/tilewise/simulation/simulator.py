@@ -17,10 +17,10 @@ from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.operations import Await
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import all_alike, table_cells
+from tilewise.compiler.shards import all_alike, find_symmetry, table_cells
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload
-from tilewise.plan.shifts import Symmetry, find_symmetry
+from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
