@@ -16,6 +16,8 @@ from tilewise.arguments import (
     require_type,
     whole_number,
 )
+from tilewise.compiler.code import Code
+from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.shards import everything_needed, find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
@@ -218,3 +220,30 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
         return tuple(map(sent, range(plan.world_size)))
     of_class = {rank: sent(rank) for rank in known}
     return tuple(of_class[symmetry.first(rank)] for rank in range(plan.world_size))
+
+
+def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> Code:
+    """The code of one rank's pass: every copy, message, kernel call and merge, in order.
+
+        print(tw.ring(4).code(work, rank=0))                 # one operation a line
+
+    It is that of loopback and of NCCL on one node: receives belong to the launch of their sends.
+
+    Args:
+        plan: of both passes; it is also a method, `plan.code(work, rank)`.
+        rank: in 0..plan.world_size - 1.
+    Returns:
+        Its str() has a line for each operation, by the label that profiles and simulated traces
+        have; num_bytes are those of the pass's workspace, bytes_sent those of `tw.volume`.
+    Raises:
+        ValueError: if plan, workload and rank do not fit each other.
+    """
+    require_type(Plan, "plan", plan)
+    require_type(Workload, "work", work)
+    require_type(bool, "backward", backward, "True")
+    passes = work.resolve(plan)
+    call = CallTraits(keep=passes[1].payload.saved and not backward)
+    return pass_code(passes, rank, backward=backward, call=call)
+
+
+Plan.code = plan_code

@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, get_args
 
 from tilewise.arguments import MOST_RANKS, Save, whole_number
 from tilewise.opaque import OpaqueValue
@@ -265,7 +265,14 @@ class Plan(OpaqueValue):
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
         traits: what its author knows of it beside its steps.
+
+    Attributes:
+        code: (work: Workload, rank: int, backward: bool = False) -> Code, the operations that a
+            rank runs. It is defined in `tilewise.workload`, above this module, which does not know
+            what a plan is compiled to.
     """
+
+    code: ClassVar[Callable[..., Any]]
 
     name: str
     world_size: int

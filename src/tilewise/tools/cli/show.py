@@ -1,15 +1,17 @@
 """tilewise show: the grid of a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilewise.arguments import require_range
+from tilewise.arguments import dtype_name, require_range
+from tilewise.compiler.code import Code
 from tilewise.compiler.pruning import prune
 from tilewise.expressions import MASKS
+from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
@@ -27,6 +29,7 @@ from tilewise.tools.cli.options import (
 from tilewise.tools.cli.output import print_plain, refusing_bad_input
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import mask_of
+from tilewise.workload import Workload
 
 STYLES = (("x", "bold cyan"), ("*", "yellow"), ("!", "magenta"))  # a word that holds the sign
 OPERAND = "green"
@@ -109,16 +112,37 @@ class ShowOptions(NamedTuple):
         int | None, option("Of the pruned plan; 8 a rank unless given.", min=1, max=MOST_TOKENS)
     ] = None
     rank: Annotated[int | None, option("Show this rank's steps alone.", min=0)] = None
+    code: Annotated[
+        bool,
+        option("List what the rank (0 unless given) runs: every copy, message, call and merge."),
+    ] = False
+    backward: Annotated[bool, option("With --code: of the backward pass.")] = False
+    num_heads: Annotated[int, option("With --code: query heads.", min=1)] = 8
+    num_kv_heads: Annotated[int, option("With --code: KV heads.", min=1)] = 8
+    head_dim: Annotated[int, option("With --code: of q, k and v.", min=1)] = 64
+    dtype: Annotated[str, option("With --code: of q, k and v.")] = "bfloat16"
     as_json: AsJson = False
 
 
 def show(options: ShowOptions) -> None:
     """Draw a strategy's plan: what each rank computes and sends in each step."""
-    strategy, world_size, mask, layout, num_tokens, rank, as_json = options
+    strategy, world_size, mask, layout, num_tokens, rank, as_json = (
+        options.strategy,
+        options.world_size,
+        options.mask,
+        options.layout,
+        options.num_tokens,
+        options.rank,
+        options.as_json,
+    )
     with refusing_bad_input():
         tokens = str(num_tokens or 8 * (world_size or 1))
         about = WorkOptions(num_tokens=tokens, mask=mask, layout=layout)
         plan, _ = read_plans(strategy, world_size, about)
+        if options.code:
+            for line in code_lines(plan, options, tokens):
+                print_plain(line)
+            return
         if mask is None and not plan.made_for and (num_tokens or layout):
             raise ValueError("--layout and --num-tokens are of a plan pruned by --mask; add it")
         if plan.world_size > MOST_RANKS:
@@ -134,6 +158,30 @@ def show(options: ShowOptions) -> None:
         print_plain(to_json(plan))
     else:
         draw(plan, Console(), rank)
+
+
+def code_lines(plan: Plan, options: ShowOptions, tokens: str) -> Iterator[str]:
+    """The listing of a rank's code, and what it takes."""
+    num_tokens = int(tokens) if options.num_tokens else 8 * plan.world_size
+    mask: Mask = Full()
+    layout = layout_of(options.layout or "zigzag", mask, num_tokens, plan.world_size)
+    if plan.made_for:
+        mask, layout = plan.made_for
+    elif options.mask is not None:
+        mask = mask_of(options.mask, num_tokens)
+        layout = layout_of(options.layout or "zigzag", mask, num_tokens, plan.world_size)
+    work = Workload(
+        num_tokens=layout.num_tokens,
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        dtype=dtype_name(options.dtype),
+        mask=mask,
+        layout=layout,
+    )
+    code: Code = plan.code(work, options.rank or 0, options.backward)
+    yield from code.listing()
+    yield f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes"
 
 
 show_command = command_of(show, ShowOptions)
