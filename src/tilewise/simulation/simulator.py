@@ -24,7 +24,7 @@ from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
-from tilewise.simulation.prices import PassCosts, priced_tracks
+from tilewise.simulation.prices import PassCosts
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -32,6 +32,7 @@ from tilewise.simulation.timeline import (
     rank_operations,
     trace_text,
 )
+from tilewise.simulation.tracks import priced_tracks
 from tilewise.simulation.zigzag_causal import EXACT_RANKS, Halves, halves_of
 from tilewise.workload import Workload
 
