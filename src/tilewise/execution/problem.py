@@ -64,7 +64,7 @@ class AttentionCall(OpaqueValue):
     prune: bool = True
     q_positions: Sequence[int] | Tensor | None = None
     group: Group = None
-    validate: Validate = "always"
+    validate: Validate = "first"
     kernel: Kernel | str | None = None
     needs_grad: bool = False
     sink: SinkKind | None = None
@@ -93,7 +93,7 @@ class Problem(NamedTuple):
 
     Attributes:
         passes: forward and backward.
-        number: of the forward pass's agreement, the same on all ranks; None: not known.
+        number: of the forward pass among the group's calls, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
         allocator: makes what hands out a pass its buffers; None: as the device of q asks.
         kept: what is made once for all calls of this problem; None: nothing is kept.
@@ -252,6 +252,7 @@ def _kernel(
 def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
     """What all ranks must have in common, most telling first: "auto" plans for the shapes.
 
+    What changes from call to call stands apart, in agreement_values.
     The kernel is not among it: what ranks exchange does not depend on who computed it.
     """
     (plan, mask, (q_layout, kv_layout), groups, payload), backward = problem.passes
@@ -276,7 +277,6 @@ def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[s
         "softmax_scale": scores.scale,
         "softcap": scores.softcap,
         "dropout_p": scores.dropout_p,
-        "dropout_seed": scores.dropout_seed,
         "return_max_logit": scores.max_logit,
         "return_error_bound": call.error_bound,
         "wire_dtype": payload.wires.partials,
@@ -288,3 +288,9 @@ def agreement_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[s
         "device": q.device.type,
     }
     return {name: str(value) for name, value in fields.items()}
+
+
+def agreement_values(problem: Problem) -> dict[str, str]:
+    """What all ranks must have in common, too, of calls that are of one kind."""
+    scores = problem.scores
+    return {"dropout_seed": str(scores.dropout_seed)} if scores.dropout_p else {}

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._library import opaque_object
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import Validate, dtype_name
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.problem import (
     AttentionCall,
     Problem,
     agreement_fields,
+    agreement_values,
     known_problem,
 )
 from tilewise.execution.validation import check_numbers, named_operands
@@ -32,18 +32,15 @@ from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
 from tilewise.plan.rank_plan import RankPlan
-from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
+from tilewise.transport.agreement import PASS, Kind, agreement_of
 from tilewise.transport.cooperative_threads import DeadlockError
 from tilewise.transport.lost_rank import LostRankError
-from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
 from tilewise.wires.wire import Plain, wires_of
 
 Results = tuple[Tensor, Tensor, list[Tensor]]
-FIRST_ANSWER_SECONDS = 30.0
-"""How long such a comparison waits for a rank the first time."""
 # torch 2.11 looks up the very class, later ones a base class too.
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
@@ -59,58 +56,54 @@ def resolve_call(
     transport = transport_for(call.group)
     if call.problem is not None:
         return call.problem, transport
-    problem, error, agrees = None, None, _agrees(q, call)
+    problem, error = None, None
     try:
         if call.validate not in ("always", "first", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
         problem = _checked(q, k, v, call, transport)
     except Exception as raised:  # whatever it is, the other ranks must learn of it
-        if not agrees:
+        if _mode(q, call) == "never":
             raise
-        error = raised
-    if agrees:
-        record = _record(problem, q, call) if problem else None
-        _agree(call, transport, record, None if error is None else str(error))
-        if problem is not None and call.validate != "first":
-            problem = problem._replace(number=getattr(transport, "agreement_number", None))
+        error = str(raised)
+    number = _agree(q, call, transport, problem, error)
     assert problem is not None
-    return problem, transport
+    return problem._replace(number=number), transport
 
 
-def _agrees(q: Tensor, call: AttentionCall) -> bool:
-    """Whether ranks compare their calls.
+def _mode(q: Tensor, call: AttentionCall) -> Validate:
+    """How ranks compare their calls.
 
-    With wires that round also where it is to be left out, unless a graph is captured: bytes of
-    other wires would be read as numbers, and nobody would know.
+    Wires that round are compared also where that is to be left out, unless a graph is captured:
+    bytes of other wires would be read as numbers, and nobody would know.
     """
     if call.validate != "never" or (call.wire is None and call.wire_dtype is None):
-        return call.validate != "never"
-    wires = wires_of(call.wire, call.wire_dtype)
-    return wires.rounds(dtype_name(q.dtype)) and not is_capturing(q.device)
+        return call.validate
+    rounds = wires_of(call.wire, call.wire_dtype).rounds(dtype_name(q.dtype))
+    return "first" if rounds and not is_capturing(q.device) else "never"
 
 
 def _agree(
+    q: Tensor,
     call: AttentionCall,
     transport: Transport,
-    fields: dict[str, str] | Tensor | None,
+    problem: Problem | None,
     error: str | None,
-) -> None:
-    """Let ranks compare these fields, at every call or once."""
-    group = call.group or (dist.group.WORLD if transport.world_size > 1 else transport)
+    backward: bool = False,
+) -> int | None:
+    """Let ranks compare what they are about to run; returns its number among the group's calls."""
+    if transport.world_size == 1:
+        if error is not None:
+            raise ValueError(error)
+        return None
+    mode, kind, values = _mode(q, call), None, {}
+    if problem is not None and mode != "never":
+        kind, values = _kind(problem, q, call, backward), agreement_values(problem)
+        if backward and problem.number is not None:
+            # Calls may be alike in all but the order of their passes. Compiled code does not know
+            # which forward pass it follows.
+            values[PASS] = f"backward of call {problem.number}"
     with _explained(call):
-        if call.validate == "first":
-            FIRST_AGREEMENTS.agree(group, transport, fields, error)
-            return
-        hosts = getattr(transport, "hosts", transport)
-        if call.validate == "never" and isinstance(hosts, DistTransport):
-            # A rank without such a wire compares nothing: it would wait as long as its group.
-            answered = FIRST_AGREEMENTS.wires.setdefault(group, set())
-            wire = str(call.wire or call.wire_dtype)
-            hosts.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
-            agree(transport, fields, error)
-            answered.add(wire)
-            return
-        agree(transport, fields, error)
+        return agreement_of(transport).call(transport, kind, error, mode, values)
 
 
 @contextmanager
@@ -119,12 +112,10 @@ def _explained(call: AttentionCall) -> Iterator[None]:
     try:
         yield
     except (LostRankError, DeadlockError) as error:
-        if call.validate != "always":
-            compared = "once a call" if call.validate == "first" else "only wires that round"
+        if call.validate == "never":
             error.args = (
-                f"{error} (validate={call.validate!r} compares {compared}: others may have passed "
-                f"another wire than {call.wire or call.wire_dtype} here, or another call; "
-                "validate='always' says which)",
+                f"{error} (validate='never' compares only wires that round: others may be in "
+                "another call; validate='always' says which)",
             )
         raise
 
@@ -138,15 +129,14 @@ def _checked(
     return known_problem(q, k, v, call, transport.rank, transport.world_size)
 
 
-def _record(problem: Problem, q: Tensor, call: AttentionCall) -> Tensor:
-    """What ranks compare before forward."""
+def _kind(problem: Problem, q: Tensor, call: AttentionCall, backward: bool) -> Kind:
+    """What ranks compare before a pass."""
 
-    def make() -> Tensor:
-        return encoded(agreement_fields(problem, q, call))
+    def make() -> Kind:
+        fields = agreement_fields(problem, q, call)
+        return Kind({**fields, PASS: "backward"} if backward else fields)
 
-    if problem.kept is None or problem.scores.dropout_p:
-        return make()
-    return problem.kept.get("record", (), make, 1)
+    return make() if problem.kept is None else problem.kept.get("record", backward, make, 2)
 
 
 class _Attention(torch.autograd.Function):
@@ -298,26 +288,12 @@ def _agree_backward(
             check_numbers(wire, **named_operands(q, *kv), dout=dout)
         except ValueError as raised:
             error = str(raised)
-    if _agrees(q, call):
-        _agree(call, transport, _backward_fields(problem, q, call), error)
-    elif error:
-        raise ValueError(error)
+    _agree(q, call, transport, problem, error, backward=True)
 
 
 def _seeded(call: AttentionCall, seed: int | None = None) -> AttentionCall:
     """The call as it was made outside of compiled code."""
     return call if call.problem or seed is None else replace(call, dropout_seed=seed)
-
-
-def _backward_fields(problem: Problem, q: Tensor, call: AttentionCall) -> dict[str, str]:
-    """What ranks compare before backward: calls may be alike in all but the order of their passes.
-
-    Compiled code does not know which forward pass it follows, hence compares the call alone.
-    """
-    if problem.number is None:
-        return {**agreement_fields(problem, q, call), PASS: "backward"}
-    name = problem.passes[1].plan.name
-    return {PASS: f"backward of call {problem.number} ({name})"}
 
 
 def _fake_backward(

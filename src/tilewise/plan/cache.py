@@ -26,7 +26,7 @@ Kind = Literal[
     # of calls that differ in the values of tensors alone
     "problems",  # by rank
     "problem",
-    "record",  # what ranks compare before forward
+    "record",  # what ranks compare before a pass
     "pass",
     # of one rank's pass
     "program",
