@@ -14,6 +14,7 @@ import tilewise as tw
 from multiprocess.launcher import run_processes
 from tilewise.transport import watch
 from tilewise.transport.agreement import agreement_of
+from tilewise.transport.process_group import DistTransport
 from tilewise.transport.resolve import transport_for
 
 N, TOKENS, PATIENCE = 3, 24, 0.3
@@ -25,12 +26,12 @@ KNOWN = {
 }
 
 
-def attend(group: Any, rank: int, name: str, wrong: bool = False) -> torch.Tensor:
+def attend(group: Any, rank: int, name: str, wrong: bool = False, **options: Any) -> torch.Tensor:
     plan, mask = KNOWN[name]
     tokens = TOKENS * (1 + name.startswith("larger"))
     layout = tw.contiguous(tokens, N)
     q, k, v = (torch.ones(layout.size(rank) + wrong, 3, 4) for _ in range(3))
-    return tw.attention(q, k, v, plan=plan, layout=layout, mask=mask, group=group)
+    return tw.attention(q, k, v, plan=plan, layout=layout, mask=mask, group=group, **options)
 
 
 def heard(rank: int, order: list[list[str]], wrong: int | None) -> list[str]:
@@ -110,15 +111,21 @@ def test_a_late_rank_is_waited_for():
     assert said[0] and said[2]
 
 
-def compared(rank: int) -> tuple[int, int]:
-    """How often ranks compare, of as many calls: by default, and in other ways."""
-    with mock.patch.object(
-        dist.ProcessGroup, "allgather", autospec=True, side_effect=dist.ProcessGroup.allgather
-    ) as gathering:
+def compared(rank: int, validate: str) -> tuple[int, int]:
+    """How often ranks compare in 70 calls, and how many they have counted."""
+    gathered, gather = 0, DistTransport.gather_records
+
+    def counted(self: DistTransport, record: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal gathered
+        gathered += 1
+        return gather(self, record)
+
+    with mock.patch.object(DistTransport, "gather_records", counted):
         for _ in range(70):
-            attend(None, rank, "ring")
-    return gathering.call_count, agreement_of(transport_for(None))._now.number
+            attend(None, rank, "ring", validate=validate)
+    return gathered, agreement_of(transport_for(None)).state().number
 
 
-def test_ranks_compare_a_kind_once_and_again_after_many_calls():
-    assert run_processes(N, compared) == [(2, 70)] * N
+@pytest.mark.parametrize("validate, times", [("first", 2), ("always", 70), ("never", 0)])
+def test_ranks_compare_a_kind_once_and_again_after_many_calls(validate: str, times: int):
+    assert run_processes(N, compared, validate) == [(times, 70)] * N

@@ -9,7 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,7 +54,7 @@ class Kind:
 
 
 _REFUSED = Kind({"call": "a call that it refuses"})
-_UNCOMPARED = Kind({"call": "one that compares nothing (validate='never')"})
+_UNCOMPARED = Kind({"call": "one that compares nothing (validate='never', no wire that rounds)"})
 
 
 class _Value(NamedTuple):
@@ -148,7 +148,7 @@ class Agreement:
             and error is None
             and kind is not None
             and kind.key in self._known
-            and self._now.number - self._compared < COMPARED_EVERY
+            and self._now.number + 1 - self._compared < COMPARED_EVERY
         ):
             self._step(kind, values)
         else:
@@ -163,8 +163,7 @@ class Agreement:
         records = [_decode(record) for record in transport.gather_records(own)]
         found = [record.fields.get(name) for record in records]
         if not all(found):
-            self._begin_again(records)
-            raise ValueError(_verdict(records))
+            self._disagreed(records)
         self._set(self._now._replace(comparing=False))
         return max(int(one.text) for one in found if one)
 
@@ -222,6 +221,24 @@ class Agreement:
         self._recent.pop(current.number - _DIGESTS_KEPT, None)
         self.tag = int.from_bytes(current.digest[:4]) >> (32 - TAG_BITS)
 
+    def begin_again(self, number: int, why: str) -> None:
+        """Take up a state that is the same on all ranks, after an error that all have heard of.
+
+        Args:
+            number: larger than that of any rank's call.
+        """
+        self._recent.clear()
+        self._compared = number
+        digest = _digest(why.encode())
+        self._set(_Current(number, digest, False, _REFUSED, _NONE, None))
+
+    def _disagreed(self, records: Sequence[_Record]) -> NoReturn:
+        """Raise what all ranks make of the same records."""
+        verdict = _verdict(records)
+        # A failed call is counted, too: number is that before it.
+        self.begin_again(2 + max(record.number for record in records), verdict)
+        raise ValueError(verdict)
+
     def _compare(
         self, transport: Transport, kind: Kind, error: str | None, values: Mapping[str, str]
     ) -> None:
@@ -232,21 +249,12 @@ class Agreement:
         records = transport.gather_records(own)
         if error is not None or not all(x is own or torch.equal(x, own) for x in records):
             decoded = [_decode(record) for record in records]
-            self._begin_again(decoded)
-            raise ValueError(_verdict(decoded))
+            self._disagreed(decoded)
         self._set(self._now._replace(comparing=False))
         self._compared = self._now.number
         self._known[kind.key] = None
         if len(self._known) > _KINDS_KEPT:
             del self._known[next(iter(self._known))]
-
-    def _begin_again(self, records: Sequence[_Record]) -> None:
-        """The same state on all ranks, which have the same records in hand."""
-        number = 1 + max(record.number for record in records)
-        digest = _digest(json.dumps(records).encode())
-        self._recent.clear()
-        self._compared = number
-        self._set(_Current(number, digest, False, _REFUSED, _NONE, None))
 
 
 _AGREEMENTS: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
@@ -291,10 +299,10 @@ def _rank_first(one: tuple[int, CallState]) -> int:
 
 
 def _shown(state: CallState, other: CallState) -> str:
-    """A call's number, what it is, and first what the other call has not."""
+    """A call's number, what it is, and in what else the other call differs first."""
     told = {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
     for name, text in state.fields.items():
-        if len(told) < _SHOWN_FIELDS and other.fields.get(name) != text:
+        if len(told) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
             told[name] = text
     return f"call {state.number} ({', '.join(f'{name} {text}' for name, text in told.items())})"
 

@@ -285,8 +285,10 @@ class _World:
                 self._boxes.clear()
                 self._boards.clear()
                 gathers = max(group._num_gathers for group in self.groups.values())
+                number = 1 + max(state.number for state in states.values())
                 for group in self.groups.values():
                     group.begin_again(gathers)
+                    group.agreement.begin_again(number, found)
                 return ValueError(found)
         return None
 
