@@ -148,7 +148,7 @@ class ContextParallel:
         except ValueError as refused:
             error = str(refused)
         fields = {"shifts": str(shifts), "cu_seqlens": str(edges), "fill": str(fill)}
-        agree(transport_for(self.group), fields, error)
+        agree(transport_for(self.group), {"call": "roll"}, error, "first", fields)
         whole = self.unshard(x, dim)
         rows = self.layout.rows(self.rank)
         documents = [np.searchsorted(edges, at, "right") for at in (rows, rows - shifts)]

@@ -70,7 +70,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     save: Save | None = None,
     prune: bool = True,
     q_positions: Sequence[int] | Tensor | None = None,
-    validate: Validate = "always",
+    validate: Validate = "first",
     kernel: Kernel | str | None = None,
     sink: Tensor | None = None,
     softcap: float | None = None,
@@ -104,9 +104,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             compiles always replays.
         prune: leave out what the mask makes needless.
         q_positions: of replicated queries; default the last of the sequence.
-        validate: "always": ranks compare their calls before each pass; "first": each kind of call
-            (plan, mask, layout, shapes, ...) of a group once; "never": not at all, but wires that
-            round. What is not compared ends, if at all, by the group's timeout.
+        validate: "first": ranks compare each kind of call (plan, mask, layout, shapes, ...) of a
+            group once, and find out by waiting that they are in different calls; "always": each
+            call before each pass, to find a fault; "never": none, but those of wires that round.
         kernel: what computes the tiles: a name from `tilewise doctor`, or any object that has the
             Kernel protocol; default: the device's first choice. Where no input requires a gradient
             it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.

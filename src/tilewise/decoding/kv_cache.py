@@ -29,6 +29,8 @@ from tilewise.wires.wire import plain_wires
 
 Settled = TypeVar("Settled")
 Fields = dict[str, Any]
+_CHANGING = "lengths", "counts", "truncated to"
+"""Fields that differ from call to call of a kind."""
 
 
 class CheckedQueries(NamedTuple):
@@ -110,7 +112,7 @@ class KVCache:
         softcap: scores become softcap * tanh(score / softcap) before the mask.
         v_head_dim: of v and out; default head_dim.
         wire_dtype: of partial results on their way; default dtype.
-        validate: "always", or "never" to leave out the agreement between ranks.
+        validate: as attention takes it.
         kernel: what attention takes as kernel; it needs no backward pass.
     Raises:
         ValueError: here and in every method: the same on every rank, before any tensor is sent.
@@ -128,7 +130,7 @@ class KVCache:
         group: Group = None,
         softmax_scale: float | None = None,
         wire_dtype: torch.dtype | DtypeName | None = None,
-        validate: Validate = "always",
+        validate: Validate = "first",
         kernel: Kernel | str | None = None,
         softcap: float | None = None,
         v_head_dim: int | None = None,
@@ -363,18 +365,23 @@ class KVCache:
     def _agreed(self, call: str, check: Callable[[], tuple[Settled, Fields]]) -> Settled:
         """What check returns, once it has passed on every rank, with the same fields."""
         try:
-            if self.validate not in ("always", "never"):
-                raise ValueError(f"validate ({self.validate!r}) must be 'always' or 'never'")
+            if self.validate not in ("always", "first", "never"):
+                raise ValueError(
+                    f"validate ({self.validate!r}) must be 'always', 'first' or 'never'"
+                )
             settled, fields = check()
         except Exception as error:  # whatever it is, the other ranks must learn of it
             self._refuse(error)
-        if self.validate != "never":
-            named = {"call": call, **{name: str(value) for name, value in fields.items()}}
-            agree(self.transport, named)
+        if self.validate == "never":
+            agree(self.transport, {}, None, "never")
+            return settled
+        named = {"call": call, **{name: str(value) for name, value in fields.items()}}
+        values = {name: named.pop(name) for name in _CHANGING if name in named}
+        agree(self.transport, named, None, self.validate, values)
         return settled
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise what is wrong here on every rank."""
         if self.validate != "never":
-            agree(self.transport, None, str(error))
+            agree(self.transport, None, str(error), self.validate)
         raise error

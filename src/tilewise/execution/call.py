@@ -22,6 +22,7 @@ from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
+from tilewise.transport.agreement import Kind
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
@@ -60,7 +61,7 @@ class Call(OpaqueValue):
     return_lse: bool = False
     return_max_logit: bool = field(default=False, metadata=MUST_AGREE)
     group: Group = None
-    validate: Validate = "always"
+    validate: Validate = "first"
     kernel: Kernel | str | None = None  # what ranks exchange does not depend on who computed it
     needs_grad: bool = False
     resolved: ResolvedCall | None = field(default=None, compare=False, repr=False)
@@ -93,7 +94,7 @@ class KeptForCalls(NamedTuple):
     """What is made once for all calls that are resolved alike."""
 
     codes: RecentValues[Hashable, Any]  # of passes, bound
-    records: RecentValues[Hashable, Tensor]  # what ranks compare before forward
+    kinds: RecentValues[bool, Kind]  # what ranks compare before each pass, by whether backward
 
 
 class ResolvedCall(NamedTuple):
@@ -101,7 +102,7 @@ class ResolvedCall(NamedTuple):
 
     Attributes:
         passes: forward and backward.
-        number: of the forward pass's agreement, the same on all ranks; None: not known.
+        number: of the forward pass among the group's calls, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
         kept: what is made once for all calls that resolve to this; None: nothing is kept.
     """

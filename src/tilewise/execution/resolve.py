@@ -57,7 +57,7 @@ def resolve_once(
 
     def make() -> tuple[ResolvedCall, list[tuple[Plan | None, Any]]]:
         problem = resolve(q, k, v, call, rank, world_size)
-        problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(1)))
+        problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(2)))
         passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
         return problem._replace(passes=NO_PASSES), passes
 
@@ -176,7 +176,10 @@ def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square
 
 
 def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
-    """What all ranks must have in common, most telling first: "auto" plans for the shapes."""
+    """What all ranks must have in common, most telling first: "auto" plans for the shapes.
+
+    What changes from call to call stands apart, in agreement_values.
+    """
     (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
     options = replace(
@@ -188,7 +191,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         softmax_scale=scores.scale,
         softcap=scores.softcap,
         dropout_p=scores.dropout_p,
-        dropout_seed=scores.dropout_seed,
+        dropout_seed=None,
         wire_dtype=payload.wires.partials,
         wire=payload.wires,
         save="gathered" if problem.gathered else "replay",
@@ -210,6 +213,12 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         "device": q.device.type,
     }
     return {name: _text(value) for name, value in compared.items()}
+
+
+def agreement_values(problem: ResolvedCall) -> dict[str, str]:
+    """What all ranks must have in common, too, of calls that are of one kind."""
+    scores = problem.scores
+    return {"dropout_seed": str(scores.dropout_seed)} if scores.dropout_p else {}
 
 
 def _text(value: object) -> str:

@@ -14,15 +14,14 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._library import opaque_object
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import Validate, dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
-from tilewise.execution.resolve import agreement_fields, resolve_once
+from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
@@ -30,10 +29,9 @@ from tilewise.masks.sequences import Growing
 from tilewise.masks.tables import Blocks, PerHead, Slices
 from tilewise.opaque import OpaqueType
 from tilewise.plan.ir import Plan
-from tilewise.transport.agreement import FIRST_AGREEMENTS, PASS, agree, encoded
+from tilewise.transport.agreement import PASS, Kind, agreement_of
 from tilewise.transport.cooperative_threads import DeadlockError
 from tilewise.transport.lost_rank import LostRankError
-from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
@@ -41,8 +39,6 @@ from tilewise.wires.wire import Plain, latent_of, wires_of
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 Results = tuple[Tensor, Tensor, list[Tensor]]
-FIRST_ANSWER_SECONDS = 30.0
-"""How long such a comparison waits for a rank the first time."""
 # torch 2.11 looks up the very class, later ones a base class too.
 MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead, Growing)
 
@@ -58,58 +54,54 @@ def agreed_call(
     transport = transport_for(call.group)
     if call.resolved is not None:
         return call.resolved, transport
-    problem, error, agrees = None, None, _agrees(q, call)
+    problem, error = None, None
     try:
         if call.validate not in ("always", "first", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
     except Exception as raised:  # whatever it is, the other ranks must learn of it
-        if not agrees:
+        if _mode(q, call) == "never":
             raise
-        error = raised
-    if agrees:
-        record = _record(problem, q, call) if problem else None
-        _agree(call, transport, record, None if error is None else str(error))
-        if problem is not None and call.validate != "first":
-            problem = problem._replace(number=getattr(transport, "agreement_number", None))
+        error = str(raised)
+    number = _agree(q, call, transport, problem, error)
     assert problem is not None
-    return problem, transport
+    return problem._replace(number=number), transport
 
 
-def _agrees(q: Tensor, call: Call) -> bool:
-    """Whether ranks compare their calls.
+def _mode(q: Tensor, call: Call) -> Validate:
+    """How ranks compare their calls.
 
-    With wires that round also where it is to be left out, unless a graph is captured: bytes of
-    other wires would be read as numbers, and nobody would know.
+    Wires that round are compared also where that is to be left out, unless a graph is captured:
+    bytes of other wires would be read as numbers, and nobody would know.
     """
     if call.validate != "never" or (call.wire is None and call.wire_dtype is None):
-        return call.validate != "never"
-    wires = wires_of(call.wire, call.wire_dtype)
-    return wires.rounds(dtype_name(q.dtype)) and not is_capturing(q.device)
+        return call.validate
+    rounds = wires_of(call.wire, call.wire_dtype).rounds(dtype_name(q.dtype))
+    return "first" if rounds and not is_capturing(q.device) else "never"
 
 
 def _agree(
+    q: Tensor,
     call: Call,
     transport: Transport,
-    fields: dict[str, str] | Tensor | None,
+    problem: ResolvedCall | None,
     error: str | None,
-) -> None:
-    """Let ranks compare these fields, at every call or once."""
-    group = call.group or (dist.group.WORLD if transport.world_size > 1 else transport)
+    backward: bool = False,
+) -> int | None:
+    """Let ranks compare what they are about to run; returns its number among the group's calls."""
+    if transport.world_size == 1:
+        if error is not None:
+            raise ValueError(error)
+        return None
+    mode, kind, values = _mode(q, call), None, {}
+    if problem is not None and mode != "never":
+        kind, values = _kind(problem, q, call, backward), agreement_values(problem)
+        if backward and problem.number is not None:
+            # Calls may be alike in all but the order of their passes. Compiled code does not know
+            # which forward pass it follows.
+            values[PASS] = f"backward of call {problem.number}"
     with _explained(call):
-        if call.validate == "first":
-            FIRST_AGREEMENTS.agree(group, transport, fields, error)
-            return
-        hosts = getattr(transport, "hosts", transport)
-        if call.validate == "never" and isinstance(hosts, DistTransport):
-            # A rank without such a wire compares nothing: it would wait as long as its group.
-            answered = FIRST_AGREEMENTS.wires.setdefault(group, set())
-            wire = str(call.wire or call.wire_dtype)
-            hosts.agreement_seconds = 0.0 if wire in answered else FIRST_ANSWER_SECONDS
-            agree(transport, fields, error)
-            answered.add(wire)
-            return
-        agree(transport, fields, error)
+        return agreement_of(transport).call(transport, kind, error, mode, values)
 
 
 @contextmanager
@@ -118,25 +110,22 @@ def _explained(call: Call) -> Iterator[None]:
     try:
         yield
     except (LostRankError, DeadlockError) as error:
-        if call.validate != "always":
-            compared = "once a call" if call.validate == "first" else "only wires that round"
+        if call.validate == "never":
             error.args = (
-                f"{error} (validate={call.validate!r} compares {compared}: others may have passed "
-                f"another wire than {call.wire or call.wire_dtype} here, or another call; "
-                "validate='always' says which)",
+                f"{error} (validate='never' compares only wires that round: others may be in "
+                "another call; validate='always' says which)",
             )
         raise
 
 
-def _record(problem: ResolvedCall, q: Tensor, call: Call) -> Tensor:
-    """What ranks compare before forward."""
+def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
+    """What ranks compare before a pass."""
 
-    def make() -> Tensor:
-        return encoded(agreement_fields(problem, q, call))
+    def make() -> Kind:
+        fields = agreement_fields(problem, q, call)
+        return Kind({**fields, PASS: "backward"} if backward else fields)
 
-    if problem.kept is None or problem.scores.dropout_p:
-        return make()
-    return problem.kept.records.get((), make)
+    return make() if problem.kept is None else problem.kept.kinds.get(backward, make)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None = None) -> Results:
@@ -146,7 +135,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None 
         k, v: where the call has a latent, latents [(batch,) tokens, width] and None.
         seed: of dropout in compiled code, where it is no constant.
     """
-    latent = latent_of(call.wire) is not None
+    latent = call.wire is not None and latent_of(call.wire) is not None
     if torch.compiler.is_compiling():
         if latent:  # its expand is no constant, and uses what it likes
             raise ValueError(
@@ -351,31 +340,18 @@ def _agree_backward(
 ) -> None:
     """Check what backward sends, and let ranks agree that they run it."""
     wire, error = problem.passes[1].payload.wires.backward, None
-    if transport.world_size > 1 and wire != Plain(dtype_name(q.dtype)):
+    exact = isinstance(wire, Plain) and wire.dtype == problem.passes[1].payload.dtype
+    if transport.world_size > 1 and not exact:
         try:
             check_numbers(wire, **named_operands(q, *kv), dout=dout)
         except ValueError as raised:
             error = str(raised)
-    if _agrees(q, call):
-        _agree(call, transport, _backward_fields(problem, q, call), error)
-    elif error:
-        raise ValueError(error)
+    _agree(q, call, transport, problem, error, backward=True)
 
 
 def _seeded(call: Call, seed: int | None = None) -> Call:
     """The call as it is made outside of compiled code."""
     return call if call.resolved or seed is None else replace(call, dropout_seed=seed)
-
-
-def _backward_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
-    """What ranks compare before backward: calls may be alike in all but the order of their passes.
-
-    Compiled code does not know which forward pass it follows, hence compares the call alone.
-    """
-    if problem.number is None:
-        return {**agreement_fields(problem, q, call), PASS: "backward"}
-    name = problem.passes[1].plan.name
-    return {PASS: f"backward of call {problem.number} ({name})"}
 
 
 def _fake_backward(

@@ -114,12 +114,12 @@ class LayerMask:
                 "the model does not pass position_ids on to its attention, so its documents are "
                 "not known; call it with what hf.shard returns, which has cu_seq_lens_q"
             )
+        documents = {"cu_seq_lens_q": str(None if cu_seqlens is None else as_ints(cu_seqlens))}
         fields = {
             "mask": repr(self.mask),
-            "cu_seq_lens_q": str(None if cu_seqlens is None else as_ints(cu_seqlens)),
             "position_ids": "none" if position_ids is None else "given",
         }
-        agree(transport_for(self.cp.group), fields, error)
+        agree(transport_for(self.cp.group), fields, error, "first", documents)
         if isinstance(self.cp.mask, Slices):
             return self.cp.mask
         return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
@@ -166,7 +166,7 @@ def _documents(
                 "it does in bidirectional masks, and where there is a cache or an attention_mask; "
                 "pass use_cache=False and no attention_mask, or cu_seq_lens_q"
             )
-        agree(transport_for(layer.cp.group), {}, error)
+        agree(transport_for(layer.cp.group), {"call": "documents"}, error, "first")
     return found
 
 

@@ -1,21 +1,60 @@
-"""Ranks compare one fixed-size record before anything is posted, so that all fail alike or none."""
+"""Ranks compare what they are about to do, so that all fail alike or none.
+
+Each kind of call is compared once in a group, before anything is posted. In between every rank
+keeps a digest of the calls that it made, by which messages and waits of different calls are told
+apart: see `Agreement`.
+"""
 
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from tilewise.arguments import Validate
 from tilewise.transport.protocol import Transport
 
 RECORD_BYTES = 2048
-_ABSENT = "nothing"
+COMPARED_EVERY = 64
+"""Calls after which ranks compare again, whatever they call."""
 PASS = "pass"
 """The field that says which pass a rank is about to run."""
+TAG_BITS = 28
+_ABSENT = "nothing"
+_CALLS = "calls before this one"
+_KINDS_KEPT = 4096
+_DIGESTS_KEPT = 2 * COMPARED_EVERY
+_DIGEST_BYTES = 16
+_SHOWN_CHARACTERS = 120  # of a field of a call that a rank waits in
+_SHOWN_FIELDS = 4
+_NONE: Mapping[str, str] = {}
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+class Kind:
+    """What calls of one kind have in common.
+
+    Args:
+        fields: name -> value as text, in order of importance. Long values are compared by digest,
+            so their text may be long, but it must differ if they do.
+    """
+
+    __slots__ = ("fields", "key")
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self.fields = fields
+        self.key = _digest(json.dumps([*fields.items()]).encode())
+
+
+_REFUSED = Kind({"call": "a call that it refuses"})
+_UNCOMPARED = Kind({"call": "one that compares nothing (validate='never', no wire that rounds)"})
 
 
 class _Value(NamedTuple):
@@ -26,85 +65,246 @@ class _Value(NamedTuple):
 class _Record(NamedTuple):
     error: str | None
     fields: dict[str, _Value]
+    number: int
+
+
+class CallState(NamedTuple):
+    """The call that a rank is in.
+
+    Args:
+        number: of the call: how many the rank made in the group, with this one.
+        digest: of all of them, in their order.
+        comparing: it compares records, and has posted no message of the call.
+        fields: of the call, cut.
+        error: what the rank found wrong with its own input.
+    """
+
+    number: int
+    digest: str
+    comparing: bool
+    fields: dict[str, str]
+    error: str | None
+
+
+class _Current(NamedTuple):
+    number: int
+    digest: bytes
+    comparing: bool
+    kind: Kind
+    values: Mapping[str, str]
+    error: str | None
+
+
+class Agreement:
+    """What one rank knows of the calls of one group: which kinds all ranks have compared, and a
+    digest of all calls so far.
+
+    It changes in the same way on every rank that makes the same calls, hence ranks compare at the
+    same ones: at a new kind, and COMPARED_EVERY calls after the last comparison.
+
+    Attributes:
+        tag: of messages of the current call: some bits of the digest.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, None] = {}
+        self._compared = 0  # the last call that was
+        self._recent: dict[int, bytes] = {}  # digests by number of calls
+        self._set(_Current(0, bytes(_DIGEST_BYTES), False, _REFUSED, _NONE, None))
+
+    def call(
+        self,
+        transport: Transport,
+        kind: Kind | None,
+        error: str | None = None,
+        mode: Validate = "first",
+        values: Mapping[str, str] = _NONE,
+    ) -> int:
+        """Return the call's number if all ranks make the same call without error; else raise.
+
+        Every rank calls it, also one whose own checks failed: that one passes what is wrong. Where
+        the others know their kind, they are in their messages and hear of it there, or in the
+        group's store.
+
+        Args:
+            kind: None: not known, as there is an error.
+            error: what this rank found wrong with its own input.
+            mode: "first": compare new kinds; "always": compare; "never": go on.
+            values: what is equal on all ranks, too, but changes from call to call of a kind. They
+                are compared where the kind is, and always part of the digest.
+        Raises:
+            ValueError: "rank 2: ..." for the lowest rank with an error, else "ranks disagree on
+                ..." for the first field that differs, with both values. A world of one, or
+                "never", raises error as is.
+        """
+        if error is not None and (transport.world_size == 1 or mode == "never"):
+            raise ValueError(error)
+        if transport.world_size == 1:
+            return 0
+        if mode == "never":
+            self._step(_UNCOMPARED, _NONE)
+        elif (
+            mode == "first"
+            and error is None
+            and kind is not None
+            and kind.key in self._known
+            and self._now.number + 1 - self._compared < COMPARED_EVERY
+        ):
+            self._step(kind, values)
+        else:
+            self._compare(transport, kind or _REFUSED, error, values)
+        return self._now.number
+
+    def largest(self, transport: Transport, name: str, value: int) -> int:
+        """The largest value that any rank passes; raises where a rank is in another call."""
+        before = self._now
+        self._step(Kind({"call": name}), _NONE, comparing=True)
+        own = encoded({name: str(value)}, None, before.number)
+        records = [_decode(record) for record in transport.gather_records(own)]
+        found = [record.fields.get(name) for record in records]
+        if not all(found):
+            self._disagreed(records)
+        self._set(self._now._replace(comparing=False))
+        return max(int(one.text) for one in found if one)
+
+    @property
+    def mark(self) -> bytes:
+        """Of the current call, where a message has no tag."""
+        return self._now.digest
+
+    def state(self) -> CallState:
+        """The current call; another thread may ask."""
+        number, digest, comparing, kind, values, error = self._now
+        fields = {
+            name: _cut(_printable(text), _SHOWN_CHARACTERS)
+            for name, text in {**kind.fields, **values}.items()
+        }
+        return CallState(number, digest.hex(), comparing, fields, error)
+
+    def conflict(self, rank: int, peer: int, theirs: CallState) -> str | None:
+        """Why this rank and one that waits can never go on; None: one of them may be late.
+
+        Of two ranks in different calls the one that has made more calls finds it, or both.
+        """
+        own = self.state()
+        for refusing, at, other in ((rank, own, theirs), (peer, theirs, own)):
+            passed = other.number > at.number or (other.number == at.number and not other.comparing)
+            if at.error is not None and passed and other.error is None:
+                return f"rank {refusing}: {at.error}"
+        if own.error is not None or theirs.error is not None:
+            return None
+        before = self._recent.get(theirs.number)
+        if before is None or before.hex() == theirs.digest:
+            return None
+        (low, first), (high, second) = sorted([(rank, own), (peer, theirs)], key=_rank_first)
+        return (
+            f"ranks are in different calls: rank {low} is in {_shown(first, second)}, rank {high} "
+            f"in {_shown(second, first)}; run the same calls in the same order on every rank"
+        )
+
+    def _step(
+        self,
+        kind: Kind,
+        values: Mapping[str, str],
+        comparing: bool = False,
+        error: str | None = None,
+    ) -> None:
+        before = self._now
+        content = before.digest + kind.key
+        if values:
+            content += json.dumps([*values.items()]).encode()
+        self._set(_Current(before.number + 1, _digest(content), comparing, kind, values, error))
+
+    def _set(self, current: _Current) -> None:
+        self._now = current
+        self._recent[current.number] = current.digest
+        self._recent.pop(current.number - _DIGESTS_KEPT, None)
+        self.tag = int.from_bytes(current.digest[:4]) >> (32 - TAG_BITS)
+
+    def begin_again(self, number: int, why: str) -> None:
+        """Take up a state that is the same on all ranks, after an error that all have heard of.
+
+        Args:
+            number: larger than that of any rank's call.
+        """
+        self._recent.clear()
+        self._compared = number
+        digest = _digest(why.encode())
+        self._set(_Current(number, digest, False, _REFUSED, _NONE, None))
+
+    def _disagreed(self, records: Sequence[_Record]) -> NoReturn:
+        """Raise what all ranks make of the same records."""
+        verdict = _verdict(records)
+        # A failed call is counted, too: number is that before it.
+        self.begin_again(2 + max(record.number for record in records), verdict)
+        raise ValueError(verdict)
+
+    def _compare(
+        self, transport: Transport, kind: Kind, error: str | None, values: Mapping[str, str]
+    ) -> None:
+        before = self._now
+        self._step(kind, values, True, error)
+        calls = {_CALLS: f"{before.number} ({before.digest.hex()[:8]})"}
+        own = encoded({**kind.fields, **values, **calls}, error, before.number)
+        records = transport.gather_records(own)
+        if error is not None or not all(x is own or torch.equal(x, own) for x in records):
+            decoded = [_decode(record) for record in records]
+            self._disagreed(decoded)
+        self._set(self._now._replace(comparing=False))
+        self._compared = self._now.number
+        self._known[kind.key] = None
+        if len(self._known) > _KINDS_KEPT:
+            del self._known[next(iter(self._known))]
+
+
+_AGREEMENTS: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
+
+
+def agreement_of(transport: Transport) -> Agreement:
+    """The one of the transport's group; of a transport without a process group: its own."""
+    group = getattr(transport, "process_group", transport)
+    found = _AGREEMENTS.get(group)
+    if found is None:
+        found = _AGREEMENTS[group] = Agreement()
+    return found
 
 
 def agree(
-    transport: Transport, fields: Mapping[str, str] | Tensor | None, error: str | None = None
+    transport: Transport,
+    fields: Mapping[str, str] | None,
+    error: str | None = None,
+    mode: Validate = "always",
+    values: Mapping[str, str] = _NONE,
 ) -> None:
     """Return if all ranks pass the same fields and no error; else raise the same on every rank.
 
-    Every rank calls it, also one whose own checks failed: that one passes what is wrong.
+    As `Agreement.call`, of the transport's group.
 
     Args:
-        fields: what must be equal, in order of importance: name -> value as text. Long values
-            are compared by digest, so their text may be long, but it must differ if they do. Or
-            what `encoded` made of them.
-        error: what this rank found wrong with its own input; fields may then be None.
-    Raises:
-        ValueError: "rank 2: ..." for the lowest rank with an error, else "ranks disagree on ..."
-            for the first field that differs, with both values. A world of one raises error as is.
+        fields: of the call's kind; None where there is an error.
     """
-    if transport.world_size == 1:
-        if error is not None:
-            raise ValueError(error)
-        return
-    own = fields if isinstance(fields, Tensor) else encoded(fields or {}, error)
-    records = transport.gather_records(own)
-    if error is None and all(record is own for record in records):
-        return
-    contents = [record.numpy().tobytes() for record in records]
-    if error is not None or any(content != contents[0] for content in contents):
-        raise ValueError(_verdict([_decode(content) for content in contents]))
-
-
-class FirstAgreements:
-    """What the ranks of each group have agreed on once, for validate="first".
-
-    Every rank remembers by itself, in the order in which all agreed: the same everywhere.
-
-    Attributes:
-        wires: by group, those that its ranks have compared under validate="never".
-    """
-
-    def __init__(self, keep: int = 4096) -> None:
-        self._keep = keep
-        self._agreed: WeakKeyDictionary[Any, dict[bytes, None]] = WeakKeyDictionary()
-        self.wires: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-
-    def agree(
-        self,
-        group: object,
-        transport: Transport,
-        fields: Mapping[str, str] | Tensor | None,
-        error: str | None,
-    ) -> None:
-        """As `agree`, where this rank has not passed the same fields in this group before."""
-        known = self._agreed.setdefault(group, {})
-        record = fields if isinstance(fields, Tensor) else encoded(fields or {})
-        key = blake2b(record.numpy().tobytes()).digest()
-        if fields is not None and key in known:
-            if error is not None:  # of this call's values; the others wait for nothing here
-                raise ValueError(error)
-            return
-        agree(transport, record if error is None else None, error)
-        known[key] = None
-        if len(known) > self._keep:
-            del known[next(iter(known))]
-
-
-FIRST_AGREEMENTS = FirstAgreements()
+    kind = None if fields is None else Kind(fields)
+    agreement_of(transport).call(transport, kind, error, mode, values)
 
 
 def agree_on_largest(transport: Transport, name: str, value: int) -> int:
     """The largest value that any rank passes; raises as agree where a rank is in another call."""
     if transport.world_size == 1:
         return value
-    gathered = transport.gather_records(encoded({name: str(value)}))
-    records = [_decode(record.numpy().tobytes()) for record in gathered]
-    found = [record.fields.get(name) for record in records]
-    if not all(found):
-        raise ValueError(_verdict(records))
-    return max(int(one.text) for one in found if one)
+    return agreement_of(transport).largest(transport, name, value)
+
+
+def _rank_first(one: tuple[int, CallState]) -> int:
+    return one[0]
+
+
+def _shown(state: CallState, other: CallState) -> str:
+    """A call's number, what it is, and in what else the other call differs first."""
+    told = {name: text for name, text in state.fields.items() if name in (PASS, "call", "plan")}
+    for name, text in state.fields.items():
+        if len(told) < _SHOWN_FIELDS and other.fields.get(name, text) != text:
+            told[name] = text
+    return f"call {state.number} ({', '.join(f'{name} {text}' for name, text in told.items())})"
 
 
 def _verdict(records: Sequence[_Record]) -> str:
@@ -128,14 +328,19 @@ def _difference(name: str, first: _Value | None, rank: int, other: _Value | None
             f"{value.text} (digest {value.digest[:8]})" if value else _ABSENT
             for value in (first, other)
         )
-    fix = "pass the same value" if name != PASS else "run passes in the same order"
+    fixes = {PASS: "run passes in the same order", _CALLS: "run the same calls in the same order"}
+    fix = fixes.get(name, "pass the same value")
     return (
         f"ranks disagree on {name}: rank 0 has {left}, rank {rank} has {right}; {fix} on every rank"
     )
 
 
-def encoded(fields: Mapping[str, str], error: str | None = None) -> Tensor:
-    """A rank's record: JSON, whose longest texts are cut to what fits."""
+def encoded(fields: Mapping[str, str], error: str | None = None, before: int = 0) -> Tensor:
+    """A rank's record: JSON, whose longest texts are cut to what fits.
+
+    Args:
+        before: how many calls the rank has made.
+    """
     texts = {name: _printable(text) for name, text in fields.items() if error is None}
     digests = [blake2b(text.encode(), digest_size=8).hexdigest() for text in texts.values()]
     error = None if error is None else _printable(error)
@@ -143,7 +348,7 @@ def encoded(fields: Mapping[str, str], error: str | None = None) -> Tensor:
     def record(limit: int) -> bytes:
         cut = [_cut(text, limit) for text in texts.values()]
         values = dict(zip(texts, zip(cut, digests, strict=True), strict=True))
-        record = _Record(None if error is None else _cut(error, limit), values)  # pyright: ignore
+        record = _Record(None if error is None else _cut(error, limit), values, before)  # pyright: ignore
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
 
     content = record(RECORD_BYTES)
@@ -168,6 +373,6 @@ def _cut(text: str, limit: int) -> str:
     return f"{text[:half]}...{text[len(text) - half :]}"[:limit]
 
 
-def _decode(content: bytes) -> _Record:
-    error, fields = json.loads(content)
-    return _Record(error, {name: _Value(*value) for name, value in fields.items()})
+def _decode(record: Tensor) -> _Record:
+    error, fields, number = json.loads(record.numpy().tobytes())
+    return _Record(error, {name: _Value(*value) for name, value in fields.items()}, number)

@@ -32,10 +32,16 @@ class CooperativeScheduler:
 
     Ranks go on as long as they can, also after another has failed. When nobody can, those that
     wait are released: by Released after a failure; else they wait for each other, and that is
-    the failure.
+    the failure, unless it is explained.
+
+    Args:
+        explain: says why those that wait for each other do so, as an error that each of them is to
+            raise, after which they may wait again; None: it does not know.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, explain: Callable[[], Exception | None] = lambda: None) -> None:
+        self._explain = explain
+        self._explained: dict[int, Exception] = {}
         self._turns = [threading.Semaphore(0) for _ in range(n)]
         self._ready = deque(range(1, n))
         self._waiting: dict[int, Callable[[], str]] = {}
@@ -77,6 +83,8 @@ class CooperativeScheduler:
         self._waiting[rank] = reason
         self._pass_on()
         self._turns[rank].acquire()
+        if rank in self._explained:
+            raise self._explained.pop(rank)
         if rank in self._released:
             raise self._released[rank]
 
@@ -105,6 +113,12 @@ class CooperativeScheduler:
     def _release_all(self) -> None:
         ranks = sorted(self._waiting)
         if not self._failures and not self._cancelled:
+            error = self._explain()
+            if error is not None:
+                for rank in ranks:
+                    self._explained[rank] = type(error)(*error.args)
+                    self.wake(rank)
+                return
             text = self._deadlock(ranks)
             self._released |= {rank: DeadlockError(text) for rank in ranks}
             self._failures[ranks[0]] = self._released[ranks[0]]

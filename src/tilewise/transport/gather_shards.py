@@ -25,7 +25,7 @@ def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> 
         fields, error = _fields(x, layout, transport.rank, dim), None
     except Exception as raised:  # whatever it is, the other ranks must learn of it
         fields, error = None, str(raised)
-    agree(transport, fields, error)
+    agree(transport, fields, error, "first")
     return _Gather.apply(x, layout, transport, dim)  # pyright: ignore[reportReturnType]
 
 
@@ -44,10 +44,13 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
                 f"loss_sum ({tuple(total.shape)}, {total.dtype}) and count ({float(count):g}) must "
                 "be the sum of this rank's losses, one floating-point number, and how many they are"
             )
-        fields, error = {"dtype": str(total.dtype), "device": total.device.type}, None
+        fields, error = (
+            {"call": "mean", "dtype": str(total.dtype), "device": total.device.type},
+            None,
+        )
     except Exception as raised:  # whatever it is, the other ranks must learn of it
         fields, error = None, str(raised)
-    agree(transport, fields, error)
+    agree(transport, fields, error, "first")
     return _Mean.apply(total, count, transport)  # pyright: ignore[reportReturnType]
 
 
@@ -62,8 +65,8 @@ def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
             f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
         )
     others[dim] = -1
-    texts = layout.fingerprint, str(others), str(dim), str(x.dtype)
-    return dict(zip(("layout", "shape", "dim", "dtype"), texts, strict=True))
+    texts = "unshard", layout.fingerprint, str(others), str(dim), str(x.dtype)
+    return dict(zip(("call", "layout", "shape", "dim", "dtype"), texts, strict=True))
 
 
 def on_every_rank(transport: Transport, x: Tensor) -> list[Tensor]:
@@ -88,6 +91,8 @@ class _Gather(torch.autograd.Function):
         ctx: Any, whole: Tensor
     ) -> tuple[Tensor | None, ...]:
         layout, transport = ctx.layout, ctx.transport
+        shape = str(list(whole.shape))
+        agree(transport, {"call": "backward of unshard", "shape": shape}, None, "first")
         rows = whole.movedim(ctx.dim, 0)
         parts = [layout.shard(rows, rank).contiguous() for rank in range(transport.world_size)]
         mine = _exchange(transport, parts, [len(parts[transport.rank])] * len(parts))

@@ -7,6 +7,7 @@ when they posted it, a receiver's stream for the copy, a sender's before it may 
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from threading import get_ident
 from typing import NamedTuple, TypeVar, cast
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
+from tilewise.transport.agreement import agreement_of
 from tilewise.transport.cooperative_threads import CooperativeScheduler
 from tilewise.transport.protocol import Handle, Message, travelling
 from tilewise.transport.streams import (
@@ -91,11 +93,8 @@ class LoopbackGroup:
         self._num_gathers = 0
         self._thread: int | None = get_ident()
         self._sending: defaultdict[int, deque[_Outstanding]] = defaultdict(deque)
-
-    @property
-    def agreement_number(self) -> int:
-        """Of the last agreement, the same on all ranks."""
-        return self._num_gathers
+        self.agreement = agreement_of(self)
+        world.groups[rank] = self
 
     def close(self) -> None:
         """The rank has ended, though its thread goes on with others."""
@@ -119,10 +118,10 @@ class LoopbackGroup:
         received = _Outstanding(self._world.scheduler, self.rank)
         for message in recvs:
             parcel = _Parcel(message, False, (self._all, received))
-            self._world.post(_Route(message.peer, self.rank, lane), parcel)
+            self._world.post(_Route(message.peer, self.rank, lane, self.agreement.tag), parcel)
         for message in sends:
             parcel = _Parcel(message, True, (self._all, received))
-            self._world.post(_Route(self.rank, message.peer, lane), parcel)
+            self._world.post(_Route(self.rank, message.peer, lane, self.agreement.tag), parcel)
         if sends:
             self._reap(lane, received)
         return received
@@ -144,11 +143,18 @@ class LoopbackGroup:
         self._all.wait()
         self._sending.clear()
 
+    def begin_again(self, num_gathers: int) -> None:
+        """Forget what is under way."""
+        self._all = _Outstanding(self._world.scheduler, self.rank)
+        self._sending.clear()
+        self._num_gathers = num_gathers
+
 
 class _Route(NamedTuple):
     src: int
     dst: int
     lane: int
+    tag: int  # of the call that a message is of
 
 
 class _Parcel:
@@ -218,7 +224,8 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.scheduler = CooperativeScheduler(size)
+        self.scheduler = CooperativeScheduler(size, self._in_vain)
+        self.groups: dict[int, LoopbackGroup] = {}
         self._boxes: dict[_Route, deque[_Parcel]] = {}
         self._boards: dict[int, dict[int, Tensor]] = {}
         self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}
@@ -263,6 +270,25 @@ class _World:
                 if other != rank:
                     self.scheduler.wake(other)
         return [board[other] for other in range(self.size)]
+
+    def _in_vain(self) -> Exception | None:
+        """What the ranks, all of which wait, are to raise, if calls differ or one was refused.
+
+        They may go on with other calls then: what is under way is forgotten.
+        """
+        states = {rank: group.agreement.state() for rank, group in self.groups.items()}
+        for rank, peer in permutations(sorted(self.groups), 2):
+            found = self.groups[rank].agreement.conflict(rank, peer, states[peer])
+            if found:
+                self._boxes.clear()
+                self._boards.clear()
+                gathers = max(group._num_gathers for group in self.groups.values())
+                number = 1 + max(state.number for state in states.values())
+                for group in self.groups.values():
+                    group.begin_again(gathers)
+                    group.agreement.begin_again(number, found)
+                return ValueError(found)
+        return None
 
     def _missing(self, board: dict[int, Tensor]) -> str:
         return f"rank {next(rank for rank in range(self.size) if rank not in board)}"

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from time import monotonic, sleep
 
+import torch
 import torch.distributed as dist
 
-from tilewise.transport.nccl_groups import group_store
+from tilewise.transport.nccl_groups import CPU, group_store
 from tilewise.transport.protocol import Message
 
+NOTHING_TAG = 7_416_000
+"""Of messages that nobody sends."""
 _PATIENCE_SECONDS = 0.3  # for what another rank knows of a failure
 
 
@@ -26,13 +29,33 @@ class LostRankError(RuntimeError):
 def failure_of(
     messages: Sequence[Message], verb: str, error: OSError | RuntimeError, group: dist.ProcessGroup
 ) -> LostRankError:
-    """One operation's failure; where it is with several ranks, it is not known whose."""
+    """One operation's failure; where it is with several ranks, on gloo those that are out of reach
+    tell whose it is.
+
+    Args:
+        messages: of the operation; none: all ranks of the group compare records.
+    """
     peers = sorted({message.peer for message in messages})
-    whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
-    label = messages[0].label if messages else "an exchange of a team"
-    rank = _first_lost(group, peers[0]) if len(peers) == 1 else -1
+    whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "all ranks"
+    label = messages[0].label if messages else "agreement"
+    suspects = peers if len(peers) == 1 else _out_of_reach(group)
+    rank = _first_lost(group, suspects[0]) if suspects else -1
     also = f"; rank {rank} failed before" if rank not in (-1, *peers) else ""
     return LostRankError(f"{label}: {verb} {whom} failed{also}: {error}", rank)
+
+
+def _out_of_reach(group: dist.ProcessGroup) -> list[int]:
+    """Ranks to whom gloo has lost its connection: it refuses to receive from them."""
+    if CPU not in group._device_types:
+        return []
+    found, nothing = [], torch.empty(1, dtype=torch.uint8)
+    for peer in range(group.size()):
+        if peer != group.rank():
+            try:
+                group.recv([nothing], peer, NOTHING_TAG)
+            except RuntimeError:
+                found.append(peer)
+    return found
 
 
 def _first_lost(group: dist.ProcessGroup, peer: int) -> int:

@@ -52,9 +52,9 @@ def gloo_group(group: dist.ProcessGroup, team: range | None = None) -> dist.Proc
 
 
 def team_groups(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """Those of neighbouring ranks that gloo_group has made for this one."""
+    """Those of neighbouring ranks, or all, that gloo_group has made beside this one."""
     rank = group.rank()
-    for size in range(2, group.size()):
+    for size in range(2, group.size() + 1):
         first = rank - rank % size
         known = _remembered(group, f"gloo{first}-{first + size}")
         if known is not None:

@@ -1,21 +1,22 @@
 """Operations of torch.distributed under way, by what waits for them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from time import monotonic
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.transport.lost_rank import failure_of
-from tilewise.transport.nccl_groups import team_groups
-from tilewise.transport.protocol import Message
-from tilewise.transport.record_tree import RECORD_TREES
+from tilewise.transport.protocol import Message, TeamMessages
+from tilewise.transport.watch import Watch
 
-NOTHING_TAG = 7_416_000
-"""Of messages that nobody sends. This tag and the next ones are our own, so that a caller's
-point-to-point messages in the group never match ours."""
+
+class Link(NamedTuple):
+    """The group that an operation was posted on, and what watches waits for it."""
+
+    group: dist.ProcessGroup
+    watch: Watch
 
 
 class Posted:
@@ -32,12 +33,12 @@ class Posted:
         work: dist.Work,
         messages: Sequence[Message],
         verb: str,
-        group: dist.ProcessGroup,
+        link: Link,
         joined: Tensor | None = None,
         splits: bool = False,
     ) -> None:
         self._work: dist.Work | None = work
-        self._messages, self._verb, self._group = messages, verb, group
+        self._messages, self._verb, self._link = messages, verb, link
         self._joined, self._splits = joined, splits
 
     @property
@@ -48,17 +49,69 @@ class Posted:
         work, self._work = self._work, None
         if work is None:
             return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            failure = failure_of(self._messages, self._verb, error, self._group)
-            end_waits(self._group)
-            raise failure from error
+        wait_for(work, self._messages, self._verb, self._link)
         if self._splits and self._joined is not None:
             pieces = self._joined.split([message.tensor.nbytes for message in self._messages])
             for message, piece in zip(self._messages, pieces, strict=True):
                 message.tensor.view(-1).copy_(piece)
         self._messages, self._joined = (), None
+
+
+def wait_for(work: dist.Work, messages: Sequence[Message], verb: str, link: Link) -> None:
+    """Wait for an operation of a group under a watch.
+
+    Raises:
+        LostRankError: if it fails because another rank ended.
+        ValueError: if it is in vain, as ranks are in different calls or one refuses its input.
+    """
+    group, watch = link
+    watch.since = monotonic()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise watch.failure(group, messages, verb, error) from error
+    finally:
+        watch.since = 0.0
+
+
+class MarkedExchange:
+    """An all-to-all of a team whose pieces begin with the sender's mark of the call it is in.
+
+    gloo gives collectives no tags: without marks, exchanges of two calls would match.
+
+    Args:
+        arrived: a place for each rank's mark and piece, as long as those of any call.
+        mark: of this rank's call.
+    """
+
+    def __init__(
+        self,
+        posted: Posted,
+        messages: TeamMessages,
+        arrived: Sequence[Tensor],
+        mark: Tensor,
+        watch: Watch,
+    ) -> None:
+        self._posted, self._messages, self._arrived = posted, messages, arrived
+        self._mark, self._watch = mark, watch
+
+    @property
+    def waited(self) -> bool:
+        return self._posted.waited
+
+    def wait(self) -> None:
+        if self._posted.waited:
+            return
+        self._posted.wait()
+        start, messages = len(self._mark), self._messages
+        marks = torch.stack([x[:start] for x in self._arrived])
+        if not torch.equal(marks, self._mark.expand_as(marks)):
+            differ = (marks != self._mark).any(1).tolist()
+            raise self._watch.in_another_call(messages.team[differ.index(True)])
+        sizes = messages.sizes[1]
+        pieces = [x[start : start + n] for x, n in zip(self._arrived, sizes, strict=True)]
+        torch.cat(pieces, out=messages.arriving.view(-1))
+        self._arrived = ()
 
 
 class AllPosted:
@@ -113,17 +166,3 @@ class PairwiseExchange:
                 self._post(message, True)
             if received:
                 return
-
-
-def end_waits(group: dist.ProcessGroup) -> None:
-    """Let all ranks that wait for this one fail as well: it sends no more.
-
-    gloo closes all connections of a group at a timeout of one.
-    """
-    RECORD_TREES.close(group)
-    nothing = torch.empty(1, dtype=torch.uint8)
-    for closing in (group, *team_groups(group)):
-        for peer in range(closing.size()):
-            if peer != closing.rank():
-                with suppress(RuntimeError):  # closed, or not gloo
-                    closing.recv([nothing], peer, NOTHING_TAG).wait(timedelta(milliseconds=1))

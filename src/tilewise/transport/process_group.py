@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -9,21 +10,24 @@ from torch import Tensor
 
 from tilewise.compiler.codegen import CodeTraits
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.transport.lost_rank import LostRankError, failure_of
+from tilewise.transport.agreement import TAG_BITS, agreement_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.posted import (
-    NOTHING_TAG,
     AllPosted,
+    Link,
+    MarkedExchange,
     PairwiseExchange,
     Posted,
-    end_waits,
+    wait_for,
 )
 from tilewise.transport.protocol import Handle, Message, TeamMessages, shares_message, travelling
-from tilewise.transport.record_tree import RECORD_TREES
+from tilewise.transport.watch import WATCHES
 
-_LANE_TAG = NOTHING_TAG + 1
+# Half of all tags are our own, so that a caller's messages in the group never match ours. Of such
+# a tag TAG_BITS say which call a message is of, and the last ones its lane.
+_OWN_TAGS, _LANE_BITS = 2**30, 30 - TAG_BITS
 # As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
 # More than that one: the buffers of its passes are never bound ahead.
 _UNWAITED = 2
@@ -31,6 +35,7 @@ _UNWAITED = 2
 _PAIRWISE_LANE = 2
 # An exchange in which a rank sends about so much at most is one collective, on gloo.
 _COLLECTIVE_BYTES = 2**18
+_RECORD_DIGEST_BYTES = 16
 
 
 GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UNWAITED)
@@ -49,7 +54,10 @@ class DistTransport:
     On an NCCL group the first object is made by all ranks together. It makes a communicator of our
     own for each lane, at high priority, and warms it up, without which a batch that involves only
     some ranks hangs. torch keeps them under the group's name, so later objects find them. The
-    caller's communicator is left alone. Agreement records take neither: see RecordTree.
+    caller's communicator is left alone. Records go over gloo, by a group of our own beside it.
+
+    Messages on gloo carry the digest of the calls that this rank has made, so that those of
+    different calls do not match.
 
     Args:
         group: a group that this process is in.
@@ -59,7 +67,7 @@ class DistTransport:
         cpu_only: for tensors of the CPU alone, over gloo whatever the group has.
 
     Attributes:
-        agreement_seconds: how long an agreement waits for a rank; 0: the group's timeout.
+        process_group: whose agreement is that of this transport.
         declined: why it is not symmetric memory, where that was to be used if it can.
     """
 
@@ -71,8 +79,7 @@ class DistTransport:
         self.rank, self.world_size = group.rank(), group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.agreement_number: int | None = None  # of the last one, the same on all ranks
-        self.agreement_seconds = 0.0
+        self.process_group = group
         config = "cpu:gloo" if cpu_only else str(dist.get_backend_config(group))
         self._backends = dict(part.split(":") for part in config.split(","))
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
@@ -82,7 +89,9 @@ class DistTransport:
         self.receives_ahead = traits.receives_ahead
         self.sends_in_flight = traits.sends_in_flight
         self.takes_teams = traits.takes_teams
-        self._group, self._lanes = group, [gloo_group(group) if cpu_only else group]
+        self._lanes = [gloo_group(group) if cpu_only else group]
+        self._agreement = agreement_of(self)
+        self._watch = WATCHES.of(group, self._agreement)
         self.node_size = node_size
         if batched and self.world_size > 1:
             if node_size is None:
@@ -91,7 +100,7 @@ class DistTransport:
             self.node_size = agreed_node_size(group, self._lanes[0], node_size)
             if self.node_size:
                 self._lanes.append(lane_group(group, 1))
-        self._receiving: deque[Posted | PairwiseExchange] = deque()
+        self._receiving: deque[Posted | PairwiseExchange | MarkedExchange] = deque()
         self._pairwise: PairwiseExchange | None = None  # the last one
         self._sending: defaultdict[int, deque[Sequence[Posted]]] = defaultdict(deque)
 
@@ -126,7 +135,7 @@ class DistTransport:
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(self, messages: TeamMessages) -> Handle:
-        leaving, arriving, sizes, team, label, most_bytes = messages
+        leaving, _, sizes, team, label, most_bytes = messages
         self._release()
         self._backend((Message(leaving, self.rank, label),))
         own = sizes[0][self.rank - team.start]
@@ -134,32 +143,24 @@ class DistTransport:
         self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
         if most_bytes * (len(team) - 1) > _COLLECTIVE_BYTES:
             return self._in_rounds(messages)
-        parts = [
-            Message(leaving if for_peer else arriving, peer, label)
-            for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
-            if peer != self.rank and (for_peer or from_peer)
-        ]
-        group = gloo_group(self._lanes[0], team)
-        work = group.alltoall_base(arriving.view(-1), leaving.view(-1), sizes[1], sizes[0])
-        received = Posted(work, parts, "exchanging with", self._lanes[0])
-        self._receiving.append(received)
-        return received
+        return self._at_once(messages)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self.world_size == 1:
             return [record]
-        own = record.numpy().tobytes()
-        try:
-            tree = RECORD_TREES.of(self._group, self.agreement_seconds)
-            records = tree.records(own, self.agreement_seconds)
-        except LostRankError:
-            end_waits(self._group)
-            raise
-        self.agreement_number = tree.number
-        return [
-            record if x is own else torch.frombuffer(bytearray(x), dtype=record.dtype)
-            for x in records
-        ]
+        if record.numel() > _RECORD_DIGEST_BYTES:
+            made = blake2b(record.numpy().tobytes(), digest_size=_RECORD_DIGEST_BYTES).digest()
+            own = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+            if all(torch.equal(digest, own) for digest in self._gathered(own)):
+                return [record] * self.world_size
+        return self._gathered(record)
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        group = gloo_group(self.process_group)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        work = group.allgather([found], [own])
+        wait_for(work, (), "comparing with", Link(group, self._watch))
+        return found
 
     def finish(self) -> None:
         self._release()
@@ -188,6 +189,33 @@ class DistTransport:
             "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
             "with the backend of their device"
         )
+
+    def _at_once(self, messages: TeamMessages) -> MarkedExchange:
+        """One collective; each piece has room for the largest that another call might send.
+
+        gloo ends the process where more arrives than there is room for.
+        """
+        leaving, _, sizes, team, label, _ = messages
+        place = self.rank - team.start
+        mark = torch.frombuffer(bytearray(self._agreement.mark), dtype=torch.uint8)
+        pieces = leaving.view(-1).split(sizes[0])
+        marked = torch.cat([part for piece in pieces for part in (mark, piece)])
+        sent = [len(mark) + size for size in sizes[0]]
+        room = [len(mark) + max(size, 2 * _COLLECTIVE_BYTES) for size in sizes[1]]
+        room[place] = sent[place]
+        arrived = marked.new_empty(sum(room))
+        parts = [
+            Message(leaving, peer, label)
+            for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
+            if peer != self.rank and (for_peer or from_peer)
+        ]
+        group = gloo_group(self._lanes[0], team)
+        work = group.alltoall_base(arrived, marked, room, sent)
+        link = Link(self._lanes[0], self._watch)
+        posted = Posted(work, parts, "exchanging with", link, marked)
+        received = MarkedExchange(posted, messages, arrived.split(room), mark, self._watch)
+        self._receiving.append(received)
+        return received
 
     def _in_rounds(self, messages: TeamMessages) -> PairwiseExchange:
         leaving, arriving, sizes, team, label, _ = messages
@@ -220,9 +248,9 @@ class DistTransport:
 
     def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[Posted]:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
-        group, tag = self._lanes[0], _LANE_TAG + lane
+        group, tag = self._lanes[0], _OWN_TAGS + (self._agreement.tag << _LANE_BITS) + lane
         start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
-        posted = []
+        posted, link = [], Link(group, self._watch)
         for mine in _shared(messages):
             whole, several = mine[0].tensor, len(mine) > 1
             if several and is_send:
@@ -232,10 +260,8 @@ class DistTransport:
             try:
                 work = start([whole], mine[0].peer, tag)
             except RuntimeError as error:
-                failure = failure_of(mine, verb, error, group)
-                end_waits(group)
-                raise failure from error
-            posted.append(Posted(work, mine, verb, group, whole, several and not is_send))
+                raise self._watch.failure(group, mine, verb, error) from error
+            posted.append(Posted(work, mine, verb, link, whole, several and not is_send))
         return posted
 
     def _post_batches(
@@ -245,7 +271,8 @@ class DistTransport:
         posted = []
         for batch in nccl_batches(sends, recvs, self.rank, self.world_size):
             messages = [message for _, message in batch]
-            posted.append(Posted(post_batch(group, batch), messages, "exchanging with", group))
+            work = post_batch(group, batch)
+            posted.append(Posted(work, messages, "exchanging with", Link(group, self._watch)))
         return posted
 
     def _reap(self, lane: int, keep: int) -> None:

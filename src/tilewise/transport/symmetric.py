@@ -115,8 +115,9 @@ class SymmetricTransport:
         )
 
     @property
-    def agreement_number(self) -> int | None:
-        return getattr(self.hosts, "agreement_number", None)
+    def process_group(self) -> object:
+        """Whose agreement is that of this transport."""
+        return getattr(self.hosts, "process_group", self.hosts)
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         return self.hosts.gather_records(record)

@@ -1,0 +1,165 @@
+"""Ranks that wait long tell each other, in their group's store, which call they are in.
+
+So ranks in different calls are found, whose messages never match, and so is what one rank found
+wrong with its own input while the others went on. A rank that is late, or whose network is slow, is
+waited for until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import Lock, Thread
+from time import monotonic, sleep
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from tilewise.transport.agreement import Agreement, CallState
+from tilewise.transport.lost_rank import NOTHING_TAG, failure_of
+from tilewise.transport.nccl_groups import group_store, team_groups
+from tilewise.transport.protocol import Message
+
+PATIENCE_SECONDS = 5.0
+"""A rank that waits longer says so, and asks what the others do."""
+_LOOKS = 5  # within PATIENCE_SECONDS
+_ASKED_AT_ONCE = 64  # other ranks, at a look: those of a large group are asked in turn
+_VERDICT = "verdict"
+
+
+class Watch:
+    """Since when this rank waits for others of a process group, and why it waits in vain.
+
+    A thread of this process looks at it, so a wait costs two writes.
+
+    Attributes:
+        since: of the wait under way, by monotonic(); 0: none is.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self.since = 0.0
+        self._group, self._agreement = ref(group), agreement
+        self._told: CallState | None = None
+        self._turn = 0
+
+    def look(self) -> None:
+        """Where this rank has waited long: say so, and end all waits if they are in vain."""
+        group = self._group()
+        if group is None:
+            return
+        since = self.since
+        if since and monotonic() - since > PATIENCE_SECONDS:
+            if self._in_vain(group):
+                end_waits(group)
+        elif self._told is not None:
+            group_store(group, "calls").set(str(group.rank()), "")
+            self._told = None
+
+    def failure(
+        self, group: dist.ProcessGroup, messages: Sequence[Message], verb: str, error: RuntimeError
+    ) -> Exception:
+        """What to raise where an operation on a group failed; ends the others' waits as well.
+
+        Args:
+            group: the watched one, or one of the same ranks that belongs to it.
+        """
+        self.since = 0.0
+        watched = self._group() or group
+        verdict = _verdict(watched)
+        failure = ValueError(verdict) if verdict else failure_of(messages, verb, error, group)
+        end_waits(watched)
+        return failure
+
+    def in_another_call(self, peer: int) -> ValueError:
+        """What to raise where a peer sent a message of another call; both say which they are in."""
+        group = self._group()
+        assert group is not None
+        until = monotonic() + 2 * PATIENCE_SECONDS
+        verdict = self._in_vain(group)
+        while not verdict and monotonic() < until:
+            sleep(PATIENCE_SECONDS / 100)
+            verdict = self._in_vain(group)
+        end_waits(group)
+        return ValueError(
+            verdict
+            or f"rank {peer} is in another call than rank {group.rank()}; run the same "
+            "calls in the same order on every rank"
+        )
+
+    def _in_vain(self, group: dist.ProcessGroup) -> str | None:
+        """Why no rank can go on, once one of them knows it; says which call this one is in."""
+        store, rank, size = group_store(group, "calls"), group.rank(), group.size()
+        state = self._agreement.state()
+        if state != self._told:
+            store.set(str(rank), json.dumps(state))
+            self._told = state
+        verdict = _verdict(group)
+        if verdict:
+            return verdict
+        asked = min(size - 1, _ASKED_AT_ONCE)
+        for i in range(asked):
+            peer = (rank + 1 + (self._turn + i) % (size - 1)) % size
+            told = store.get(str(peer)) if store.check([str(peer)]) else b""
+            found = told and self._agreement.conflict(rank, peer, CallState(*json.loads(told)))
+            if found:  # of several the first one stays, for all
+                return store.compare_set(_VERDICT, "", found).decode()
+        self._turn = (self._turn + asked) % (size - 1)
+        return None
+
+
+class _Watches:
+    """Of this process, by group, and the thread that looks at them."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._by_group: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+        self._thread: Thread | None = None
+        os.register_at_fork(after_in_child=self.__init__)  # threads do not pass a fork
+
+    def of(self, group: dist.ProcessGroup, agreement: Agreement) -> Watch:
+        found = self._by_group.get(group)
+        if found is not None:
+            return found
+        with self._lock:
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="tilewise watch", daemon=True)
+                self._thread.start()
+            return self._by_group.setdefault(group, Watch(group, agreement))
+
+    def _run(self) -> None:
+        while True:
+            sleep(PATIENCE_SECONDS / _LOOKS)
+            with self._lock:
+                watches = [*self._by_group.values()]
+            for watch in watches:
+                with suppress(RuntimeError):  # the store is gone, or the group is
+                    watch.look()
+
+
+WATCHES = _Watches()
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Let all ranks that wait for this one fail as well: it sends no more.
+
+    gloo closes all connections of a group at a timeout of one.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for closing in (group, *team_groups(group)):
+        for peer in range(closing.size()):
+            if peer != closing.rank():
+                with suppress(RuntimeError):  # closed, or not gloo
+                    closing.recv([nothing], peer, NOTHING_TAG).wait(timedelta(milliseconds=1))
+
+
+def _verdict(group: dist.ProcessGroup) -> str | None:
+    """Why no rank can go on, if one has found it."""
+    store = group_store(group, "calls")
+    try:
+        return store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
+    except RuntimeError:  # the store is gone: its process has ended
+        return None

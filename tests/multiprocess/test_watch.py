@@ -1,0 +1,131 @@
+"""Ranks in different calls, and what one of them refuses, are found by all; a late one is not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tilewise as tw
+from multiprocess.launcher import run_processes
+from tilewise.transport import watch
+from tilewise.transport.agreement import agreement_of
+from tilewise.transport.process_group import DistTransport
+from tilewise.transport.resolve import transport_for
+
+N, TOKENS, PATIENCE = 3, 24, 0.3
+KNOWN = {
+    "ring": (tw.ring(N), tw.Full()),
+    "window": (tw.ring(N), tw.Window(9, 9)),
+    "exchange": (tw.ulysses(N), tw.Full()),
+    "larger exchange": (tw.ulysses(N), tw.Full()),
+}
+
+
+def attend(group: Any, rank: int, name: str, wrong: bool = False, **options: Any) -> torch.Tensor:
+    plan, mask = KNOWN[name]
+    tokens = TOKENS * (1 + name.startswith("larger"))
+    layout = tw.contiguous(tokens, N)
+    q, k, v = (torch.ones(layout.size(rank) + wrong, 3, 4) for _ in range(3))
+    return tw.attention(q, k, v, plan=plan, layout=layout, mask=mask, group=group, **options)
+
+
+def heard(rank: int, order: list[list[str]], wrong: int | None) -> list[str]:
+    """What a rank hears that makes its calls after all have made each, and again afterwards."""
+    group = dist.new_group()
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        for name in KNOWN:
+            attend(group, rank, name)
+        told = []
+        with pytest.raises(ValueError) as caught:
+            for i, name in enumerate(order[rank]):
+                attend(group, rank, name, wrong == rank and i == 0)
+        told.append(str(caught.value))
+        with pytest.raises(ValueError) as caught:
+            attend(group, rank, "ring")
+        told.append(str(caught.value))
+    return told
+
+
+ORDERS = {
+    "swapped": [["ring", "window"], ["ring", "window"], ["window", "ring"]],
+    "left out": [["window", "ring"], ["ring"], ["window", "ring"]],
+    "an exchange": [["exchange"], ["ring"], ["exchange"]],
+    "exchanges": [["exchange"], ["larger exchange"], ["exchange"]],
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_known_calls_in_another_order_end_on_every_rank(name: str):
+    first, *others = run_processes(N, heard, ORDERS[name], None)
+    assert others == [first] * (N - 1)
+    assert first[0].startswith("ranks are in different calls: rank ")
+    assert first[0] == first[1] and "run the same calls in the same order" in first[0]
+
+
+@pytest.mark.parametrize("name", ["window", "exchange"])
+def test_what_one_rank_refuses_of_a_known_call_reaches_all(name: str):
+    first, *others = run_processes(N, heard, [[name]] * N, 1)
+    assert others == [first] * (N - 1)
+    assert first[0].startswith("rank 1: q has ")
+
+
+def refused_anew(rank: int) -> list[str]:
+    """A new kind, which all compare: they go on afterwards."""
+    told = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            attend(None, rank, "ring", rank == 2)
+        told.append(str(caught.value))
+    attend(None, rank, "ring")
+    return told
+
+
+def test_what_one_rank_refuses_of_a_new_call_is_compared():
+    first, *others = run_processes(N, refused_anew)
+    assert others == [first] * (N - 1)
+    assert all(text.startswith("rank 2: q has ") for text in first)
+
+
+def late(rank: int) -> bool:
+    """One rank comes late, to a comparison and to messages; others say that they wait."""
+    with mock.patch.object(watch, "PATIENCE_SECONDS", PATIENCE):
+        for _ in range(2):
+            for name in ("ring", "exchange"):
+                time.sleep(4 * PATIENCE * (rank == 1))
+                attend(None, rank, name)
+        dist.barrier()
+        time.sleep(PATIENCE)
+    assert dist.group.WORLD is not None
+    store = watch.group_store(dist.group.WORLD, "calls")
+    assert not store.check(["verdict"])
+    return store.check([str(rank)])
+
+
+def test_a_late_rank_is_waited_for():
+    said = run_processes(N, late)
+    assert said[0] and said[2]
+
+
+def compared(rank: int, validate: str) -> tuple[int, int]:
+    """How often ranks compare in 70 calls, and how many they have counted."""
+    gathered, gather = 0, DistTransport.gather_records
+
+    def counted(self: DistTransport, record: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal gathered
+        gathered += 1
+        return gather(self, record)
+
+    with mock.patch.object(DistTransport, "gather_records", counted):
+        for _ in range(70):
+            attend(None, rank, "ring", validate=validate)
+    return gathered, agreement_of(transport_for(None)).state().number
+
+
+@pytest.mark.parametrize("validate, times", [("first", 2), ("always", 70), ("never", 0)])
+def test_ranks_compare_a_kind_once_and_again_after_many_calls(validate: str, times: int):
+    assert run_processes(N, compared, validate) == [(times, 70)] * N
