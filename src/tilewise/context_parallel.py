@@ -222,7 +222,7 @@ class ContextParallel:
         save: Save | None = None,
         prune: bool = True,
         q_positions: Sequence[int] | Tensor | None = None,
-        validate: Validate = "always",
+        validate: Validate = "first",
         kernel: Kernel | str | None = None,
         sink: Tensor | None = None,
         softcap: float | None = None,

@@ -146,7 +146,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=seed,
-        sink=kind_of(sink),
+        sink=None if sink is None else kind_of(sink),
         wire_dtype=wire_dtype,
         wire=wire,
         save=save,

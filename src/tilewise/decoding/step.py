@@ -15,13 +15,12 @@ from torch import Tensor
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.decoding.chunk import num_held
 from tilewise.execution.call import ResolvedCall
-from tilewise.execution.encoding import loadable
 from tilewise.execution.forward_backward import code_traits, empty_results
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.sinks import with_sink
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel, accumulator_dtype, no_keys
+from tilewise.kernels.protocol import Kernel, accumulator_dtype, loadable, no_keys
 from tilewise.kernels.scores import Scores
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips

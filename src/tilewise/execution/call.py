@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -76,7 +76,7 @@ class Call(OpaqueValue):
 
 
 AGREED: tuple[str, ...] = tuple(
-    option.name for option in fields(Call) if option.metadata.get("agreed")
+    option.name for option in Call.__dataclass_fields__.values() if option.metadata.get("agreed")
 )
 
 

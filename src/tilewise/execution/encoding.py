@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewise.kernels import float8
 from tilewise.plan.ir import Item
-from tilewise.plan.payload import ALIGNMENT_BYTES, Field
+from tilewise.plan.payload import Field
 from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Plain
 
@@ -47,13 +47,3 @@ def decode(field: Field, columns: Tensor, into: Tensor) -> Tensor:
     if isinstance(wire, Float8):
         return float8.decode(columns, into)
     raise TypeError(f"{field.name} has a wire that nobody decodes: {wire!r}")
-
-
-def loadable(x: Tensor) -> Tensor:
-    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
-    be. Else a copy."""
-    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
-    begins = x.stride(-1) == 1 and x.data_ptr() % unit == 0
-    if begins and (x.is_contiguous() or not any(at * x.itemsize % unit for at in x.stride()[:-1])):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)

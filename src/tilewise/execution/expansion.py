@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tilewise.arguments import dtype_name
 from tilewise.compiler.code import ExpandKey
-from tilewise.execution.encoding import loadable
-from tilewise.kernels.protocol import accumulator_dtype
+from tilewise.kernels.protocol import accumulator_dtype, loadable
 from tilewise.wires.latent import Latent
 
 PROBED_ROWS = 7

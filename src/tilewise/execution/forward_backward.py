@@ -8,14 +8,16 @@ from torch import Tensor
 from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
-from tilewise.execution.encoding import loadable
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import Allocate, WorkspacePool
-from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.plan.ir import Plan, Side
+from tilewise.kernels.protocol import accumulator_dtype, loadable
+from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.transport.protocol import Transport, team_transport, workspace_of
+
+_NAMES = {1: ("q", "latent"), 2: ("q", "k", "v")}
+"""What a code calls the operands, by how many stand beside q."""
 
 
 def forward_pass(
@@ -33,8 +35,8 @@ def forward_pass(
     rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
     bound = bound_code(problem, transport, rows[0], backward=False, keep=keep and problem.gathered)
     out, lse = empty_results(q, payload.v_head_dim)
-    given = dict(zip(_input_names(problem), rows, strict=True))
-    given |= {"out": rows_first(out, batched), "lse": rows_first(lse, batched)}
+    given = dict(zip(_NAMES[len(kv)], rows, strict=True))
+    given["out"], given["lse"] = rows_first(out, batched), rows_first(lse, batched)
     largest = [torch.empty_like(lse)] * payload.max_logit
     for x in largest:
         given["largest"] = rows_first(x, batched)
@@ -61,7 +63,7 @@ def backward_pass(
     batched = saved[0].ndim == 4
     q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
-    names = _input_names(problem)
+    names = _NAMES[len(kv)]
     given = dict(zip(names, (q, *kv), strict=True))
     results = [x.new_empty(x.shape) for x in saved[:-2]]
     given |= {f"d{name}": rows_first(x, batched) for name, x in zip(names, results, strict=True)}
@@ -134,11 +136,6 @@ def _largest(scores: Tensor) -> Tensor:
     scores = scores.flatten(0, -2)
     scores = scores if len(scores) else scores.new_full((1, scores.shape[-1]), -torch.inf)
     return scores.amax(0).float()
-
-
-def _input_names(problem: ResolvedCall) -> list[str]:
-    """The names of q, k and v, or of q and the latents."""
-    return [name for side in Side for name, _ in problem.passes[0].payload.inputs(side)]
 
 
 def rows_first(x: Tensor, batched: bool) -> Tensor:

@@ -103,8 +103,9 @@ class BoundCode:
             The buffers that the pass keeps.
         """
         code, device = self.code, self._device
-        CALL_CACHE.keep_if_capturing(device, self)  # its tables
         capturing = is_capturing(device)
+        if capturing:
+            CALL_CACHE.keep_if_capturing(device, self)  # its tables
         workspace = Workspace() if capturing else pool.take()
         bound = workspace.enter(self, code.num_bytes, device, self._bind)
         tensors: list[Any] = bound.copy()

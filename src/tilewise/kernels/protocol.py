@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.scores import Scores, lacks
+from tilewise.plan.payload import ALIGNMENT_BYTES
 from tilewise.tiles.calls import KernelCall
 
 Accumulators: TypeAlias = tuple[Tensor, ...]
@@ -142,6 +143,16 @@ def deliver(found: Accumulators, into: Accumulators | None) -> Accumulators:
 def widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with columns of 0 up to this width, for kernels that need equal widths."""
     return tuple(F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
+    be. Else a copy."""
+    unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
+    begins = x.stride(-1) == 1 and x.data_ptr() % unit == 0
+    if begins and (x.is_contiguous() or not any(at * x.itemsize % unit for at in x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import NamedTuple
 
-from tilewise.plan.row_ranges import Ranges, count_rows
+from tilewise.plan.row_ranges import Ranges
 
 
 class Kind(Enum):
@@ -62,11 +62,11 @@ class KernelCall(_Fields):
 
     @property
     def num_q(self) -> int:
-        return count_rows(self.q)
+        return sum([stop - start for start, stop in self.q])
 
     @property
     def num_k(self) -> int:
-        return count_rows(self.k)
+        return sum([stop - start for start, stop in self.k])
 
     @property
     def area(self) -> int:
