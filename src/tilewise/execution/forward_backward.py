@@ -35,7 +35,7 @@ def forward_pass(
     out, lse = empty_results(q, payload.v_head_dim)
     given = dict(zip(_input_names(problem), rows, strict=True))
     given |= {"out": rows_first(out, batched), "lse": rows_first(lse, batched)}
-    largest = [torch.empty_like(lse)] * payload.max_logit
+    largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
     for x in largest:
         given["largest"] = rows_first(x, batched)
     work = Pass(transport, problem.scores, expansion=problem.expansion)
