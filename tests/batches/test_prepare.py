@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
 from tilewise.compiler import lowering
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution import pass_run
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
-from tilewise.compiler.rank_plan import RankPlan
 from tilewise.tiles.call_rows import TileCalls
 
 LENGTHS = [30, 5, 12, 64, 7, 9, 41, 3, 18, 22, 50, 8]

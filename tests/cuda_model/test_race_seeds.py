@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cuda_model.played_cuda import PlayedDevice, play
 from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run
+from tilewise.compiler.liveness import BufferLifetimes
 
 import tilewise as tw
-from tilewise.compiler.liveness import BufferLifetimes
 from tilewise.execution import executor, forward_backward, memory_plan
 from tilewise.transport import loopback, posted, streams
 from tilewise.transport.process_group import DistTransport

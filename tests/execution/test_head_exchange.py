@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.thinned import thinned
+from tilewise.execution.head_exchange import HeadExchange
 
 import tilewise as tw
-from tilewise.execution.head_exchange import HeadExchange
 from tilewise.transport.protocol import Handle, Message, TeamMessages
 
 WORLD = 4

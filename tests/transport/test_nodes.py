@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.bound_passes import Case, on_ranks
+from tilewise.execution.pass_run import PassRun
 from torch.distributed import HashStore
 
 import tilewise as tw
 from tilewise.compiler.program import Launch
-from tilewise.execution.pass_run import PassRun
 from tilewise.transport import nccl_groups
 from tilewise.transport.nccl_groups import lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of

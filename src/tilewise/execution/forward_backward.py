@@ -37,7 +37,7 @@ def forward_pass(
     out, lse = empty_results(q, payload.v_head_dim)
     given = dict(zip(_NAMES[len(kv)], rows, strict=True))
     given["out"], given["lse"] = rows_first(out, batched), rows_first(lse, batched)
-    largest = [torch.empty_like(lse)] * payload.max_logit
+    largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
     for x in largest:
         given["largest"] = rows_first(x, batched)
     work = Pass(transport, problem.scores, expansion=problem.expansion)

@@ -93,6 +93,7 @@ class SymmetricTransport:
     """
 
     receives_ahead = 0
+    sends_in_flight = LAUNCHES_IN_FLIGHT
     node_size: int | None = None
     takes_teams = False
 

@@ -1,4 +1,4 @@
-"""Peak memory of a bound pass is the planner's figure, for every strategy.
+"""Peak memory of a pass is the planner's figure, for every strategy.
 
 Counted are the caller's tensors (q, k, v; in backward out, lse, dout and gradients too), operands
 kept for backward, and the workspace: all that a pass holds but what kernels allocate inside.
@@ -18,13 +18,15 @@ from support.bound_passes import Case, on_ranks
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.execution import allocator
+from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.shards import find_symmetry
 from tilewise.execution.forward_backward import backward_pass, forward_pass
-from tilewise.execution.memory_plan import BufferSpec, MemoryPlan
-from tilewise.plan.shifts import find_symmetry
-from tilewise.planning import peak_memory
-from tilewise.simulation.peak_memory import PassMemory, rank_peak_bytes
+from tilewise.execution.workspace import Workspace
+from tilewise.simulation import peak_memory
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.zigzag_causal import halves_of
+from tilewise.tiles.call_rows import CallStyle
 
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}
 NEAR = 0.01
@@ -78,36 +80,40 @@ def held(
     layout: tw.Layout,
     **options: Any,
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """By rank and pass: bytes held by a pass as on a GPU, where receives are not posted ahead, and
-    bytes counted."""
-    memory_plans: dict[int, list[MemoryPlan]] = {}
+    """By rank and pass: bytes held by a pass, and bytes counted."""
+    asked: dict[int, list[int]] = {}
+    enter = Workspace.enter
 
-    def recorded(requests: list[BufferSpec]) -> MemoryPlan:
-        memory_plan = MemoryPlan(requests)
-        memory_plans.setdefault(threading.get_ident(), []).append(memory_plan)
-        return memory_plan
+    def counted(workspace: Workspace, code: Any, num_bytes: int, *rest: Any) -> Any:
+        asked.setdefault(threading.get_ident(), []).append(num_bytes)
+        return enter(workspace, code, num_bytes, *rest)
 
     def measured(case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
-        monkeypatch.setattr(case.transport, "receives_ahead", 0)
-        inputs = case.q, case.k, case.v
-        for _ in range(2):  # the second is recorded
-            out, lse, kept = forward_pass(case.problem, case.transport, *inputs, keep=True)
-            saved = *inputs, out, lse
-            grads = backward_pass(case.problem, case.transport, saved, kept, (case.dout, None))
-        forward, backward = (
-            memory_plan.num_bytes for memory_plan in memory_plans[threading.get_ident()]
-        )
+        problem, inputs = case.problem, (case.q, case.k, case.v)
+        out, lse, kept = forward_pass(problem, case.transport, *inputs, keep=True)
+        saved = *inputs, out, lse
+        grads = backward_pass(problem, case.transport, saved, kept, (case.dout, None))
+        forward, backward = asked.pop(threading.get_ident())
         both = sum(x.nbytes for x in (*saved, *kept))
         later = case.dout.nbytes + sum(x.nbytes for x in grads)
-        counted = (
-            rank_peak_bytes(case.problem, case.transport.rank, backward)
-            for backward in (False, True)
-        )
-        return (both + forward, both + later + backward), (*counted,)  # pyright: ignore[reportReturnType]
+        told = (of_rank(problem.passes, case.transport.rank, backward=b) for b in (False, True))
+        return (both + forward, both + later + backward), (*told,)  # pyright: ignore[reportReturnType]
 
-    monkeypatch.setattr(allocator, "BOUND_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(allocator, "MemoryPlan", recorded)
-    return on_ranks(plan, layout, mask, measured, dtype=torch.bfloat16, **options)
+    with monkeypatch.context() as patched:
+        patched.setattr(Workspace, "enter", counted)
+        return on_ranks(plan, layout, mask, measured, dtype=torch.bfloat16, **options)
+
+
+def of_rank(
+    passes: tuple[ResolvedPass, ResolvedPass],
+    rank: int,
+    *,
+    backward: bool,
+    traits: CodeTraits = DEFAULT_TRAITS,
+) -> int:
+    """Peak bytes by the rank's own code, of all its rows."""
+    call = CallTraits(keep=passes[1].payload.saved and not backward)
+    return pass_code(passes, rank, backward=backward, call=call, traits=traits).peak_bytes
 
 
 def check(
@@ -179,12 +185,6 @@ def test_what_wires_are_decoded_into_counts(plan, save, monkeypatch):
     eight, layout = tw.wire.Float8(16), tw.zigzag(128, 4)
     wire = tw.wire.Wires(eight, tw.wire.Plain("float16"), partials=eight)
     check(monkeypatch, (plan, tw.Causal(), layout), HEADS["GQA"], save=save, wire=wire)
-    work = tw.Workload(128, *HEADS["GQA"], layout=layout, mask=tw.Causal(), save=save)
-    plain, narrow = (
-        PassMemory(replace(work, wire=x).resolve(plan), backward=False).peak_bytes
-        for x in (None, eight)
-    )
-    assert narrow > plain, "eight bits a number, and what they are decoded into"
 
 
 @pytest.mark.parametrize("plan", [tw.all_gather(4), tw.ulysses(4), tw.mesh(4, q_tile=2)], ids=repr)
@@ -221,16 +221,16 @@ def test_large_shards_are_counted_in_small(plan, mask, monkeypatch):
 
 @pytest.mark.parametrize("n", [8, 16])
 def test_all_kernels_copy_the_same(n):
-    """However they want a tile cut, and whether it is counted in small or in full."""
+    """However they want a tile cut."""
     layout = tw.zigzag(1024 * n, n)
     work = tw.Workload(layout.num_tokens, 8, 4, 64, mask=tw.Causal(), layout=layout)
     for plan in (tw.attention2d(2, n // 2), tw.mesh(n, q_tile=4), tw.mesh(n, n // 2, "gather")):
-        problem = PassMemory(work.resolve(plan), backward=True)._problem
-        kernels = [peak_memory.NoKernel(*cut) for cut in ((False, False), (True, False))]
-        kernels.append(peak_memory.NoKernel(whole_tile=True))
+        passes = work.resolve(plan)
+        cuts = CallStyle(), CallStyle(square_causal=True), CallStyle(whole_tile=True)
         for rank in (0, n // 2, n - 1):
             told = {
-                rank_peak_bytes(problem._replace(kernel=kernel), rank, True) for kernel in kernels
+                of_rank(passes, rank, backward=True, traits=DEFAULT_TRAITS._replace(cut=cut))
+                for cut in cuts
             }
             assert len(told) == 1, (plan, rank)
 
@@ -246,8 +246,7 @@ def test_ranks_that_are_looked_at_stand_for_all(n):
         for backward in (False, True):
             passes = work.resolve(plan)
             memory = PassMemory(passes, backward=backward)
-            problem = memory._problem._replace(passes=passes, prune=True)
-            every = [rank_peak_bytes(problem, rank, backward) for rank in range(n)]
+            every = [of_rank(passes, rank, backward=backward) for rank in range(n)]
             assert memory.of_rank(n // 3) == every[n // 3]
             assert memory.peak_bytes == pytest.approx(max(every), rel=NEAR)
 
