@@ -48,7 +48,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
-    """Each strategy with the agreement of every call, and without it."""
+    """Each strategy where each kind of call is compared once, each call, and none."""
     n, num_tokens = case.world_size, case.num_tokens
     found = {}
     for name, plan, split in (
@@ -59,6 +59,7 @@ def ours(case: BenchCase) -> dict[str, tuple[Attend, Layout]]:
         layout = split(num_tokens, n)
         attend = partial(tw.attention, plan=plan, layout=layout, mask=tw.Causal())
         found[name] = attend, layout
+        found[f"{name}, each call compared"] = partial(attend, validate="always"), layout
         found[f"{name}, never validated"] = partial(attend, validate="never"), layout
     return found
 
