@@ -38,13 +38,12 @@ from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
 NO_PASSES: Any = ()
-UNKEYED = {"plan", "q_positions", "dropout_seed", "group", "validate", "resolved"}
+UNKEYED = frozenset(("plan", "q_positions", "dropout_seed", "group", "validate", "resolved"))
 """Fields of a call that are left out of the cache key: its checks do not depend on them, or look
 at them in every call. The plan has the cache."""
-AGREED = [option.name for option in fields(Call) if option.metadata.get("agreed")]
+AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
 """Options that must be the same on all ranks; the first in which they differ is named."""
-KEYED = [option.name for option in fields(Call) if option.name not in UNKEYED]
-_key = attrgetter(*KEYED)
+_key = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
 
 
 def resolve_once(

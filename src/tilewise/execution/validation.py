@@ -1,7 +1,8 @@
 """What can be wrong with one rank's attention call: every message has the numbers and the fix."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -153,8 +154,8 @@ _KINDS = (
     ("backward_plan", Plan),
     ("kv_layout", Layout),
 )
-_MAY_BE_NONE = {"backward_plan", "kv_layout"}
-_EXAMPLES = {Plan: "tw.ring(world_size)", bool: "True"}
+_MAY_BE_NONE = frozenset(("backward_plan", "kv_layout"))
+_EXAMPLES: Mapping[type, str] = MappingProxyType({Plan: "tw.ring(world_size)", bool: "True"})
 
 
 def check_kinds(call: Call) -> None:
