@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,15 +69,6 @@ class Call(OpaqueValue):
     def with_resolved(self, resolved: ResolvedCall, transport: Transport) -> Self:
         """The same call, resolved."""
         return replace(self, resolved=resolved, group=transport)
-
-    def agreed(self) -> dict[str, Any]:
-        """The options on which ranks must agree, by name."""
-        return {name: getattr(self, name) for name in AGREED}
-
-
-AGREED: tuple[str, ...] = tuple(
-    option.name for option in Call.__dataclass_fields__.values() if option.metadata.get("agreed")
-)
 
 
 def known_of(

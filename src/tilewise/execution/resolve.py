@@ -39,11 +39,12 @@ from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
 NO_PASSES: Any = ()
-UNKEYED = {"plan", "q_positions", "dropout_seed", "group", "validate", "resolved"}
+UNKEYED = frozenset(("plan", "q_positions", "dropout_seed", "group", "validate", "resolved"))
 """Fields of a call that are left out of the cache key: its checks do not depend on them, or look
 at them in every call. The plan has the cache."""
-KEYED = [option.name for option in fields(Call) if option.name not in UNKEYED]
-_key = attrgetter(*KEYED)
+AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
+"""Options that must be the same on all ranks; the first in which they differ is named."""
+_key = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
 
 
 def resolve_once(
@@ -182,7 +183,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
     """
     (plan, _, (q_layout, kv_layout), groups, payload), backward = problem.passes
     scores = problem.scores
-    options = replace(
+    settled = replace(
         call,
         plan=plan,
         backward_plan=backward.plan,
@@ -195,7 +196,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         wire_dtype=payload.wires.partials,
         wire=payload.wires,
         save="gathered" if problem.gathered else "replay",
-    ).agreed()
+    )
     compared: dict[str, Any] = {
         PASS: "forward",
         **({"training step": plan.batch} if isinstance(plan, RankPlan) else {}),
@@ -207,7 +208,7 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         "num_kv_heads": groups.num_kv_heads,
         "head_dim": payload.head_dim,
         "v_head_dim": payload.v_head_dim,
-        **options,
+        **{name: getattr(settled, name) for name in AGREED},
         "exchanges": plan.traits.exchanges + backward.plan.traits.exchanges,
         "requires_grad": call.needs_grad or problem.learns,
         "device": q.device.type,

@@ -1,15 +1,15 @@
 """What can be wrong with one rank's attention call: every message has the numbers and the fix."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
+from tilewise.execution.call import Call
 from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -17,9 +17,6 @@ from tilewise.plan.ir import Plan, Side
 from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wire
-
-if TYPE_CHECKING:
-    from tilewise.execution.call import Call
 
 MOST_SEEDS = (1 << 63) - 1
 
@@ -79,23 +76,41 @@ def _check_latents(q: Tensor, x: Tensor, v: Tensor | None, latent: Latent) -> No
     latent.check(latent.num_kv_heads, int(q.shape[-1]), latent.v_head_dim, int(x.shape[-1]))
 
 
-def _check_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
-        raise ValueError(
-            f"{shapes} must all be [tokens, heads, head_dim] or [batch, tokens, heads, head_dim]"
-        )
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
-        raise ValueError(
-            f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) must be equal, and at least 1"
-        )
-    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] < 1:
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same tokens and heads, and v "
-            "a head_dim of at least 1"
-        )
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"batch of q ({q.shape[0]}) and k ({k.shape[0]}) must be equal")
+Shape = tuple[int, ...]
+_FITS: tuple[
+    tuple[Callable[[Shape, Shape, Shape], bool], Callable[[Shape, Shape, Shape], str]], ...
+]
+_FITS = (
+    (
+        lambda q, k, v: len(q) in (3, 4) and len(q) == len(k) == len(v),
+        lambda q, k, v: (
+            f"q {q}, k {k}, v {v} must all be [tokens, heads, head_dim] or "
+            "[batch, tokens, heads, head_dim]"
+        ),
+    ),
+    (
+        lambda q, k, v: q[-1] == k[-1] >= 1,
+        lambda q, k, v: f"head_dim of q ({q[-1]}) and k ({k[-1]}) must be equal, and at least 1",
+    ),
+    (
+        lambda q, k, v: k[:-1] == v[:-1] and v[-1] >= 1,
+        lambda q, k, v: (
+            f"k {k} and v {v} must have the same tokens and heads, and v a head_dim of at least 1"
+        ),
+    ),
+    (
+        lambda q, k, v: q[:-3] == k[:-3],
+        lambda q, k, v: f"batch of q ({q[0]}) and k ({k[0]}) must be equal",
+    ),
+)
+"""Rules of the shapes of q, k and v, each with the words for shapes that break it."""
+
+
+def _check_keys_and_values(*tensors: Tensor) -> None:
+    q, k, v = (tuple(x.shape) for x in tensors)
+    for fits, words in _FITS:
+        if not fits(q, k, v):
+            raise ValueError(words(q, k, v))
 
 
 def named_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, Tensor | None]:
@@ -129,18 +144,25 @@ def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:
             )
 
 
+_KINDS = (
+    ("plan", Plan),
+    ("prune", bool),
+    ("return_lse", bool),
+    ("return_max_logit", bool),
+    ("layout", Layout),
+    ("mask", Mask),
+    ("backward_plan", Plan),
+    ("kv_layout", Layout),
+)
+_MAY_BE_NONE = frozenset(("backward_plan", "kv_layout"))
+_EXAMPLES: Mapping[type, str] = MappingProxyType({Plan: "tw.ring(world_size)", bool: "True"})
+
+
 def check_kinds(call: Call) -> None:
-    plan = "tw.ring(world_size)"
-    require_type(Plan, "plan", call.plan, plan)
-    flags = ("prune", call.prune), ("return_lse", call.return_lse)
-    for name, value in (*flags, ("return_max_logit", call.return_max_logit)):
-        require_type(bool, name, value, "True")
-    require_type(Layout, "layout", call.layout)
-    require_type(Mask, "mask", call.mask)
-    if call.backward_plan is not None:
-        require_type(Plan, "backward_plan", call.backward_plan, plan)
-    if call.kv_layout is not None:
-        require_type(Layout, "kv_layout", call.kv_layout)
+    for name, kind in _KINDS:
+        value = getattr(call, name)
+        if value is not None or name not in _MAY_BE_NONE:
+            require_type(kind, name, value, _EXAMPLES.get(kind))
 
 
 def check_ranks(call: Call, rank: int, world_size: int) -> None:

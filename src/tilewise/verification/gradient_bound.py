@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, pass_code
-from tilewise.execution.call import Call, ResolvedCall
+from tilewise.execution.call import Call, ResolvedCall, known_of
 from tilewise.execution.forward_backward import rows_first, rows_last
 from tilewise.execution.sinks import kind_of
 from tilewise.execution.torch_op import agreed_call
@@ -56,8 +56,9 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
         raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
     out, lse = attention(q, k, v, return_lse=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
-    asked = Call(**{**call, "sink": kind_of(sink), "needs_grad": True})
-    problem, transport = agreed_call(q, k, v, asked)
+    layout, mask = known_of(call["plan"], call.get("layout"), call.get("mask"))
+    asked = {**call, "layout": layout, "mask": mask, "sink": kind_of(sink), "needs_grad": True}
+    problem, transport = agreed_call(q, k, v, Call(**asked))
     payload = problem.passes[1].payload
     partials = payload.wires.partials
     own = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
