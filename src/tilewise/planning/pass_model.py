@@ -13,7 +13,7 @@ from tilewise.planning.options import Option
 from tilewise.simulation.costs import PassCosts
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
-from tilewise.simulation.simulator import EXACT_RANKS
+from tilewise.simulation.zigzag_causal import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 

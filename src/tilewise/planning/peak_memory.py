@@ -39,8 +39,7 @@ from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
-from tilewise.simulation.simulator import EXACT_RANKS
-from tilewise.simulation.zigzag_causal import halves_of
+from tilewise.simulation.zigzag_causal import EXACT_RANKS, halves_of
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as

@@ -22,7 +22,8 @@ from tilewise.planning.pairs import Pair, Pairs
 from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import EXACT_RANKS, Simulation
+from tilewise.simulation.simulator import Simulation
+from tilewise.simulation.zigzag_causal import EXACT_RANKS
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 

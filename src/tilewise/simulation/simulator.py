@@ -25,14 +25,11 @@ from tilewise.simulation.engine import EventLoop, RankUse, Timeline, trace_text
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.timeline_ops import compile_tracks
-from tilewise.simulation.zigzag_causal import Halves, halves_of
+from tilewise.simulation.zigzag_causal import EXACT_RANKS, Halves, halves_of
 from tilewise.workload import Workload
 
 if TYPE_CHECKING:
     from tilewise.planning.peak_memory import PassMemory
-
-EXACT_RANKS = 64
-"""Up to so many ranks every one is simulated as pruned under a causal mask."""
 
 MOST_MESSAGES = 1 << 17
 """Up to so many messages of a pass that is done with more ranks too, where programs are those of

@@ -11,6 +11,9 @@ from tilewise.plan.shifts import Shift, Symmetry, absolutes, relative
 
 Array = np.ndarray
 
+EXACT_RANKS = 64
+"""Up to so many ranks every one is simulated as pruned under a causal mask."""
+
 
 class _Place(NamedTuple):
     """What a rank that others are relabelled from holds; least is by the ranks of its class."""
