@@ -12,7 +12,7 @@ import tilewise as tw
 from tilewise import Plan, Role, Side
 from tilewise.kernels.protocol import Accumulators, Gradients, no_gradients, no_keys
 from tilewise.kernels.reference import Reference
-from tilewise.kernels.triton.kernel import in_steps, view_of
+from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.plan.payload import Payload
 
 N, NUM_TOKENS, HEAD_DIM = 4, 23, 8

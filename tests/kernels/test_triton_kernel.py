@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from support.kernel_cases import CALLS, call_of
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.triton.kernel import TritonSlices, in_steps, view_of
+from tilewise.kernels.triton.kernel import TritonSlices
 from tilewise.kernels.triton.tuning import tuning_for
+from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.tiles.calls import KernelCall, Kind

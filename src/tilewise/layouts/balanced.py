@@ -20,11 +20,13 @@ ROUGH = 2  # so many times that, where runs are short anyway
 CHUNK = 128  # rows
 SAMPLES = 8  # points at which evenness is looked at
 
+Floats = NDArray[np.float64]
+
 
 class _Component:
     """What is left of a run of rows [start, stop), taken from its start or from both ends."""
 
-    def __init__(self, start: int, stop: int, total: np.ndarray, folded: bool) -> None:
+    def __init__(self, start: int, stop: int, total: Floats, folded: bool) -> None:
         self.start, self.stop, self.folded = start, stop, folded
         self.density = float(total[stop] - total[start]) / (stop - start)
 
@@ -53,7 +55,7 @@ class _Queue:
         self._left = slice(0, len(runs))
 
     @property
-    def left(self) -> tuple[np.ndarray, np.ndarray]:
+    def left(self) -> tuple[NDArray[np.int64], Floats]:
         """Rows of each run, and pairs a row."""
         return self._counts[self._left], self._densities[self._left]
 
@@ -116,14 +118,14 @@ def balanced(
     return layout_of(num_tokens, n, deal(total, edges, n, chunk=chunk, slack=slack), "balanced")
 
 
-def running(areas: np.ndarray) -> np.ndarray:
+def running(areas: Floats) -> Floats:
     """What all rows before each have, float64 [num_tokens + 1]."""
     total = np.zeros(len(areas) + 1)
     np.cumsum(areas, out=total[1:])
     return total
 
 
-def _is_level(plain: Layout, total: np.ndarray) -> bool:
+def _is_level(plain: Layout, total: Floats) -> bool:
     """Whether a contiguous layout gives ranks about equal areas."""
     largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
     return largest * plain.world_size <= LEVEL * total[-1]
@@ -138,7 +140,7 @@ def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Lay
 
 
 def deal(
-    total: np.ndarray, edges: np.ndarray, n: int, *, chunk: int = 128, slack: float = 0.0
+    total: Floats, edges: NDArray[np.int64], n: int, *, chunk: int = 128, slack: float = 0.0
 ) -> list[Owned]:
     """Deal rows to ranks: areas equal to about half a percent, tokens equal to one (or slack).
 
@@ -170,7 +172,7 @@ def deal(
     return sorted(owned)
 
 
-def _runs(start: int, stop: int, total: np.ndarray, line: float, least: int) -> list[_Component]:
+def _runs(start: int, stop: int, total: Floats, line: float, least: int) -> list[_Component]:
     """A component as runs of rows that are even, straight or folded, to the area of a line."""
     size = float(total[stop] - total[start])
     at = np.arange(1, SAMPLES) * (stop - start) // SAMPLES
@@ -197,13 +199,11 @@ def _hand(
     counts, densities = queue.left
     tokens = np.concatenate([[0], np.cumsum(counts)])
     areas = running(counts * densities)
-    behind = tokens[-1] - room
+    behind = int(tokens[-1]) - room
     # with x rows from the front and room - x from the back, area grows with x, line by line
     x = np.concatenate([tokens, tokens - behind, [room]])
     x = np.sort(x[(x >= 0) & (x <= room)])
-    area: NDArray[np.float64] = (
-        np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
-    )
+    area: Floats = np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
     rows = float(np.interp(need, area, x))
     near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]
     rows = near[0] if near else rows

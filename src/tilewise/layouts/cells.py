@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.layouts.layout import Layout
 from tilewise.masks.area import clipped
@@ -14,7 +15,7 @@ from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips, expand, overlaps
 from tilewise.plan.ir import Rows
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 MAX_JOIN = 5_000_000  # strips x runs x runs beyond which rows of striped shards are not told apart
 
 
@@ -166,7 +167,7 @@ class Pieces(NamedTuple):
     rows: Array
     run: Array
 
-    def take(self, index: Array | slice) -> Pieces:
+    def take(self, index: Array | NDArray[np.bool_] | slice) -> Pieces:
         lo, lo_slope, hi, hi_slope = (line[index] for line in self.lines)
         return Pieces(
             (lo, lo_slope, hi, hi_slope), self.first[index], self.rows[index], self.run[index]

@@ -72,7 +72,7 @@ class Layout(OpaqueValue):
         """Number of rows of a shard."""
         return self.sizes[shard]
 
-    def rows(self, shard: int) -> np.ndarray:
+    def rows(self, shard: int) -> NDArray[np.int64]:
         """Global positions of a shard's rows, int64."""
         self._check_rank(shard)
         parts = [r.start + r.stride * np.arange(r.count, dtype=np.int64) for r in self.runs[shard]]

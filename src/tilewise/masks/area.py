@@ -7,11 +7,11 @@ four such sums.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tilewise.masks.strips import LIMIT, Strips, expand
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 Bound = Array | int
 """A position, of all strips or one for each."""
 INT64_SAFE = 2**61
@@ -51,7 +51,7 @@ def areas(strips: Strips, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
     return table
 
 
-def coverage(strips: Strips, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
+def coverage(strips: Strips, q_edges: ArrayLike, k_edges: ArrayLike) -> NDArray[np.int8]:
     """int8 table over the cells between edges: 0 empty (or of no pairs), 1 partial, 2 full."""
     qs, ks = _edges("q_edges", q_edges), _edges("k_edges", k_edges)
     q_sizes, k_sizes = np.diff(qs), np.diff(ks)

@@ -17,14 +17,14 @@ from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tilewise.arguments import whole_number
 from tilewise.masks import area, strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,7 +32,7 @@ class Mask(OpaqueValue, ABC):
     """Allowed pairs of queries and keys, by global position. Equal masks have equal reprs."""
 
     @abstractmethod
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         """bool [num_queries, num_keys]: may this query see this key? The oracle of all else."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Mask(OpaqueValue, ABC):
         """`area` of every cell between the edges, int64 [len(q_edges) - 1, len(k_edges) - 1]."""
         return area.areas(self.strips(), q_edges, k_edges)
 
-    def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
+    def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> NDArray[np.int8]:
         """int8 table over the cells between the edges: 0 empty, 1 partial, 2 full; exact."""
         return area.coverage(self.strips(), q_edges, k_edges)
 
@@ -115,7 +115,7 @@ class Mask(OpaqueValue, ABC):
 class Full(Mask):
     """Every query sees every key."""
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         return np.ones((len(positions(q_positions)), len(positions(k_positions))), bool)
 
     def _strips(self) -> Strips:
@@ -129,7 +129,7 @@ class Full(Mask):
 class Causal(Mask):
     """A query sees the keys at or before its own position: k <= q."""
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         return positions(k_positions)[None, :] <= positions(q_positions)[:, None]
 
     def _strips(self) -> Strips:
@@ -157,7 +157,7 @@ class Window(Mask):
                 continue
             object.__setattr__(self, side, whole_number(f"Window {side}", tokens, 0))
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         offset = positions(k_positions)[None, :] - positions(q_positions)[:, None]
         allowed = np.ones(offset.shape, bool)
         if self.left is not None:
@@ -206,7 +206,7 @@ class Document(Mask):
                     "let the last document end with the sequence"
                 )
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         boundaries = np.asarray(self.cu_seqlens, np.int64)
         q, k = (
             np.searchsorted(boundaries, positions(x), "right") for x in (q_positions, k_positions)
@@ -238,7 +238,7 @@ class And(Mask):
         self.a.check_tokens(num_tokens, num_keys)
         self.b.check_tokens(num_tokens, num_keys)
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         return self.a.dense(q_positions, k_positions) & self.b.dense(q_positions, k_positions)
 
     def _strips(self) -> Strips:
@@ -254,7 +254,7 @@ class Or(And):
 
     symbol: ClassVar[str] = "|"
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         return self.a.dense(q_positions, k_positions) | self.b.dense(q_positions, k_positions)
 
     def _strips(self) -> Strips:

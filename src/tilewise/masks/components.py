@@ -6,12 +6,13 @@ The documents of a document mask, the whole sequence of most others.
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.masks import strips
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 
 
 def documents(mask: Mask, num_tokens: int) -> Array | None:
@@ -35,7 +36,7 @@ def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:
     return tuple(strips.intersect(head.strips(), square) for head in heads)
 
 
-def row_areas(mask: Mask, num_tokens: int) -> Array:
+def row_areas(mask: Mask, num_tokens: int) -> NDArray[np.float64]:
     """Allowed pairs of every row, float64 [num_tokens]; the mean over heads."""
     heads = within(mask, num_tokens)
     # Sums in place of what changes from row to row: of slopes first, then of pairs.

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.masks.base import as_ints
 
 __all__ = ["Bin", "corpora", "histogram", "position_ids", "sample", "shift_labels"]
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 LONG = (8192, 30000)  # the benchmark's long documents, uniform
 
 

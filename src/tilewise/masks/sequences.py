@@ -5,12 +5,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.masks import strips
 from tilewise.masks.base import Mask, as_ints, digest, positions
 from tilewise.masks.strips import Strips
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +43,7 @@ class Growing(Mask):
                 f"{have[0]} and {have[1]}; make the mask by the chunk that they belong to"
             )
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         (q_edges, k_edges), starts = self._edges, np.asarray([*self.starts, 0], np.int64)
         q, k = positions(q_positions), positions(k_positions)
         q_of, k_of = (

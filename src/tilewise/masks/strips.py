@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 LIMIT = (
     2**40
 )  # positions are in [0, LIMIT): past any sequence, and products of slopes stay in int64
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 Line = tuple[Array, Array]  # intercept and slope
 
 
@@ -46,7 +46,7 @@ class Strips:
         """q0, q1, lo, lo_slope, hi, hi_slope."""
         return self.q0, self.q1, self.lo, self.lo_slope, self.hi, self.hi_slope
 
-    def take(self, index: Array | slice) -> Strips:
+    def take(self, index: Array | NDArray[np.bool_] | slice) -> Strips:
         """The strips at these indices (or of this bool column), in that order."""
         return Strips(*(column[index] for column in self.columns))
 

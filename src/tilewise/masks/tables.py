@@ -9,13 +9,13 @@ from functools import reduce
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tilewise.masks import strips
 from tilewise.masks.base import And, Mask, Or, as_ints, digest, positions
 from tilewise.masks.strips import Strips
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 Slice = tuple[tuple[int, int], tuple[int, int], str]
 KINDS = ("full", "causal", "invcausal", "bicausal")
 SHOWN = 4  # slices that a repr spells out
@@ -61,7 +61,7 @@ class Slices(Mask):
                         "cut it there"
                     )
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         q, k = positions(q_positions), positions(k_positions)
         allowed = np.zeros((len(q), len(k)), bool)
         for entry in self.slices:
@@ -128,7 +128,7 @@ class Blocks(Mask):
         object.__setattr__(self, "overhang", overhang)
 
     @property
-    def block_mask(self) -> Array:
+    def block_mask(self) -> NDArray[np.bool_]:
         """The table, bool [q_blocks, k_blocks]."""
         shape = len(self.q_edges) - 1, len(self.k_edges) - 1
         bits = np.unpackbits(np.frombuffer(self.table, np.uint8), count=shape[0] * shape[1])
@@ -146,7 +146,7 @@ class Blocks(Mask):
                     f"they must end there, or at most {self.overhang} tokens past it"
                 )
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         q, k = positions(q_positions), positions(k_positions)
         table = np.pad(self.block_mask, ((0, 1), (0, 1)))  # nothing past the last block
         row, column = (
@@ -190,7 +190,7 @@ class PerHead(Mask):
         for head in self.heads:
             head.check_tokens(num_tokens, num_keys)
 
-    def dense(self, q_positions: Any, k_positions: Any) -> Array:
+    def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         return np.stack([head.dense(q_positions, k_positions) for head in self.heads])
 
     def area(self, q_range: tuple[int, int], k_range: tuple[int, int]) -> Any:
@@ -203,7 +203,7 @@ class PerHead(Mask):
         rest = (total % len(self.heads)).any()
         return total / len(self.heads) if rest else total // len(self.heads)
 
-    def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
+    def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> NDArray[np.int8]:
         low = high = self.heads[0].coverage(q_edges, k_edges)
         for head in self.heads[1:]:
             table = head.coverage(q_edges, k_edges)
@@ -255,7 +255,7 @@ def _checked_bounds(what: str, values: Any) -> tuple[int, int]:
     return bounds
 
 
-def _slice_dense(entry: Slice, q: Array, k: Array) -> Array:
+def _slice_dense(entry: Slice, q: Array, k: Array) -> NDArray[np.bool_]:
     """What a slice allows of these global positions, from its definition in local rows."""
     (q0, q1), (k0, k1), kind = entry
     i, j = (q - q0)[:, None], (k - k0)[None, :]

@@ -367,10 +367,9 @@ class Plan(OpaqueValue):
             return self._steps_by_rank()[rank]
         steps = self._script(rank)
         if type(steps) is not tuple:
-            raise ValueError(
-                f"{self.name}: the script of rank {rank} returned {type(steps).__name__}, not "
-                "its steps; return what RankBuilder.done() gives"
-            )
+            kind = type(steps).__name__
+            fix = "its steps; return what RankBuilder.done() gives"
+            raise ValueError(f"{self.name}: the script of rank {rank} returned {kind}, not {fix}")
         return steps
 
     @kept_with_plan(keep=1)

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilewise.plan.ir import Rows
 
@@ -54,7 +55,7 @@ def count_rows(ranges: Iterable[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def row_index(ranges: Ranges) -> np.ndarray:
+def row_index(ranges: Ranges) -> NDArray[np.int64]:
     """The rows that ranges name, in order, int64: to gather by when ranges are many and short."""
     edges = np.asarray(ranges, np.int64).reshape(-1, 2)
     counts = edges[:, 1] - edges[:, 0]
@@ -62,7 +63,7 @@ def row_index(ranges: Ranges) -> np.ndarray:
     return np.arange(int(counts.sum())) + np.repeat(edges[:, 0] - first, counts)
 
 
-def to_ranges(rows: np.ndarray) -> Ranges:
+def to_ranges(rows: NDArray[np.int64]) -> Ranges:
     """Rows in order as half-open ranges, consecutive runs merged; the inverse of `row_index`."""
     if rows.size == 0:
         return ()

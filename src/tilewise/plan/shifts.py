@@ -14,8 +14,9 @@ from math import gcd, lcm
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = np.ndarray
+Array = NDArray[np.int64]
 Number = TypeVar("Number", int, Array)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
@@ -24,6 +23,7 @@ from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
+from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.prices import PassCosts
 from tilewise.simulation.timeline import (
     RankUse,
@@ -35,9 +35,6 @@ from tilewise.simulation.timeline import (
 from tilewise.simulation.tracks import priced_tracks
 from tilewise.simulation.zigzag_causal import EXACT_RANKS, Halves, halves_of
 from tilewise.workload import Workload
-
-if TYPE_CHECKING:
-    from tilewise.simulation.peak_memory import PassMemory
 
 MOST_MESSAGES = 1 << 17
 """Up to so many messages of a pass that is done with more ranks too, where programs are those of
@@ -151,9 +148,6 @@ class Simulation:
 
     @cached_property
     def _memory(self) -> tuple[PassMemory, PassMemory]:
-        # Imported here alone: the executor counts memory, and what simulates time needs no torch.
-        from tilewise.simulation.peak_memory import PassMemory
-
         passes = self.work.resolve(*self.plans)
         return PassMemory(passes, backward=False), PassMemory(passes, backward=True)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.kernels.triton.kernel import in_steps, view_of
+from tilewise.kernels.triton.views import in_steps, view_of
 
 _BLOCK = 32
 

@@ -5,7 +5,6 @@ triton is imported when the first of them runs.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -26,23 +25,12 @@ from tilewise.kernels.protocol import (
 )
 from tilewise.kernels.scores import Scores
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
+from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.kernels.triton.work_list import UNIT, work_list
 from tilewise.tiles.calls import KernelCall
 
 MAX_PROGRAMS = 65535  # in the second dimension of a CUDA grid
 _STEP = 128  # rows that one program of row_statistics does
-
-
-class TensorView(NamedTuple):
-    """A tensor [rows, batch, heads] or [.., head_dim] as a kernel's argument; head_dim is dense.
-
-    Strides are in numbers; of a tensor with head_dim in units of the launch's STEP.
-    """
-
-    base: Tensor
-    row: int
-    batch: int
-    head: int
 
 
 class Lists(NamedTuple):
@@ -297,30 +285,6 @@ def _interprets() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
-
-
-def view_of(x: Tensor) -> TensorView:
-    return TensorView(x, *x.stride()[:3])
-
-
-def in_steps(views: Sequence[TensorView | Tensor]) -> tuple[list[TensorView | Tensor], int]:
-    """The same with strides of rows in units of a step: numbers, in up to 16 bytes of the first,
-    that divide all of them.
-
-    Triton itself sees only whether a stride is a multiple of 16 numbers. Rows on the wire are
-    padded to 16 bytes, 8 numbers of 2: without a step they would be loaded number by number.
-    """
-    step, strides = 16 // views[0][0].itemsize, {}
-    for i, view in enumerate(views):
-        if isinstance(view, TensorView) and view.base.ndim == 4:
-            sizes = view.base.shape[:3]
-            strides[i] = [x if n > 1 else 0 for n, x in zip(sizes, view[1:], strict=True)]
-            step = math.gcd(step, *strides[i])
-    stepped = [
-        TensorView(view[0], *(x // step for x in strides[i])) if i in strides else view
-        for i, view in enumerate(views)
-    ]
-    return stepped, step
 
 
 def _empty(like: Tensor, width: int | None = None) -> Tensor:
