@@ -78,6 +78,7 @@ from tilewise.tiles.call_rows import (
     CallStyle,
     RowSelection,
     TileCalls,
+    is_range,
     num_rows,
     span,
 )
@@ -1183,6 +1184,9 @@ class _Generator:
             pulled = self._new("dlatent of a call", shape, self._acc, Home.MADE)
             self._ops.append(Pull(dk, dv, pulled))
             aside, heads = (pulled,), None
+        if heads is None and not expanded and self._fills(parts):
+            self._write_aside(parts, aside)
+            return
         for part in parts:
             sources = tuple(self._picked(x, part.call) for x in aside)
             free = part.item not in self._partials and part.item not in self._unused
@@ -1193,6 +1197,27 @@ class _Generator:
             if heads is not None:
                 targets = tuple(self._rows(x, None, heads) for x in targets)
             self._merge(sources, targets, part.local)
+
+    def _fills(self, parts: Sequence[RowSelection[np.ndarray]]) -> bool:
+        """Whether a call's results are the first of a partial, and of all its rows, in ranges."""
+        (item, *others) = {part.item for part in parts}
+        if others or item in self._partials or item in self._unused:
+            return False
+        if not all(is_range(part.call) and is_range(part.local) for part in parts):
+            return False
+        # Rows of a call are rows of different tokens, so as many as there are means all of them.
+        return sum(num_rows(part.local, self._size(item)) for part in parts) == self._size(item)
+
+    def _write_aside(
+        self, parts: Sequence[RowSelection[np.ndarray]], aside: tuple[Ref, ...]
+    ) -> None:
+        """Put a call's results in the order of the partial that they are."""
+        item = parts[0].item
+        targets = self._partials[item] = self._new_partial(item)
+        for part in parts:
+            for source, target in zip(aside, targets, strict=True):
+                mine = self._picked(source, part.call)
+                self._ops.append(Copy(mine, self._picked(target, part.local)))
 
     def _merge(
         self, sources: tuple[Ref, ...], targets: tuple[Ref, ...], rows: slice | np.ndarray | None

@@ -117,7 +117,7 @@ class BoundCode:
             if not given[name].is_contiguous():
                 given = {**given, name: given[name].contiguous()}
         for number, make in self._prologue:
-            tensors[number] = make(given, kept)
+            tensors[number] = make(given, kept, tensors)
         work.handles = [_NOTHING] * self._num_exchanges
         if profiler._is_profiler_enabled:
             self._run_recorded(tensors, work)
@@ -182,24 +182,30 @@ class BoundCode:
             found[number] = part_of(wholes[ref.tensor], ref)
         return found
 
-    def _given_parts(self) -> list[tuple[int, Callable[..., Tensor]]]:
+    def _given_parts(self) -> list[tuple[int, Make]]:
         """How tensors of a call and what is kept are made at the beginning of a pass."""
         code, parts = self.code, []
         kept = {one.buffer: place for place, one in enumerate(code.kept)}
-        for ref, number in self._numbers.items():
-            spec = code.tensors[ref.tensor]
+        wholes: dict[int, int] = {}  # of tensors of which parts are read, by tensor
+        for ref in [*self._numbers]:
+            if code.home(ref) in (Home.GIVEN, Home.SAVED, Home.KEPT):
+                whole = ref._replace(rows=None, heads=None)
+                wholes.setdefault(ref.tensor, self._number(whole))
+        for tensor, number in wholes.items():
+            spec = code.tensors[tensor]
             buffer = code.buffers[spec.buffer]
             if buffer.home is Home.GIVEN:
-                make = _given(buffer.name, ref)
+                parts.append((number, _given(buffer.name)))
             elif buffer.home is Home.SAVED:
-                make = _saved(buffer.name, spec, ref)
-            elif buffer.home is Home.KEPT:
-                make = _kept(kept[spec.buffer], spec, ref)
+                parts.append((number, _saved(buffer.name, spec)))
             else:
-                continue
-            parts.append((number, make))
+                parts.append((number, _kept(kept[spec.buffer], spec)))
+        for ref, number in self._numbers.items():
+            whole = wholes.get(ref.tensor, number)
+            if whole != number:
+                parts.append((number, _part_of_number(whole, ref)))
             if number in self._as_bytes:
-                parts.append((self._as_bytes[number], _seen_as_bytes(make)))
+                parts.append((self._as_bytes[number], _as_bytes_of_number(number)))
         return parts
 
     # Steps
@@ -517,19 +523,25 @@ def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     return numbers.as_strided(spec.shape, spec.strides, first)
 
 
-def _given(name: str, ref: Ref) -> Callable[..., Tensor]:
-    if ref.rows is None and ref.heads is None:
-        return lambda given, _: given[name]
-    return lambda given, _: part_of(given[name], ref)
+Make: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Makes a tensor of (the call's by name, what is kept, those that were made before)."""
 
 
-def _saved(name: str, spec: TensorSpec, ref: Ref) -> Callable[..., Tensor]:
-    return lambda given, _: part_of(_placed(given[name], 0, spec), ref)
+def _given(name: str) -> Make:
+    return lambda given, _, __: given[name]
 
 
-def _kept(place: int, spec: TensorSpec, ref: Ref) -> Callable[..., Tensor]:
-    return lambda _, kept: part_of(_placed(kept[place], 0, spec), ref)
+def _saved(name: str, spec: TensorSpec) -> Make:
+    return lambda given, _, __: _placed(given[name], 0, spec)
 
 
-def _seen_as_bytes(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda given, kept: make(given, kept).view(torch.uint8)
+def _kept(place: int, spec: TensorSpec) -> Make:
+    return lambda _, kept, __: _placed(kept[place], 0, spec)
+
+
+def _part_of_number(number: int, ref: Ref) -> Make:
+    return lambda _, __, made: part_of(made[number], ref)
+
+
+def _as_bytes_of_number(number: int) -> Make:
+    return lambda _, __, made: made[number].view(torch.uint8)

@@ -14,6 +14,7 @@ EXACT_RANKS = 64
 
 Array = np.ndarray
 
+
 class _Place(NamedTuple):
     """What a rank that others are relabelled from holds; least is by the ranks of its class."""
 
