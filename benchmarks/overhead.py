@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from tilewise.execution.executor import execute
+from tilewise.execution.pass_run import pass_run
+from tilewise.execution.work import Forward
 
 import tilewise as tw
 from tilewise.execution.call import Call
-from tilewise.execution.executor import execute
-from tilewise.execution.pass_run import pass_run
 from tilewise.execution.resolve import resolve_once
-from tilewise.execution.work import Forward
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
 from tilewise.plan.ir import Side

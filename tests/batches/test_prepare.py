@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,15 @@ from torch.utils.data import DataLoader
 
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
-from tilewise.compiler import lowering
+from tilewise.compiler import code, codegen
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.execution import pass_run
+from tilewise.execution import forward_backward
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
 from tilewise.tiles.call_rows import TileCalls
 
 LENGTHS = [30, 5, 12, 64, 7, 9, 41, 3, 18, 22, 50, 8]
+WIDE = torch.float64
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
@@ -57,7 +59,7 @@ def test_prepared_values_give_the_attention_of_plan_mask_and_layout(world_size, 
     for step in scheduled(world_size, 128 // world_size, v_head_dim=v_head_dim):
         whole = {"plan": step.plan, "mask": step.mask, "layout": step.layout}
         wanted = attended(step, lambda rank, whole=whole: whole, v_head_dim)
-        plans = [sent(step.prepare(rank)) for rank in range(world_size)]
+        plans = [sent(step.prepare(rank, dtype=WIDE)) for rank in range(world_size)]
         found = attended(step, lambda rank, plans=plans: {"plan": plans[rank]}, v_head_dim)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
@@ -65,37 +67,49 @@ def test_prepared_values_give_the_attention_of_plan_mask_and_layout(world_size, 
 @pytest.mark.parametrize("kernel", [None, "reference"])
 def test_nothing_is_planned_again_where_a_prepared_value_arrives(kernel, monkeypatch):
     step = first_step()
-    plans = [sent(step.prepare(rank, kernel=kernel)) for rank in range(4)]
+    plans = [sent(step.prepare(rank, kernel, WIDE)) for rank in range(4)]
 
     def refuse(*_, **__):
         raise AssertionError("planned in the main process")
 
-    monkeypatch.setattr(pass_run, "lower", refuse)
-    monkeypatch.setattr(lowering, "lower", refuse)
-    monkeypatch.setattr(pass_run, "lifetimes", refuse)
+    monkeypatch.setattr(forward_backward, "pass_code", refuse)
+    monkeypatch.setattr(codegen, "lower", refuse)
+    monkeypatch.setattr(codegen, "placed", refuse)
     monkeypatch.setattr(TileCalls, "calls", refuse)
     found = attended(step, lambda rank: {"plan": plans[rank]}, kernel=kernel)
     assert all(torch.isfinite(x).all() for rank in found for x in rank)
 
 
-def test_calls_that_differ_from_what_was_prepared_for_run_as_well():
-    step = next(
-        iter(
-            tw.schedule(
-                LENGTHS,
-                world_size=4,
-                tokens_per_rank=32,
-                num_heads=32,
-                num_kv_heads=32,
-                head_dim=128,
-            )
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "words"),
+    [
+        ({"num_heads": 8}, WIDE, "8 heads, 2 KV heads of 8 .*called with .*4 heads"),
+        ({"head_dim": 128}, WIDE, "2 KV heads of 128 .*called with .*2 KV heads of 8 "),
+        ({}, None, "in bfloat16.*called with .* in float64"),
+    ],
+)
+def test_calls_of_other_shapes_than_prepared_for_are_refused(sizes, dtype, words):
+    step = next(iter(tw.schedule(LENGTHS, world_size=4, tokens_per_rank=32, **{**HEADS, **sizes})))
+    plans = [sent(step.prepare(rank, dtype=dtype)) for rank in range(4)]
+    for message in refusals(lambda rank: {"plan": plans[rank], "validate": "never"}):
+        assert re.search(rf"was prepared \(.*\) for .*{words}.*; prepare the step", message), (
+            message
         )
-    )
-    plans = [sent(step.prepare(rank, kernel="reference")) for rank in range(4)]
-    found = attended(step, lambda rank: {"plan": plans[rank]}, save="gathered")
-    whole = {"plan": step.plan, "mask": step.mask, "layout": step.layout}
-    wanted = attended(step, lambda rank: whole, save="gathered")
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_call_that_saves_otherwise_than_prepared_for_is_told_so():
+    step = first_step()
+    (message,) = {
+        *refusals(lambda rank: {"plan": step.prepare(rank, dtype=WIDE), "save": "gathered"})
+    }
+    assert "was prepared" in message and "called with" in message and "gathered" in message
+
+
+def test_a_prepared_value_of_another_format_is_refused(monkeypatch):
+    stored = pickle.dumps(first_step().prepare(1))
+    monkeypatch.setattr(code, "CODE_FORMAT", 7)
+    with pytest.raises(ValueError, match=r"in format 1, .* reads format 7; prepare it anew"):
+        pickle.loads(stored)
 
 
 def test_context_parallel_takes_mask_layout_and_length_from_a_prepared_value():
@@ -103,7 +117,7 @@ def test_context_parallel_takes_mask_layout_and_length_from_a_prepared_value():
     x = torch.arange(step.num_tokens)
 
     def run(rank, group):
-        prepared = sent(step.prepare(rank))
+        prepared = sent(step.prepare(rank, dtype=WIDE))
         cp = tw.ContextParallel(group, strategy=prepared)
         assert (cp.mask, cp.layout) == (step.mask, step.layout)
         q, k, v = (torch.randn(32, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -120,7 +134,7 @@ def refusals(arguments_of) -> list[str]:
 
     def run(rank, group):
         given = arguments_of(rank)
-        q, k, v = (torch.randn(32, heads, 8) for heads in (4, 2, 2))
+        q, k, v = (torch.randn(32, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
         with pytest.raises(ValueError) as refused:
             tw.attention(q, k, v, group=group, **given)
         return str(refused.value)
@@ -148,11 +162,14 @@ def test_other_documents_of_equal_lengths_are_another_step():
     [
         (lambda step, rank: {"plan": step.prepare(0)}, "rank 1: .*prepared for rank 0 .*prepare.1"),
         (
-            lambda step, rank: {"plan": step.prepare(rank), "mask": tw.Causal()},
+            lambda step, rank: {"plan": step.prepare(rank, dtype=WIDE), "mask": tw.Causal()},
             "is a plan for .* not for Causal",
         ),
         (
-            lambda step, rank: {"plan": step.prepare(rank), "layout": tw.zigzag(128, 4)},
+            lambda step, rank: {
+                "plan": step.prepare(rank, dtype=WIDE),
+                "layout": tw.zigzag(128, 4),
+            },
             "is a plan for .* not for .*zigzag",
         ),
         (lambda step, rank: {"plan": tw.ring(4), "mask": step.mask}, "layout .None. must be"),
@@ -221,8 +238,11 @@ def test_ranks_that_share_no_document_do_not_wait_for_each_other():
     def run(rank, group):
         if rank in elsewhere:
             return 0  # never calls attention at all
-        inputs = [torch.randn(32, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-        out = tw.attention(*inputs, plan=step.prepare(rank), group=group, validate="never")
+        sizes = [(32, heads, 8) for heads in (4, 2, 2)]
+        inputs = [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in sizes]
+        out = tw.attention(
+            *inputs, plan=step.prepare(rank, dtype=WIDE), group=group, validate="never"
+        )
         out.sum().backward()
         return len(inputs[0].grad)
 
@@ -249,7 +269,7 @@ def test_a_model_of_transformers_runs_what_was_prepared():
     wanted = model(**whole, use_cache=False).loss
 
     def run(rank, group):
-        cp = tw.ContextParallel(group, strategy=sent(step.prepare(rank)))
+        cp = tw.ContextParallel(group, strategy=sent(step.prepare(rank, dtype=WIDE)))
         mine = copy.deepcopy(model)
         mine.set_attn_implementation(hf.register(cp, f"prepared_{rank}"))
         return mine(**ShardingCollator(cp.layout, rank)(documents), use_cache=False).loss

@@ -9,7 +9,6 @@ from cuda_model.fake_cuda import FakeCuda
 
 from benchmarks.gpu_parts import bodies, executor, session
 from benchmarks.gpu_parts.session import Session
-from tilewise.execution import allocator
 
 NAMES = ("triton", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cuda", "cudnn")))
 
@@ -49,7 +48,6 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(session, "FEWEST", 1)
-    monkeypatch.setattr(allocator, "BOUND_DEVICES", ())
     monkeypatch.setattr(executor, "captured", lambda run, device: run)
     return FakeCuda(monkeypatch)
 

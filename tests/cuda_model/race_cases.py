@@ -12,7 +12,7 @@ from cuda_model.watched import Watch, WatchedKernel
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.execution import allocator
+from tilewise.execution import run as running
 from tilewise.transport import process_group
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.process_group import DistTransport
@@ -54,8 +54,9 @@ class Case(NamedTuple):
         return self.make_layout(TOKENS, self.plan.world_size)
 
 
-def bind(monkeypatch: Any, bound: bool) -> None:
-    monkeypatch.setattr(allocator, "BOUND_DEVICES", ("cpu", "cuda") if bound else ())
+def adopt(monkeypatch: Any, adopts: bool) -> None:
+    """Let what kernels return become partial results, as on a CPU, or not, as on a GPU."""
+    monkeypatch.setattr(running, "ADOPTING_DEVICES", ("cpu",) if adopts else ())
 
 
 def over_nccl(monkeypatch: Any, device: PlayedDevice, node_size: int | None, **options: Any) -> Any:

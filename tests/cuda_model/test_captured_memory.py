@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tilewise as tw
-from tilewise.execution import gather
+from tilewise.execution.run import BoundCode
 from tilewise.kernels import call_cache, torch_sdpa
 from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.torch_sdpa import CudnnSdpa
@@ -166,15 +166,16 @@ def test_memory_used_on_another_stream_is_not_given_back_early(device, cache):
 
 def test_a_capture_keeps_the_index_tables_of_its_calls(device, cache, monkeypatch):
     made: list[StorageWeakRef] = []
-    bound = gather.Binder._on_device
+    table = BoundCode._table
 
-    def on_device(self: Any, part: Any) -> Any:
-        found = bound(self, part)
-        made.extend(StorageWeakRef(x.untyped_storage()) for x in found if isinstance(x, Tensor))
+    def on_device(self: Any, of: Any) -> Any:
+        found = table(self, of)
+        if found is not None:
+            made.append(StorageWeakRef(found.untyped_storage()))
         return found
 
-    monkeypatch.setattr(gather.Binder, "_on_device", on_device)
-    monkeypatch.setattr("tilewise.execution.pass_run.CALL_CACHE", cache)
+    monkeypatch.setattr(BoundCode, "_table", on_device)
+    monkeypatch.setattr("tilewise.execution.run.CALL_CACHE", cache)
     q, k, v = torch.randn(3, 24, 2, 4)
     layout = tw.Layout(24, [[(i * 7 % 24, 1, 1) for i in range(24)]])
 

@@ -9,7 +9,6 @@ from support.kernel_cases import CALLS, HEADS, SCALE, call_of
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.execution import allocator
 from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.torch_op import agreed_call
@@ -149,8 +148,7 @@ def passes(cuda: FakeCuda, plan: tw.Plan, kernel: Kernel, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("name", ["ring of queries", "attention2d"])
-def test_a_pass_keeps_to_its_device(name, cuda, monkeypatch):
-    monkeypatch.setattr(allocator, "BOUND_DEVICES", ())
+def test_a_pass_keeps_to_its_device(name, cuda):
     passes(cuda, PLANS[name](), kernel_named("cuda"), torch.bfloat16)
     assert "_merge" in cuda.launches
 
@@ -161,7 +159,6 @@ def test_a_pass_keeps_to_its_device(name, cuda, monkeypatch):
     [("cuda", torch.float16), ("cudnn", torch.bfloat16), ("efficient", torch.float32)],
 )
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_passes_of_every_strategy_keep_to_their_device(plan, name, dtype, cuda, monkeypatch):
-    monkeypatch.setattr(allocator, "BOUND_DEVICES", ())
+def test_passes_of_every_strategy_keep_to_their_device(plan, name, dtype, cuda):
     passes(cuda, plan(), kernel_named(name), dtype)
     assert "_put" in cuda.launches

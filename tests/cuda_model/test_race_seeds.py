@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from cuda_model.played_cuda import PlayedDevice, play
-from cuda_model.race_cases import ONE_WAY, Case, bind, over_nccl, run
-from tilewise.compiler.liveness import BufferLifetimes
+from cuda_model.race_cases import ONE_WAY, Case, adopt, over_nccl, run
 
 import tilewise as tw
-from tilewise.execution import executor, forward_backward, memory_plan
+from tilewise.compiler import placement
+from tilewise.execution import run as running
+from tilewise.execution import workspace
 from tilewise.transport import loopback, posted, streams
 from tilewise.transport.process_group import DistTransport
 
@@ -41,46 +42,45 @@ LOOPBACK_SEEDS = {
     "ranks do not wait for the caller": (streams, "forked", "follow(before)"),
     "the caller does not wait for ranks": (streams, "forked", "follow(end)"),
     "a workspace is not waited for": (
-        memory_plan.Workspace,
+        workspace.Workspace,
         "enter",
-        "follow(self._left, self._buffer)",
+        "follow(self._left, buffer)",
     ),
     "a workspace is left before its pass": (
-        memory_plan.Workspace,
+        workspace.Workspace,
         "leave",
         "self._left = ",
         "moment = ",
     ),
     "a workspace's memory is not recorded": (streams, "follow", "x.record_stream", "str"),
-    "an arrival is not waited for": (executor, "execute", "started.wait()"),
+    "an arrival is not waited for": (running.BoundCode, "_wait", ".wait()", ""),
 }
 NCCL_SEEDS = {
     "a batch is not waited for": (posted.Posted, "wait", "work.wait()"),
-    "an arrival is not waited for": (executor, "execute", "started.wait()"),
+    "an arrival is not waited for": (running.BoundCode, "_wait", ".wait()", ""),
     "earlier sends are not waited for": (DistTransport, "_reap", "posted.wait()"),
     "the last sends are not waited for": (DistTransport, "finish", "self._reap(lane, 0)"),
     "what is sent is given back at once": (
-        BufferLifetimes,
-        "give",
-        "number in self._busy or number in self._leaving",
-        "False",
+        placement,
+        "_departures",
+        "yield (last if op.team is not None else left.get(op.handle, last)), ref",
+        "yield 0, ref",
     ),
     "what is sent is given back too early": (
-        BufferLifetimes,
-        "launched",
-        "len(under_way) > LAUNCHES_IN_FLIGHT",
-        "under_way",
+        placement,
+        "_departures",
+        "len(waiting) > departs.in_flight",
+        "waiting",
     ),
 }
 
 
 def plant(monkeypatch: Any, seed: tuple[Any, ...]) -> None:
-    bind(monkeypatch, True)
+    adopt(monkeypatch, False)
     seeded(monkeypatch, *seed)
     monkeypatch.setattr(loopback, "forked", streams.forked)
-    for module in (loopback, memory_plan):
+    for module in (loopback, workspace):
         monkeypatch.setattr(module, "follow", streams.follow)
-    monkeypatch.setattr(forward_backward, "execute", executor.execute)
 
 
 @pytest.mark.parametrize("seed", LOOPBACK_SEEDS)

@@ -19,7 +19,7 @@ from cuda_model.race_cases import (
     TOKENS,
     WIDTH,
     Case,
-    bind,
+    adopt,
     case_of,
     over_nccl,
     run,
@@ -36,15 +36,15 @@ OFTEN = ("loopback", "double ring"), ("loopback", "one way"), ("two lanes", "mes
 
 
 def crossed() -> Iterator[Any]:
-    """All there is; of loopback and of fresh buffers a part is enough for every day."""
+    """All there is; of loopback and of adopted results a part is enough for every day."""
     for number, plan in enumerate((*PLANS, "one way")):
         yield from crossed_with(plan, number % 2 == 0)
 
 
 def crossed_with(plan: str, often_alone: bool) -> Iterator[Any]:
-    for where, bound in product(ENDS, (True, False)):
-        often = (where, plan) in OFTEN or (bound and where == "one lane" and often_alone)
-        yield pytest.param(plan, where, bound, marks=[] if often else [pytest.mark.slow])
+    for where, adopts in product(ENDS, (False, True)):
+        often = (where, plan) in OFTEN or (not adopts and where == "one lane" and often_alone)
+        yield pytest.param(plan, where, adopts, marks=[] if often else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def device(monkeypatch) -> PlayedDevice:
     return play(monkeypatch)
 
 
-@pytest.mark.parametrize(("plan", "where", "bound"), [*crossed()])
-def test_no_strategy_has_a_race(plan, where, bound, device, monkeypatch):
-    bind(monkeypatch, bound)
+@pytest.mark.parametrize(("plan", "where", "adopts"), [*crossed()])
+def test_no_strategy_has_a_race(plan, where, adopts, device, monkeypatch):
+    adopt(monkeypatch, adopts)
     run(case_of(plan), device, transports(where, plan, device, monkeypatch))
     assert device.races == [] and device.operations > 100
 
@@ -72,7 +72,7 @@ def transports(where: str, plan: str, device: PlayedDevice, monkeypatch: Any) ->
 @pytest.mark.parametrize("plan", PLANS)
 def test_nccl_gives_what_loopback_gives(plan, mask, device, monkeypatch):
     """Also where the host waits for every batch, as when NCCL connects two ranks."""
-    bind(monkeypatch, True)
+    adopt(monkeypatch, False)
     case = Case(PLANS[plan], MASKS[mask])
     want = run(case, device)
     for node_size in {None, NODES.get(plan)}:
@@ -94,14 +94,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_have_no_race(variant, device, monkeypatch):
-    bind(monkeypatch, True)
+    adopt(monkeypatch, False)
     case = Case(tw.mesh(4, q_tile=4), MASKS["by head"], options=VARIANTS[variant])
     run(case, device, over_nccl(monkeypatch, device, 2, blocking=False))
     assert device.races == [] and device.operations > 100
 
 
 def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
-    bind(monkeypatch, True)
+    adopt(monkeypatch, False)
     kernel = WatchedKernel(tw.kernel("reference"), device, whole_tile=True)
     run(Case(tw.mesh(4, q_tile=2), MASKS["documents"]), device, kernel=kernel)
     assert device.races == []
@@ -109,7 +109,7 @@ def test_kernels_that_take_whole_tiles_have_no_race(device, monkeypatch):
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["loopback", "nccl"])
 def test_a_graph_takes_in_all_streams_and_nothing_from_before(nccl, device, monkeypatch):
-    bind(monkeypatch, True)
+    adopt(monkeypatch, False)
     transport = over_nccl(monkeypatch, device, 2, blocking=False) if nccl else None
     case = Case(PLANS["double ring"], MASKS["documents"], passes=3)
     kernel = WatchedKernel(tw.kernel("cpu"), device)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.thinned import thinned
-from tilewise.execution.head_exchange import HeadExchange
 
 import tilewise as tw
+from tilewise.execution.run import BoundCode
 from tilewise.transport.protocol import Handle, Message, TeamMessages
 
 WORLD = 4
@@ -62,6 +62,21 @@ def results(
     return [layout.unshard(list(parts), -3) for parts in zip(*ranks, strict=True)]
 
 
+@pytest.fixture
+def whole_exchanges(monkeypatch) -> list[str]:
+    """The rank and pass of every pass that ran and exchanged heads by one buffer each way."""
+    found: list[str] = []
+    run_code = BoundCode.run
+
+    def noted(bound: BoundCode, *given: Any) -> Any:
+        if any(label.startswith("pack heads") for label in bound.code.labels):
+            found.append(f"{bound.code.rank} {bound.code.backward}")
+        return run_code(bound, *given)
+
+    monkeypatch.setattr(BoundCode, "run", noted)
+    return found
+
+
 HEADS = (8, 8), (8, 4), (8, 2), (4, 1)
 
 
@@ -70,17 +85,14 @@ HEADS = (8, 8), (8, 4), (8, 2), (4, 1)
     thinned(product((24, 23, 3), HEADS, ((), (2,)), ("replay", "gathered")), 3),
     ids=str,
 )
-def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, monkeypatch):
-    used = []
-    scatter = HeadExchange.scatter
-    monkeypatch.setattr(HeadExchange, "scatter", lambda *x: (used.append(1), scatter(*x))[1])
+def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, whole_exchanges):
     shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6), (heads[0], 6))
     whole = [torch.randn(*batch, num_tokens, *shape, dtype=torch.float64) for shape in shapes]
     mask, layout = tw.Causal(), tw.zigzag(num_tokens, WORLD)
     want = results(tw.ring(1), tw.contiguous(num_tokens, 1), mask, whole)
     got = results(tw.ulysses(WORLD), layout, mask, whole, save=save)
     # A rank without rows neither sends nor receives: then all go message by message.
-    assert len(used) == (2 * WORLD if num_tokens >= WORLD else 0)
+    assert len({*whole_exchanges}) == (2 * WORLD if num_tokens >= WORLD else 0)
     for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12), name
 
@@ -97,8 +109,7 @@ def test_what_hooks_keep_may_lie_anywhere_in_its_memory():
 
 
 @pytest.mark.parametrize("plan", [tw.ulysses(WORLD), tw.all_gather(WORLD)], ids=repr)
-def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, monkeypatch):
-    monkeypatch.setattr(HeadExchange, "scatter", None)
+def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, whole_exchanges):
     num_tokens, heads = 24, (4, 8)
     whole = [torch.randn(num_tokens, *heads, dtype=torch.float64) for _ in range(4)]
     layout = tw.contiguous(num_tokens, WORLD)
@@ -106,6 +117,7 @@ def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, monkeypatc
     mask = tw.Slices([((0, num_tokens), (0, 15), "full")])
     want = results(tw.ring(1), tw.contiguous(num_tokens, 1), mask, whole)
     got = results(plan, layout, mask, whole)
+    assert not whole_exchanges
     assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(got, want, strict=True))
 
 

@@ -104,9 +104,8 @@ def test_imports_have_no_cycles():
     TopologicalSorter(graph).prepare()
 
 
-def test_the_executor_is_short_and_knows_no_strategy():
-    module = named("execution.executor")
-    assert len(module.path.read_text().splitlines()) < 150
+def test_what_runs_codes_knows_no_strategy():
+    module = named("execution.run")
     assert not [name for name in reached(module.name) if "strategies" in name]
     # "all_gather" is a kind of collective as well, so only the function's name is forbidden.
     assert not words(module.tree) & (strategies() - {"all_gather"})
@@ -120,8 +119,18 @@ def test_there_are_at_most_six_opcodes():
             union = {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
             opcodes = max(opcodes, union, key=len)
     assert 1 <= len(opcodes) <= 6, "program.py names its opcodes in one union: A | B | ..."
-    cases = [n for n in ast.walk(named("execution.executor").tree) if isinstance(n, ast.MatchClass)]
-    assert {ast.unparse(n.cls).rpartition(".")[2] for n in cases} <= opcodes
+
+
+def test_what_runs_codes_binds_every_op():
+    (union,) = (
+        node.value
+        for node in named("compiler.code").tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "Op"
+    )
+    assert union is not None
+    known = {n.id for n in ast.walk(union) if isinstance(n, ast.Name)}
+    cases = [n for n in ast.walk(named("execution.run").tree) if isinstance(n, ast.MatchClass)]
+    assert {ast.unparse(n.cls).rpartition(".")[2] for n in cases} == known
 
 
 def test_one_file_at_most_reads_the_environment():

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.bound_passes import Case, on_ranks
-from tilewise.execution.pass_run import PassRun
 from torch.distributed import HashStore
 
 import tilewise as tw
-from tilewise.compiler.program import Launch
+from tilewise.compiler.code import Post
+from tilewise.execution.forward_backward import bound_code
 from tilewise.transport import nccl_groups
 from tilewise.transport.nccl_groups import lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
@@ -48,14 +48,13 @@ def test_messages_between_nodes_have_their_own_lane():
     def body(case: Case) -> tuple[list[int], tuple[torch.Tensor, ...]]:
         plain = case.both_passes()
         case.transport.node_size = 4  # pyright: ignore[reportAttributeAccessIssue]
-        run = PassRun(
-            case.problem, case.transport, backward=True, batch=1, device=torch.device("cpu")
-        )
-        for step in run.program.instructions:
-            if isinstance(step, Launch):
-                for hop in (*step.sends, *step.recvs):
-                    assert step.lane == (hop.src // 4 != hop.dst // 4)
-        lanes = {step.lane for step in run.program.instructions if isinstance(step, Launch)}
+        rank = case.transport.rank
+        code = bound_code(case.problem, case.transport, case.q[:, None], backward=True).code
+        posts = [op for op in code.ops if isinstance(op, Post)]
+        for post in posts:
+            for message in (*post.sends, *post.recvs):
+                assert post.lane == (rank // 4 != message.peer // 4)
+        lanes = {post.lane for post in posts}
         got = case.both_passes()
         assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(got, plain, strict=True))
         return sorted(lanes), got

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import DtypeName, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.prepare import prepare
 from tilewise.kernels.protocol import Kernel
@@ -72,7 +72,9 @@ class BatchStep:
         """Of both passes. Ranks that share no document neither send to nor wait for each other."""
         return needed(self.mask, self.layout, self.machine.node_size)
 
-    def prepare(self, rank: int, kernel: Kernel | str | None = None) -> RankPlan:
+    def prepare(
+        self, rank: int, kernel: Kernel | str | None = None, dtype: DtypeName | None = None
+    ) -> RankPlan:
         """What a rank needs for the step's attention, in both passes; it pickles.
 
         A DataLoader's worker makes it; `attention(q, k, v, plan=prepared, group=group)` then has
@@ -80,10 +82,12 @@ class BatchStep:
 
         Args:
             kernel: as of attention, where that is given; None: the device's first choice.
+            dtype: of q, k and v; a name, or torch's own; None: that of the step's workload.
         """
         documents = sha256(repr(self.documents).encode()).hexdigest()[:8]
         batch = f"step {self.index} ({len(self.documents)} documents, {documents})"
-        return prepare(self.workload.resolve(self.plan), rank, batch, kernel)
+        work = replace(self.workload, dtype=self.layer.dtype if dtype is None else dtype)
+        return prepare(work.resolve(self.plan), rank, batch, kernel)
 
     @property
     def workload(self) -> Workload:

@@ -5,7 +5,11 @@ under way from or to it. So reads of what nobody wrote, buffers that overlap whi
 and bytes that change before they have left are found without a tensor.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict, deque
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,22 +38,45 @@ def check_code(code: Code, departs: Departures = Departures(1, True)) -> None:  
     _Checker(code, departs).run()
 
 
+class _Bytes(NamedTuple):
+    """Bytes that a reference means, [rows, batch, ..., bytes of a number].
+
+    Attributes:
+        owners: the buffer that was last written there.
+        busy: messages that are sent from there, or -1 if one is to arrive there.
+        buffer: the one that is meant.
+        meant: which of them are no padding; None: all.
+    """
+
+    owners: np.ndarray
+    busy: np.ndarray
+    buffer: int
+    meant: np.ndarray | None
+
+
 class _Checker:
     def __init__(self, code: Code, departs: Departures):
         self.code, self.departs = code, departs
         homes = [buffer.home for buffer in code.buffers]
-        # Buffers outside the workspace have memory of their own, where their bytes are known.
+        given = {
+            spec.buffer: code.num_bytes_of(Ref(number))
+            for number, spec in enumerate(code.tensors)
+            if homes[spec.buffer] is Home.GIVEN
+        }
+        # Buffers outside the workspace have memory of their own.
         self.memory = [
-            np.full(0 if home is Home.WORKSPACE else buffer.num_bytes, -1, np.int64)
-            for home, buffer in zip(homes, code.buffers, strict=True)
+            np.full(0 if home is Home.WORKSPACE else given.get(number, buffer.num_bytes), -1)
+            for number, (home, buffer) in enumerate(zip(homes, code.buffers, strict=True))
         ]
+        self.results = [number for number in given if _is_result(code, number)]
         for number, home in enumerate(homes):
-            if home is Home.SAVED:
+            if home is Home.SAVED or (number in given and number not in self.results):
                 self.memory[number][:] = number
         self.workspace = np.full(code.num_bytes, -1, np.int64)
         self.workspace_busy = np.zeros(code.num_bytes, np.int32)
         self.busy = [np.zeros(len(memory), np.int32) for memory in self.memory]
-        self.written: set[int] = set()  # tensors whose bytes are not known: given and made
+        self.written: set[int] = set()  # tensors whose bytes are not known: those that ops make
+        self.meanings: dict[int, np.ndarray | None] = {}
         self.awaited: dict[int, tuple[Ref, ...]] = {}
         self.under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
         self.sending: dict[int, Post] = {}
@@ -63,8 +90,12 @@ class _Checker:
                     self._wait(op, number)
                 case _:
                     self._step(op, number)
+        last = len(self.code.ops) - 1
+        for number in self.results:
+            if (self.memory[number] != number).any():
+                name = self.code.buffers[number].name
+                raise CodeError(f"{name}, a result, is not written everywhere", last)
         if self.awaited:
-            last = len(self.code.ops) - 1
             raise CodeError(f"receives {sorted(self.awaited)} are never awaited", last)
 
     def _step(self, op: Op, number: int) -> None:
@@ -73,50 +104,71 @@ class _Checker:
         for ref in op.writes:
             self._write(ref, number)
 
-    def _places(self, ref: Ref) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """Owners and messages of the bytes that a reference means; None: they are not known."""
+    def _places(self, ref: Ref) -> _Bytes | None:
+        """The bytes that a reference means; None: they are not known."""
         spec = self.code.tensors[ref.tensor]
         buffer = self.code.buffers[spec.buffer]
-        if buffer.home in (Home.GIVEN, Home.MADE):
+        if buffer.home is Home.MADE:
             return None
         size, shape = item_bytes(spec.dtype), ref_shape(spec, ref)
         if 0 in shape:
             return None
         start, _, step = (0, 0, 1) if ref.rows is None else ref.rows
-        first = spec.start + start * spec.strides[0] * size
-        strides = [stride * size for stride in spec.strides]
+        whole = spec.strides  # of a tensor of the call as if it were contiguous
+        whole = whole or [prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
+        first = spec.start + start * whole[0] * size
+        strides = [stride * size for stride in whole]
         if ref.heads is not None:
             first += ref.heads[0] * strides[2]
         strides[0] *= step
-        owners, busy = self.memory[spec.buffer], self.busy[spec.buffer]
+        owners, busy, offset = self.memory[spec.buffer], self.busy[spec.buffer], 0
         if buffer.home is Home.WORKSPACE:
             owners, busy = self.workspace, self.workspace_busy
-            first += self.code.offsets[spec.buffer]
-        last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + size
-        if first < 0 or last > len(owners):
+            offset = self.code.offsets[spec.buffer]
+        last = offset + first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + size
+        if last > len(owners):
             name = self.code.named(ref)
             raise CodeError(f"{name} ends at byte {last} of {len(owners)}", -1)
-        views = (
-            np.lib.stride_tricks.as_strided(
-                x[first:], (*shape, size), tuple(s * x.itemsize for s in (*strides, 1))
-            )
-            for x in (owners, busy)
-        )
-        mine, messages = views
-        return mine, messages, spec.buffer
+
+        def view(x: np.ndarray, at: int) -> np.ndarray:
+            steps = tuple(step * x.itemsize for step in (*strides, 1))
+            return np.lib.stride_tricks.as_strided(x[at:], (*shape, size), steps)
+
+        meant = None if spec.dtype != "uint8" else self._meaning(spec.buffer)
+        mine = None if meant is None else view(meant, first)
+        at = offset + first
+        return _Bytes(view(owners, at), view(busy, at), spec.buffer, mine)
+
+    def _meaning(self, buffer: int) -> np.ndarray | None:
+        """Which bytes of packed rows are numbers, and not padding; None: all of them."""
+        return self.meanings[buffer] if buffer in self.meanings else self._found_meaning(buffer)
+
+    def _found_meaning(self, buffer: int) -> np.ndarray | None:
+        # The first tensor of a buffer is all of it, others are what lies in it.
+        _, *inside = (spec for spec in self.code.tensors if spec.buffer == buffer)
+        meant = np.zeros(self.code.buffers[buffer].num_bytes, bool) if inside else None
+        for spec in inside:
+            size = item_bytes(spec.dtype)
+            if meant is not None and 0 not in spec.shape:
+                steps = tuple(stride * size for stride in spec.strides)
+                shape = (*spec.shape, size)
+                view = np.lib.stride_tricks.as_strided(meant[spec.start :], shape, (*steps, 1))
+                view[...] = True
+        self.meanings[buffer] = meant
+        return meant
 
     def _read(self, ref: Ref, number: int) -> None:
         places = self._places(ref)
         if places is None:
-            home = self.code.home(ref)
-            if home is Home.MADE and ref.tensor not in self.written:
+            if self.code.home(ref) is Home.MADE and ref.tensor not in self.written:
                 raise CodeError(f"{self.code.named(ref)} is read before it is made", number)
             return
-        owners, busy, buffer = places
-        if self.code.tensors[ref.tensor].dtype == "uint8":  # packed rows may be padded
-            owners = owners[..., (owners == buffer).any((0, 1, 3)), :]
-        if (owners != buffer).any() or not owners.size:
-            other = int(owners[owners != buffer][0]) if owners.size else -1
+        owners, busy, buffer, meant = places
+        wrong = owners != buffer
+        if meant is not None:
+            wrong &= meant
+        if wrong.any():
+            other = int(owners[wrong][0])
             whose = (
                 f"has bytes of {self.code.buffers[other].name}" if other >= 0 else "is unwritten"
             )
@@ -129,7 +181,7 @@ class _Checker:
         places = self._places(ref)
         if places is None:
             return
-        owners, busy, buffer = places
+        owners, busy, buffer, _ = places
         if busy.any():
             raise CodeError(f"{self.code.named(ref)} is written while a message uses it", number)
         owners[...] = buffer
@@ -139,12 +191,12 @@ class _Checker:
             self._read(ref, number)
             places = self._places(ref)
             if places is not None:
-                places[1][...] += 1
+                places.busy[...] += 1
         for ref in post.writes:
             self._write(ref, number)
             places = self._places(ref)
             if places is not None:
-                places[1][...] = -1
+                places.busy[...] = -1
         if post.team is not None:
             self.awaited.update(dict.fromkeys(post.arrivals, post.writes))
             return
@@ -165,7 +217,7 @@ class _Checker:
             for ref in refs:
                 places = self._places(ref)
                 if places is not None:
-                    np.maximum(places[1], 0, out=places[1])
+                    np.maximum(places.busy, 0, out=places.busy)
         if self.departs.with_receives and wait.handle in self.sending:
             self._left(self.sending[wait.handle])
 
@@ -175,4 +227,9 @@ class _Checker:
         for ref in post.reads:
             places = self._places(ref)
             if places is not None:
-                places[1][...] -= 1
+                places.busy[...] -= 1
+
+
+def _is_result(code: Code, buffer: int) -> bool:
+    name = code.buffers[buffer].name
+    return name in (("dq", "dk", "dv", "dlatent") if code.backward else ("out", "lse", "largest"))

@@ -26,8 +26,20 @@ class PassKind(NamedTuple):
         widths = "/".join(map(str, dict.fromkeys((payload.head_dim, payload.v_head_dim))))
         return (
             f"a batch of {self.call.batch}, {groups.num_heads} heads, {groups.num_kv_heads} KV "
-            f"heads of {widths} in {payload.dtype}, wires {payload.wires}"
+            f"heads of {widths} in {payload.dtype}, wires {payload.wires}{self._extras}"
         )
+
+    @property
+    def _extras(self) -> str:
+        """What a call asks for beyond what is usual."""
+        call, payload = self.call, self.payload
+        extras = {
+            'save="gathered"': call.keep or payload.saved,
+            "dropout": call.places,
+            "max_logit": payload.max_logit,
+            "prune=False": not call.prune,
+        }
+        return "".join(f", {name}" for name, asked in extras.items() if asked)
 
 
 class PreparedCode(NamedTuple):
