@@ -207,7 +207,7 @@ class KVCache:
             chosen = self._counts(counts, tokens)
             return self._asking(q, self.shape.latest(self.lengths, chosen), mask, sink)
 
-        return self._attend(q, self._agreed("attention", check), sink)
+        return self._attend(q, self._agreed("attention", check, sends=True), sink)
 
     def decode(
         self,
@@ -230,7 +230,7 @@ class KVCache:
                 )
             return asked, {**fields, **more}
 
-        asked = self._agreed("decode", check)
+        asked = self._agreed("decode", check, sends=True)
         self._storage.write(asked.chunk, k, v)
         out = self._attend(q, asked, sink)
         self.lengths = asked.chunk.ends
@@ -362,8 +362,15 @@ class KVCache:
         mask = Causal() if mask is None else mask
         return self._masks.get(mask, lambda: mask)
 
-    def _agreed(self, call: str, check: Callable[[], tuple[Settled, Fields]]) -> Settled:
-        """What check returns, once it has passed on every rank, with the same fields."""
+    def _agreed(
+        self, call: str, check: Callable[[], tuple[Settled, Fields]], *, sends: bool = False
+    ) -> Settled:
+        """What check returns, once it has passed on every rank, with the same fields.
+
+        Args:
+            sends: messages follow, by which ranks whose call is of a known kind hear what another
+                one refuses; where none do, all ranks compare.
+        """
         try:
             if self.validate not in ("always", "first", "never"):
                 raise ValueError(
@@ -377,7 +384,7 @@ class KVCache:
             return settled
         named = {"call": call, **{name: str(value) for name, value in fields.items()}}
         values = {name: named.pop(name) for name in _CHANGING if name in named}
-        agree(self.transport, named, None, self.validate, values)
+        agree(self.transport, named, None, self.validate if sends else "always", values)
         return settled
 
     def _refuse(self, error: Exception) -> NoReturn:

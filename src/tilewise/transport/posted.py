@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -80,7 +81,7 @@ class MarkedExchange:
     gloo gives collectives no tags: without marks, exchanges of two calls would match.
 
     Args:
-        arrived: a place for each rank's mark and piece, as long as those of any call.
+        arrived: a place for each rank's mark and piece, and how long it is: as those of any call.
         mark: of this rank's call.
     """
 
@@ -88,8 +89,8 @@ class MarkedExchange:
         self,
         posted: Posted,
         messages: TeamMessages,
-        arrived: Sequence[Tensor],
-        mark: Tensor,
+        arrived: tuple[Tensor, Sequence[int]],
+        mark: np.ndarray,
         watch: Watch,
     ) -> None:
         self._posted, self._messages, self._arrived = posted, messages, arrived
@@ -103,15 +104,16 @@ class MarkedExchange:
         if self._posted.waited:
             return
         self._posted.wait()
-        start, messages = len(self._mark), self._messages
-        marks = torch.stack([x[:start] for x in self._arrived])
-        if not torch.equal(marks, self._mark.expand_as(marks)):
-            differ = (marks != self._mark).any(1).tolist()
-            raise self._watch.in_another_call(messages.team[differ.index(True)])
-        sizes = messages.sizes[1]
-        pieces = [x[start : start + n] for x, n in zip(self._arrived, sizes, strict=True)]
-        torch.cat(pieces, out=messages.arriving.view(-1))
-        self._arrived = ()
+        whole, rooms = self._arrived[0].numpy(), self._arrived[1]
+        arriving, sizes = self._messages.arriving.view(-1).numpy(), self._messages.sizes[1]
+        place = done = 0
+        for peer, room, size in zip(self._messages.team, rooms, sizes, strict=True):
+            start = place + len(self._mark)
+            if not np.array_equal(whole[place:start], self._mark):
+                raise self._watch.in_another_call(peer)
+            arriving[done : done + size] = whole[start : start + size]
+            place, done = place + room, done + size
+        self._arrived = torch.empty(0), ()
 
 
 class AllPosted:

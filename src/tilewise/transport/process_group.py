@@ -3,7 +3,9 @@
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -196,14 +198,16 @@ class DistTransport:
         gloo ends the process where more arrives than there is room for.
         """
         leaving, _, sizes, team, label, _ = messages
-        place = self.rank - team.start
-        mark = torch.frombuffer(bytearray(self._agreement.mark), dtype=torch.uint8)
-        pieces = leaving.view(-1).split(sizes[0])
-        marked = torch.cat([part for piece in pieces for part in (mark, piece)])
+        # In numpy: the slices of a small exchange cost a fifth of torch's.
+        whole, mark = leaving.view(-1).numpy(), np.frombuffer(self._agreement.mark, np.uint8)
+        starts = [0, *accumulate(sizes[0])]
+        pieces = [part for a, b in pairwise(starts) for part in (mark, whole[a:b])]
+        marked = torch.from_numpy(np.concatenate(pieces))
         sent = [len(mark) + size for size in sizes[0]]
         room = [len(mark) + max(size, 2 * _COLLECTIVE_BYTES) for size in sizes[1]]
+        place = self.rank - team.start
         room[place] = sent[place]
-        arrived = marked.new_empty(sum(room))
+        arrived = torch.empty(sum(room), dtype=torch.uint8)
         parts = [
             Message(leaving, peer, label)
             for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
@@ -213,7 +217,7 @@ class DistTransport:
         work = group.alltoall_base(arrived, marked, room, sent)
         link = Link(self._lanes[0], self._watch)
         posted = Posted(work, parts, "exchanging with", link, marked)
-        received = MarkedExchange(posted, messages, arrived.split(room), mark, self._watch)
+        received = MarkedExchange(posted, messages, (arrived, room), mark, self._watch)
         self._receiving.append(received)
         return received
 
