@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 import tilewise as tw
 from tilewise.batches.schedule import BatchStep, StepStream
 from tilewise.compiler import code, codegen
+from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution import forward_backward
 from tilewise.integrations import hf
 from tilewise.integrations.data import ShardingCollator
-from tilewise.compiler.rank_plan import RankPlan
 from tilewise.tiles.call_rows import TileCalls
 
 LENGTHS = [30, 5, 12, 64, 7, 9, 41, 3, 18, 22, 50, 8]
@@ -92,12 +92,16 @@ def test_calls_of_other_shapes_than_prepared_for_are_refused(sizes, dtype, words
     step = next(iter(tw.schedule(LENGTHS, world_size=4, tokens_per_rank=32, **{**HEADS, **sizes})))
     plans = [sent(step.prepare(rank, dtype=dtype)) for rank in range(4)]
     for message in refusals(lambda rank: {"plan": plans[rank], "validate": "never"}):
-        assert re.search(rf"was prepared \(.*\) for .*{words}.*; prepare the step", message), message
+        assert re.search(rf"was prepared \(.*\) for .*{words}.*; prepare the step", message), (
+            message
+        )
 
 
 def test_a_call_that_saves_otherwise_than_prepared_for_is_told_so():
     step = first_step()
-    (message,) = {*refusals(lambda rank: {"plan": step.prepare(rank, dtype=WIDE), "save": "gathered"})}
+    (message,) = {
+        *refusals(lambda rank: {"plan": step.prepare(rank, dtype=WIDE), "save": "gathered"})
+    }
     assert "was prepared" in message and "called with" in message and "gathered" in message
 
 
@@ -130,7 +134,8 @@ def refusals(arguments_of) -> list[str]:
 
     def run(rank, group):
         given = arguments_of(rank)
-        q, k, v = (torch.randn(32, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+        sizes = [(32, heads, 8) for heads in (4, 2, 2)]
+        q, k, v = (torch.randn(x, dtype=WIDE, requires_grad=True) for x in sizes)
         with pytest.raises(ValueError) as refused:
             tw.attention(q, k, v, group=group, **given)
         return str(refused.value)
@@ -162,7 +167,10 @@ def test_other_documents_of_equal_lengths_are_another_step():
             "is a plan for .* not for Causal",
         ),
         (
-            lambda step, rank: {"plan": step.prepare(rank, dtype=WIDE), "layout": tw.zigzag(128, 4)},
+            lambda step, rank: {
+                "plan": step.prepare(rank, dtype=WIDE),
+                "layout": tw.zigzag(128, 4),
+            },
             "is a plan for .* not for .*zigzag",
         ),
         (lambda step, rank: {"plan": tw.ring(4), "mask": step.mask}, "layout .None. must be"),
@@ -233,7 +241,9 @@ def test_ranks_that_share_no_document_do_not_wait_for_each_other():
             return 0  # never calls attention at all
         sizes = [(32, heads, 8) for heads in (4, 2, 2)]
         inputs = [torch.randn(x, dtype=torch.float64, requires_grad=True) for x in sizes]
-        out = tw.attention(*inputs, plan=step.prepare(rank, dtype=WIDE), group=group, validate="never")
+        out = tw.attention(
+            *inputs, plan=step.prepare(rank, dtype=WIDE), group=group, validate="never"
+        )
         out.sum().backward()
         return len(inputs[0].grad)
 

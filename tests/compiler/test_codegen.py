@@ -87,7 +87,9 @@ def test_a_code_pickles_and_compares_equal():
 def test_a_code_of_another_format_is_refused_by_name(monkeypatch):
     stored = pickle.dumps(one_code())
     monkeypatch.setattr(codes, "CODE_FORMAT", 7)
-    with pytest.raises(ValueError, match=r"pickled in format 1, .* reads format 7; prepare it anew"):
+    with pytest.raises(
+        ValueError, match=r"pickled in format 1, .* reads format 7; prepare it anew"
+    ):
         pickle.loads(stored)
 
 
@@ -119,9 +121,7 @@ def test_masks_tell_codes_apart():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_code_takes_what_its_buffers_add_up_to(dtype):
-    code = pass_code(
-        tw.Workload(64, 4, 2, 8, dtype=dtype).resolve(tw.ring(4)), 0, backward=True
-    )
+    code = pass_code(tw.Workload(64, 4, 2, 8, dtype=dtype).resolve(tw.ring(4)), 0, backward=True)
     places = [
         (at, at + one.num_bytes)
         for at, one in zip(code.offsets, code.buffers, strict=True)

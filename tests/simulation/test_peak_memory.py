@@ -18,9 +18,9 @@ from support.bound_passes import Case, on_ranks
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.compiler.symmetry import find_symmetry
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.symmetry import find_symmetry
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.workspace import Workspace
 from tilewise.simulation import peak_memory

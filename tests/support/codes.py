@@ -67,9 +67,7 @@ class Setting(NamedTuple):
         given = {"mask": MASKS[self.mask], "layout": LAYOUTS[self.mask], "save": self.save}
         return tw.Workload(TOKENS, *HEADS, **{**given, "wire": WIRES[self.wires], **more})
 
-    def code(
-        self, passes: tuple[ResolvedPass, ResolvedPass], rank: int, *, backward: bool
-    ) -> Code:
+    def code(self, passes: tuple[ResolvedPass, ResolvedPass], rank: int, *, backward: bool) -> Code:
         keep = passes[1].payload.saved and not backward
         call = CallTraits(batch=self.batch, keep=keep)
         return pass_code(passes, rank, backward=backward, call=call, traits=TRAITS[self.traits])
