@@ -13,6 +13,7 @@ from cuda_model.test_race_seeds import seeded
 from support.thinned import thinned
 
 import tilewise as tw
+from tilewise.execution.workspace import Workspace, WorkspacePool
 from tilewise.transport import symmetric
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.protocol import Message
@@ -105,9 +106,12 @@ RACES = {
 def test_a_seeded_race_is_found(seed, device, monkeypatch):
     adopt(monkeypatch, False)
     seeded(monkeypatch, *RACES[seed])
-    case = Case(*ONE_WAY) if "staging" in seed else Case(tw.double_ring(2, 2), tw.Causal())
-    sizes = [TOO_LITTLE] if "staging" in seed else []
-    run(case, device, over_symmetric(device, *sizes))
+    case = Case(tw.double_ring(2, 2), tw.Causal())
+    if "staging" in seed:  # passes of several plans, that have no workspace in common
+        monkeypatch.setattr(WorkspacePool, "take", lambda self: Workspace())
+        monkeypatch.setattr(SymmetricTransport, "workspace", lambda self, num_bytes: None)
+        case = Case(*ONE_WAY)
+    run(case, device, over_symmetric(device))
     assert device.races
 
 
