@@ -1,9 +1,9 @@
 """What a new mask costs a rank: its host time from a new document mask to the last kernel call.
 
-Both passes of one rank run on shapes (torch's device "meta"), with a kernel that computes nothing
-and a transport that moves nothing: what is left is the host's work, as on a GPU. The first call of
-a mask plans, prunes, lowers and cuts tiles, the second finds all that kept with the plan; shown is
-the difference, in seconds of processor time, the median over masks. `needed` and `tiled` are given
+Both passes of one rank are checked and bound, but not run: what is left is the host's work before
+the first kernel call, as on a GPU. The first call of a mask plans, prunes, generates code and binds
+it, the second finds all that kept with the plan; shown is the difference, in seconds of processor
+time, the median over masks. `needed` and `tiled` are given
 their plan. `prepared` is what a worker process made of `needed`'s plan (BatchStep.prepare), of
 which unpickling counts as part of the first call.
 
@@ -18,15 +18,29 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import tilewise as tw
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.execution.prepare import NoKernel, NoTransport, prepare, run_on_shapes
+from tilewise.execution.call import Call
+from tilewise.execution.forward_backward import bound_code
+from tilewise.execution.prepare import prepare
+from tilewise.execution.resolve import resolve_once
 
 TOKENS_PER_RANK = 8192
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+
+
+class Nowhere:
+    """What a code depends on of a transport, as loopback and NCCL have it."""
+
+    receives_ahead, sends_in_flight, node_size = 0, LAUNCHES_IN_FLIGHT, None
+
+    def __init__(self, rank: int):
+        self.rank = rank
 
 
 def document_mask(world_size: int, seed: int) -> tw.Mask:
@@ -97,10 +111,17 @@ def passes(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout) -> tuple[ResolvedPas
 
 
 def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
-    """Seconds of both passes of a call."""
+    """Seconds of all that both passes of a call need before they run."""
+    rows = layout.size(rank)
+    q = torch.empty(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    k = v = torch.empty(rows, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     begin = time.process_time()
-    transport = NoTransport(rank, plan.world_size, receives_ahead=1)
-    run_on_shapes(passes(plan, mask, layout), transport, NoKernel(square_causal=True))
+    call = Call(plan, layout, mask, needs_grad=True)
+    problem = resolve_once(q, k, v, call, rank, plan.world_size)
+    transport: Any = Nowhere(rank)
+    for backward in (False, True):
+        keep = problem.gathered and not backward
+        bound_code(problem, transport, q[:, None], backward=backward, keep=keep)
     return time.process_time() - begin
 
 

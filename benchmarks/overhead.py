@@ -1,8 +1,8 @@
-"""What the executor costs beside a hand-written loop: microseconds per ring step, and per call.
+"""What a code's run costs beside a hand-written loop: microseconds per ring step, and per call.
 
 Both run one rank's forward ring over the same tensors, kernel, merges and a transport whose
-messages arrive at once, so that what differs is only the interpreter: program, bookkeeping,
-packing, views. CPU time of the thread, interleaved, median of many runs.
+messages arrive at once, so that what differs is only what runs the code: its steps, workspace and
+merges. CPU time of the thread, interleaved, median of many runs.
 
     python benchmarks/overhead.py [--json]
 """
@@ -23,10 +23,12 @@ from tilewise.execution.work import Forward
 
 import tilewise as tw
 from tilewise.execution.call import Call
+from tilewise.execution.forward_backward import bound_code, forward_pass
 from tilewise.execution.resolve import resolve_once
+from tilewise.execution.run import Pass
+from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
-from tilewise.plan.ir import Side
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 from tilewise.transport.protocol import Message
@@ -37,7 +39,7 @@ WORLD, TOKENS, HEADS, WIDTH, REPEATS = 64, 16, 4, 32, 200
 class Instant:
     """A transport on which every message has arrived already."""
 
-    rank, world_size, receives_ahead, node_size = 0, WORLD, 1, None
+    rank, world_size, receives_ahead, sends_in_flight, node_size = 0, WORLD, 1, 0, None
     bytes_sent, messages_sent = 0, 0
 
     def exchange(self, sends, recvs, lane=0):
@@ -70,13 +72,6 @@ def by_hand(q, k, v, transport: Instant, scale: float):
     return out
 
 
-def prepared(q, k, v, transport: Instant, problem):
-    """What a call does before its program starts."""
-    run = pass_run(problem, transport, backward=False, batch=1, device=q.device)
-    named = {"q": q}, {"k": k, "v": v}
-    return run, Forward(run, problem, run.allocator((q, k, v)), named)
-
-
 def microseconds(run: Callable[[], object]) -> float:
     start = time.thread_time()
     run()
@@ -90,25 +85,32 @@ def main() -> None:
     call = Call(plan=tw.ring(WORLD), layout=layout, mask=tw.Full())
     problem = resolve_once(q[:, 0], k[:, 0], v[:, 0], call, 0, WORLD)
     transport = Instant()
-    times: dict[str, list[float]] = {"by hand": [], "executor": [], "before": [], "after": []}
+    times: dict[str, list[float]] = {"by hand": [], "code": [], "call": []}
     with torch.no_grad():
+        bound, pool = bound_code(problem, transport, q, backward=False), WorkspacePool()
+        given = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": torch.empty_like(q),
+            "lse": torch.empty_like(q[..., 0]),
+        }
+        own = q[:, 0], k[:, 0], v[:, 0]
         for _ in range(REPEATS):
-            run, work = prepared(q, k, v, transport, problem)
-            results = torch.empty_like(q), torch.empty_like(q[..., 0])
             for name, part in (
                 ("by hand", lambda: by_hand(q, k, v, transport, problem.scores.scale)),
-                ("before", lambda: prepared(q, k, v, transport, problem)),
-                ("executor", lambda run=run, work=work: execute(run.program, work, transport)),
-                ("after", lambda work=work, to=results: work.collect(Side.Q, to)),
+                ("code", lambda: bound.run(given, Pass(transport, problem.scores), pool)),
+                ("call", lambda: forward_pass(problem, transport, *own, keep=False)),
             ):
                 times[name].append(microseconds(part))
     median = {name: statistics.median(values) for name, values in times.items()}
-    steps = zip(times["by hand"], times["executor"], strict=True)
+    steps = zip(times["by hand"], times["code"], strict=True)
+    calls = zip(times["code"], times["call"], strict=True)
     row = {
         "by_hand_us_per_step": round(median["by hand"] / WORLD, 1),
-        "executor_us_per_step": round(median["executor"] / WORLD, 1),
+        "code_us_per_step": round(median["code"] / WORLD, 1),
         "overhead_us_per_step": round(statistics.median(b - a for a, b in steps) / WORLD, 1),
-        "overhead_us_per_call": round(median["before"] + median["after"], 1),
+        "overhead_us_per_call": round(statistics.median(b - a for a, b in calls), 1),
     }
     print(json.dumps(row) if "--json" in sys.argv else row)
 

@@ -26,11 +26,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import tilewise as tw
-from tilewise.compiler.program import Program
+from tilewise.compiler.code import Code
 from tilewise.execution.call import Call
 
 LOOKS, WARM, GROWTH = 10, 2, 1.03
-KINDS = Call, tw.Plan, Program
+KINDS = Call, tw.Plan, Code
 
 
 def resident_mb() -> float:

@@ -18,11 +18,10 @@ from benchmarks.gpu_parts.instant import Instant
 from benchmarks.gpu_parts.session import Run, Session, captured
 from benchmarks.gpu_parts.sizes import mask_named
 from tilewise.execution.call import Call
-from tilewise.execution.forward_backward import backward_pass, forward_pass
+from tilewise.execution.forward_backward import backward_pass, bound_code, forward_pass
 from tilewise.execution.resolve import resolve
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_named
-from tilewise.simulation.peak_memory import rank_peak_bytes
 from tilewise.tiles.calls import KernelCall as KernelCall
 from tilewise.tiles.calls import Kind
 
@@ -149,7 +148,7 @@ def one_call(session: Session, shape: Shape, kernel: Kernel, area: int) -> tuple
 
 
 def memory(session: Session, rank: Rank, before: int, *, backward: bool) -> Row:
-    """A bound pass's peak bytes, and those that the planner counts for the rank.
+    """A pass's peak bytes, and those that the planner counts for the rank.
 
     The first includes kernels' own workspaces, the second does not.
     """
@@ -157,8 +156,11 @@ def memory(session: Session, rank: Rank, before: int, *, backward: bool) -> Row:
     later = () if backward else (rank.out, rank.lse, rank.dout)
     apart = before + rank.transport.num_bytes + sum(x.nbytes for x in later)
     peak = session.peak_bytes(rank.backward if backward else rank.forward)
-    planned = rank_peak_bytes(rank.problem, rank.rank, backward)
-    return {f"{what}_peak_bytes": max(peak - apart, 0), f"{what}_planned_bytes": planned}
+    keep = rank.problem.gathered and not backward
+    code = bound_code(
+        rank.problem, rank.transport, rank.q[:, None], backward=backward, keep=keep
+    ).code
+    return {f"{what}_peak_bytes": max(peak - apart, 0), f"{what}_planned_bytes": code.peak_bytes}
 
 
 def graphs(session: Session, options: Row) -> Row:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.protocol import Message
 from tilewise.transport.streams import Moment, current_moment, follow, new_stream, on_stream
 
@@ -19,6 +20,7 @@ class Instant:
     """One rank of a world of which the others only send."""
 
     receives_ahead = 0
+    sends_in_flight = LAUNCHES_IN_FLIGHT
     node_size: int | None = None
 
     def __init__(self, rank: int, world_size: int, device: torch.device, num_bytes: int):

@@ -20,7 +20,7 @@ from tilewise.integrations.data import ShardingCollator
 from tilewise.tiles.call_rows import TileCalls
 
 LENGTHS = [30, 5, 12, 64, 7, 9, 41, 3, 18, 22, 50, 8]
-WIDE = torch.float64
+WIDE = "float64"
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
@@ -134,7 +134,8 @@ def refusals(arguments_of) -> list[str]:
 
     def run(rank, group):
         given = arguments_of(rank)
-        q, k, v = (torch.randn(32, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+        sizes = [(32, heads, 8) for heads in (4, 2, 2)]
+        q, k, v = (torch.randn(x, dtype=torch.float64, requires_grad=True) for x in sizes)
         with pytest.raises(ValueError) as refused:
             tw.attention(q, k, v, group=group, **given)
         return str(refused.value)

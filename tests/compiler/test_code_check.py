@@ -27,7 +27,7 @@ from tilewise.compiler.code import (
 from tilewise.compiler.code_check import CodeError, check_code
 from tilewise.compiler.placement import Departures, buffer_spans
 
-NUM_MUTANTS = 40
+NUM_MUTANTS = 100
 
 
 def ops_of(code: Code, *kinds: type) -> list[int]:

@@ -238,12 +238,10 @@ def test_passes_of_latents_take_the_bytes_that_their_workload_says(monkeypatch):
     layer.split(plan, layout, tw.Causal())
     passes = layer.workload(mask=tw.Causal(), layout=layout).resolve(plan)
     said = [
-        [pass_code(passes, rank, backward=backward).num_bytes for backward in (False, True)]
-        for rank in range(4)
+        pass_code(passes, rank, backward=backward).num_bytes
+        for rank, backward in product(range(4), (False, True))
     ]
-    assert sorted(n for asked in taken.by_thread.values() for n in asked) == sorted(
-        n for ranks in said for n in ranks
-    )
+    assert sorted(n for asked in taken.by_thread.values() for n in asked) == sorted(said)
 
 
 @pytest.mark.parametrize("plan", [tw.ring(2), tw.all_gather(2)], ids=repr)

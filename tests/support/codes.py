@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -86,9 +87,10 @@ SETTINGS = [
 ]
 
 
-def all_plans() -> list[tw.Plan]:
+@cache
+def all_plans() -> tuple[tw.Plan, ...]:
     mask, layout = MASKS["documents"], LAYOUTS["documents"]
-    return [*plans(WORLD), tw.needed(mask, layout), tw.tiled(mask, layout)]
+    return (*plans(WORLD), tw.needed(mask, layout), tw.tiled(mask, layout))
 
 
 def settings_of(plan: tw.Plan) -> list[Setting]:

@@ -82,7 +82,7 @@ class BatchStep:
 
         Args:
             kernel: as of attention, where that is given; None: the device's first choice.
-            dtype: of q, k and v; a name, or torch's own; None: that of the step's workload.
+            dtype: of q, k and v, by name; None: that of the step's workload.
         """
         documents = sha256(repr(self.documents).encode()).hexdigest()[:8]
         batch = f"step {self.index} ({len(self.documents)} documents, {documents})"
