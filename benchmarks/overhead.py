@@ -17,9 +17,6 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
-from tilewise.execution.executor import execute
-from tilewise.execution.pass_run import pass_run
-from tilewise.execution.work import Forward
 
 import tilewise as tw
 from tilewise.execution.call import Call
