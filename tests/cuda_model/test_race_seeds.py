@@ -56,7 +56,7 @@ LOOPBACK_SEEDS = {
     "an arrival is not waited for": (running.BoundCode, "_wait", ".wait()", ""),
 }
 NCCL_SEEDS = {
-    "a batch is not waited for": (posted.Posted, "wait", "work.wait()"),
+    "a batch is not waited for": (posted, "wait_for", "work.wait()"),
     "an arrival is not waited for": (running.BoundCode, "_wait", ".wait()", ""),
     "earlier sends are not waited for": (DistTransport, "_reap", "posted.wait()"),
     "the last sends are not waited for": (DistTransport, "finish", "self._reap(lane, 0)"),

@@ -222,15 +222,17 @@ def test_validation_can_be_left_out():
     assert_close(got, dense(x, tw.Causal()))
 
 
-def test_an_agreement_is_made_at_every_call():
-    """No rank remembers that it agreed: the second call disagrees, and is refused."""
+@pytest.mark.parametrize(
+    "validate, refused", [("always", "disagree on mask"), ("first", "are in different calls")]
+)
+def test_another_call_on_one_rank_is_refused_after_one_that_was_agreed_on(validate, refused):
     layout = tw.contiguous(6, 2)
 
     def on_rank(rank: int, group) -> None:
         q = torch.zeros(3, 1, 2)
-        call = {"plan": tw.ring(2), "layout": layout, "group": group}
+        call = {"plan": tw.ring(2), "layout": layout, "group": group, "validate": validate}
         tw.attention(q, q, q, mask=tw.Full(), **call)
         tw.attention(q, q, q, mask=tw.Causal() if rank else tw.Full(), **call)
 
-    with pytest.raises(ValueError, match="ranks disagree on mask"):
+    with pytest.raises(ValueError, match=f"ranks {refused}"):
         tw.loopback(2, on_rank)

@@ -9,6 +9,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ _DIGESTS_KEPT = 2 * COMPARED_EVERY
 _DIGEST_BYTES = 16
 _SHOWN_CHARACTERS = 120  # of a field of a call that a rank waits in
 _SHOWN_FIELDS = 4
-_NONE: Mapping[str, str] = {}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def _digest(content: bytes) -> bytes:
@@ -259,16 +260,25 @@ class Agreement:
             del self._known[next(iter(self._known))]
 
 
-_AGREEMENTS: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
+class _Agreements:
+    """The one of each group."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
+
+    def of(self, group: Any) -> Agreement:
+        found = self._of.get(group)
+        if found is None:
+            found = self._of[group] = Agreement()
+        return found
+
+
+_AGREEMENTS = _Agreements()
 
 
 def agreement_of(transport: Transport) -> Agreement:
     """The one of the transport's group; of a transport without a process group: its own."""
-    group = getattr(transport, "process_group", transport)
-    found = _AGREEMENTS.get(group)
-    if found is None:
-        found = _AGREEMENTS[group] = Agreement()
-    return found
+    return _AGREEMENTS.of(getattr(transport, "process_group", transport))
 
 
 def agree(

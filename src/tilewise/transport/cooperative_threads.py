@@ -33,14 +33,10 @@ class CooperativeScheduler:
     Ranks go on as long as they can, also after another has failed. When nobody can, those that
     wait are released: by Released after a failure; else they wait for each other, and that is
     the failure, unless it is explained.
-
-    Args:
-        explain: says why those that wait for each other do so, as an error that each of them is to
-            raise, after which they may wait again; None: it does not know.
     """
 
-    def __init__(self, n: int, explain: Callable[[], Exception | None] = lambda: None) -> None:
-        self._explain = explain
+    def __init__(self, n: int) -> None:
+        self._explain: Callable[[], Exception | None] = _not_known
         self._explained: dict[int, Exception] = {}
         self._turns = [threading.Semaphore(0) for _ in range(n)]
         self._ready = deque(range(1, n))
@@ -50,8 +46,16 @@ class CooperativeScheduler:
         self._cancelled = False
         self._turns[0].release()
 
-    def run(self, body: Callable[[int], None]) -> None:
-        """Run body(rank) on a thread per rank, once; raise what the lowest rank raised."""
+    def run(
+        self, body: Callable[[int], None], explain: Callable[[], Exception | None] | None = None
+    ) -> None:
+        """Run body(rank) on a thread per rank, once; raise what the lowest rank raised.
+
+        Args:
+            explain: says why those that wait for each other do so, as an error that each of them is
+                to raise, after which they may wait again; None: it does not know.
+        """
+        self._explain = explain or _not_known
         jobs = [
             _Job(partial(copy_context().run, partial(self._turn, rank, body)))
             for rank in range(len(self._turns))
@@ -66,6 +70,7 @@ class CooperativeScheduler:
             self._cancel(jobs)
             raise
         finally:
+            self._explain = _not_known  # its owner owns this scheduler
             over = (job.over.is_set() for job in jobs)
             _POOL.give([thread for thread, ended in zip(threads, over, strict=True) if ended])
         if self._failures:
@@ -140,6 +145,10 @@ class CooperativeScheduler:
             job.run()  # one that no thread was given
         for job in jobs:
             job.over.wait()
+
+
+def _not_known() -> None:
+    return None
 
 
 class _Job:

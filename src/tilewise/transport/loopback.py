@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from threading import get_ident
 from typing import NamedTuple, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
                 group.close()
 
     with forked() as fork:
-        world.scheduler.run(run)
+        world.scheduler.run(run, world.in_vain)
     return cast(list[Result], results)
 
 
@@ -224,8 +225,8 @@ class _World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.scheduler = CooperativeScheduler(size, self._in_vain)
-        self.groups: dict[int, LoopbackGroup] = {}
+        self.scheduler = CooperativeScheduler(size)
+        self.groups: WeakValueDictionary[int, LoopbackGroup] = WeakValueDictionary()
         self._boxes: dict[_Route, deque[_Parcel]] = {}
         self._boards: dict[int, dict[int, Tensor]] = {}
         self._streams: dict[tuple[int, int, torch.device], Stream | None] = {}
@@ -271,20 +272,21 @@ class _World:
                     self.scheduler.wake(other)
         return [board[other] for other in range(self.size)]
 
-    def _in_vain(self) -> Exception | None:
+    def in_vain(self) -> Exception | None:
         """What the ranks, all of which wait, are to raise, if calls differ or one was refused.
 
         They may go on with other calls then: what is under way is forgotten.
         """
-        states = {rank: group.agreement.state() for rank, group in self.groups.items()}
-        for rank, peer in permutations(sorted(self.groups), 2):
-            found = self.groups[rank].agreement.conflict(rank, peer, states[peer])
+        groups = dict(self.groups)
+        states = {rank: group.agreement.state() for rank, group in groups.items()}
+        for rank, peer in permutations(sorted(groups), 2):
+            found = groups[rank].agreement.conflict(rank, peer, states[peer])
             if found:
                 self._boxes.clear()
                 self._boards.clear()
-                gathers = max(group._num_gathers for group in self.groups.values())
+                gathers = max(group._num_gathers for group in groups.values())
                 number = 1 + max(state.number for state in states.values())
-                for group in self.groups.values():
+                for group in groups.values():
                     group.begin_again(gathers)
                     group.agreement.begin_again(number, found)
                 return ValueError(found)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -90,7 +89,7 @@ class MarkedExchange:
         posted: Posted,
         messages: TeamMessages,
         arrived: tuple[Tensor, Sequence[int]],
-        mark: np.ndarray,
+        mark: bytes,
         watch: Watch,
     ) -> None:
         self._posted, self._messages, self._arrived = posted, messages, arrived
@@ -109,7 +108,7 @@ class MarkedExchange:
         place = done = 0
         for peer, room, size in zip(self._messages.team, rooms, sizes, strict=True):
             start = place + len(self._mark)
-            if not np.array_equal(whole[place:start], self._mark):
+            if whole[place:start].tobytes() != self._mark:
                 raise self._watch.in_another_call(peer)
             arriving[done : done + size] = whole[start : start + size]
             place, done = place + room, done + size

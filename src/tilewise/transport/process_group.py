@@ -199,9 +199,10 @@ class DistTransport:
         """
         leaving, _, sizes, team, label, _ = messages
         # In numpy: the slices of a small exchange cost a fifth of torch's.
-        whole, mark = leaving.view(-1).numpy(), np.frombuffer(self._agreement.mark, np.uint8)
+        whole, mark = leaving.view(-1).numpy(), self._agreement.mark
+        in_front = np.frombuffer(mark, np.uint8)
         starts = [0, *accumulate(sizes[0])]
-        pieces = [part for a, b in pairwise(starts) for part in (mark, whole[a:b])]
+        pieces = [part for a, b in pairwise(starts) for part in (in_front, whole[a:b])]
         marked = torch.from_numpy(np.concatenate(pieces))
         sent = [len(mark) + size for size in sizes[0]]
         room = [len(mark) + max(size, 2 * _COLLECTIVE_BYTES) for size in sizes[1]]
