@@ -1,6 +1,7 @@
 """What a call made is gone with its last user, without the help of the garbage collector."""
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -46,6 +47,27 @@ def test_steps_with_masks_and_plans_of_their_own_leave_nothing(kind: str, save):
         for number in range(2, 12):
             step(number)
         assert _live() - before == Counter()
+    finally:
+        gc.enable()
+
+
+def test_plans_that_run_backward_for_each_other_go_with_their_last_user():
+    def run(plan: tw.Plan, backward_plan: tw.Plan) -> None:
+        def rank_step(rank: int, group) -> None:
+            q, k, v = (torch.randn(6, 2, 4, requires_grad=True) for _ in range(3))
+            plans = {"plan": plan, "backward_plan": backward_plan}
+            tw.attention(q, k, v, **plans, layout=LAYOUT, mask=tw.Causal(), group=group).sum()
+
+        tw.loopback(RANKS, rank_step)
+
+    plans = [tw.ring(RANKS), tw.all_gather(RANKS)]
+    for plan, backward_plan in product(plans, plans):
+        run(plan, backward_plan)
+    released = [weakref.ref(plan) for plan in plans]
+    gc.disable()
+    try:
+        del plans, plan, backward_plan
+        assert [plan() for plan in released] == [None, None]
     finally:
         gc.enable()
 

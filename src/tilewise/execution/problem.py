@@ -7,6 +7,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import numpy as np
 import torch
@@ -84,7 +85,9 @@ class AttentionCall(OpaqueValue):
 
 
 NO_PASSES: Any = ()
-ASKED_ANEW = frozenset(("plan", "group", "validate", "problem", "q_positions", "dropout_seed"))
+ASKED_ANEW = frozenset(
+    ("plan", "backward_plan", "group", "validate", "problem", "q_positions", "dropout_seed")
+)
 """What of a call its checks do not depend on, or is looked at in every call."""
 
 
@@ -131,25 +134,29 @@ def known_problem(
 ) -> Problem:
     """As make_problem, which calls that differ in the values of tensors alone ask once.
 
-    The plan keeps the answer, but not itself: it would outlive its last user.
+    The plan keeps the answer, but neither itself nor the backward plan, which may keep an answer
+    with this one in it: they would outlive their last user.
     """
-    own = call.plan
+    own, other = call.plan, call.backward_plan
+    plans = own, own if other is None else other
 
-    def make() -> tuple[Problem, list[tuple[Plan | None, Any]]]:
+    def make() -> tuple[Problem, list[tuple[Plan | int, Any]]]:
         problem = make_problem(q, k, v, call, rank, world_size)
         problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(1)))
-        passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
+        passes: list[tuple[Plan | int, Any]] = []
+        for x in problem.passes:
+            given = [number for number, plan in enumerate(plans) if plan is x.plan]
+            passes.append((given[0] if given else x.plan, x[1:]))
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple(
-        ["plan" if x is own else x for name, x in vars(call).items() if name not in ASKED_ANEW]
-    )
+    given = tuple([x for name, x in vars(call).items() if name not in ASKED_ANEW])
     key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
         operands = [x for x in (q, k, v) if x is not None]
         tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
         # By type, too: True is no number here, but equals 1.
-        asked = world_size, given, *map(type, given)
+        backward = "plan" if other is own else ref(other) if isinstance(other, Plan) else other
+        asked = world_size, backward, type(other), given, *map(type, given)
         hash((asked, tensors))
         key = asked, tensors
     # Wires look at values.
@@ -158,7 +165,8 @@ def known_problem(
         return make_problem(q, k, v, call, rank, world_size)
     asked, tensors = key
     problem, passes = _problems(own, asked).get((rank, tensors), make)
-    forward, backward = (ResolvedPass(plan or own, *rest) for plan, rest in passes)
+    known = [(plans[x] if isinstance(x, int) else x, rest) for x, rest in passes]
+    forward, backward = (ResolvedPass(plan, *rest) for plan, rest in known)
     problem = problem._replace(passes=(forward, backward))
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
