@@ -43,26 +43,30 @@ MODULES = tuple(read(path) for path in sorted(PACKAGE.rglob("*.py")))
 NAMES = frozenset(module.name for module in MODULES)
 
 
-def at_import(tree: ast.AST, *, bodies: bool = False) -> Iterator[ast.AST]:
+def at_import(tree: ast.AST, *, bodies: bool = False, typing: bool = False) -> Iterator[ast.AST]:
     """The nodes that run when a module is imported; with bodies also those inside functions.
 
-    What stands under `if TYPE_CHECKING` never runs.
+    What stands under `if TYPE_CHECKING` never runs; with typing it is among them.
     """
     yield tree
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, FUNCTIONS) and not bodies:
             yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        elif (
+            not typing
+            and isinstance(node, ast.If)
+            and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        ):
             for other in node.orelse:
                 yield from at_import(other, bodies=bodies)
         else:
-            yield from at_import(node, bodies=bodies)
+            yield from at_import(node, bodies=bodies, typing=typing)
 
 
-def imports(module: Module, *, bodies: bool = False) -> set[str]:
+def imports(module: Module, *, bodies: bool = False, typing: bool = False) -> set[str]:
     """Full names of the modules a module imports; `from a import b` is a.b if that is a module."""
     found = set()
-    for node in at_import(module.tree, bodies=bodies):
+    for node in at_import(module.tree, bodies=bodies, typing=typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
