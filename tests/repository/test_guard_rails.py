@@ -168,13 +168,6 @@ def test_no_module_holds_mutable_state():
     assert not offenders
 
 
-def test_no_file_is_over_500_lines():
-    folders = ("src", "tests", "examples", "benchmarks")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in paths}
-    assert not {path: lines for path, lines in lengths.items() if lines > 500}
-
-
 def test_plans_are_made_for_heads_in_one_place():
     makers = {
         str(path.relative_to(ROOT / "src" / "tilewise"))

@@ -477,7 +477,7 @@ class _Generator:
     def _keep(self, wire: Ref, starts: Iterable[tuple[Item, int]], *, arena: bool) -> None:
         """Note what of a buffer arrives, and is to be found again by the backward pass."""
         buffer = self._tensors[wire.tensor].buffer
-        items = []
+        items: list[tuple[Item, int, tuple[tuple[int, int], ...]]] = []
         for item, start in starts:
             if item in self._received:
                 rows = self._received[item]
@@ -712,7 +712,7 @@ class _Generator:
                 self._write(pieces, self._rows(wire, here), part, (item, self._rank))
                 offset = here[1]
         else:
-            joined = []
+            joined: list[Ref] = []
             for x in tensors:
                 shape = rows, *self._shape(x)[1:]
                 joined.append(self._new(f"{item} joined", shape, self._dtype(x)))
@@ -821,7 +821,8 @@ class _Generator:
         """A buffer for messages in order of their peers, and the place of each in it."""
         total = sum(self._num_bytes(ref) for _, ref in messages)
         whole = self._new(name, (total, 1, 1), "uint8")
-        buffer, offset, places = self._tensors[whole.tensor].buffer, 0, []
+        buffer, offset = self._tensors[whole.tensor].buffer, 0
+        places: list[tuple[Ref, Ref]] = []
         for _, ref in sorted(messages, key=lambda message: message[0]):
             rows, batch = self._shape(ref)[:2]
             row_bytes = self._num_bytes(ref) // max(1, rows * batch)
@@ -1251,7 +1252,7 @@ class _Generator:
         fields = self._fields_of_partial(side)
         heads_of = self._carried.num_heads, self._carried.num_kv_heads
         rows = sum(stop - start for _, (start, stop) in self._held[side])
-        results = []
+        results: list[Ref] = []
         for name, inner, _ in fields:
             dtype = self._acc if name in STATISTICS else self._payload.dtype
             width = inner[-1]

@@ -16,8 +16,10 @@ from tilewise.plan.kept import kept_with_plan
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.transport.protocol import Transport, team_transport, workspace_of
 
-_NAMES = {1: ("q", "latent"), 2: ("q", "k", "v")}
-"""What a code calls the operands, by how many stand beside q."""
+
+def _names(num_tensors: int) -> tuple[str, ...]:
+    """What a code calls the operands: q and latents, or q, k and v."""
+    return ("q", "latent") if num_tensors == 2 else ("q", "k", "v")
 
 
 def forward_pass(
@@ -35,7 +37,7 @@ def forward_pass(
     rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
     bound = bound_code(problem, transport, rows[0], backward=False, keep=keep and problem.gathered)
     out, lse = empty_results(q, payload.v_head_dim)
-    given = dict(zip(_NAMES[len(kv)], rows, strict=True))
+    given = dict(zip(_names(len(rows)), rows, strict=True))
     given["out"], given["lse"] = rows_first(out, batched), rows_first(lse, batched)
     largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
     for x in largest:
@@ -63,7 +65,7 @@ def backward_pass(
     batched = saved[0].ndim == 4
     q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
-    names = _NAMES[len(kv)]
+    names = _names(len(kv) + 1)
     given = dict(zip(names, (q, *kv), strict=True))
     results = [x.new_empty(x.shape) for x in saved[:-2]]
     given |= {f"d{name}": rows_first(x, batched) for name, x in zip(names, results, strict=True)}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -39,9 +40,12 @@ from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
 
 NO_PASSES: Any = ()
-UNKEYED = frozenset(("plan", "q_positions", "dropout_seed", "group", "validate", "resolved"))
-"""Fields of a call that are left out of the cache key: its checks do not depend on them, or look
-at them in every call. The plan has the cache."""
+NO_PLAN: Any = None
+UNKEYED = frozenset(
+    ("plan", "backward_plan", "q_positions", "dropout_seed", "group", "validate", "resolved")
+)
+"""Fields of a call that are not compared as they are to find it again: its checks do not depend
+on them, or look at them in every call. The plan has the cache."""
 AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
 """Options that must be the same on all ranks; the first in which they differ is named."""
 _key = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
@@ -52,23 +56,30 @@ def resolve_once(
 ) -> ResolvedCall:
     """Return what resolve gives; calls that differ in the values of tensors alone share it.
 
-    The plan keeps it, but not itself: it would outlive its last user.
+    The plan keeps it, but neither itself nor the backward plan, which may keep a call with this
+    plan in it: they would outlive their last user.
     """
-    own = call.plan
+    own, other = call.plan, call.backward_plan
+    plans = own, own if other is None else other
 
-    def make() -> tuple[ResolvedCall, list[tuple[Plan | None, Any]]]:
+    def make() -> tuple[ResolvedCall, list[tuple[ResolvedPass, int | None]]]:
         problem = resolve(q, k, v, call, rank, world_size)
         problem = problem._replace(kept=KeptForCalls(RecentValues(4), RecentValues(2)))
-        passes = [(None if x.plan is own else x.plan, x[1:]) for x in problem.passes]
+        passes: list[tuple[ResolvedPass, int | None]] = []
+        for x in problem.passes:
+            numbers = [number for number, plan in enumerate(plans) if plan is x.plan]
+            number = numbers[0] if numbers else None
+            passes.append((x if number is None else x._replace(plan=NO_PLAN), number))
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple(["plan" if x is own else x for x in _key(call)])
+    given = tuple(_key(call))
     key: tuple[Any, ...] = ()
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
         operands = (q, k) if v is None else (q, k, v)
         tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
         # By type, too: True is no number here, but equals 1.
-        asked = world_size, given, *map(type, given)
+        backward = "plan" if other is own else ref(other) if isinstance(other, Plan) else other
+        asked = world_size, backward, type(other), given, *map(type, given)
         hash((asked, tensors))
         key = asked, tensors
     # Wires look at values.
@@ -77,8 +88,10 @@ def resolve_once(
         return resolve(q, k, v, call, rank, world_size)
     asked, tensors = key
     problem, passes = _problems(own, asked).get((rank, tensors), make)
-    forward, backward = [ResolvedPass(plan or own, *rest) for plan, rest in passes]
-    problem = problem._replace(passes=(forward, backward))
+    first, second = [
+        x if number is None else x._replace(plan=plans[number]) for x, number in passes
+    ]
+    problem = problem._replace(passes=(first, second))
     if call.dropout_p:
         return problem._replace(scores=checked_scores(call, int(q.shape[-1]), world_size))
     return problem

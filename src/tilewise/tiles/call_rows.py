@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -194,7 +194,7 @@ def num_rows(index: slice | Sized | None, size: int) -> int:
 
 
 def span(
-    parts: Sequence[RowSelection], sizes: Sequence[int], starts: Sequence[int | None]
+    parts: Sequence[RowSelection[Any]], sizes: Sequence[int], starts: Sequence[int | None]
 ) -> tuple[int, int] | None:
     """The rows of a buffer in which all parts lie side by side, in order; None if they do not.
 
