@@ -116,7 +116,7 @@ def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
     q = torch.empty(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     k = v = torch.empty(rows, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     begin = time.process_time()
-    call = Call(plan, layout, mask, needs_grad=True)
+    call = Call(plan=plan, layout=layout, mask=mask, needs_grad=True)
     problem = resolve_once(q, k, v, call, rank, plan.world_size)
     transport: Any = Nowhere(rank)
     for backward in (False, True):

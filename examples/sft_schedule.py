@@ -49,13 +49,14 @@ class Corpus:
 
     Attributes:
         lengths: of the documents, none longer than a step.
+        dtype: of the model, by name.
     """
 
     def __init__(self, args: argparse.Namespace, world_size: int) -> None:
         room = world_size * args.tokens_per_rank
         total = (args.steps + 5) * room  # enough for the last step to look ahead as the first did
         cu = tw.lengths.sample(args.corpus, total, seed=args.seed, cap=room)
-        self.lengths = np.diff(cu).tolist()
+        self.lengths, self.dtype = np.diff(cu).tolist(), args.dtype
         self.starts = np.array(cu) % (1 << 20)
         self.text = np.frombuffer(b"\n".join(demo.documents()), np.uint8)
         config = train_lm.Config()
@@ -84,7 +85,7 @@ class ForRank:
 
     def __call__(self, step: BatchStep) -> tuple[int, tw.Plan, dict[str, Tensor]]:
         batch = ShardingCollator(step.layout, self.rank)(self.corpus.examples(step))
-        return step.index, step.prepare(self.rank), batch
+        return step.index, step.prepare(self.rank, dtype=self.corpus.dtype), batch
 
 
 class AllRanks:

@@ -110,7 +110,7 @@ class RankPlan(Plan):
             known = next(one.kind for one in self.codes if one.kind.backward == kind.backward)
             raise ValueError(
                 f"{self.name} was prepared ({self.batch}) for {known}, but is called with {kind}; "
-                "prepare the step for these"
+                "prepare the step for these (step.prepare has dtype=, the schedule the rest)"
             )
         return next((one.code for one in mine if one.traits == traits), None)
 
