@@ -71,6 +71,7 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.payload import Payload, RowFormat, accumulator
 from tilewise.plan.row_ranges import count, count_rows
 from tilewise.tiles.call_rows import (
@@ -189,6 +190,13 @@ class _Group:
 
 
 After = Callable[[], None]
+KnownCalls = dict[tuple[Tile, tuple[Sequence[Rows], ...]], tuple[CallParts[np.ndarray], ...]]
+
+
+@kept_with_plan(keep=1, each_rank=True)
+def _known_calls(plan: Plan, rank: int, table: TileCalls) -> KnownCalls:
+    """The kernel calls of a rank's tiles, as they become known; both passes have the same."""
+    return {}
 
 
 class _Generator:
@@ -220,6 +228,7 @@ class _Generator:
         else:
             self._tile_layouts = layouts
         self._table = TileCalls(self._tile_layouts, mask, groups, traits.cut)
+        self._known_calls = _known_calls(pruned, rank, self._table)
         self._acc = accumulator(payload.dtype)
         self._buffers: list[Buffer] = []
         self._tensors: list[TensorSpec] = []
@@ -970,7 +979,9 @@ class _Generator:
         q = [self._operand(operand(Side.Q, shard, heads)) for shard in tile.q]
         kv = [self._operand(operand(Side.KV, shard, heads)) for shard in tile.kv]
         held = tuple(block.rows for block in q), tuple(block.rows for block in kv)
-        for parts in self._table.calls(tile, held):
+        if (tile, held) not in self._known_calls:
+            self._known_calls[tile, held] = tuple(self._table.calls(tile, held))
+        for parts in self._known_calls[tile, held]:
             self._attend(parts, q, kv)
 
     def _operand(self, item: Item) -> Held:
