@@ -8,7 +8,7 @@ import pytest
 
 import tilewise as tw
 from tilewise.plan.ir import Plan, own_shards
-from tilewise.plan.kept import keep_values, kept_values, kept_with_plan
+from tilewise.plan.kept import kept_with_plan
 
 
 def counted(keep: int = 2, **options):
@@ -102,12 +102,3 @@ def test_threads_get_one_value():
     for thread in threads:
         thread.join()
     assert len(found) == 8 and len(set(map(id, found))) == 1
-
-
-def test_values_move_to_a_copy_of_the_plan():
-    (derive, computed), plan, copied = counted(), tw.ring(2), tw.ring(2)
-    assert kept_values(plan, derive) == ()
-    derive(plan, 1)
-    derive(plan, 2)
-    keep_values(copied, derive, kept_values(plan, derive))
-    assert derive(copied, 1) is derive(plan, 1) and computed == [1, 2]

@@ -9,7 +9,7 @@ it adds, what becomes a partial result without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -66,13 +66,13 @@ from tilewise.compiler.operations import (
 )
 from tilewise.compiler.operations import Merge as MergeArrived
 from tilewise.compiler.placement import Departures, placed
-from tilewise.compiler.program import Launch, Program, arrivals
+from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Launch, Program, arrivals
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.payload import Payload, RowFormat, accumulator
+from tilewise.plan.payload import STATISTICS, Payload, RowFormat, accumulator
 from tilewise.plan.row_ranges import count, count_rows
 from tilewise.tiles.call_rows import (
     CallParts,
@@ -90,9 +90,6 @@ SMALL_BYTES = 2**20
 MOST_AHEAD = 8
 """Launches by which receives of small shards are posted before their sends."""
 
-STATISTICS = ("lse", "delta", "largest")
-"""Tensors that have one number a head."""
-
 
 class CodeTraits(NamedTuple):
     """What a code depends on beside the call: facts of the transport and of the kernel.
@@ -106,7 +103,7 @@ class CodeTraits(NamedTuple):
     receives_ahead: int = 0
     node_size: int | None = None
     takes_teams: bool = False
-    sends_in_flight: int | None = 1
+    sends_in_flight: int | None = LAUNCHES_IN_FLIGHT
     cut: CallStyle = CallStyle(square_causal=True)
 
 
@@ -229,6 +226,7 @@ class _Generator:
             self._tile_layouts = layouts
         self._table = TileCalls(self._tile_layouts, mask, groups, traits.cut)
         self._known_calls = _known_calls(pruned, rank, self._table)
+        self._keeps = call.keep and not payload.backward
         self._acc = accumulator(payload.dtype)
         self._buffers: list[Buffer] = []
         self._tensors: list[TensorSpec] = []
@@ -447,14 +445,13 @@ class _Generator:
             starts = dict(zip(items, accumulate(rows, initial=0), strict=False))
             wire, fields = None, {}
             if self._formats[part].fields:
-                keep = self._call.keep and not self._payload.backward
-                home = Home.KEPT if keep else Home.WORKSPACE
+                home = Home.KEPT if self._keeps else Home.WORKSPACE
                 wire = self._wire(f"{side.name.lower()}s", sum(rows), part, home, rows)
                 fields = self._fields_at(wire, 0, sum(rows), part, f"{side.name.lower()}s")
             arena = _Arena(items, starts, fields, wire)
             self._arena_of.update(dict.fromkeys(items, arena))
             self._add_group(items)
-            if wire is not None and self._call.keep and not self._payload.backward:
+            if wire is not None and self._keeps:
                 self._keep(wire, [(item, starts[item]) for item in items], arena=True)
 
     def _add_group(self, items: Sequence[Item]) -> None:
@@ -685,11 +682,8 @@ class _Generator:
             self._operands[item] = held._replace(wire=wire)
 
     def _copy_pieces(self, source: Ref, ranges: Sequence[tuple[int, int]], target: Ref) -> None:
-        offset = 0
-        for start, stop in ranges:
-            here = offset, offset + stop - start
-            self._ops.append(Copy(self._rows(source, (start, stop)), self._rows(target, here)))
-            offset = here[1]
+        for rows, here in _packed(ranges):
+            self._ops.append(Copy(self._rows(source, rows), self._rows(target, here)))
 
     def _read(self, wire: Ref, part: tuple[Side, Role], name: str) -> dict[str, Ref]:
         """The tensors that packed rows are, decoded where they must be."""
@@ -714,12 +708,9 @@ class _Generator:
         wire = self._wire(f"{item} to send", rows, part)
         ranges = pack.rows or ((0, self._size(item)),)
         if self._formats[part].in_place or len(ranges) == 1:
-            offset = 0
-            for start, stop in ranges:
-                here = offset, offset + stop - start
-                pieces = [self._rows(x, (start, stop)) for x in tensors]
+            for mine, here in _packed(ranges):
+                pieces = [self._rows(x, mine) for x in tensors]
                 self._write(pieces, self._rows(wire, here), part, (item, self._rank))
-                offset = here[1]
         else:
             joined: list[Ref] = []
             for x in tensors:
@@ -794,7 +785,7 @@ class _Generator:
             start = arena.starts[item]
             room = self._rows(arena.wire, (start, start + num_rows))
         else:
-            keeps = self._call.keep and item.role is Role.OPERAND and not self._payload.backward
+            keeps = self._keeps and item.role is Role.OPERAND
             home = Home.KEPT if keeps else Home.WORKSPACE
             name = f"{item} from {transfer.src}"
             room = self._wire(name, num_rows, item[:2], home)
@@ -904,13 +895,11 @@ class _Generator:
             for source, target in zip(values, self._partials[item], strict=True):
                 self._ops.append(Copy(source, target))
             return
-        totals, offset = self._made(item), 0
-        for start, stop in rows or ((0, self._size(item)),):
-            here = offset, offset + stop - start
+        totals = self._made(item)
+        for mine, here in _packed(rows or ((0, self._size(item)),)):
             sources = [self._rows(x, here) for x in values]
-            targets = [self._rows(x, (start, stop)) for x in totals]
+            targets = [self._rows(x, mine) for x in totals]
             self._ops.append(Merge(tuple(sources), tuple(targets), not self._payload.backward))
-            offset = here[1]
 
     def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
         """Of each tensor of a partial: name, heads and width, and what it is at first."""
@@ -1342,7 +1331,7 @@ class _Generator:
         assert team is not None and self._leaving_heads is not None
         role = (sends or recvs)[0].item.role
         exchange = self._by_head[role]
-        keeps = self._call.keep and role is Role.OPERAND and not self._payload.backward
+        keeps = self._keeps and role is Role.OPERAND
         home = Home.KEPT if keeps else Home.WORKSPACE
         arriving = self._new("arriving heads", (sum(exchange.sizes[1]), 1, 1), "uint8", home)
         numbers = tuple(self._arrival_number(handle, index) for index in range(len(recvs)))
@@ -1380,6 +1369,16 @@ class _Generator:
                 self._ops.append(Copy(source, result))
             else:  # ranks of one KV head, whose gradients sum
                 self._ops.append(SumHeads(source, result))
+
+
+def _packed(
+    ranges: Iterable[tuple[int, int]],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Each range of rows, and where its rows are if all lie one after the other."""
+    offset = 0
+    for start, stop in ranges:
+        yield (start, stop), (offset, offset + stop - start)
+        offset += stop - start
 
 
 def _nothing() -> None:

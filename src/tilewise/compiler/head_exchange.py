@@ -14,7 +14,7 @@ import numpy as np
 from tilewise.arguments import ITEM_BYTES
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Role, Side
-from tilewise.plan.payload import HeadGroups, Payload
+from tilewise.plan.payload import STATISTICS, HeadGroups, Payload
 
 
 class ExchangedField(NamedTuple):
@@ -74,7 +74,7 @@ def head_exchange(
     row_bytes, n = sum(row.num_bytes for row in formats.values()), len(layouts[0].sizes)
     for side, row in formats.items():
         for field, start in zip(row.fields, row.starts, strict=True):
-            size, statistic = ITEM_BYTES(field.dtype), field.name in ("lse", "delta", "largest")
+            size, statistic = ITEM_BYTES(field.dtype), field.name in STATISTICS
             heads = (payload.heads(side),) if statistic else (payload.heads(side), field.width)
             step, inner = row_bytes // size, (1,) if statistic else (field.width, 1)
             whole = (sum(rows), batch, *heads), (batch * step, step, *inner)

@@ -169,7 +169,7 @@ def operations(
                 yield from writer.wait(handle, indices, by_head)
             case Compute(tile):
                 yield writer.attend(tile)
-            case Free():  # the liveness of buffers says when they are used again
+            case Free():  # placement reads from the ops when a buffer is used again
                 pass
     for side in Side:
         names = tuple(field.name for field in payload.fields(side, Role.PARTIAL))
@@ -205,7 +205,7 @@ class _Writer:
         self._launched[launch.handle] = launch
         for transfer in launch.sends:
             item, _, _, rows = transfer
-            encodes = any(field.wire for field in self._payload.fields(*item[:2]))
+            encodes = self._encodes(item)
             if item.role is Role.PARTIAL:
                 yield Pack(item, rows, encodes, item in self._partials)
                 self._partials.discard(item)
@@ -223,9 +223,12 @@ class _Writer:
     def _needs_packing(self, item: Item) -> bool:
         if item in self._received or item in self._packed:
             return False
-        fields = self._payload.fields(*item[:2])
-        encoded = any(field.wire is not None for field in fields)
-        return self._packs_alone or len(fields) > 1 or encoded
+        several = len(self._payload.fields(*item[:2])) > 1
+        return self._packs_alone or several or self._encodes(item)
+
+    def _encodes(self, item: Item) -> bool:
+        """Whether a wire encodes any of an item's tensors."""
+        return any(field.wire is not None for field in self._payload.fields(*item[:2]))
 
     def wait(self, handle: int, indices: tuple[int, ...], by_head: bool) -> Iterator[Operation]:
         launch = self._launched[handle]
@@ -237,7 +240,7 @@ class _Writer:
         after: list[Operation] = []
         for transfer in transfers:
             row = self._payload.row_format(*transfer.item[:2])
-            encodes = any(field.wire for field in row.fields)
+            encodes = self._encodes(transfer.item)
             if not row.in_place and transfer.item.role is not Role.RESULT:
                 after.append(Unpack(transfer, encodes))
             if transfer.item.role is Role.RESULT:  # passed on as it arrived

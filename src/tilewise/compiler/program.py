@@ -1,7 +1,7 @@
 """The program: what one rank does, in order, in four kinds of instruction.
 
-The executor runs it, the simulator replays it; neither needs to know the strategy. What an
-instruction is called in print is what profiler and simulated trace call it.
+Its operations (`operations.py`) are what runs and what the simulator prices; neither needs to know
+the strategy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Let these receives of a launch arrive (by their place in recvs); partials are merged now."""
+    """Let these receives of a launch arrive (by their place in recvs)."""
 
     handle: int
     arrivals: tuple[int, ...]
@@ -59,7 +59,7 @@ class Compute(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Forget a received operand."""
+    """A received operand is not needed any more."""
 
     item: Item
 

@@ -20,7 +20,7 @@ from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.sinks import with_sink
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel, accumulator_dtype, loadable, no_keys
+from tilewise.kernels.protocol import Kernel, accumulator_dtype, call_style, loadable, no_keys
 from tilewise.kernels.scores import Scores
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
@@ -156,8 +156,7 @@ class DecodingPass:
         """out of q [batch, num_queries, num_heads, head_dim], whose sequences stand at places."""
         payload, kernel = self._problem.passes[0].payload, self._problem.kernel
         heads = payload.num_heads, payload.num_kv_heads
-        cut = CallStyle(kernel.square_causal, kernel.whole_tile)
-        calls = [*reads(mask, places, self._here, heads, cut)]
+        calls = [*reads(mask, places, self._here, heads, call_style(kernel))]
         rows = loadable(q).transpose(0, 1)
         step = _Step(kernel, self._problem.scores, (rows, *cached), calls)
         out, lse = empty_results(q, payload.v_head_dim)

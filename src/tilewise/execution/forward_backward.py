@@ -10,10 +10,9 @@ from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import Allocate, WorkspacePool
-from tilewise.kernels.protocol import accumulator_dtype, loadable
+from tilewise.kernels.protocol import accumulator_dtype, call_style, loadable
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
-from tilewise.tiles.call_rows import CallStyle
 from tilewise.transport.protocol import Transport, team_transport, workspace_of
 
 
@@ -43,8 +42,7 @@ def forward_pass(
     for x in largest:
         given["largest"] = rows_first(x, batched)
     work = Pass(transport, problem.scores, expansion=problem.expansion)
-    of = problem.passes[0].plan, transport.rank, q.device, workspace_of(transport)
-    kept = bound.run(given, work, _pool(*of))
+    kept = bound.run(given, work, _pool(problem, transport, q.device))
     return out, lse, [*map(_largest, largest), *kept]
 
 
@@ -74,8 +72,7 @@ def backward_pass(
     given |= {f"kept{number}": x for number, x in enumerate(kept)}
     bound = bound_code(problem, transport, q, backward=True)
     work = Pass(transport, problem.scores, expansion=problem.expansion, dlse=dlse)
-    of = problem.passes[0].plan, transport.rank, q.device, workspace_of(transport)
-    bound.run(given, work, _pool(*of))
+    bound.run(given, work, _pool(problem, transport, q.device))
     return tuple(results)
 
 
@@ -111,18 +108,24 @@ def bound_code(
 
 def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
     """What a code depends on of the transport and the kernel."""
-    kernel = problem.kernel
     return CodeTraits(
         transport.receives_ahead,
         transport.node_size,
         team_transport(transport) is not None,
         getattr(transport, "sends_in_flight", None),
-        CallStyle(kernel.square_causal, kernel.whole_tile),
+        call_style(problem.kernel),
     )
 
 
+def _pool(problem: ResolvedCall, transport: Transport, device: torch.device) -> WorkspacePool:
+    plan, allocate = problem.passes[0].plan, workspace_of(transport)
+    return _pool_of(plan, transport.rank, device, allocate)
+
+
 @kept_with_plan(4, each_rank=True)
-def _pool(plan: Plan, rank: int, device: torch.device, allocate: Allocate | None) -> WorkspacePool:
+def _pool_of(
+    plan: Plan, rank: int, device: torch.device, allocate: Allocate | None
+) -> WorkspacePool:
     """The workspaces of a plan on a rank."""
     return WorkspacePool(allocate)
 

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 import torch
 
 from tilewise.arguments import require_range
-from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
+from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, PreparedCode, RankPlan
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.protocol import Kernel, call_style
 from tilewise.kernels.registry import given_kernel, kernel_for
 from tilewise.plan.ir import NO_TRAITS
-from tilewise.tiles.call_rows import CallStyle
 from tilewise.transport.nodes import local_world_size, node_size_of
-from tilewise.transport.process_group import GLOO_TRAITS, NCCL_TRAITS
+from tilewise.transport.process_group import GLOO_TRAITS
 
 Passes = tuple[ResolvedPass, ResolvedPass]
 
@@ -71,10 +70,10 @@ def _traits(passes: Passes, kernel: Kernel | str | None) -> Iterator[CodeTraits]
     for device in devices:
         found = kernel_for(device, getattr(torch, payload.dtype), width)
         found = found if kernel is None else given_kernel(kernel)
-        cut = CallStyle(found.square_causal, found.whole_tile)
+        cut = call_style(found)
         if device == "cpu":
             yield GLOO_TRAITS._replace(cut=cut)
-            yield NCCL_TRAITS._replace(cut=cut)  # loopback's too
+            yield DEFAULT_TRAITS._replace(cut=cut)
         else:
             node_size = node_size_of(range(n), local_world_size())
-            yield NCCL_TRAITS._replace(node_size=node_size, cut=cut)
+            yield DEFAULT_TRAITS._replace(node_size=node_size, cut=cut)

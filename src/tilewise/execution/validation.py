@@ -1,7 +1,7 @@
 """What can be wrong with one rank's attention call: every message has the numbers and the fix."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -76,41 +76,23 @@ def _check_latents(q: Tensor, x: Tensor, v: Tensor | None, latent: Latent) -> No
     latent.check(latent.num_kv_heads, int(q.shape[-1]), latent.v_head_dim, int(x.shape[-1]))
 
 
-Shape = tuple[int, ...]
-_FITS: tuple[
-    tuple[Callable[[Shape, Shape, Shape], bool], Callable[[Shape, Shape, Shape], str]], ...
-]
-_FITS = (
-    (
-        lambda q, k, v: len(q) in (3, 4) and len(q) == len(k) == len(v),
-        lambda q, k, v: (
-            f"q {q}, k {k}, v {v} must all be [tokens, heads, head_dim] or "
-            "[batch, tokens, heads, head_dim]"
-        ),
-    ),
-    (
-        lambda q, k, v: q[-1] == k[-1] >= 1,
-        lambda q, k, v: f"head_dim of q ({q[-1]}) and k ({k[-1]}) must be equal, and at least 1",
-    ),
-    (
-        lambda q, k, v: k[:-1] == v[:-1] and v[-1] >= 1,
-        lambda q, k, v: (
-            f"k {k} and v {v} must have the same tokens and heads, and v a head_dim of at least 1"
-        ),
-    ),
-    (
-        lambda q, k, v: q[:-3] == k[:-3],
-        lambda q, k, v: f"batch of q ({q[0]}) and k ({k[0]}) must be equal",
-    ),
-)
-"""Rules of the shapes of q, k and v, each with the words for shapes that break it."""
-
-
-def _check_keys_and_values(*tensors: Tensor) -> None:
-    q, k, v = (tuple(x.shape) for x in tensors)
-    for fits, words in _FITS:
-        if not fits(q, k, v):
-            raise ValueError(words(q, k, v))
+def _check_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must all be [tokens, "
+            "heads, head_dim] or [batch, tokens, heads, head_dim]"
+        )
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
+        raise ValueError(
+            f"head_dim of q ({q.shape[-1]}) and k ({k.shape[-1]}) must be equal, and at least 1"
+        )
+    if v.shape[:-1] != k.shape[:-1] or v.shape[-1] < 1:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same tokens and heads, and v "
+            "a head_dim of at least 1"
+        )
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"batch of q ({q.shape[0]}) and k ({k.shape[0]}) must be equal")
 
 
 def named_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, Tensor | None]:

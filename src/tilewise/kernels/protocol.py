@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.scores import Scores, lacks
 from tilewise.plan.payload import ALIGNMENT_BYTES
+from tilewise.tiles.call_rows import CallStyle
 from tilewise.tiles.calls import KernelCall
 
 Accumulators: TypeAlias = tuple[Tensor, ...]
@@ -110,6 +111,11 @@ class Kernel(Protocol):
             `into` itself where it is given.
         """
         ...
+
+
+def call_style(kernel: Kernel) -> CallStyle:
+    """How a kernel wants tiles cut."""
+    return CallStyle(kernel.square_causal, kernel.whole_tile)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

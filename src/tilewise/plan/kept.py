@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import Lock
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 Key = TypeVar("Key", bound=Hashable)
@@ -46,11 +46,6 @@ class RecentValues(Generic[Key, Value]):
             while len(self._values) > self.keep:
                 self._values.popitem(last=False)
         return value
-
-    def items(self) -> tuple[tuple[Key, Value], ...]:
-        """Return keys and values, the most recent last."""
-        with self._lock:
-            return tuple(self._values.items())
 
 
 class Ranked(Protocol):
@@ -109,23 +104,6 @@ def kept_with_plan(
             key = (args, *sorted(kwargs.items())) if kwargs else args
             return tables.of(plan).get(key, lambda: derive(plan, *args, **kwargs))
 
-        vars(kept)["tables"] = tables
         return kept
 
     return decorate
-
-
-KeptValues = tuple[tuple[Hashable, Any], ...]
-"""What a function derived: (arguments after the plan, value), the most recent last."""
-
-
-def kept_values(plan: Ranked, function: Callable[..., object]) -> KeptValues:
-    """Return what a decorated function derived from a plan, to keep it with a copy."""
-    return vars(function)["tables"].of(plan).items()
-
-
-def keep_values(plan: Ranked, function: Callable[..., object], values: KeptValues) -> None:
-    """Keep what a decorated function derived from an equal plan."""
-    table: RecentValues[Hashable, Any] = vars(function)["tables"].of(plan)
-    for arguments, value in values:
-        table.get(arguments, lambda value=value: value)

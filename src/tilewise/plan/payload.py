@@ -19,6 +19,9 @@ from tilewise.wires.wire import Plain, Wire, Wires
 ALIGNMENT_BYTES = 16
 """What kernels load at once: operands begin at multiples of it, if their heads' rows are such."""
 
+STATISTICS = ("lse", "delta", "largest")
+"""Tensors that have one number a head."""
+
 
 class Field(NamedTuple):
     """One tensor of an item: [rows, batch, heads, width] of a dtype.

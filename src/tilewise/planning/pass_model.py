@@ -40,7 +40,7 @@ class PassModel:
 
     @cached_property
     def alike(self) -> bool | None:
-        """As symmetry.all_alike, for plans that are made for no mask."""
+        """As shards.all_alike, for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
     @property

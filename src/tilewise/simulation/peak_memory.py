@@ -75,7 +75,7 @@ def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[
     """What the mask leaves of a plan, and some ranks of which one needs most of all.
 
     Args:
-        alike: as symmetry.all_alike says.
+        alike: as shards.all_alike says.
     """
     plan, layouts = resolved.plan, resolved.layouts
     symmetry = None if alike is None else find_symmetry(plan)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.compiler.codegen import CodeTraits
+from tilewise.compiler.codegen import DEFAULT_TRAITS, CodeTraits, shares_message
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.agreement import TAG_BITS, agreement_of
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
@@ -24,14 +24,14 @@ from tilewise.transport.posted import (
     Posted,
     wait_for,
 )
-from tilewise.transport.protocol import Handle, Message, TeamMessages, shares_message, travelling
+from tilewise.transport.protocol import Handle, Message, TeamMessages, travelling
 from tilewise.transport.watch import WATCHES
 
 # Half of all tags are our own, so that a caller's messages in the group never match ours. Of such
 # a tag TAG_BITS say which call a message is of, and the last ones its lane.
 _OWN_TAGS, _LANE_BITS = 2**30, 30 - TAG_BITS
-# As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host.
-# More than that one: the buffers of its passes are never bound ahead.
+# As LAUNCHES_IN_FLIGHT, on gloo: it tells of a finished send only to a wait, which blocks the host,
+# so one more launch is left to itself.
 _UNWAITED = 2
 # Of exchanges of teams that go pairwise: their sends lie between those of other launches.
 _PAIRWISE_LANE = 2
@@ -41,8 +41,7 @@ _RECORD_DIGEST_BYTES = 16
 
 
 GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UNWAITED)
-NCCL_TRAITS = CodeTraits(sends_in_flight=LAUNCHES_IN_FLIGHT)
-"""Facts on which the codes of passes over these backends depend; NCCL's nodes aside."""
+"""Facts of gloo on which the codes of passes depend; NCCL's, but for nodes, are DEFAULT_TRAITS."""
 
 
 class DistTransport:
@@ -87,7 +86,7 @@ class DistTransport:
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
-        traits = NCCL_TRAITS if batched else GLOO_TRAITS
+        traits = DEFAULT_TRAITS if batched else GLOO_TRAITS
         self.receives_ahead = traits.receives_ahead
         self.sends_in_flight = traits.sends_in_flight
         self.takes_teams = traits.takes_teams

@@ -6,9 +6,6 @@ from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-SMALL_BYTES = 2**20
-"""Up to here a message costs more than a copy of it; beyond, copies are avoided."""
-
 
 class Message(NamedTuple):
     """One tensor on its way to or from one peer.
@@ -132,14 +129,6 @@ def team_transport(transport: Transport) -> TeamTransport | None:
 def workspace_of(transport: Transport) -> Callable[[int], Tensor | None] | None:
     """Gives memory that peers of this transport can write to: so many bytes; None: it has none."""
     return getattr(transport, "workspace", None)
-
-
-def shares_message(num_bytes: Sequence[int]) -> bool:
-    """Whether tensors of these sizes, from one rank to another in one launch, share a message.
-
-    Both ends decide it from the same numbers.
-    """
-    return len(num_bytes) > 1 and sum(num_bytes) <= SMALL_BYTES
 
 
 def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[Message]:

@@ -11,7 +11,7 @@ from tilewise.arguments import dtype_name, require_range
 from tilewise.compiler.code import Code
 from tilewise.compiler.pruning import prune
 from tilewise.expressions import MASKS
-from tilewise.masks.base import Full, Mask
+from tilewise.masks.base import Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
@@ -126,15 +126,7 @@ class ShowOptions(NamedTuple):
 
 def show(options: ShowOptions) -> None:
     """Draw a strategy's plan: what each rank computes and sends in each step."""
-    strategy, world_size, mask, layout, num_tokens, rank, as_json = (
-        options.strategy,
-        options.world_size,
-        options.mask,
-        options.layout,
-        options.num_tokens,
-        options.rank,
-        options.as_json,
-    )
+    strategy, world_size, mask, layout, num_tokens, rank = options[:6]
     with refusing_bad_input():
         tokens = str(num_tokens or 8 * (world_size or 1))
         about = WorkOptions(num_tokens=tokens, mask=mask, layout=layout)
@@ -154,7 +146,7 @@ def show(options: ShowOptions) -> None:
             seen = mask_of(mask, num_tokens)
             where = layout_of(layout or "zigzag", seen, num_tokens, plan.world_size)
             plan = prune(plan, seen, where)
-    if as_json:
+    if options.as_json:
         print_plain(to_json(plan))
     else:
         draw(plan, Console(), rank)
@@ -163,12 +155,10 @@ def show(options: ShowOptions) -> None:
 def code_lines(plan: Plan, options: ShowOptions, tokens: str) -> Iterator[str]:
     """The listing of a rank's code, and what it takes."""
     num_tokens = int(tokens) if options.num_tokens else 8 * plan.world_size
-    mask: Mask = Full()
-    layout = layout_of(options.layout or "zigzag", mask, num_tokens, plan.world_size)
     if plan.made_for:
         mask, layout = plan.made_for
-    elif options.mask is not None:
-        mask = mask_of(options.mask, num_tokens)
+    else:
+        mask = Full() if options.mask is None else mask_of(options.mask, num_tokens)
         layout = layout_of(options.layout or "zigzag", mask, num_tokens, plan.world_size)
     work = Workload(
         num_tokens=layout.num_tokens,
