@@ -79,7 +79,7 @@ def formula(plan: tw.Plan, layout: str, mask: str, num_tokens: int) -> list[int]
 
 
 def run_pairwise(rank: int, *args: Any) -> tuple[float, int]:
-    with mock.patch.object(process_group, "_COLLECTIVE_BYTES", 0):
+    with mock.patch.object(process_group, "MARKED_BYTES", 0):
         return run_attention(rank, *args)
 
 

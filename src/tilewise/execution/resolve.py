@@ -48,6 +48,7 @@ UNKEYED = frozenset(
 on them, or look at them in every call. The plan has the cache."""
 AGREED = tuple(option.name for option in fields(Call) if option.metadata.get("agreed"))
 """Options that must be the same on all ranks; the first in which they differ is named."""
+_CALLS_KEPT = 32
 _key = attrgetter(*(option.name for option in fields(Call) if option.name not in UNKEYED))
 
 
@@ -79,15 +80,14 @@ def resolve_once(
         tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
         # By type, too: True is no number here, but equals 1.
         backward = "plan" if other is own else ref(other) if isinstance(other, Plan) else other
-        asked = world_size, backward, type(other), given, *map(type, given)
-        hash((asked, tensors))
-        key = asked, tensors
+        asked = rank, world_size, backward, type(other), given, *map(type, given), *tensors
+        hash(asked)
+        key = asked
     # Wires look at values.
     anew = call.q_positions is not None or call.wire is not None
     if not isinstance(own, Plan) or not key or anew:
         return resolve(q, k, v, call, rank, world_size)
-    asked, tensors = key
-    problem, passes = _problems(own, asked).get((rank, tensors), make)
+    problem, passes = _problems(own).get(key, make)
     first, second = [
         x if number is None else x._replace(plan=plans[number]) for x, number in passes
     ]
@@ -98,9 +98,9 @@ def resolve_once(
 
 
 @kept_with_plan()
-def _problems(plan: Plan, asked: tuple[Any, ...]) -> RecentValues[Hashable, Any]:
-    """Resolved calls that are equal but for rank and tensors."""
-    return RecentValues(4 * plan.world_size)
+def _problems(plan: Plan) -> RecentValues[Hashable, Any]:
+    """Resolved calls of all ranks, by all that their checks depend on."""
+    return RecentValues(_CALLS_KEPT * plan.world_size)
 
 
 def resolve(

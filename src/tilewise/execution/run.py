@@ -463,8 +463,7 @@ class BoundCode:
 
     def _post_team(self, op: ops.Post, team: ops.TeamBytes) -> Step:
         leaving, arriving = self._number(team.leaving), self._number(team.arriving)
-        sizes = [*team.sizes[0]], [*team.sizes[1]]
-        rest = sizes, team.team.ranks, team.label, team.most_bytes
+        rest = team.sizes, team.team.ranks, team.label, team.most_bytes
         place = self._exchange(op.arrivals)
 
         def step(t: list[Any], work: Pass) -> None:
@@ -518,7 +517,8 @@ def part_of(x: Tensor, ref: Ref) -> Tensor:
 def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
     """A tensor in bytes whose first is a multiple of what its numbers need."""
     dtype = getattr(torch, spec.dtype)
-    numbers = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
+    rest = memory.numel() % dtype.itemsize
+    numbers = (memory[:-rest] if rest else memory).view(dtype)
     first = numbers.storage_offset() + (offset + spec.start) // dtype.itemsize
     return numbers.as_strided(spec.shape, spec.strides, first)
 

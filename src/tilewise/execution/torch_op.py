@@ -8,8 +8,8 @@ agreed yet: the operator itself lets them, at every run.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -100,22 +100,27 @@ def _agree(
             # Calls may be alike in all but the order of their passes. Compiled code does not know
             # which forward pass it follows.
             values[PASS] = f"backward of call {problem.number}"
-    with _explained(call):
+    with _Explained(call):
         return agreement_of(transport).call(transport, kind, error, mode, values)
 
 
-@contextmanager
-def _explained(call: Call) -> Iterator[None]:
+class _Explained:
     """Adds to what ends a wait without an answer that ranks may not be in the same call."""
-    try:
-        yield
-    except (LostRankError, DeadlockError) as error:
-        if call.validate == "never":
+
+    __slots__ = ("_mode",)
+
+    def __init__(self, call: Call) -> None:
+        self._mode = call.validate
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._mode == "never" and isinstance(error, LostRankError | DeadlockError):
             error.args = (
                 f"{error} (validate='never' compares only wires that round: others may be in "
                 "another call; validate='always' says which)",
             )
-        raise
 
 
 def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
@@ -188,7 +193,7 @@ class _Attention(torch.autograd.Function):
         keep = call.needs_grad or bool(leaves)
         # An expand may ask torch for gradients of what it makes.
         below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
-        with below, _explained(call):
+        with below, _Explained(call):
             out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep)
         largest = kept[: resolved.scores.max_logit]
         ctx.set_materialize_grads(False)
@@ -280,7 +285,7 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Result
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results:
     seed, _ = _filled(rest)
     problem, transport = agreed_call(q, k, v, _seeded(call, seed))
-    with _explained(call):
+    with _Explained(call):
         return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
 
 
@@ -326,7 +331,7 @@ def _agreed_backward(
     """
     q, *kv, _, _ = saved
     _agree_backward(resolved, transport, call, q, grads[0], *kv)
-    with _explained(call):
+    with _Explained(call):
         return backward_pass(resolved, transport, saved, kept[resolved.scores.max_logit :], grads)
 
 

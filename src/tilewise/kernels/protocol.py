@@ -154,9 +154,12 @@ def widened(width: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 def loadable(x: Tensor) -> Tensor:
     """x as kernels load it: of unit last stride (of a single column, too), and aligned if rows can
     be. Else a copy."""
+    if x.is_contiguous() and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT_BYTES == 0:
+        return x
     unit = ALIGNMENT_BYTES if x.shape[-1] * x.itemsize % ALIGNMENT_BYTES == 0 else x.itemsize
-    begins = x.stride(-1) == 1 and x.data_ptr() % unit == 0
-    if begins and (x.is_contiguous() or not any(at * x.itemsize % unit for at in x.stride()[:-1])):
+    *strides, last = x.stride()
+    aligned = x.is_contiguous() or not any(stride * x.itemsize % unit for stride in strides)
+    if last == 1 and x.data_ptr() % unit == 0 and aligned:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -10,12 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import Lock
-from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import ref
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Arguments = ParamSpec("Arguments")
+_MISSING: Any = object()
 
 
 class RecentValues(Generic[Key, Value]):
@@ -36,9 +37,10 @@ class RecentValues(Generic[Key, Value]):
         Threads that build the same value at once all get the first that is ready.
         """
         with self._lock:
-            if key in self._values:
+            value = self._values.get(key, _MISSING)
+            if value is not _MISSING:
                 self._values.move_to_end(key)
-                return self._values[key]
+                return cast(Value, value)
         value = build()  # may ask this table for other values
         with self._lock:
             value = self._values.setdefault(key, value)

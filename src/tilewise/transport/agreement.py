@@ -213,7 +213,7 @@ class Agreement:
         before = self._now
         content = before.digest + kind.key
         if values:
-            content += json.dumps([*values.items()]).encode()
+            content += repr([*values.items()]).encode()
         self._set(_Current(before.number + 1, _digest(content), comparing, kind, values, error))
 
     def _set(self, current: _Current) -> None:

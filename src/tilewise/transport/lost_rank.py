@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise.transport.nccl_groups import CPU, group_store
-from tilewise.transport.protocol import Message
+from tilewise.transport.protocol import Message, TeamMessages
 
 NOTHING_TAG = 7_416_000
 """Of messages that nobody sends."""
@@ -27,7 +27,10 @@ class LostRankError(RuntimeError):
 
 
 def failure_of(
-    messages: Sequence[Message], verb: str, error: OSError | RuntimeError, group: dist.ProcessGroup
+    messages: Sequence[Message] | TeamMessages,
+    verb: str,
+    error: OSError | RuntimeError,
+    group: dist.ProcessGroup,
 ) -> LostRankError:
     """One operation's failure; where it is with several ranks, on gloo those that are out of reach
     tell whose it is.
@@ -35,6 +38,8 @@ def failure_of(
     Args:
         messages: of the operation; none: all ranks of the group compare records.
     """
+    if isinstance(messages, TeamMessages):
+        messages = messages.with_others(group.rank())
     peers = sorted({message.peer for message in messages})
     whom = f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}" if peers else "all ranks"
     label = messages[0].label if messages else "agreement"

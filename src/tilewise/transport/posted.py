@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,7 +56,9 @@ class Posted:
         self._messages, self._joined = (), None
 
 
-def wait_for(work: dist.Work, messages: Sequence[Message], verb: str, link: Link) -> None:
+def wait_for(
+    work: dist.Work, messages: Sequence[Message] | TeamMessages, verb: str, link: Link
+) -> None:
     """Wait for an operation of a group under a watch.
 
     Raises:
@@ -72,47 +73,6 @@ def wait_for(work: dist.Work, messages: Sequence[Message], verb: str, link: Link
         raise watch.failure(group, messages, verb, error) from error
     finally:
         watch.since = 0.0
-
-
-class MarkedExchange:
-    """An all-to-all of a team whose pieces begin with the sender's mark of the call it is in.
-
-    gloo gives collectives no tags: without marks, exchanges of two calls would match.
-
-    Args:
-        arrived: a place for each rank's mark and piece, and how long it is: as those of any call.
-        mark: of this rank's call.
-    """
-
-    def __init__(
-        self,
-        posted: Posted,
-        messages: TeamMessages,
-        arrived: tuple[Tensor, Sequence[int]],
-        mark: bytes,
-        watch: Watch,
-    ) -> None:
-        self._posted, self._messages, self._arrived = posted, messages, arrived
-        self._mark, self._watch = mark, watch
-
-    @property
-    def waited(self) -> bool:
-        return self._posted.waited
-
-    def wait(self) -> None:
-        if self._posted.waited:
-            return
-        self._posted.wait()
-        whole, rooms = self._arrived[0].numpy(), self._arrived[1]
-        arriving, sizes = self._messages.arriving.view(-1).numpy(), self._messages.sizes[1]
-        place = done = 0
-        for peer, room, size in zip(self._messages.team, rooms, sizes, strict=True):
-            start = place + len(self._mark)
-            if whole[place:start].tobytes() != self._mark:
-                raise self._watch.in_another_call(peer)
-            arriving[done : done + size] = whole[start : start + size]
-            place, done = place + room, done + size
-        self._arrived = torch.empty(0), ()
 
 
 class AllPosted:

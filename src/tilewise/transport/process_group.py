@@ -3,9 +3,8 @@
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import accumulate, pairwise
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,13 +12,13 @@ from torch import Tensor
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CodeTraits, shares_message
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.agreement import TAG_BITS, agreement_of
+from tilewise.transport.marked_exchange import MARKED_BYTES, MarkedExchange
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
 from tilewise.transport.nodes import local_world_size, node_size_of
 from tilewise.transport.posted import (
     AllPosted,
     Link,
-    MarkedExchange,
     PairwiseExchange,
     Posted,
     wait_for,
@@ -35,13 +34,23 @@ _OWN_TAGS, _LANE_BITS = 2**30, 30 - TAG_BITS
 _UNWAITED = 2
 # Of exchanges of teams that go pairwise: their sends lie between those of other launches.
 _PAIRWISE_LANE = 2
-# An exchange in which a rank sends about so much at most is one collective, on gloo.
-_COLLECTIVE_BYTES = 2**18
 _RECORD_DIGEST_BYTES = 16
 
 
 GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UNWAITED)
 """Facts of gloo on which the codes of passes depend; NCCL's, but for nodes, are DEFAULT_TRAITS."""
+
+
+_BACKENDS: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of a group's backend for each type of device."""
+    backends = _BACKENDS.get(group)
+    if backends is None:
+        config = str(dist.get_backend_config(group))
+        backends = _BACKENDS[group] = dict(part.split(":") for part in config.split(","))
+    return backends
 
 
 class DistTransport:
@@ -81,8 +90,7 @@ class DistTransport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.process_group = group
-        config = "cpu:gloo" if cpu_only else str(dist.get_backend_config(group))
-        self._backends = dict(part.split(":") for part in config.split(","))
+        self._backends = {"cpu": "gloo"} if cpu_only else _backends_of(group)
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
@@ -116,7 +124,7 @@ class DistTransport:
         if not sends and not recvs:
             return AllPosted(())
         self._release()
-        backend = self._backend(sends, recvs)
+        backend = self._backend({message.tensor.device.type for message in (*sends, *recvs)})
         for message in sends:
             self.bytes_sent += message.tensor.nbytes
         if backend == "nccl":
@@ -136,15 +144,18 @@ class DistTransport:
         return receives[0] if len(receives) == 1 else AllPosted(receives)
 
     def exchange_all(self, messages: TeamMessages) -> Handle:
-        leaving, _, sizes, team, label, most_bytes = messages
+        leaving, _, sizes, team, _, most_bytes = messages
         self._release()
-        self._backend((Message(leaving, self.rank, label),))
+        self._backend({leaving.device.type})
         own = sizes[0][self.rank - team.start]
         self.bytes_sent += sum(sizes[0]) - own
         self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
-        if most_bytes * (len(team) - 1) > _COLLECTIVE_BYTES:
+        if most_bytes * (len(team) - 1) > MARKED_BYTES:
             return self._in_rounds(messages)
-        return self._at_once(messages)
+        link = Link(self._lanes[0], self._watch)
+        exchange = MarkedExchange(messages, self._agreement.mark, link)
+        self._receiving.append(exchange)
+        return exchange
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self.world_size == 1:
@@ -170,63 +181,30 @@ class DistTransport:
         for lane in tuple(self._sending):
             self._reap(lane, 0)
 
-    def _backend(self, *given: Sequence[Message]) -> str:
-        """The backend that carries all of these, of which there is at least one."""
-        kinds: dict[str, None] = {}
-        for messages in given:
-            for message in messages:
-                kinds[message.tensor.device.type] = None
-        devices = [*kinds]
-        if len(devices) == 1 and devices[0] in self._carried:
-            return self._carried[devices[0]]
-        devices = sorted(devices)
-        names = [self._backends.get(device, "none") for device in devices]
+    def _backend(self, devices: set[str]) -> str:
+        """The backend that carries tensors of these types of device."""
+        if len(devices) == 1:
+            (device,) = devices
+            if device in self._carried:
+                return self._carried[device]
+        named = sorted(devices)
+        names = [self._backends.get(device, "none") for device in named]
         if names == ["none"]:
             raise ValueError(
-                f"the group has no backend for {devices[0]} tensors, it has {self._backends}"
+                f"the group has no backend for {named[0]} tensors, it has {self._backends}"
             )
         raise ValueError(
-            f"tensors on {' and '.join(devices)} cannot travel over {' and '.join(names)}; "
+            f"tensors on {' and '.join(named)} cannot travel over {' and '.join(names)}; "
             "gloo carries CPU tensors, NCCL CUDA tensors: move the tensors or pass a group "
             "with the backend of their device"
         )
-
-    def _at_once(self, messages: TeamMessages) -> MarkedExchange:
-        """One collective; each piece has room for the largest that another call might send.
-
-        gloo ends the process where more arrives than there is room for.
-        """
-        leaving, _, sizes, team, label, _ = messages
-        # In numpy: the slices of a small exchange cost a fifth of torch's.
-        whole, mark = leaving.view(-1).numpy(), self._agreement.mark
-        in_front = np.frombuffer(mark, np.uint8)
-        starts = [0, *accumulate(sizes[0])]
-        pieces = [part for a, b in pairwise(starts) for part in (in_front, whole[a:b])]
-        marked = torch.from_numpy(np.concatenate(pieces))
-        sent = [len(mark) + size for size in sizes[0]]
-        room = [len(mark) + max(size, 2 * _COLLECTIVE_BYTES) for size in sizes[1]]
-        place = self.rank - team.start
-        room[place] = sent[place]
-        arrived = torch.empty(sum(room), dtype=torch.uint8)
-        parts = [
-            Message(leaving, peer, label)
-            for peer, for_peer, from_peer in zip(team, *sizes, strict=True)
-            if peer != self.rank and (for_peer or from_peer)
-        ]
-        group = gloo_group(self._lanes[0], team)
-        work = group.alltoall_base(arrived, marked, room, sent)
-        link = Link(self._lanes[0], self._watch)
-        posted = Posted(work, parts, "exchanging with", link, marked)
-        received = MarkedExchange(posted, messages, (arrived, room), mark, self._watch)
-        self._receiving.append(received)
-        return received
 
     def _in_rounds(self, messages: TeamMessages) -> PairwiseExchange:
         leaving, arriving, sizes, team, label, _ = messages
         sent, received = (
             [
                 Message(part, peer, label) if part.nbytes else None
-                for peer, part in zip(team, whole.view(-1).split(of), strict=True)
+                for peer, part in zip(team, whole.view(-1).split([*of]), strict=True)
             ]
             for whole, of in zip((leaving, arriving), sizes, strict=True)
         )

@@ -83,7 +83,7 @@ class Transport(Protocol):
         ...
 
 
-TeamSizes: TypeAlias = tuple[list[int], list[int]]
+TeamSizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TeamMessages(NamedTuple):
@@ -104,6 +104,14 @@ class TeamMessages(NamedTuple):
     team: range
     label: object
     most_bytes: int
+
+    def with_others(self, rank: int) -> list[Message]:
+        """A message for each other rank that this one sends to or receives from."""
+        return [
+            Message(self.leaving, peer, self.label)
+            for peer, *num_bytes in zip(self.team, *self.sizes, strict=True)
+            if peer != rank and any(num_bytes)
+        ]
 
 
 class TeamTransport(Transport, Protocol):

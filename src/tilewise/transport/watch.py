@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tilewise.transport.agreement import Agreement, CallState
 from tilewise.transport.lost_rank import NOTHING_TAG, failure_of
 from tilewise.transport.nccl_groups import group_store, team_groups
-from tilewise.transport.protocol import Message
+from tilewise.transport.protocol import Message, TeamMessages
 
 PATIENCE_SECONDS = 5.0
 """A rank that waits longer says so, and asks what the others do."""
@@ -60,7 +60,11 @@ class Watch:
             self._told = None
 
     def failure(
-        self, group: dist.ProcessGroup, messages: Sequence[Message], verb: str, error: RuntimeError
+        self,
+        group: dist.ProcessGroup,
+        messages: Sequence[Message] | TeamMessages,
+        verb: str,
+        error: RuntimeError,
     ) -> Exception:
         """What to raise where an operation on a group failed; ends the others' waits as well.
 
