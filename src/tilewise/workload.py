@@ -18,11 +18,11 @@ from tilewise.arguments import (
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.shards import everything_needed, find_symmetry
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
-from tilewise.plan.ir import Item, Plan
+from tilewise.plan.ir import Item, Plan, find_symmetry
 from tilewise.plan.payload import check_save, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
@@ -72,6 +72,8 @@ class Workload:
         plain = wires.only_wire_dtype
         object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
         object.__setattr__(self, "wire", None if plain else wires.sizes)
+        if plain:
+            plain_wires(self.wire_dtype, self.dtype)  # made here, so that it is at hand later
         sizes = {"num_tokens": self.num_tokens, "num_heads": self.num_heads}
         for what, width in (("head_dim", self.head_dim), ("v_head_dim", self.widths[1])):
             numbers = {**sizes, what: width}

@@ -14,7 +14,7 @@ from tilewise.compiler.code import Code
 from tilewise.compiler.code_check import check_code
 from tilewise.compiler.codegen import pass_code
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.operations import operations
+from tilewise.compiler.program import operations
 from tilewise.plan.ir import Role, Side
 
 NUMBER = [*range(len(all_plans()))]

@@ -13,8 +13,7 @@ from support.symmetry_search import maps_to_itself, permutations, respects, sear
 from support.thinned import thinned
 
 import tilewise as tw
-from tilewise.compiler.shards import find_symmetry
-from tilewise.plan.ir import Plan, Traits
+from tilewise.plan.ir import Plan, Traits, find_symmetry
 from tilewise.plan.shifts import Shift
 from tilewise.planning.options import options
 from tilewise.simulation.machine import Link, Machine

@@ -14,7 +14,7 @@ import tilewise as tw
 from conformance.oracle import Changes, assert_close, dense, draw, split
 from conformance.table import STRATEGIES
 from tilewise.kernels.dropout import kept
-from tilewise.kernels.scores import Places, Scores
+from tilewise.kernels.protocol import Places, Scores
 from tilewise.plan.ir import Plan
 
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)

@@ -29,9 +29,8 @@ from support.triton_checks import MASKS, NUM_TOKENS
 
 from tilewise.kernels import torch_sdpa
 from tilewise.kernels.call_cache import CallCache
-from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.protocol import Kernel, Places, Scores
 from tilewise.kernels.registry import PROVIDERS, kernel_named
-from tilewise.kernels.scores import Places, Scores
 from tilewise.kernels.triton import kernel as triton_kernel
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 from tilewise.tiles.cover import tile_calls

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, boundaries, masks
 
-from tilewise.masks import area as grid
 from tilewise.masks import strips
+from tilewise.masks import strips as grid
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.strips import LIMIT, Strips
 

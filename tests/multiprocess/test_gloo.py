@@ -89,7 +89,7 @@ def exchange_within_a_team(rank: int, most_bytes: int) -> list[int]:
         coming = [row[rank] for row in sizes]
         leaving = torch.cat([filled(size, 10 * rank + dst) for dst, size in enumerate(sizes[rank])])
         arriving = torch.empty(sum(coming), dtype=torch.uint8)
-        both = sizes[rank], coming
+        both = tuple(sizes[rank]), tuple(coming)
         label = f"exchange {turn}"
         messages = TeamMessages(leaving, arriving, both, range(n), label, most_bytes)
         handle = transport.exchange_all(messages)

@@ -15,7 +15,7 @@ from support.thinned import thinned
 
 import tilewise as tw
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.operations import operations
+from tilewise.compiler.program import operations
 from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation

@@ -20,12 +20,12 @@ from support.thinned import thinned
 import tilewise as tw
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import find_symmetry
 from tilewise.execution.forward_backward import backward_pass, forward_pass
 from tilewise.execution.workspace import Workspace
+from tilewise.plan.ir import find_symmetry
 from tilewise.simulation import peak_memory
 from tilewise.simulation.peak_memory import PassMemory
-from tilewise.simulation.zigzag_causal import halves_of
+from tilewise.simulation.tracks import halves_of
 from tilewise.tiles.call_rows import CallStyle
 
 HEADS = {"GQA": (8, 4, 32), "MHA": (4, 4, 32)}

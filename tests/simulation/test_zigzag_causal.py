@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from support.described import MACHINES, workload
 
 import tilewise as tw
-from tilewise.compiler.shards import find_symmetry
-from tilewise.plan.ir import Plan, RankStep
+from tilewise.plan.ir import Plan, RankStep, find_symmetry
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
-from tilewise.simulation.zigzag_causal import Halves
+from tilewise.simulation.tracks import Halves
 
 CAUSAL = tw.Causal()
 SCHEDULES = ("greedy", "eager", "kv_first", "gather")

@@ -7,8 +7,7 @@ import torch
 
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.dropout import kept
-from tilewise.kernels.protocol import accumulator_dtype
-from tilewise.kernels.scores import Places, Scores
+from tilewise.kernels.protocol import Places, Scores, accumulator_dtype
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 SCALE = 0.3

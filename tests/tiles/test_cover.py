@@ -9,8 +9,7 @@ from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.plan.row_ranges import row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind, Slice
-from tilewise.tiles.cover import tile_calls
-from tilewise.tiles.pieces import MAX_CELLS
+from tilewise.tiles.cover import MAX_CELLS, tile_calls
 from tilewise.tools.mask_report.figures import waste
 
 

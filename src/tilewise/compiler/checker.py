@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from tilewise.arguments import require_type
-from tilewise.compiler.shards import everything_needed, shard_layouts, table_cells
+from tilewise.compiler.pruning import everything_needed, shard_layouts, table_cells
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask

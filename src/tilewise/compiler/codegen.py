@@ -50,23 +50,26 @@ from tilewise.compiler.code import (
 )
 from tilewise.compiler.head_exchange import HeadExchange, as_one_shard, head_exchange
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.operations import Attend as AttendTile
-from tilewise.compiler.operations import (
+from tilewise.compiler.placement import Departures, placed
+from tilewise.compiler.program import (
+    LAUNCHES_IN_FLIGHT,
     Await,
     Collect,
     Delta,
     Join,
+    Launch,
     Operation,
     Pack,
     PackHeads,
+    Program,
     Unpack,
+    arrivals,
     held_ranges,
     made_arenas,
     operations,
 )
-from tilewise.compiler.operations import Merge as MergeArrived
-from tilewise.compiler.placement import Departures, placed
-from tilewise.compiler.program import LAUNCHES_IN_FLIGHT, Launch, Program, arrivals
+from tilewise.compiler.program import Attend as AttendTile
+from tilewise.compiler.program import Merge as MergeArrived
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
 from tilewise.plan.builder import gc_paused, operand, partial
@@ -396,10 +399,11 @@ class _Generator:
                 first, _, by = ref.rows
                 start, stop, step = first + start * by, first + stop * by, step * by
             whole = (0, self._tensors[ref.tensor].shape[0], 1)
-            ref = ref._replace(rows=None if (start, stop, step) == whole else (start, stop, step))
+            here = None if (start, stop, step) == whole else (start, stop, step)
+            ref = Ref(ref.tensor, here, ref.heads)
         if heads is not None:
             first = 0 if ref.heads is None else ref.heads[0]
-            ref = ref._replace(heads=(first + heads.start, first + heads.stop))
+            ref = Ref(ref.tensor, ref.rows, (first + heads.start, first + heads.stop))
         return ref
 
     # What is here from the start

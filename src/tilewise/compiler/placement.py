@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from tilewise.compiler.code import (
     Buffer,
     Home,
@@ -79,16 +81,14 @@ def buffer_spans(
     """
     begin: dict[int, int] = {}
     ends: dict[tuple[int, int], int] = {}
-    edges = [_edges(buffer) for buffer in buffers]
+    edges = [_edges(one) if one.home is Home.WORKSPACE else [] for one in buffers]
 
     def touch(ref: Ref, moment: int) -> None:
         spec = tensors[ref.tensor]
-        if buffers[spec.buffer].home is not Home.WORKSPACE:
-            return
-        begin.setdefault(spec.buffer, moment)
-        for part in _parts(spec, ref, edges[spec.buffer]):
-            key = spec.buffer, part
-            ends[key] = max(ends.get(key, moment), moment)
+        number = spec.buffer
+        begin.setdefault(number, moment)
+        for part in _parts(spec, ref, edges[number]):
+            ends[number, part] = max(ends.get((number, part), moment), moment)
 
     for moment, op in enumerate(ops):
         for ref in (*op.reads, *op.writes, *(op.touched if isinstance(op, Wait) else ())):
@@ -126,19 +126,16 @@ def _edges(buffer: Buffer) -> list[tuple[int, int]]:
     return [*zip([0, *stops], stops, strict=False)]
 
 
-def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequence[int]:
     """The parts that a reference touches."""
-    if len(edges) == 1:
-        yield 0
-        return
+    if len(edges) <= 1:
+        return range(len(edges))
     if 0 in ref_shape(spec, ref):
-        return
+        return ()
     start, stop, _ = (0, spec.shape[0], 1) if ref.rows is None else ref.rows
     row_bytes = spec.strides[0] * item_bytes(spec.dtype)
     first, last = spec.start + start * row_bytes, spec.start + (stop - 1) * row_bytes
-    for part, (low, high) in enumerate(edges):
-        if low <= last and first < high:
-            yield part
+    return [part for part, (low, high) in enumerate(edges) if low <= last and first < high]
 
 
 def _departures(ops: Sequence[Op], departs: Departures) -> Iterator[tuple[int, Ref]]:
@@ -228,25 +225,30 @@ def _give_back(free: list[tuple[int, int]], start: int, stop: int) -> None:
 
 def _by_size(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:
     offsets, total = [0] * len(buffers), 0
-    done: list[int] = []
+    # begin, end, first and last byte of what is placed
+    lives, num_placed = np.empty((sum(map(len, buffers)), 4), np.int64), 0
     order = sorted(range(len(buffers)), key=lambda i: (-_size(buffers[i]), buffers[i][0].begin))
     for number in order:
-        mine, size = buffers[number], _size(buffers[number])
-        taken: list[tuple[int, int]] = []  # places at which this buffer cannot begin
-        for other in done:
-            for theirs in buffers[other]:
-                for span in mine:
-                    if theirs.begin <= span.end and span.begin <= theirs.end:
-                        at = offsets[other]
-                        taken.append((at + theirs.start - span.stop, at + theirs.stop - span.start))
-        start = 0
-        for low, high in sorted(taken):
-            if low < start < high:
-                start = high
+        taken: list[np.ndarray] = []  # places strictly between which this buffer cannot begin
+        before = lives[:num_placed]
+        for span in buffers[number]:
+            at_once = (before[:, 0] <= span.end) & (before[:, 1] >= span.begin)
+            taken.append(before[at_once, 2:] - (span.stop, span.start))
+        start = _lowest_free(np.concatenate(taken))
         offsets[number] = start
-        total = max(total, start + size)
-        done.append(number)
+        total = max(total, start + _size(buffers[number]))
+        for span in buffers[number]:
+            lives[num_placed] = span.begin, span.end, start + span.start, start + span.stop
+            num_placed += 1
     return offsets, total
+
+
+def _lowest_free(taken: np.ndarray) -> int:
+    """The lowest place from 0 on that is strictly inside none of these intervals [num, 2]."""
+    low, high = taken[np.argsort(taken[:, 0])].T
+    reach = np.maximum.accumulate(np.append(0, high))
+    gaps = low >= reach[:-1]
+    return int(reach[gaps.argmax()] if gaps.any() else reach[-1])
 
 
 def aligned(num_bytes: int) -> int:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tilewise.compiler.checker import check_before_run
-from tilewise.compiler.pruning import prune_shards
-from tilewise.compiler.shards import check_made_for, shard_layouts
+from tilewise.compiler.pruning import check_made_for, prune_shards, shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Transfer

@@ -15,9 +15,8 @@ from tilewise.execution.call import ResolvedCall
 from tilewise.execution.sinks import check_sink, kind_of
 from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
-from tilewise.kernels.protocol import Kernel
+from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.kernels.registry import kernel_for, serving_kernel
-from tilewise.kernels.scores import Scores
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.ir import Plan
@@ -319,7 +318,8 @@ class KVCache:
         tokens = self.shape.check_tokens("q", q)
         self.shape.check_mask(mask)
         kind = kind_of(sink)
-        check_sink(kind, q.shape[2], dtype_name(q.dtype), q.device.type)
+        if kind is not None:
+            check_sink(kind, q.shape[2], dtype_name(q.dtype), q.device.type)
         asked = CheckedQueries(chunk, mask, self._pass(tokens, q.shape[2]))
         return asked, {
             "lengths": chunk.starts,

@@ -20,8 +20,14 @@ from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.sinks import with_sink
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
-from tilewise.kernels.protocol import Kernel, accumulator_dtype, call_style, loadable, no_keys
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import (
+    Kernel,
+    Scores,
+    accumulator_dtype,
+    call_style,
+    loadable,
+    no_keys,
+)
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
 from tilewise.plan.row_ranges import Ranges, count_rows, union

@@ -15,8 +15,7 @@ from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.sinks import SinkKind
-from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.opaque import OpaqueValue

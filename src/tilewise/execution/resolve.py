@@ -144,7 +144,8 @@ def resolve(
     check_rows(q, k, layouts, passes[0].plan, rank)
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
-    check_sink(call.sink, num_heads, dtype, q.device.type)
+    if call.sink is not None:
+        check_sink(call.sink, num_heads, dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
     if world_size > 1 and shape.wires.forward != Plain(dtype_name(dtype)):
         check_numbers(shape.wires.forward, **named_operands(q, k, v))

@@ -19,8 +19,7 @@ from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.protocol import Kernel, accumulator_dtype, deliver
-from tilewise.kernels.scores import Places, Scores
+from tilewise.kernels.protocol import Kernel, Places, Scores, accumulator_dtype, deliver
 from tilewise.plan.ir import Item
 from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport
 from tilewise.transport.streams import is_capturing
@@ -154,8 +153,8 @@ class BoundCode:
         number = self._numbers.get(ref)
         if number is None:
             number = self._numbers[ref] = len(self._numbers) + len(self._as_bytes)
-            whole = ref._replace(rows=None, heads=None)
-            if ref != whole and ref.tensor in self._made:
+            whole = Ref(ref.tensor)
+            if ref.tensor in self._made and ref != whole:
                 self._derived.setdefault(self._number(whole), []).append((number, ref))
         return number
 
@@ -189,7 +188,7 @@ class BoundCode:
         wholes: dict[int, int] = {}  # of tensors of which parts are read, by tensor
         for ref in [*self._numbers]:
             if code.home(ref) in (Home.GIVEN, Home.SAVED, Home.KEPT):
-                whole = ref._replace(rows=None, heads=None)
+                whole = Ref(ref.tensor)
                 wholes.setdefault(ref.tensor, self._number(whole))
         for tensor, number in wholes.items():
             spec = code.tensors[tensor]

@@ -31,10 +31,8 @@ def kind_of(sink: Tensor | None) -> SinkKind | None:
     return SinkKind(tuple(sink.shape), dtype_name(sink.dtype), sink.device.type)
 
 
-def check_sink(sink: SinkKind | None, num_heads: int, dtype: str, device: str) -> None:
+def check_sink(sink: SinkKind, num_heads: int, dtype: str, device: str) -> None:
     """Raise ValueError unless the sink is one logit for each of q's heads."""
-    if sink is None:
-        return
     if sink.shape != (num_heads,):
         raise ValueError(
             f"sink is {sink.dtype} {list(sink.shape)}, but q has {num_heads} heads; pass a tensor "

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side

@@ -20,20 +20,6 @@ def call_mask(call: KernelCall, device: torch.device | str = "cpu") -> Tensor:
             return _slices_mask(call, m, n).to(device)
 
 
-def is_square_causal(call: KernelCall) -> bool:
-    """Whether a call is causal, for kernels whose causal mask is aligned at the top left.
-
-    Raises:
-        ValueError: if it is, but not square, where the two alignments differ.
-    """
-    if call.kind is Kind.CAUSAL and call.num_q != call.num_k:
-        raise ValueError(
-            f"a causal call of {call.num_q} queries and {call.num_k} keys is not square; "
-            "make calls for this kernel with tile_calls(..., square_causal=True)"
-        )
-    return call.kind is Kind.CAUSAL
-
-
 def additive_mask(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """The mask [m, n] of a SLICES call, 0 and -inf, and which rows see no key (None: all see)."""
     if call.kind is not Kind.SLICES:

@@ -12,7 +12,7 @@ fewest that pass all of BigCrush.
 import torch
 from torch import Tensor
 
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Scores
 
 ROUNDS = 7
 _FACTORS = 0xD2511F53, 0xCD9E8D57

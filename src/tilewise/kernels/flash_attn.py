@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.protocol import Asked
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Asked, Scores
 from tilewise.kernels.torch_flash import (
     CudaFlash,
     FlashRect,

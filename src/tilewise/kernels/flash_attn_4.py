@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.kernels.protocol import Asked, widened
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Asked, Scores, widened
 from tilewise.kernels.torch_flash import CudaFlash, FlashRect, batch_first, window
 
 OLDEST = "4.0.0b36"

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands, Scores
 from tilewise.tiles.calls import KernelCall, Kind
 
 

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.call_masks import row_intervals
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands, heads_first
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import (
+    Accumulators,
+    AsideKernel,
+    Asked,
+    Operands,
+    Scores,
+    heads_first,
+)
 from tilewise.tiles.calls import KernelCall, Kind
 
 MAX_DEPTH = 32  # intervals of a row, each of them a line of the compiled kernel

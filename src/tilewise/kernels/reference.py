@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.dropout import kept
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, accumulator_dtype
-from tilewise.kernels.scores import Scores
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores, accumulator_dtype
 from tilewise.tiles.calls import KernelCall, Kind
 
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tilewise.kernels.call_masks import additive_mask, is_square_causal
+from tilewise.kernels.call_masks import additive_mask
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, heads_first
-from tilewise.kernels.scores import Scores
-from tilewise.tiles.calls import KernelCall
+from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores, heads_first
+from tilewise.tiles.calls import KernelCall, Kind, is_square_causal
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -34,7 +33,7 @@ class CpuFlash(AsideKernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
     ) -> Accumulators:
         q, k, v = map(_widened, (q, k, v))
-        mask, unseen = additive_mask(call, q.dtype)
+        mask, unseen = _mask_of(call, q.dtype)
         out, lse = _forward(
             *map(heads_first, (q, k, v)),
             0.0,
@@ -52,7 +51,7 @@ class CpuFlash(AsideKernel):
     ) -> Iterable[Tensor]:
         q, k, v, dout, lse, delta = operands
         q, k, v, dout = map(_widened, (q, k, v, dout))
-        mask, unseen = additive_mask(call, q.dtype)
+        mask, unseen = _mask_of(call, q.dtype)
         if unseen is not None:
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
             nowhere = lse == -torch.inf
@@ -67,6 +66,11 @@ class CpuFlash(AsideKernel):
             scale=scores.scale,
         )
         return (g.permute(2, 0, 1, 3) for g in grads)
+
+
+def _mask_of(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """As additive_mask; other calls than of slices need none."""
+    return additive_mask(call, dtype) if call.kind is Kind.SLICES else (None, None)
 
 
 def _widened(x: Tensor) -> Tensor:

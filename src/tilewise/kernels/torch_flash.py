@@ -18,12 +18,12 @@ from tilewise.kernels.protocol import (
     Asked,
     Gradients,
     ProvidedKernel,
+    Scores,
     deliver,
     no_gradients,
     no_keys,
     widened,
 )
-from tilewise.kernels.scores import Scores
 from tilewise.tiles.calls import KernelCall, Kind, Slice
 
 _forward = torch.ops.aten._flash_attention_forward.default

@@ -13,11 +13,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilewise.kernels.call_cache import CALL_CACHE
-from tilewise.kernels.call_masks import additive_mask, is_square_causal
+from tilewise.kernels.call_masks import additive_mask
 from tilewise.kernels.delta import out_for_delta
-from tilewise.kernels.protocol import Accumulators, AsideKernel, Asked, Operands, heads_first
-from tilewise.kernels.scores import Scores
-from tilewise.tiles.calls import KernelCall
+from tilewise.kernels.protocol import (
+    Accumulators,
+    AsideKernel,
+    Asked,
+    Operands,
+    Scores,
+    heads_first,
+)
+from tilewise.tiles.calls import KernelCall, is_square_causal
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

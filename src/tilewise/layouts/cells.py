@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.layouts.layout import Layout
-from tilewise.masks.area import clipped
 from tilewise.masks.base import Mask
-from tilewise.masks.strips import Strips, expand, overlaps
+from tilewise.masks.strips import Strips, clipped, expand, overlaps
 from tilewise.plan.ir import Rows
 
 Array = NDArray[np.int64]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tilewise.arguments import whole_number
-from tilewise.masks import area, strips
+from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
 
@@ -57,15 +57,15 @@ class Mask(OpaqueValue, ABC):
 
     def area(self, q_range: tuple[int, int], k_range: tuple[int, int]) -> int:
         """Exact number of allowed pairs with q in q_range and k in k_range (half-open)."""
-        return area.area(self.strips(), q_range, k_range)
+        return strips.area(self.strips(), q_range, k_range)
 
     def areas(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
         """`area` of every cell between the edges, int64 [len(q_edges) - 1, len(k_edges) - 1]."""
-        return area.areas(self.strips(), q_edges, k_edges)
+        return strips.areas(self.strips(), q_edges, k_edges)
 
     def coverage(self, q_edges: ArrayLike, k_edges: ArrayLike) -> NDArray[np.int8]:
         """int8 table over the cells between the edges: 0 empty, 1 partial, 2 full; exact."""
-        return area.coverage(self.strips(), q_edges, k_edges)
+        return strips.coverage(self.strips(), q_edges, k_edges)
 
     def __bool__(self) -> NoReturn:
         raise TypeError(

@@ -17,7 +17,7 @@ from tilewise.arguments import MOST_RANKS, Save, whole_number
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.grid import marked_grid
 from tilewise.plan.kept import kept_with_plan
-from tilewise.plan.shifts import Shift
+from tilewise.plan.shifts import Shift, Symmetry
 
 Rows = tuple[tuple[int, int], ...]
 """Half-open ranges of local rows of a shard, ascending and disjoint."""
@@ -506,3 +506,22 @@ def _split(steps: tuple[Step, ...], world_size: int) -> list[tuple[RankStep, ...
         for rank, part in enumerate(parts):
             part.append(RankStep(step.tiles[rank], tuple(sends[rank]), tuple(recvs[rank])))
     return [tuple(part) for part in parts]
+
+
+MAX_CLASSES = 128
+"""With more classes ranks are taken as unlike."""
+
+
+def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
+    """Return the symmetry that a plan declares; all ranks stand apart if it declares none.
+
+    Args:
+        blocks: sizes of groups of neighbouring ranks that must be mapped to one another (nodes,
+            those who share a NIC, racks).
+    """
+    n = plan.world_size
+    inside = [block for block in blocks if block < n]
+    shifts = tuple(part for shift in plan.traits.shifts for part in shift.cut(inside))
+    kept = tuple(power for shift in shifts for power in shift.respecting(inside))
+    symmetry = Symmetry(n, shifts, kept)
+    return symmetry if symmetry.num_classes <= min(n // 2, MAX_CLASSES) else Symmetry(n)

@@ -1,4 +1,4 @@
-"""Values derived from a plan, kept for as long as that plan lives.
+"""Values derived from a plan, or from another object, kept for as long as that lives.
 
 `kept_with_plan` stands above each function that derives one. A plan is found by identity: its hash
 may build the steps of all ranks.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import Lock
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -47,6 +47,25 @@ class RecentValues(Generic[Key, Value]):
             self._values.move_to_end(key)
             while len(self._values) > self.keep:
                 self._values.popitem(last=False)
+        return value
+
+
+class KeptWith(Generic[Value]):
+    """A value for each object, made at first use and kept for as long as the object lives.
+
+    Args:
+        make: makes the value of an object.
+    """
+
+    def __init__(self, make: Callable[[Any], Value]):
+        self._make = make
+        self._values: WeakKeyDictionary[Any, Value] = WeakKeyDictionary()
+
+    def of(self, owner: object) -> Value:
+        """Return the value of an object."""
+        value = self._values.get(owner)
+        if value is None:
+            value = self._values[owner] = self._make(owner)
         return value
 
 

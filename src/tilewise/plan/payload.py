@@ -12,7 +12,7 @@ bytes where kernels load so many at once (see `Payload.row_format`).
 
 from typing import NamedTuple
 
-from tilewise.arguments import ITEM_BYTES, dtype_name
+from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Item, Plan, Role, Side
 from tilewise.wires.wire import Plain, Wire, Wires
 
@@ -89,7 +89,8 @@ class Payload(NamedTuple):
             if self.backward and side is Side.Q:
                 kept = *kept, ("dout", self.v_head_dim)
             wire = self.wires.backward if self.backward else self.wires.forward
-            own = None if wire in (Plain(), Plain(dtype_name(self.dtype))) else wire
+            exact = isinstance(wire, Plain) and wire.dtype in (None, self.dtype)
+            own = None if exact else wire
             fields = [Field(name, width, self.dtype, own) for name, width in kept]
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]

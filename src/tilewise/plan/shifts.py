@@ -2,7 +2,7 @@
 
 A ring's ranks are shifted by one, a mesh's along either coordinate; in attention2d a row and the
 columns that are its remainders go together. A strategy declares its shifts as it makes its plan;
-`compiler.shards.find_symmetry` fits them to a machine. A plan of 4096 ranks is then as good as that
+`plan.ir.find_symmetry` fits them to a machine. A plan of 4096 ranks is then as good as that
 of one rank.
 """
 

@@ -14,7 +14,7 @@ from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.planning.candidate import Candidate
 from tilewise.simulation.simulator import simulate
-from tilewise.simulation.zigzag_causal import EXACT_RANKS
+from tilewise.simulation.tracks import EXACT_RANKS
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.catalog import degrees
 from tilewise.strategies.ring import ring

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tilewise.compiler.shards import all_alike
+from tilewise.compiler.pruning import all_alike
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Item, Plan, Role, Side
@@ -13,7 +13,7 @@ from tilewise.planning.options import Option
 from tilewise.simulation.machine import KernelSpeed, Machine
 from tilewise.simulation.network import BETWEEN, INSIDE, blocks
 from tilewise.simulation.prices import PassCosts
-from tilewise.simulation.zigzag_causal import EXACT_RANKS
+from tilewise.simulation.tracks import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 

@@ -23,7 +23,7 @@ from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import Simulation
-from tilewise.simulation.zigzag_causal import EXACT_RANKS
+from tilewise.simulation.tracks import EXACT_RANKS
 from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from tilewise.compiler.shards import find_symmetry
 from tilewise.layouts.layout import contiguous
 from tilewise.masks.base import Full
-from tilewise.plan.ir import Plan, Side
+from tilewise.plan.ir import Plan, Side, find_symmetry
 from tilewise.plan.shifts import Symmetry
 from tilewise.planning.bounds import shape_bound
 from tilewise.planning.options import Option

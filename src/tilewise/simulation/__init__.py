@@ -1,7 +1,6 @@
 """A program's operations timed on a machine that is described by numbers.
 
 prices: what each operation takes; tracks: all ranks' operations, priced; engine: the event loop;
-network: who shares which link, and how;
-zigzag_causal: many ranks under a causal mask; timeline: what a pass gave; machine_files: machines
-as TOML.
+network: who shares which link, and how; timeline: what a pass gave; machine_files: machines as
+TOML.
 """

@@ -16,12 +16,12 @@ from functools import cached_property
 import numpy as np
 
 from tilewise.compiler.codegen import CallTraits, pass_code
+from tilewise.compiler.pruning import all_alike
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import all_alike, find_symmetry
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Plan
-from tilewise.simulation.zigzag_causal import EXACT_RANKS, halves_of
+from tilewise.plan.ir import Plan, find_symmetry
+from tilewise.simulation.tracks import EXACT_RANKS, halves_of
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as

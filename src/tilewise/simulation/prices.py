@@ -6,19 +6,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES
-from tilewise.compiler.operations import (
+from tilewise.compiler.program import (
     Attend,
     Await,
     Collect,
     Delta,
     Join,
+    Launch,
     Merge,
     Operation,
     Pack,
     PackHeads,
     Unpack,
 )
-from tilewise.compiler.program import Launch
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tilewise.arguments import require_type
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.operations import Await
+from tilewise.compiler.program import Await
+from tilewise.compiler.pruning import all_alike, table_cells
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import all_alike, find_symmetry, table_cells
-from tilewise.plan.ir import Plan
+from tilewise.plan.ir import Plan, find_symmetry
 from tilewise.plan.payload import Payload
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import Deadlock, EventLoop
@@ -32,8 +32,7 @@ from tilewise.simulation.timeline import (
     rank_operations,
     trace_text,
 )
-from tilewise.simulation.tracks import priced_tracks
-from tilewise.simulation.zigzag_causal import EXACT_RANKS, Halves, halves_of
+from tilewise.simulation.tracks import EXACT_RANKS, Halves, halves_of, priced_tracks
 from tilewise.workload import Workload
 
 MOST_MESSAGES = 1 << 17

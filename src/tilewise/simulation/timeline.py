@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilewise.compiler.lowering import lower
-from tilewise.compiler.operations import Attend, Operation, operations
+from tilewise.compiler.program import Attend, Operation, operations
 from tilewise.plan.ir import Plan
 from tilewise.plan.payload import Payload
 from tilewise.simulation.network import LINKS

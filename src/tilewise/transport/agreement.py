@@ -10,13 +10,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tilewise.arguments import Validate
+from tilewise.plan.kept import KeptWith
 from tilewise.transport.protocol import Transport
 
 RECORD_BYTES = 2048
@@ -260,20 +260,7 @@ class Agreement:
             del self._known[next(iter(self._known))]
 
 
-class _Agreements:
-    """The one of each group."""
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
-
-    def of(self, group: Any) -> Agreement:
-        found = self._of.get(group)
-        if found is None:
-            found = self._of[group] = Agreement()
-        return found
-
-
-_AGREEMENTS = _Agreements()
+_AGREEMENTS = KeptWith(lambda _: Agreement())
 
 
 def agreement_of(transport: Transport) -> Agreement:

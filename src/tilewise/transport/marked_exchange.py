@@ -8,13 +8,12 @@ for, so each piece has room for the largest that any call may send.
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.plan.kept import RecentValues
+from tilewise.plan.kept import KeptWith, RecentValues
 from tilewise.transport.nccl_groups import gloo_group
 from tilewise.transport.posted import Link, wait_for
 from tilewise.transport.protocol import TeamMessages
@@ -64,7 +63,7 @@ class _Buffers:
 
 def _content(whole: Tensor) -> memoryview:
     """The bytes of a tensor: slices of it cost less than a tensor's."""
-    return memoryview(whole.numpy().reshape(-1))
+    return whole.numpy().reshape(-1).data
 
 
 def _pieces(
@@ -83,8 +82,12 @@ def _pieces(
     ]
 
 
-Pool: TypeAlias = RecentValues[tuple[Sizes, int], list[_Buffers]]
-_POOLS: WeakKeyDictionary[dist.ProcessGroup, Pool] = WeakKeyDictionary()
+def _pool(_: dist.ProcessGroup) -> RecentValues[tuple[Sizes, int], list[_Buffers]]:
+    """The buffers that no exchange of a group uses, by what they are for."""
+    return RecentValues(_KINDS_KEPT)
+
+
+_POOLS = KeptWith(_pool)
 
 
 class MarkedExchange:
@@ -97,11 +100,8 @@ class MarkedExchange:
 
     def __init__(self, messages: TeamMessages, mark: bytes, link: Link) -> None:
         group, place = link.group, link.group.rank() - messages.team.start
-        pool = _POOLS.get(group)
-        if pool is None:
-            pool = _POOLS[group] = RecentValues(_KINDS_KEPT)
         sizes = messages.sizes
-        self._free = pool.get((sizes, place), list)
+        self._free = _POOLS.of(group).get((sizes, place), list)
         buffers = self._free.pop() if self._free else _Buffers(sizes, place)
         buffers.write(messages.leaving, mark)
         self._buffers, self._messages, self._mark, self._link = buffers, messages, mark, link

@@ -3,7 +3,6 @@
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CodeTraits, shares_message
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
+from tilewise.plan.kept import KeptWith
 from tilewise.transport.agreement import TAG_BITS, agreement_of
 from tilewise.transport.marked_exchange import MARKED_BYTES, MarkedExchange
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
@@ -41,16 +41,12 @@ GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UN
 """Facts of gloo on which the codes of passes depend; NCCL's, but for nodes, are DEFAULT_TRAITS."""
 
 
-_BACKENDS: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-
-
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of a group's backend for each type of device."""
-    backends = _BACKENDS.get(group)
-    if backends is None:
-        config = str(dist.get_backend_config(group))
-        backends = _BACKENDS[group] = dict(part.split(":") for part in config.split(","))
-    return backends
+    return dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+
+
+_BACKENDS = KeptWith(_backends_of)
 
 
 class DistTransport:
@@ -90,7 +86,7 @@ class DistTransport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.process_group = group
-        self._backends = {"cpu": "gloo"} if cpu_only else _backends_of(group)
+        self._backends = {"cpu": "gloo"} if cpu_only else _BACKENDS.of(group)
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"

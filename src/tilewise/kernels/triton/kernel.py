@@ -20,10 +20,10 @@ from tilewise.kernels.protocol import (
     Asked,
     Gradients,
     ProvidedKernel,
+    Scores,
     no_gradients,
     no_keys,
 )
-from tilewise.kernels.scores import Scores
 from tilewise.kernels.triton.tuning import LaunchBlocks, Tuning, tuning_for
 from tilewise.kernels.triton.views import in_steps, view_of
 from tilewise.kernels.triton.work_list import UNIT, work_list

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.pruning import prune
-from tilewise.compiler.shards import shard_layouts
+from tilewise.compiler.pruning import prune, shard_layouts
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.shards import shard_layouts
+from tilewise.compiler.pruning import shard_layouts
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side

@@ -5,8 +5,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from tilewise.compiler.pruning import everything_needed, table_cells
 from tilewise.compiler.resolved import ResolvedPass
-from tilewise.compiler.shards import everything_needed, table_cells
 from tilewise.plan.ir import Plan
 from tilewise.simulation.network import LINKS
 from tilewise.tools.mask_report.view import assigned
