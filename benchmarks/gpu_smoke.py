@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -263,52 +261,6 @@ def overlap(bench: Bench) -> None:
             print(f"  {name}, {way}: {times}, {hidden:.0%} hidden")
 
 
-def symmetric_memory(bench: Bench) -> None:
-    """Two processes on one device push to each other as the transport does."""
-    if bench.cpu:
-        print("  left out: it needs CUDA")
-        return
-    store = f"/tmp/tilewise_smoke_{os.getpid()}"
-    ends = [CONTEXT.Process(target=_end, args=(rank, store)) for rank in range(2)]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join(20)
-    codes = [end.exitcode for end in ends]
-    for end in ends:  # a signal that never comes would keep them, and the device's memory
-        end.kill()
-    if codes != [0, 0]:
-        raise RuntimeError(f"exit codes {codes}")
-
-
-def _end(rank: int, store: str) -> None:
-    from tilewise.transport.protocol import Message
-    from tilewise.transport.resolve import transport_for
-
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    torch.cuda.set_device(0)
-    how = {"init_method": f"file://{store}", "timeout": timedelta(seconds=40)}
-    dist.init_process_group("gloo", rank=rank, world_size=2, **how)
-    transport: Any = transport_for(None, "symmetric", heap_bytes=2**29)
-    room = transport.workspace(2**26)
-    sent, begin = torch.full_like(room, 7 + rank), 0.0
-    for number in range(12):
-        if number == 2:  # two that do not count
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-        ends = (Message(x, 1 - rank, f"push {number}") for x in (sent, room))
-        transport.exchange([next(ends)], [next(ends)]).wait()
-    transport.finish()
-    torch.cuda.synchronize()
-    rate = 10 * room.nbytes / (time.perf_counter() - begin) / 1e9
-    assert (room == 8 - rank).all()
-    if rank == 0:
-        print(f"  pushes and signals arrive both ways, {rate:.0f} GB/s each on one device")
-        sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 class Part(NamedTuple):
     """What is done, in a process that is given up after so many seconds.
 
@@ -329,7 +281,6 @@ PARTS = {
     "cudnn build": Part(cudnn_build, 40),
     "odd heads": Part(odd_heads, 30, KERNELS),
     "overlap": Part(overlap, 40, KERNELS),
-    "symmetric memory": Part(symmetric_memory, 60),
 }
 CONTEXT = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 

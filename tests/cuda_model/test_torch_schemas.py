@@ -5,9 +5,6 @@ Schemas are facts of those versions: 2.11's are 2.13's but for what `NEWER` adds
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +18,6 @@ from tilewise.kernels import torch_cpu, torch_flash, torch_sdpa
 from tilewise.kernels.call_cache import CallCache
 from tilewise.kernels.registry import kernel_named
 from tilewise.tiles.calls import Kind
-from tilewise.transport import symmetric_memory
-from tilewise.transport.symmetric_memory import SymmetricMemory
 
 SDPA = "aten::_scaled_dot_product_"
 QKV = "Tensor query, Tensor key, Tensor value"
@@ -146,84 +141,3 @@ def test_the_installed_torch_has_these_schemas():
         assert found.is_backward_compatible_with(wanted), found
         if version in VERSIONS:
             assert str(found) == str(wanted)
-
-
-def stub(signature: str, made: Callable[..., Any]) -> Any:
-    """A function that takes what a signature of both versions says."""
-    scope: dict[str, Any] = {}
-    exec(f"def taken({signature}): pass", scope)
-
-    def call(*args: Any, **named: Any) -> Any:
-        inspect.signature(scope["taken"]).bind(*args, **named)
-        return made(*args, **named)
-
-    return call
-
-
-SYMMETRIC = {
-    "empty": "*size, dtype=None, device=None",
-    "rendezvous": "tensor, group",
-    "get_buffer": "rank, sizes, dtype, storage_offset=0",
-    "stream_write_value32": "tensor, offset, val",
-}
-
-
-def test_symmetric_memory_is_asked_for_as_both_versions_offer_it(monkeypatch):
-    """Two ranks on memory of the CPU: what one writes is where the other waits."""
-    import torch.distributed._symmetric_memory as symmetric
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    for name in ("empty", "rendezvous"):
-        names = inspect.signature(getattr(symmetric, name)).parameters
-        assert list(names) == [x.strip(" *").split("=")[0] for x in SYMMETRIC[name].split(",")]
-    for name in ("get_buffer", "stream_write_value32"):
-        documented = (getattr(_SymmetricMemory, name).__doc__ or "").partition(")")[0]
-        assert documented.count(":") - ("self" in documented) == SYMMETRIC[name].count(",") + 1
-
-    wholes = [torch.full([1024 + 16], 7, dtype=torch.uint8) for _ in range(2)]
-    waits: list[tuple[int, int, int, int]] = []
-
-    def made(rank: int) -> SymmetricMemory:
-        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
-        found = {
-            "empty": lambda size, dtype, device: wholes[rank][: size[0]],
-            "rendezvous": lambda tensor, group: handle,
-        }
-        for name, function in found.items():
-            monkeypatch.setattr(symmetric, name, stub(SYMMETRIC[name], function))
-        return SymmetricMemory(group, 1000)
-
-    def write(words: Tensor, offset: int, value: int) -> None:
-        words[offset] = value
-
-    def wait(*given: int) -> tuple[int]:
-        waits.append(given)  # pyright: ignore[reportArgumentType]
-        return (0,)
-
-    buffers = stub(SYMMETRIC["get_buffer"], lambda rank, sizes, dtype: wholes[rank])
-    handle = SimpleNamespace(get_buffer=buffers)
-    driver = SimpleNamespace(
-        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
-        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
-        cuStreamWaitValue32=wait,
-    )
-    writes = staticmethod(stub(SYMMETRIC["stream_write_value32"], write))
-    monkeypatch.setattr(_SymmetricMemory, "stream_write_value32", writes)
-    monkeypatch.setattr(symmetric_memory, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    stream = SimpleNamespace(cuda_stream=5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-
-    first, second = made(0), made(1)
-    assert first.own.numel() == 1024 and not wholes[0].any() and not wholes[1].any()
-    first.of(1)[3] = 9
-    assert second.own[3] == 9 and not first.own.any()
-    for word, value in ((0, 5), (1, 2**32 + 6)):
-        first.write_signal(1, word, value)
-        second.wait_signal(0, word, value)
-        stream_number, address, least, flags = waits.pop()
-        at = (address - second.own.data_ptr() - 1024) // 4
-        assert (stream_number, flags, least) == (5, 0, value % 2**32)
-        assert wholes[1][1024:].view(torch.uint32)[at] == least
-    assert not wholes[0].any()

@@ -155,19 +155,6 @@ def test_a_workspace_binds_a_code_once_and_anew_when_it_grows():
     assert again is not x and again.data_ptr() == y.data_ptr()
 
 
-def test_a_workspace_asks_its_transport_for_memory_first():
-    asked: list[int] = []
-
-    def allocate(num_bytes: int) -> torch.Tensor | None:
-        asked.append(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8) if num_bytes < 100 else None
-
-    workspace = Workspace(allocate)
-    assert len(entered(workspace, Bound(), 64)) == 64
-    assert len(entered(workspace, Bound(), 200)) == 200
-    assert asked == [64, 200]
-
-
 class Taken:
     """The bytes that each thread's passes have asked their workspaces for."""
 

@@ -156,20 +156,6 @@ def test_peers_are_ranks_of_the_group_not_of_the_world():
     assert run_processes(3, talk_in_a_subgroup) == ["2 [0, 2]", None, "0 [0, 2]"]
 
 
-def ask_for_symmetric_memory(rank: int) -> tuple[str, str]:
-    with pytest.raises(ValueError) as caught:
-        transport_for(None, "symmetric", heap_bytes=-rank)
-    found = transport_for(None, "auto")
-    assert isinstance(found, DistTransport)
-    return str(caught.value), str(found.declined)
-
-
-def test_all_ranks_are_refused_symmetric_memory_for_the_same_reason():
-    reason = "rank 0: no symmetric memory: torch sees no CUDA device"
-    told = (f'transport "symmetric" cannot serve: {reason}', reason)
-    assert run_processes(2, ask_for_symmetric_memory) == [told, told]
-
-
 def disagree(rank: int) -> tuple[str, float, int]:
     transport = transport_for(None)
     agree(transport, {"plan": "ring(3)", "num_tokens": "100"})

@@ -83,16 +83,16 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
     ("text", "message"),
     [
         ("name = ", r"machine\.toml is no TOML"),
-        ('name = "x"', "a machine lacks node_size, inside, between"),
-        ("inside = 5", r"\[inside\] \(5\) must be a table of bandwidth, latency"),
-        ("[inside]\nlatency = 1", r"\[inside\] lacks bandwidth"),
-        ("node_size = true", r"node_size \(True\) must be a number"),
+        ('name = "x"', "machine lacks node_size, inside, between"),
+        ("inside = 5", r"machine.inside \(5\) must be an object"),
+        ("[inside]\nlatency = 1", r"machine.inside lacks bandwidth"),
+        ("node_size = true", r"machine.node_size \(True\) must be a whole number"),
         ("call_seconds = 1", r"call_seconds \(1\) must be a list of 2"),
         ("colour = 1", "has no field .colour."),
-        ('[[kernel]]\ndtype = "float32"', r"kernel\[0\] .* with the entry 'pass'"),
+        ('[[kernel]]\ndtype = "float32"', r"machine.kernel\[0\] lacks pass, queries"),
         (
             '[[kernel]]\npass = "sideways"\ndtype = "float32"\nqueries = []\nkeys = []\nflops = []',
-            r"pass \('sideways'\)",
+            r"kernel\[0\].pass \('sideways'\) must be one of forward, backward",
         ),
         ("kernel = 5", r"kernel \(5\) must be a list"),
         ("[inside]\nspeed = 1", "has no field .speed."),
@@ -203,9 +203,13 @@ def test_a_tokens_linear_layers_are_counted_in_pairs():
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("node_size", "node_sise", "a machine has no field 'node_sise'; did you mean node_size?"),
+        ("node_size", "node_sise", "machine has no field 'node_sise'; did you mean node_size?"),
         ("bandwidth", "speed", "has no field 'speed'; its fields are bandwidth, latency"),
-        ("node_size = 8", 'node_size = "8 GPUs"', "node_size ('8 GPUs') must be a number"),
+        (
+            "node_size = 8",
+            'node_size = "8 GPUs"',
+            "node_size ('8 GPUs') must be a whole number",
+        ),
     ],
 )
 def test_a_wrong_name_or_a_unit_in_a_file_is_named(

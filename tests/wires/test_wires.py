@@ -9,7 +9,8 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.planning import candidate_format
-from tilewise.wires.wire import read_wires, write_wires
+from tilewise.serializer import read, write
+from tilewise.wires.wire import WIRE_KINDS, Wires
 
 N, TOKENS, HEADS, KV_HEADS, WIDTH = 3, 26, 4, 2, 8
 NARROW = tw.wire.Plain("float32")
@@ -119,11 +120,12 @@ def test_a_set_survives_json():
         tw.wire.Wires(forward=NARROW, latent=latent),
         tw.wire.Wires(backward=tw.wire.Float8(64, stochastic=True, seed=5)),
     ):
-        assert read_wires(json.loads(json.dumps(write_wires(wire)))) == wire
+        written = json.loads(json.dumps(write(wire, WIRE_KINDS)))
+        assert read(Wires, written, "wire", WIRE_KINDS) == wire
         given = work(wire=wire, layout=tw.zigzag(TOKENS, N))
         text = json.dumps(candidate_format.write_workload(given))
         assert candidate_format.read_workload(json.loads(text), tw.zigzag(TOKENS, N)) == given
     with pytest.raises(
-        ValueError, match=r"wire 'morse' is not known; take one of Plain, Float8, Latent"
+        ValueError, match=r"wire.forward.kind \('morse'\) must be one of Plain, Float8"
     ):
-        read_wires({"forward": {"kind": "morse"}})
+        read(Wires, {"forward": {"kind": "morse"}}, "wire", WIRE_KINDS)

@@ -34,7 +34,7 @@ from tilewise.plan.row_ranges import Ranges, count_rows, union
 from tilewise.tiles.call_rows import CallStyle
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
-from tilewise.transport.protocol import Transport, workspace_of
+from tilewise.transport.protocol import Transport
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -145,7 +145,7 @@ class DecodingPass:
         self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device
     ):
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
-        self._problem, self._pool = problem, WorkspacePool(workspace_of(transport))
+        self._problem, self._pool = problem, WorkspacePool()
         call = CallTraits(batch, prune=False, asks=True)
         traits = code_traits(problem, transport)
         code = pass_code(problem.passes, transport.rank, backward=False, call=call, traits=traits)

@@ -9,11 +9,11 @@ from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.run import BoundCode, Pass
-from tilewise.execution.workspace import Allocate, WorkspacePool
+from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.protocol import accumulator_dtype, call_style, loadable
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
-from tilewise.transport.protocol import Transport, team_transport, workspace_of
+from tilewise.transport.protocol import Transport, team_transport
 
 
 def _names(num_tensors: int) -> tuple[str, ...]:
@@ -118,16 +118,13 @@ def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
 
 
 def _pool(problem: ResolvedCall, transport: Transport, device: torch.device) -> WorkspacePool:
-    plan, allocate = problem.passes[0].plan, workspace_of(transport)
-    return _pool_of(plan, transport.rank, device, allocate)
+    return _pool_of(problem.passes[0].plan, transport.rank, device)
 
 
 @kept_with_plan(4, each_rank=True)
-def _pool_of(
-    plan: Plan, rank: int, device: torch.device, allocate: Allocate | None
-) -> WorkspacePool:
+def _pool_of(plan: Plan, rank: int, device: torch.device) -> WorkspacePool:
     """The workspaces of a plan on a rank."""
-    return WorkspacePool(allocate)
+    return WorkspacePool()
 
 
 def empty_results(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:

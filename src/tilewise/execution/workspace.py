@@ -9,22 +9,14 @@ from torch import Tensor
 
 from tilewise.transport.streams import Moment, current_moment, follow
 
-Allocate: TypeAlias = Callable[[int], Tensor | None]
-"""Makes flat bytes on the device; None: too many."""
-
 Bind: TypeAlias = Callable[[Tensor], list[Tensor]]
 """The tensors of a code in a workspace's bytes."""
 
 
 class Workspace:
-    """Memory that one pass at a time uses, and the tensors that codes have in it.
+    """Memory that one pass at a time uses, and the tensors that codes have in it."""
 
-    Args:
-        allocate: asked first for the memory.
-    """
-
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate = allocate
+    def __init__(self) -> None:
         self._buffer: Tensor | None = None
         self._bound: WeakKeyDictionary[Hashable, list[Tensor]] = WeakKeyDictionary()
         self._left: Moment | None = None
@@ -52,11 +44,7 @@ class Workspace:
     def _grown(self, num_bytes: int, device: torch.device) -> Tensor:
         self._bound.clear()
         self._buffer = None  # before the larger one is made
-        if self._allocate is not None:
-            self._buffer = self._allocate(num_bytes)
-        if self._buffer is None:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._buffer = self._buffer.view(torch.uint8)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return self._buffer
 
     def leave(self) -> None:
@@ -72,15 +60,14 @@ class WorkspacePool:
     whatever threads or layers they are. A pass that fails does not put its workspace back.
     """
 
-    def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate = allocate
+    def __init__(self) -> None:
         self.workspaces: list[Workspace] = []
 
     def take(self) -> Workspace:
         try:
             return self.workspaces.pop()
         except IndexError:
-            return Workspace(self._allocate)
+            return Workspace()
 
     def give_back(self, workspace: Workspace) -> None:
         self.workspaces.append(workspace)

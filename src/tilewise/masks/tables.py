@@ -11,8 +11,20 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tilewise.arguments import whole_number
 from tilewise.masks import strips
-from tilewise.masks.base import And, Mask, Or, as_ints, digest, positions
+from tilewise.masks.base import (
+    And,
+    Causal,
+    Document,
+    Full,
+    Mask,
+    Or,
+    Window,
+    as_ints,
+    digest,
+    positions,
+)
 from tilewise.masks.strips import Strips
 
 Array = NDArray[np.int64]
@@ -98,40 +110,39 @@ class Blocks(Mask):
     """A bool table over blocks of queries and of keys.
 
     Args:
-        block_mask: bool [q_blocks, k_blocks], any array or tensor.
+        table: bool [q_blocks, k_blocks], any array or tensor.
         q_edges, k_edges: where the blocks begin, and where the last one ends; from 0 on.
         overhang: by how many tokens the last block may reach past the end of the sequence.
     """
 
-    table: bytes
+    packed_table: bytes
     q_edges: tuple[int, ...]
     k_edges: tuple[int, ...]
     overhang: int
 
-    def __init__(self, block_mask: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
-        given = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask)
+    def __init__(self, table: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
+        given = np.asarray(table.cpu() if hasattr(table, "cpu") else table)
         if given.size and (given.dtype.kind not in "biu" or not np.isin(given, (0, 1)).all()):
             raise ValueError(f"block_mask ({given.dtype}) must hold True and False, or 1 and 0")
-        table = given.astype(bool)
         edges = {"q_edges": as_ints(q_edges, "q_edges"), "k_edges": as_ints(k_edges, "k_edges")}
         for what, values in edges.items():
             if not values or values[0] != 0 or sorted(values) != list(values):
                 raise ValueError(f"{what} must ascend from 0, not {values[:8]}")
             object.__setattr__(self, what, values)
         shape = tuple(len(values) - 1 for values in edges.values())
-        if table.shape != shape:
+        if given.shape != shape:
             raise ValueError(
-                f"block_mask is {table.shape}, but the edges make {shape} blocks; "
+                f"block_mask is {given.shape}, but the edges make {shape} blocks; "
                 "give one entry per block of queries and block of keys"
             )
-        object.__setattr__(self, "table", np.packbits(table).tobytes())
-        object.__setattr__(self, "overhang", overhang)
+        object.__setattr__(self, "packed_table", np.packbits(given.astype(bool)).tobytes())
+        object.__setattr__(self, "overhang", whole_number("overhang", overhang, 0))
 
     @property
-    def block_mask(self) -> NDArray[np.bool_]:
+    def table(self) -> NDArray[np.bool_]:
         """The table, bool [q_blocks, k_blocks]."""
         shape = len(self.q_edges) - 1, len(self.k_edges) - 1
-        bits = np.unpackbits(np.frombuffer(self.table, np.uint8), count=shape[0] * shape[1])
+        bits = np.unpackbits(np.frombuffer(self.packed_table, np.uint8), count=shape[0] * shape[1])
         return bits.reshape(shape).astype(bool)
 
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
@@ -148,7 +159,7 @@ class Blocks(Mask):
 
     def dense(self, q_positions: Any, k_positions: Any) -> NDArray[np.bool_]:
         q, k = positions(q_positions), positions(k_positions)
-        table = np.pad(self.block_mask, ((0, 1), (0, 1)))  # nothing past the last block
+        table = np.pad(self.table, ((0, 1), (0, 1)))  # nothing past the last block
         row, column = (
             np.searchsorted(np.asarray(edges), x, "right") - 1
             for edges, x in ((self.q_edges, q), (self.k_edges, k))
@@ -157,14 +168,14 @@ class Blocks(Mask):
 
     def _strips(self) -> Strips:
         q, k = np.asarray(self.q_edges, np.int64), np.asarray(self.k_edges, np.int64)
-        change = np.diff(np.pad(self.block_mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+        change = np.diff(np.pad(self.table.astype(np.int8), ((0, 0), (1, 1))), axis=1)
         row, start = np.nonzero(change == 1)
         _, stop = np.nonzero(change == -1)
         return strips.coalesce(strips.make(q[row], q[row + 1], k[start], k[stop]))
 
     def __repr__(self) -> str:
         shape = f"{len(self.q_edges) - 1} x {len(self.k_edges) - 1} blocks"
-        content = digest([*self.q_edges, *self.k_edges, self.overhang], self.table)
+        content = digest([*self.q_edges, *self.k_edges, self.overhang], self.packed_table)
         return f"Blocks({shape}, {self.q_edges[-1]} x {self.k_edges[-1]} tokens, {content})"
 
 
@@ -266,3 +277,7 @@ def _slice_dense(entry: Slice, q: Array, k: Array) -> NDArray[np.bool_]:
     if kind in ("invcausal", "bicausal"):
         allowed &= j >= i
     return allowed
+
+
+MASK_KINDS = (Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead)
+"""The masks that files can hold."""

@@ -1,35 +1,65 @@
 """A plan as JSON: for plan files and other programs."""
 
 import json
+from dataclasses import dataclass
 from typing import Any, cast
 
-from tilewise.arguments import require_type
-from tilewise.plan.ir import Item, Plan, Role, Side, Step, Tile, Transfer
-from tilewise.plan.json_shapes import OrNull, require_shape
+from tilewise.arguments import Save, require_type
+from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.numbers import checked
+from tilewise.serializer import read, write
 
 FORMAT = "tilewise plan 1"
+
+Holders = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class _FileTransfer:
+    """A transfer with the fields of its item."""
+
+    side: Side
+    role: Role
+    shard: int
+    heads: int
+    src: int
+    dst: int
+    rows: Rows | None = None
+
+    @property
+    def transfer(self) -> Transfer:
+        item = Item(self.side, self.role, self.shard, self.heads)
+        return Transfer(item, self.src, self.dst, self.rows)
+
+
+@dataclass(frozen=True)
+class _FileStep:
+    tiles: tuple[tuple[Tile, ...], ...]
+    transfers: tuple[_FileTransfer, ...]
+
+
+@dataclass(frozen=True)
+class _FileOwners:
+    Q: Holders
+    KV: Holders
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FilePlan:
+    format: str = FORMAT
+    name: str
+    world_size: int
+    num_head_groups: int
+    owners: _FileOwners
+    cuts: Rows | None = None
+    save: Save
+    replicated_queries: bool
+    steps: tuple[_FileStep, ...]
 
 
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
-    require_type(Plan, "plan", plan)
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "name": plan.name,
-            "world_size": plan.world_size,
-            "num_head_groups": plan.num_head_groups,
-            "owners": {side.name: plan.owners[side] for side in Side},
-            "cuts": plan.cuts,
-            "save": plan.default_save,
-            "replicated_queries": plan.replicated_queries,
-            "steps": [
-                {"tiles": step.tiles, "transfers": [_write(hop) for hop in step.transfers]}
-                for step in plan.steps
-            ],
-        }
-    )
+    return json.dumps(plan_to_data(plan))
 
 
 def from_json(text: str) -> Plan:
@@ -41,64 +71,52 @@ def from_json(text: str) -> Plan:
     """
     try:
         data = json.loads(text)
-        require_shape(data, {"format": str}, "plan")
-        if data["format"] != FORMAT:
-            raise ValueError(f"format is {data['format']!r}, not {FORMAT!r}")
-        require_shape(data, _shape(), "plan")
+    except ValueError as error:
+        raise ValueError(f"not a plan in JSON: {error}") from None
+    return plan_from_data(data)
+
+
+def plan_to_data(plan: Plan) -> dict[str, Any]:
+    """The object that to_json writes."""
+    require_type(Plan, "plan", plan)
+    steps = tuple(
+        _FileStep(step.tiles, tuple(_FileTransfer(*x.item, *x[1:]) for x in step.transfers))
+        for step in plan.steps
+    )
+    file = _FilePlan(
+        name=plan.name,
+        world_size=plan.world_size,
+        num_head_groups=plan.num_head_groups,
+        owners=_FileOwners(*plan.owners),
+        cuts=plan.cuts,
+        save=cast(Save, plan.default_save),
+        replicated_queries=plan.replicated_queries,
+        steps=steps,
+    )
+    return write(file)
+
+
+def plan_from_data(data: Any) -> Plan:
+    """The plan of the object that plan_to_data returned.
+
+    Raises:
+        ValueError, PlanError: as from_json.
+    """
+    try:
+        found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else FORMAT
+        if found != FORMAT:
+            raise ValueError(f"format is {found!r}, not {FORMAT!r}")
+        file = read(_FilePlan, data, "plan")
         plan = Plan(
-            data["name"],
-            data["world_size"],
-            data["num_head_groups"],
-            (_tuples(data["owners"]["Q"]), _tuples(data["owners"]["KV"])),
-            [
-                Step(
-                    tuple(tuple(Tile(*tile) for tile in _tuples(tiles)) for tiles in step["tiles"]),
-                    tuple(_read(hop) for hop in step["transfers"]),
-                )
-                for step in data["steps"]
-            ],
-            cuts=_tuples(data["cuts"]),
-            default_save=data["save"],
-            replicated_queries=data["replicated_queries"],
+            file.name,
+            file.world_size,
+            file.num_head_groups,
+            (file.owners.Q, file.owners.KV),
+            [Step(step.tiles, tuple(x.transfer for x in step.transfers)) for step in file.steps],
+            cuts=file.cuts,
+            default_save=file.save,
+            replicated_queries=file.replicated_queries,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"not a plan in JSON: {error}") from None
     return checked(plan)
-
-
-def _write(hop: Transfer) -> dict[str, Any]:
-    side, role, shard, heads = hop.item
-    return {
-        "side": side.name,
-        "role": role.name,
-        "shard": shard,
-        "heads": heads,
-        "src": hop.src,
-        "dst": hop.dst,
-        "rows": hop.rows,
-    }
-
-
-def _read(hop: dict[str, Any]) -> Transfer:
-    item = Item(Side[hop["side"]], Role[hop["role"]], hop["shard"], hop["heads"])
-    return Transfer(item, hop["src"], hop["dst"], _tuples(hop["rows"]))
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, cast("list[Any]", value))) if isinstance(value, list) else value
-
-
-def _shape() -> dict[str, Any]:
-    rows = OrNull([(int, int)])
-    item = {"side": str, "role": str, "shard": int, "heads": int}
-    hop = {**item, "src": int, "dst": int, "rows": rows}
-    return {
-        "name": str,
-        "world_size": int,
-        "num_head_groups": int,
-        "owners": {side.name: [[int]] for side in Side},
-        "cuts": rows,
-        "save": str,
-        "replicated_queries": bool,
-        "steps": [{"tiles": [[([int], [int], int)]], "transfers": [hop]}],
-    }

@@ -3,21 +3,22 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.arguments import MOST_RANKS, whole_number
+from tilewise.arguments import MOST_RANKS, Save, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import FORMAT as PLAN_FORMAT
-from tilewise.plan.json import from_json
-from tilewise.plan.json_shapes import Each, OrNull, require_shape
+from tilewise.plan.json import plan_from_data
 from tilewise.plan.payload import head_groups
 from tilewise.planning import candidate_format
+from tilewise.planning.candidate_format import FileLayout, FilePlan
+from tilewise.serializer import read, write
 from tilewise.simulation.machine import Machine, read_machine
-from tilewise.wires.wire import Wires, read_wires, write_wires
+from tilewise.wires.wire import Wires
 from tilewise.workload import Workload
 
 
@@ -127,12 +128,12 @@ class Candidate:
             "strategy": self.strategy,
             "reason": self.reason,
             "save": self.save,
-            "wire": write_wires(self.wire),
+            "wire": write(self.wire, candidate_format.KINDS),
             "workload": candidate_format.write_workload(self.work),
             "layout": candidate_format.write_layout(self.layout),
             "plan": candidate_format.write_plan(self.plan),
             "backward_plan": None if same else candidate_format.write_plan(self.backward_plan),
-            "predicted": {name: getattr(self, name) for name in PREDICTED},
+            "predicted": {x.name: getattr(self, x.name) for x in fields(_Predicted)},
             "distances": self.distances._asdict(),
             "rows": [row._asdict() for row in self.rows],
             "machine": self.machine.to_toml().splitlines(),
@@ -142,39 +143,33 @@ class Candidate:
 
 FORMAT = "tilewise candidate 1"
 
-PREDICTED = (
-    *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
-    *("bytes_by_link", "peak_bytes"),
-)
+
+@dataclass(frozen=True)
+class _Predicted:
+    seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    exposed_seconds: float
+    bytes_by_link: dict[str, int]
+    peak_bytes: int
 
 
-def _shape() -> dict[str, Any]:
-    """What a candidate's file must have, as json_shapes says it."""
-    plan, wires = {"name": str}, Each(OrNull({"kind": str}))
-    row = {
-        **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
-        **dict.fromkeys(PlanRow._fields[4:8], float),
-        "peak_bytes": int,
-        "bytes_by_link": Each(int),
-    }
-    return {
-        "world_size": int,
-        **dict.fromkeys(("strategy", "reason", "save"), str),
-        "wire": wires,
-        "workload": {
-            **dict.fromkeys(("num_tokens", "num_heads", "num_kv_heads", "head_dim"), int),
-            "dtype": str,
-            "mask": {"kind": str},
-            "wire": OrNull(wires),
-        },
-        "layout": {"name": str, "runs": OrNull([[(int, int, int)]])},
-        "plan": plan,
-        "backward_plan": OrNull(plan),
-        "predicted": {name: row[name] for name in PREDICTED},
-        "distances": {"compute_seconds": float, "least_bytes": float},
-        "rows": [row],
-        "machine": [str],
-    }
+@dataclass(frozen=True)
+class _FileCandidate:
+    format: str
+    world_size: int
+    strategy: str
+    reason: str
+    save: Save
+    wire: Wires
+    workload: dict[str, Any]
+    layout: FileLayout
+    plan: FilePlan
+    backward_plan: FilePlan | None
+    predicted: _Predicted
+    distances: Distances
+    rows: tuple[PlanRow, ...]
+    machine: tuple[str, ...]
 
 
 def load_plan(path: str | Path) -> Plan | Candidate:
@@ -186,7 +181,7 @@ def load_plan(path: str | Path) -> Plan | Candidate:
     data = _read_json(path)
     if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
         with _reading(str(path), "plan"):
-            return from_json(json.dumps(data))
+            return plan_from_data(data)
     return load_candidate(path)
 
 
@@ -215,57 +210,48 @@ def _read_json(path: str | Path) -> Any:
 
 def _candidate(data: dict[str, Any], path: str) -> Candidate:
     with _reading(path, "its entries"):
-        require_shape(data, _shape(), "candidate")
-        world_size = whole_number("world_size", data["world_size"], most=MOST_RANKS)
+        file = read(_FileCandidate, data, "candidate", candidate_format.KINDS)
+        world_size = whole_number("world_size", file.world_size, most=MOST_RANKS)
+        num_tokens = read(int, file.workload.get("num_tokens"), "workload.num_tokens")
     with _reading(path, "layout"):
-        num_tokens = int(data["workload"]["num_tokens"])
-        layout = candidate_format.read_layout(data["layout"], num_tokens, world_size)
+        layout = candidate_format.read_layout(file.layout, num_tokens, world_size)
     with _reading(path, "workload"):
-        work = candidate_format.read_workload(data["workload"], layout)
-    with _reading(path, "save and wire"):
-        wire = read_wires(data["wire"])
-        plain = data["save"]
-        if plain not in ("replay", "gathered"):
-            raise ValueError(f"save ({plain!r}) must be 'replay' or 'gathered'")
-    plans = [_plan(data, name, work, plain, path) for name in ("plan", "backward_plan")]
-    plan, backward = plans[0], plans[1] or plans[0]
-    assert plan and backward
+        work = candidate_format.read_workload(file.workload, layout)
+    plan = _plan(file.plan, "plan", work, file, path)
+    backward = plan
+    if file.backward_plan is not None:
+        backward = _plan(file.backward_plan, "backward_plan", work, file, path)
     with _reading(path, "backward_plan"):
         if (backward.owners, backward.cuts) != (plan.owners, plan.cuts):
             raise ValueError(f"{backward.name} and {plan.name} own shards differently")
-        if plain == "gathered" and backward is not plan:
+        if file.save == "gathered" and backward is not plan:
             raise ValueError("save='gathered' needs the same plan in backward")
     with _reading(path, "machine"):
-        machine = read_machine("\n".join(data["machine"]), "TOML")
-    with _reading(path, "predicted, distances and rows"):
-        told = data["predicted"]
-        return Candidate(
-            work,
-            machine,
-            str(data["strategy"]),
-            plan,
-            backward,
-            layout,
-            plain,
-            wire,
-            float(told["forward_seconds"]),
-            float(told["backward_seconds"]),
-            float(told["exposed_seconds"]),
-            {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
-            partial(int, int(told["peak_bytes"])),
-            Distances(*(data["distances"][name] for name in Distances._fields)),
-            str(data["reason"]),
-            partial(tuple, [PlanRow(*map(row.get, PlanRow._fields)) for row in data["rows"]]),
-        )
+        machine = read_machine("\n".join(file.machine), "TOML")
+    return Candidate(
+        work,
+        machine,
+        file.strategy,
+        plan,
+        backward,
+        layout,
+        file.save,
+        file.wire,
+        file.predicted.forward_seconds,
+        file.predicted.backward_seconds,
+        file.predicted.exposed_seconds,
+        file.predicted.bytes_by_link,
+        partial(int, file.predicted.peak_bytes),
+        file.distances,
+        file.reason,
+        partial(tuple, file.rows),
+    )
 
 
-def _plan(data: dict[str, Any], name: str, work: Workload, save: str, path: str) -> Plan | None:
+def _plan(file: FilePlan, name: str, work: Workload, whole: _FileCandidate, path: str) -> Plan:
     with _reading(path, name):
-        if data.get(name) is None and name == "backward_plan":
-            return None
-        world_size = data["world_size"]
-        where = work.mask, work.layout_for(world_size)
-        plan = candidate_format.read_plan(data[name], world_size, save, where)
+        where = work.mask, work.layout_for(whole.world_size)
+        plan = candidate_format.read_plan(file, whole.world_size, whole.save, where)
         head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         return plan
 
@@ -275,7 +261,5 @@ def _reading(path: str, entry: str) -> Iterator[None]:
     """Errors of the block name the file and the entry."""
     try:
         yield
-    except KeyError as error:
-        raise ValueError(f"{path}: {entry} lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {entry}: {error}") from None

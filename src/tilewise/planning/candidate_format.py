@@ -4,8 +4,7 @@ A small plan is stored with all its steps; a large one of the library as the cal
 with a digest of what some of its ranks do.
 """
 
-import json
-from dataclasses import fields
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -13,43 +12,64 @@ from tilewise.compiler.checker import check
 from tilewise.expressions import read_plan as read_call
 from tilewise.layouts.layout import Layout, Run
 from tilewise.masks.base import Mask
-from tilewise.masks.json import read_mask, write_mask
+from tilewise.masks.tables import MASK_KINDS
 from tilewise.plan.ir import Plan
-from tilewise.plan.json import from_json, to_json
-from tilewise.wires.wire import read_wires, wires_of, write_wires
+from tilewise.plan.json import plan_from_data, plan_to_data
+from tilewise.serializer import read, write
+from tilewise.wires.wire import WIRE_KINDS, Wires, wires_of
 from tilewise.workload import LAYOUTS, Workload
 
 FULL_RANKS = 16
 """Up to so many ranks all steps are stored."""
 
 
+KINDS = (*MASK_KINDS, *WIRE_KINDS)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A layout by its name, if that is all there is to it, else by its runs."""
+
+    name: str
+    runs: tuple[tuple[Run, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A plan with all its steps, or by its name and a digest."""
+
+    name: str
+    steps: Any = None
+    digest: str | None = None
+
+
 def write_workload(work: Workload) -> dict[str, Any]:
-    """All but the layout."""
-    apart = {"mask": write_mask(work.mask), "wire": work.wire and write_wires(wires_of(work.wire))}
-    names = [field.name for field in fields(work) if field.name not in (*apart, "layout")]
-    return {**{name: getattr(work, name) for name in names}, **apart}
+    """The entries of a workload but for its layout, which is written apart."""
+    data = write(replace(work, layout="zigzag"), KINDS)
+    del data["layout"]
+    return data | {"wire": work.wire and write(wires_of(work.wire), KINDS)}
 
 
 def read_workload(data: Any, layout: Layout) -> Workload:
-    apart = {"mask": read_mask(data["mask"]), "wire": data.get("wire") and read_wires(data["wire"])}
-    return Workload(**{**data, **apart}, layout=layout)
+    work = read(Workload, {**data, "wire": None}, "workload", KINDS)
+    if data.get("wire") is not None:
+        work = replace(work, wire=read(Wires, data["wire"], "workload.wire", KINDS))
+    return replace(work, layout=layout)
 
 
 def write_layout(layout: Layout) -> dict[str, Any]:
-    """By its name if that is all there is to it, else by its runs."""
     named = dict(LAYOUTS).get(layout.name)
-    if named and named(layout.num_tokens, layout.world_size) == layout:
-        return {"name": layout.name}
-    return {"name": layout.name, "runs": layout.runs}
+    is_named = named is not None and named(layout.num_tokens, layout.world_size) == layout
+    return {"name": layout.name} | ({} if is_named else {"runs": layout.runs})
 
 
-def read_layout(data: Any, num_tokens: int, world_size: int) -> Layout:
-    name, runs = data["name"], data.get("runs")
+def read_layout(file: FileLayout, num_tokens: int, world_size: int) -> Layout:
+    name, runs = file.name, file.runs
     if runs is None:
         if name not in dict(LAYOUTS):
             raise ValueError(f"layout {name!r} has no runs and is none of {[*dict(LAYOUTS)]}")
         return dict(LAYOUTS)[name](num_tokens, world_size)
-    layout = Layout(num_tokens, [[Run(*run) for run in shard] for shard in runs], name)
+    layout = Layout(num_tokens, runs, name)
     if layout.world_size != world_size or not layout.is_partition:
         raise ValueError(
             f"layout gives {sum(layout.sizes)} of {num_tokens} tokens to {layout.world_size} of "
@@ -64,11 +84,11 @@ def write_plan(plan: Plan) -> dict[str, Any]:
     except ValueError:
         made = None
     if made is None or plan.world_size <= FULL_RANKS:
-        return {"name": plan.name, "steps": json.loads(to_json(plan))}
+        return {"name": plan.name, "steps": plan_to_data(plan)}
     return {"name": plan.name, "digest": digest(plan)}
 
 
-def read_plan(data: Any, world_size: int, save: str, where: tuple[Mask, Layout]) -> Plan:
+def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Layout]) -> Plan:
     """The plan that write_plan wrote, checked.
 
     Args:
@@ -77,16 +97,16 @@ def read_plan(data: Any, world_size: int, save: str, where: tuple[Mask, Layout])
     Raises:
         ValueError: if it is for another world, computes something else, or its digest differs.
     """
-    name = data["name"]
-    if "steps" not in data:
+    name = file.name
+    if file.steps is None:
         plan = read_call(name, world_size)
-        if digest(plan) != data["digest"]:
+        if digest(plan) != file.digest:
             raise ValueError(
                 f"{name} does not do what it did when the file was written (digest "
-                f"{digest(plan)}, not {data['digest']}); search again"
+                f"{digest(plan)}, not {file.digest}); search again"
             )
         return with_save(plan, save)
-    plan = from_json(json.dumps(data["steps"]))
+    plan = plan_from_data(file.steps)
     if plan.world_size != world_size:
         raise ValueError(f"{name} is for {plan.world_size} ranks, not for {world_size}")
     if name.startswith(("needed(", "tiled(")):

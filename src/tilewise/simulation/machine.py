@@ -6,21 +6,19 @@ it.
 
 from __future__ import annotations
 
-import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.arguments import ITEM_BYTES, require_range
-from tilewise.plan.json_shapes import OrNull, require_shape
+from tilewise.arguments import check_dtype, require_range
+from tilewise.serializer import read, write
 from tilewise.simulation.machine_files import (
     parse_toml,
-    preset_fields,
     preset_names,
+    preset_tables,
     read_text,
     write_toml,
 )
@@ -63,7 +61,7 @@ class KernelSpeed:
     """
 
     dtype: str
-    backward: bool
+    backward: bool = field(metadata={"entry": "pass", "words": ("forward", "backward")})
     queries: tuple[float, ...]
     keys: tuple[float, ...]
     flops: tuple[tuple[float, ...], ...]
@@ -112,7 +110,7 @@ class Machine:
     node_size: int
     inside: Link
     between: Link
-    kernels: tuple[KernelSpeed, ...]
+    kernels: tuple[KernelSpeed, ...] = field(metadata={"entry": "kernel"})
     nics: int = 1
     pooled: bool = False
     launch_seconds: float = 0.0
@@ -157,10 +155,10 @@ class Machine:
         Raises:
             ValueError: if there is none of this name; it lists those there are.
         """
-        fields = preset_fields(name)
-        if fields is None:
+        tables = preset_tables(name)
+        if tables is None:
             raise ValueError(f"no preset {name!r}; there are {', '.join(preset_names())}")
-        return _machine(fields, f"preset {name}")
+        return _machine(tables, f"preset {name}")
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -177,7 +175,7 @@ class Machine:
         return read_machine(read_text(Path(path)), str(path))
 
     def to_toml(self) -> str:
-        return write_toml(self)
+        return write_toml(write(self))
 
     def scaled(self, bandwidth: float) -> Machine:
         """This machine with the bandwidth of every link multiplied."""
@@ -293,7 +291,7 @@ def _check_numbers(machine: Machine) -> None:
 
 
 def _check_kernel(kernel: KernelSpeed) -> None:
-    ITEM_BYTES(kernel.dtype)
+    check_dtype("the dtype of a kernel", kernel.dtype)
     most = {"head_dim": MOST_COUNT, "launch_seconds": MOST_SECONDS, "edge_keys": MOST_COUNT}
     for what, limit in most.items():
         require_range(f"kernel {kernel.dtype}: {what}", getattr(kernel, what), 0, limit)
@@ -324,61 +322,9 @@ def read_machine(text: str, where: str) -> Machine:
     return _machine(parse_toml(text, where), where)
 
 
-def _machine(fields: Mapping[str, Any], where: str) -> Machine:
+def _machine(tables: Mapping[str, Any], where: str) -> Machine:
     """A machine from the tables of a file, whose name every error gives."""
-    fields = dict(fields)
     try:
-        tables = fields.pop("kernel", [])
-        require_shape(tables, [_kernel_shape()], "kernel")
-        kernels = tuple(map(_kernel, tables))
-        for link in ("inside", "between", "across"):
-            if link in fields:
-                _check_names(fields[link], Link, f"[{link}]")
-                fields[link] = Link(**fields[link])
-        if "call_seconds" in fields:
-            require_shape(fields["call_seconds"], (float, float), "call_seconds")
-            fields["call_seconds"] = tuple(map(float, fields["call_seconds"]))
-        _check_names({**fields, "kernels": kernels}, Machine, "a machine")
-        return Machine(kernels=kernels, **fields)
-    except (AttributeError, TypeError, ValueError) as error:
+        return read(Machine, {"kernel": [], **tables}, "machine")
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _check_names(table: Mapping[str, Any], kind: type, section: str) -> None:
-    """Refuse what Python would refuse in its words: other names, other kinds, what is missing."""
-    known = inspect.signature(kind).parameters
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{section} ({table!r:.60}) must be a table of {', '.join(known)}")
-    for name, value in table.items():
-        if name not in known:
-            near = get_close_matches(name, known, 1, 0.7)
-            hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(known)}"
-            raise ValueError(f"{section} has no field {name!r}; {hint}")
-        if isinstance(value, str) and "str" not in str(known[name].annotation):
-            raise ValueError(f"{section}: {name} ({value!r}) must be a number, without a unit")
-        numbers = str(known[name].annotation).split(" | ")[0] in ("int", "float")
-        if numbers and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{section}: {name} ({value!r:.60}) must be a number")
-    missing = [n for n, p in known.items() if p.default is p.empty and n not in table]
-    if missing:
-        raise ValueError(f"{section} lacks {', '.join(missing)}")
-
-
-def _kernel_shape() -> dict[str, Any]:
-    """What a [[kernel]] table must have, as json_shapes says it."""
-    return {
-        **{"dtype": str, "pass": str, "queries": [float], "keys": [float], "flops": [[float]]},
-        **dict.fromkeys(("head_dim", "launch_seconds", "edge_keys"), OrNull(float)),
-    }
-
-
-def _kernel(table: Mapping[str, Any]) -> KernelSpeed:
-    if table["pass"] not in ("forward", "backward"):
-        raise ValueError(f"pass ({table['pass']!r}) of a kernel must be 'forward' or 'backward'")
-    flops = tuple(tuple(map(float, row)) for row in table["flops"])
-    queries, keys = (tuple(map(float, table[side])) for side in ("queries", "keys"))
-    width = int(table.get("head_dim", 0))
-    extra = (float(table.get(name, 0.0)) for name in ("launch_seconds", "edge_keys"))
-    return KernelSpeed(
-        table["dtype"], table["pass"] == "backward", queries, keys, flops, width, *extra
-    )

@@ -6,7 +6,6 @@ times best x q / (q + half) x k / (k + half), for tiles of q queries and k keys.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -39,28 +38,27 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is no TOML: {error}") from None
 
 
-def write_toml(machine: Any) -> str:
-    """A machine as TOML: plain fields first, then links, then one table per kernel."""
-    plain, tables = [], []
-    for name, value in ((f.name, getattr(machine, f.name)) for f in fields(machine)):
-        if name == "kernels" or value is None:
-            continue
-        if is_dataclass(value):
-            lines = (f"{f.name} = {_written(getattr(value, f.name))}" for f in fields(value))
-            tables += ["", f"[{name}]", *lines]
-        else:
-            plain.append(f"{name} = {_written(value)}")
-    for kernel in machine.kernels:
-        tables += ["", "[[kernel]]", f'dtype = "{kernel.dtype}"']
-        tables.append(f'pass = "{"backward" if kernel.backward else "forward"}"')
-        for name in ("head_dim", "launch_seconds", "edge_keys"):
-            if getattr(kernel, name):
-                tables.append(f"{name} = {_written(getattr(kernel, name))}")
-        for name in ("queries", "keys"):
-            tables.append(f"{name} = {_written(getattr(kernel, name))}")
-        rows = (f"    {_written(row)}," for row in kernel.flops)
-        tables += ["flops = [", *rows, "]"]
-    return "\n".join([*plain, *tables]) + "\n"
+def write_toml(data: Mapping[str, Any]) -> str:
+    """Plain values as TOML: first those that are no tables; None is left out."""
+    lines: list[str] = []
+    tables: list[str] = []
+    for name, value in data.items():
+        match value:
+            case None:
+                continue
+            case dict():
+                tables += ["", f"[{name}]", *map(_line, value.items())]
+            case [{}, *_]:
+                for row in value:
+                    tables += ["", f"[[{name}]]", *map(_line, row.items())]
+            case _:
+                lines.append(_line((name, value)))
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _line(entry: tuple[str, Any]) -> str:
+    name, value = entry
+    return f"{name} = {_written(value)}"
 
 
 def _written(value: Any) -> str:
@@ -70,7 +68,9 @@ def _written(value: Any) -> str:
         case str():
             escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
             return f'"{"".join(escapes.get(letter, letter) for letter in value)}"'
-        case tuple():
+        case [[*_], *_]:
+            return "".join(["[\n", *(f"    {_written(row)},\n" for row in value), "]"])
+        case list():
             return f"[{', '.join(map(_written, value))}]"
     return repr(value)
 
@@ -80,7 +80,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(_presets()["machine"]))
 
 
-def preset_fields(name: str) -> dict[str, Any] | None:
+def preset_tables(name: str) -> dict[str, Any] | None:
     """The tables of a preset as a file of its own would have them; None if there is none."""
     presets = _presets()
     if name not in presets["machine"]:

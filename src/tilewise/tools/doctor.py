@@ -13,7 +13,6 @@ from torch.nn import attention
 
 from tilewise.kernels.registry import PROVIDERS, abilities
 from tilewise.tools.bench.our_kernels import OTHERS, absent
-from tilewise.transport.symmetric_memory import lacking
 
 
 class Extra(NamedTuple):
@@ -147,10 +146,7 @@ def _transports() -> list[Component]:
     has_nccl, has_cuda = available and dist.is_nccl_available(), torch.cuda.is_available()
     use = "CUDA tensors" if has_cuda else "no CUDA device here"
     use = use if has_nccl else "this torch is built without NCCL"
-    found.append(Component("transport", "nccl", has_nccl and has_cuda, use))
-    reason = lacking()
-    use = 'CUDA tensors of one node; unproven, by name alone: transport_for(group, "symmetric")'
-    return [*found, Component("transport", "symmetric", reason is None, reason or use)]
+    return [*found, Component("transport", "nccl", has_nccl and has_cuda, use)]
 
 
 def _extras() -> list[Component]:

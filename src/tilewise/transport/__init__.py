@@ -2,6 +2,5 @@
 
 process_group and posted: gloo and NCCL; loopback and cooperative_threads: all ranks in one process;
 nccl_groups, nccl_batches, nodes and streams: what NCCL needs besides; lost_rank: who failed whom;
-symmetric and symmetric_memory: pushes inside a node;
 resolve: the transport of a group.
 """

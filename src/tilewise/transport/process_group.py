@@ -70,23 +70,17 @@ class DistTransport:
         node_size: neighbouring ranks of the group that share a node: messages between nodes get a
             lane of their own. None: on NCCL as torchrun says, if all
             nodes hold equally many neighbours; else one lane.
-        cpu_only: for tensors of the CPU alone, over gloo whatever the group has.
 
     Attributes:
         process_group: whose agreement is that of this transport.
-        declined: why it is not symmetric memory, where that was to be used if it can.
     """
 
-    declined: str | None = None
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, node_size: int | None = None, cpu_only: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
         self.process_group = group
-        self._backends = {"cpu": "gloo"} if cpu_only else _BACKENDS.of(group)
+        self._backends = _BACKENDS.of(group)
         wrong = {("cuda", "gloo"), ("cpu", "nccl")}
         self._carried = dict(self._backends.items() - wrong)  # by device
         batched = self._backends.get("cuda") == "nccl"
@@ -94,7 +88,7 @@ class DistTransport:
         self.receives_ahead = traits.receives_ahead
         self.sends_in_flight = traits.sends_in_flight
         self.takes_teams = traits.takes_teams
-        self._lanes = [gloo_group(group) if cpu_only else group]
+        self._lanes = [group]
         self._agreement = agreement_of(self)
         self._watch = WATCHES.of(group, self._agreement)
         self.node_size = node_size
@@ -111,8 +105,7 @@ class DistTransport:
 
     def __repr__(self) -> str:
         names = ", ".join(f"{name} for {device}" for device, name in self._backends.items())
-        declined = f"; not symmetric memory: {self.declined}" if self.declined else ""
-        return f"DistTransport({self.world_size} ranks, {names}{declined})"
+        return f"DistTransport({self.world_size} ranks, {names})"
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], lane: int = 0) -> Handle:
         sends = sends and travelling(sends, self.rank, self.world_size)

@@ -1,6 +1,6 @@
 """What ranks hand to a transport: flat bytes, one peer, one label."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
@@ -132,11 +132,6 @@ def team_transport(transport: Transport) -> TeamTransport | None:
     """The transport as one that takes teams' exchanges; None: they are for exchange."""
     takes = getattr(transport, "takes_teams", False)
     return cast(TeamTransport, transport) if takes else None
-
-
-def workspace_of(transport: Transport) -> Callable[[int], Tensor | None] | None:
-    """Gives memory that peers of this transport can write to: so many bytes; None: it has none."""
-    return getattr(transport, "workspace", None)
 
 
 def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[Message]:

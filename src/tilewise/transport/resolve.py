@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
-from tilewise.transport.symmetric import HEAP_BYTES, symmetric_transport
 
 Group: TypeAlias = dist.ProcessGroup | Transport | None
 """The ranks that share a sequence: a ProcessGroup, what loopback passes to a rank, a Transport of
@@ -42,12 +41,7 @@ class _Done:
         return
 
 
-TRANSPORTS = ("default", "symmetric", "auto")
-
-
-def transport_for(
-    group: Group = None, transport: str = "default", *, heap_bytes: int = HEAP_BYTES
-) -> Transport:
+def transport_for(group: Group = None) -> Transport:
     """Return the transport of a group, to be passed as `group`.
 
     Args:
@@ -59,23 +53,11 @@ def transport_for(
                 attention(q, k, v, plan=plan, layout=layout, mask=mask, group=group)
                 group.bytes_sent
 
-        transport: "default": NCCL for tensors on CUDA, gloo for those on the CPU. "symmetric":
-            pushes of copy engines inside a node, unproven (docs/gpu.md); all ranks of a process
-            group ask for it together. "auto": that, where all of these hold, else the default,
-            which then says why: every rank sees CUDA, this torch and cuda-bindings have what it
-            takes, and all ranks are on one node.
-        heap_bytes: of each rank's memory that "symmetric" lets the others write to.
-
     On an NCCL group the first call is collective: see DistTransport.
 
     Raises:
-        ValueError: if group is something else, or this process is not in it; if transport has
-            another name or cannot serve: the same on every rank.
+        ValueError: if group is something else, or this process is not in it.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
-    if transport != "default":
-        return _symmetric(group, heap_bytes, transport == "auto")
     if isinstance(group, DistTransport):
         return group
     if group is None:
@@ -90,20 +72,3 @@ def transport_for(
         f"group ({type(group).__name__}) must be None, a ProcessGroup that this process is in, "
         "or the group that loopback passes"
     )
-
-
-def _symmetric(group: Group, heap_bytes: int, or_default: bool) -> Transport:
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    reason = f"it is for a process group, and group is {type(group).__name__}"
-    if isinstance(group, dist.ProcessGroup):
-        try:
-            return symmetric_transport(group, heap_bytes)
-        except ValueError as error:
-            reason = str(error)
-    if not or_default:
-        raise ValueError(f'transport "symmetric" cannot serve: {reason}')
-    found = transport_for(group)
-    if isinstance(found, DistTransport):
-        found.declined = reason
-    return found

@@ -152,31 +152,5 @@ def plain_wires(wire_dtype: DtypeName | None, dtype: str) -> Wires:
     return wires_of(None, wire_dtype).resolved(dtype)
 
 
-KINDS = (Plain, Float8, Latent)
-
-
-def write_wires(wires: Wires) -> dict[str, Any]:
-    """A set of wires as plain values; the inverse of read_wires."""
-    own = {field.name: getattr(wires, field.name) for field in fields(wires)}
-    return {name: wire and _written(wire) for name, wire in own.items()}
-
-
-def _written(wire: Any) -> dict[str, Any]:
-    names = [field.name for field in fields(wire) if field.compare]
-    return {"kind": type(wire).__name__, **{name: getattr(wire, name) for name in names}}
-
-
-def read_wires(data: Any) -> Wires:
-    """The set of wires that write_wires wrote; the functions of a latent are not among it.
-
-    Raises:
-        ValueError, TypeError, KeyError: if it is none.
-    """
-    known = {kind.__name__: kind for kind in KINDS}
-
-    def read(wire: Any) -> Any:
-        if wire["kind"] not in known:
-            raise ValueError(f"wire {wire['kind']!r} is not known; take one of {', '.join(known)}")
-        return known[wire["kind"]](**{name: x for name, x in wire.items() if name != "kind"})
-
-    return Wires(**{name: wire and read(wire) for name, wire in data.items()})
+WIRE_KINDS = (Plain, Float8, Latent)
+"""The wires that files can hold."""
