@@ -23,7 +23,6 @@ from tilewise.execution.call import Call
 from tilewise.execution.forward_backward import bound_code, forward_pass
 from tilewise.execution.resolve import resolve_once
 from tilewise.execution.run import Pass
-from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.merge import merge_into
 from tilewise.kernels.registry import kernel_for
 from tilewise.tiles.calls import KernelCall as KernelCall
@@ -84,7 +83,7 @@ def main() -> None:
     transport = Instant()
     times: dict[str, list[float]] = {"by hand": [], "code": [], "call": []}
     with torch.no_grad():
-        bound, pool = bound_code(problem, transport, q, backward=False), WorkspacePool()
+        bound = bound_code(problem, transport, q, backward=False)
         given = {
             "q": q,
             "k": k,
@@ -96,7 +95,7 @@ def main() -> None:
         for _ in range(REPEATS):
             for name, part in (
                 ("by hand", lambda: by_hand(q, k, v, transport, problem.scores.scale)),
-                ("code", lambda: bound.run(given, Pass(transport, problem.scores), pool)),
+                ("code", lambda: bound.run(given, Pass(transport, problem.scores))),
                 ("call", lambda: forward_pass(problem, transport, *own, keep=False)),
             ):
                 times[name].append(microseconds(part))

@@ -145,11 +145,11 @@ class DecodingPass:
         self, problem: ResolvedCall, transport: Transport, batch: int, device: torch.device
     ):
         self._here, self._transport = RankReads(transport.rank, transport.world_size), transport
-        self._problem, self._pool = problem, WorkspacePool()
+        self._problem = problem
         call = CallTraits(batch, prune=False, asks=True)
         traits = code_traits(problem, transport)
         code = pass_code(problem.passes, transport.rank, backward=False, call=call, traits=traits)
-        self._bound = BoundCode(code, device, problem.kernel, problem.scores)
+        self._bound = BoundCode(code, device, problem.kernel, problem.scores, WorkspacePool())
 
     def attend(
         self,
@@ -169,7 +169,7 @@ class DecodingPass:
         out = out if sink is None else out.to(lse.dtype)
         given = {"out": out.transpose(0, 1), "lse": lse.transpose(0, 1)}
         work = Pass(self._transport, self._problem.scores, ask=step.attend)
-        self._bound.run(given, work, self._pool)
+        self._bound.run(given, work)
         if sink is not None:
             out, _ = with_sink(out, lse, sink)
         return out.to(q.dtype)

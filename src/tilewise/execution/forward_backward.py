@@ -42,7 +42,7 @@ def forward_pass(
     for x in largest:
         given["largest"] = rows_first(x, batched)
     work = Pass(transport, problem.scores, expansion=problem.expansion)
-    kept = bound.run(given, work, _pool(problem, transport, q.device))
+    kept = bound.run(given, work)
     return out, lse, [*map(_largest, largest), *kept]
 
 
@@ -72,7 +72,7 @@ def backward_pass(
     given |= {f"kept{number}": x for number, x in enumerate(kept)}
     bound = bound_code(problem, transport, q, backward=True)
     work = Pass(transport, problem.scores, expansion=problem.expansion, dlse=dlse)
-    bound.run(given, work, _pool(problem, transport, q.device))
+    bound.run(given, work)
     return tuple(results)
 
 
@@ -97,7 +97,8 @@ def bound_code(
             code = pass_code(passes, rank, backward=backward, call=call, traits=traits)
         if code.rank != rank:
             raise ValueError(f"the code is for rank {code.rank}, but this is rank {rank}")
-        return BoundCode(code, device, problem.kernel, scores)
+        pool = _pool_of(passes[0].plan, rank, device)
+        return BoundCode(code, device, problem.kernel, scores, pool)
 
     traits = code_traits(problem, transport)
     if problem.kept is None:
@@ -115,10 +116,6 @@ def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
         getattr(transport, "sends_in_flight", None),
         call_style(problem.kernel),
     )
-
-
-def _pool(problem: ResolvedCall, transport: Transport, device: torch.device) -> WorkspacePool:
-    return _pool_of(problem.passes[0].plan, transport.rank, device)
 
 
 @kept_with_plan(4, each_rank=True)

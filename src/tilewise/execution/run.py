@@ -73,10 +73,21 @@ Step: TypeAlias = Callable[[list[Any], Pass], object]
 
 
 class BoundCode:
-    """A code bound to a device, a kernel and what the kernel does to scores."""
+    """A code bound to a device, a kernel and what the kernel does to scores.
 
-    def __init__(self, code: Code, device: torch.device, kernel: Kernel, scores: Scores):
-        self.code, self._device = code, device
+    Args:
+        pool: of workspaces, which codes share that never run at the same time.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        device: torch.device,
+        kernel: Kernel,
+        scores: Scores,
+        pool: WorkspacePool,
+    ):
+        self.code, self._device, self._pool = code, device, pool
         self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
             kernel.backward if code.backward else kernel.forward
         )
@@ -92,7 +103,7 @@ class BoundCode:
         self._steps = [self._bound(op) for op in code.ops]
         self._prologue = self._given_parts()
 
-    def run(self, given: Mapping[str, Tensor], work: Pass, pool: WorkspacePool) -> list[Tensor]:
+    def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
         """Run the code; returns when all that was sent has left.
 
         Args:
@@ -105,7 +116,7 @@ class BoundCode:
         capturing = is_capturing(device)
         if capturing:
             CALL_CACHE.keep_if_capturing(device, self)  # its tables
-        workspace = Workspace() if capturing else pool.take()
+        workspace = Workspace() if capturing else self._pool.take()
         bound = workspace.enter(self, code.num_bytes, device, self._bind)
         tensors: list[Any] = bound.copy()
         kept = [
@@ -126,7 +137,7 @@ class BoundCode:
         work.transport.finish()
         workspace.leave()
         if not capturing:
-            pool.give_back(workspace)
+            self._pool.give_back(workspace)
         return kept
 
     def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
