@@ -99,8 +99,10 @@ class BoundCode:
         self._as_bytes: dict[int, int] = {}
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
+        self._awaited: set[int] = set()  # exchanges
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [self._bound(op) for op in code.ops]
+        self._busy_steps = [step for step in self._steps if step is not _no_step]
         self._prologue = self._given_parts()
 
     def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
@@ -132,7 +134,7 @@ class BoundCode:
         if profiler._is_profiler_enabled:
             self._run_recorded(tensors, work)
         else:
-            for step in self._steps:
+            for step in self._busy_steps:
                 step(tensors, work)
         work.transport.finish()
         workspace.leave()
@@ -492,7 +494,12 @@ class BoundCode:
         return [(self._bytes_number(one.ref), one.peer, Label(one.step, one.item)) for one in parts]
 
     def _wait(self, op: ops.Wait) -> Step:
+        # An exchange is waited for as a whole: by the first of its arrivals that is.
         places = [*dict.fromkeys(self._groups[arrival] for arrival in op.arrivals)]
+        places = [place for place in places if place not in self._awaited]
+        self._awaited.update(places)
+        if not places:
+            return _no_step
         if len(places) == 1:
             (place,) = places
             return lambda _, work: work.handles[place].wait()
@@ -510,6 +517,10 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def _no_step(_: list[Any], __: Pass) -> None:
+    return
 
 
 def _untold(_: Pass) -> tuple[()]:
