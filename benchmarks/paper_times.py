@@ -170,8 +170,8 @@ def _waits(ring: float, machine: tw.Machine) -> Claim:
     top = best(mesh_work(1024 * K), machine, 128)
     share = 100 * slowing(machine)
     why = (
-        f"a ring's hop that gets {share:.0f} % of the line rate of 50 GB/s beside kernels at full "
-        "speed; half of that if there was no causal mask"
+        f"a ring's transfer that gets {share:.0f} % of the line rate of 50 GB/s beside kernels at "
+        "full speed; half of that if there was no causal mask"
     )
     return Claim(
         *("ring waits, 128 devices, 1M tokens", WAITS, ring, "%", f"ring, {machine.name}"),

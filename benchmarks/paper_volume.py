@@ -1,6 +1,7 @@
 """The bytes that the Mesh-Attention paper counts, beside those that tw.volume counts.
 
-    u = bytes of one query shard;  x = a - 1 query hops,  y = b - 1 KV hops of an a x b tile
+    u = bytes of one query shard
+    x = a - 1 query transfers,  y = b - 1 KV transfers of an a x b tile
     forward   x (q + out)                       + y (k + v)            = 2 x + 2 r y
     backward  x (q + dout + out + dq in fp32)   + y (k + v + dk + dv)  = 5 x + 6 r y
 

@@ -24,7 +24,7 @@ WORLDS = (1, 2, 3, 4, 6, 8, 16, 64)
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Hops(NamedTuple):
+class Transfers(NamedTuple):
     """Shards of each side that a rank sends, as operands and as partials alike."""
 
     x: Fraction
@@ -41,7 +41,13 @@ MHA, GQA, MQA = Heads(64, 64), Heads(64, 8), Heads(64, 1)
 
 
 def closed_form(
-    n: int, hops: Hops, heads: Heads, dtype: str, wire: str, degree: int = 1, gathered: bool = False
+    n: int,
+    transfers: Transfers,
+    heads: Heads,
+    dtype: str,
+    wire: str,
+    degree: int = 1,
+    gathered: bool = False,
 ) -> tuple[Fraction, Fraction]:
     """forward = x (u + w u + l) + y 2 rho u; backward = x (2u + 2l + w u) + y 2 rho u (1 + w).
 
@@ -55,16 +61,16 @@ def closed_form(
     kept = 1 if gathered else 0
     odd = heads.num_heads // degree % 2 and dtype != "float64"
     padding = ROWS * degree * 8 if odd else 0
-    forward = hops.x * (u + w * u + l) + hops.y * 2 * rho * u
+    forward = transfers.x * (u + w * u + l) + transfers.y * 2 * rho * u
     sent = (2 - kept) * u + 2 * l + padding + w * u
-    backward = hops.x * sent + hops.y * 2 * rho * u * (1 - kept + w)
+    backward = transfers.x * sent + transfers.y * 2 * rho * u * (1 - kept + w)
     return forward, backward
 
 
-def assert_sent(plan: Plan, hops: Hops | list[Hops], degree: int = 1) -> None:
+def assert_sent(plan: Plan, transfers: Transfers | list[Transfers], degree: int = 1) -> None:
     """Every rank sends what the formula says, for all kinds of heads, dtypes and savings."""
     n = plan.world_size
-    per_rank = hops if isinstance(hops, list) else [hops] * n
+    per_rank = transfers if isinstance(transfers, list) else [transfers] * n
     kinds = list(product((MHA, GQA, MQA), WIRES, ("replay", "gathered")))
     for heads, (dtype, wire), save in kinds if n < 32 else kinds[:: len(kinds) // 3]:
         work = tw.Workload(ROWS * n, *heads, HEAD_DIM, dtype, wire, tw.Full(), "contiguous", save)
@@ -77,11 +83,11 @@ def assert_sent(plan: Plan, hops: Hops | list[Hops], degree: int = 1) -> None:
 @pytest.mark.parametrize("n", WORLDS)
 def test_rings_and_all_gather_send_n_minus_1_shards(n: int):
     everything = Fraction(n - 1)
-    assert_sent(tw.ring(n), Hops(Fraction(0), everything))
-    assert_sent(tw.ring(n, moves="q"), Hops(everything, Fraction(0)))
-    assert_sent(tw.all_gather(n), Hops(Fraction(0), everything))
+    assert_sent(tw.ring(n), Transfers(Fraction(0), everything))
+    assert_sent(tw.ring(n, moves="q"), Transfers(everything, Fraction(0)))
+    assert_sent(tw.all_gather(n), Transfers(Fraction(0), everything))
     for nodes in {divisors(n)[len(divisors(n)) // 2], n}:
-        assert_sent(tw.double_ring(nodes, n // nodes), Hops(Fraction(0), everything))
+        assert_sent(tw.double_ring(nodes, n // nodes), Transfers(Fraction(0), everything))
 
 
 @pytest.mark.parametrize("n", WORLDS)
@@ -91,18 +97,18 @@ def test_meshes_send_a_minus_1_and_b_minus_1_shards(n: int):
             ("greedy", "gather") if n > 12 else ("greedy", "eager", "kv_first", "gather")
         ):
             plan = tw.mesh(n, q_tile=a, schedule=schedule)
-            assert_sent(plan, Hops(Fraction(a - 1), Fraction(n // a - 1)))
+            assert_sent(plan, Transfers(Fraction(a - 1), Fraction(n // a - 1)))
 
 
 @pytest.mark.parametrize("n", WORLDS)
 def test_attention2d_sends_one_more_where_a_column_lacks_the_ranks_own_keys(n: int):
     for rows in divisors(n) if n < 32 else (4, 8):
         columns = n // rows
-        hops = [
-            Hops(Fraction(columns - 1), Fraction(rows - 1 + (rank // rows != rank % columns)))
+        transfers = [
+            Transfers(Fraction(columns - 1), Fraction(rows - 1 + (rank // rows != rank % columns)))
             for rank in range(n)
         ]
-        assert_sent(tw.attention2d(rows, columns), hops)
+        assert_sent(tw.attention2d(rows, columns), transfers)
 
 
 @pytest.mark.parametrize("n", WORLDS)
@@ -110,11 +116,11 @@ def test_ulysses_adds_its_all_to_all_to_an_inner_plan(n: int):
     for degree in [d for d in divisors(n) if MHA.num_heads % d == 0 and (n < 32 or d in (8, n))]:
         inner, share = n // degree, Fraction(degree - 1, degree)
         assert_sent(
-            tw.ulysses(degree, inner=tw.ring(inner)), Hops(share, share + inner - 1), degree
+            tw.ulysses(degree, inner=tw.ring(inner)), Transfers(share, share + inner - 1), degree
         )
         a = divisors(inner)[-2:][0]
         plan = tw.ulysses(degree, inner=tw.mesh(inner, q_tile=a))
-        assert_sent(plan, Hops(share + a - 1, share + inner // a - 1), degree)
+        assert_sent(plan, Transfers(share + a - 1, share + inner // a - 1), degree)
 
 
 def test_at_256_ranks_the_table_of_the_design_holds():

@@ -189,13 +189,17 @@ def _sent(resolved: ResolvedPass) -> tuple[int, ...]:
             return _sent_alike(resolved, symmetry)
     pruned = resolved.pruned
     return tuple(
-        sum(resolved.hop_bytes(hop) for step in pruned.rank_steps(rank) for hop in step.sends)
+        sum(
+            resolved.transfer_bytes(transfer)
+            for step in pruned.rank_steps(rank)
+            for transfer in step.sends
+        )
         for rank in range(plan.world_size)
     )
 
 
 def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
-    """As _sent, of whole shards: hops are those of one rank per class, relabelled for the others.
+    """As _sent, of whole shards: transfers are those of one rank per class, relabelled for others.
 
     Only the sizes of the shards differ between ranks of a class, if at all.
     """
@@ -206,8 +210,10 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
     for rank in symmetry.firsts():
         shards: dict[Item, list[int]] = {}
         for step in plan.rank_steps(rank):
-            for hop in step.sends:
-                shards.setdefault(hop.item._replace(shard=0, heads=0), []).append(hop.item.shard)
+            for transfer in step.sends:
+                shards.setdefault(transfer.item._replace(shard=0, heads=0), []).append(
+                    transfer.item.shard
+                )
         known[rank] = [
             (item.side, payload.row_bytes(item), np.array(moved)) for item, moved in shards.items()
         ]

@@ -223,8 +223,8 @@ def components(step: BatchStep) -> list[set[int]]:
     groups = [{rank} for rank in range(step.world_size)]
     for rank in range(step.world_size):
         for part in step.plan.rank_steps(rank):
-            for hop in part.sends:
-                one, two = (next(g for g in groups if r in g) for r in (hop.src, hop.dst))
+            for transfer in part.sends:
+                one, two = (next(g for g in groups if r in g) for r in (transfer.src, transfer.dst))
                 if one is not two:
                     groups.remove(two)
                     one |= two

@@ -40,9 +40,9 @@ def test_the_papers_accounting_meets_its_largest_reduction(figures: dict):
 
 def test_what_the_paper_leaves_out_and_sends_twice_is_all_that_differs(figures: dict):
     theirs, ours = (figures[who, "mesh 8 x 32"] for who in ("as the paper counts", "tw.volume"))
-    lse, out, hops = 4 / (128 * 2), 1, 7
-    assert ours["forward"] == theirs["forward"] + hops * lse
-    assert ours["backward"] == theirs["backward"] - hops * out + hops * 2 * lse
+    lse, out, transfers = 4 / (128 * 2), 1, 7
+    assert ours["forward"] == theirs["forward"] + transfers * lse
+    assert ours["backward"] == theirs["backward"] - transfers * out + transfers * 2 * lse
 
 
 def test_the_hybrid_row_is_what_volume_says(figures: dict):

@@ -126,9 +126,9 @@ def test_a_partial_leaves_a_rank_once_a_step():
 def test_rows_are_ascending_ranges_of_the_shard(rows):
     plan, mask, layout = tw.ring(2), tw.Causal(), tw.contiguous(6, 2)
     steps = list(tw.prune(plan, mask, layout).steps)
-    hops = [hop._replace(rows=rows) for hop in steps[0].transfers]
-    assert hops
-    steps[0] = steps[0]._replace(transfers=tuple(hops))
+    transfers = [transfer._replace(rows=rows) for transfer in steps[0].transfers]
+    assert transfers
+    steps[0] = steps[0]._replace(transfers=tuple(transfers))
     with pytest.raises(PlanError, match="ascending ranges"):
         tw.check(plan.replaced("broken", steps), mask, layout)
 
@@ -149,13 +149,13 @@ def test_mask_and_layout_go_together():
         tw.check(tw.ring(2), tw.Causal(), tw.contiguous(6, 3))
 
 
-def test_ends_of_a_hop_that_disagree_are_found_when_the_steps_are_joined():
-    hop = Transfer(Item(Side.KV, Role.OPERAND, 0), 0, 1)
-    parts = (RankStep(sends=(hop,)),), (RankStep(),)
+def test_ends_of_a_transfer_that_disagree_are_found_when_the_steps_are_joined():
+    transfer = Transfer(Item(Side.KV, Role.OPERAND, 0), 0, 1)
+    parts = (RankStep(sends=(transfer,)),), (RankStep(),)
     owners = tw.ring(2).owners
     with pytest.raises(PlanError, match="known to one end only") as error:
         tw.check(Plan("one-sided", 2, 1, owners, script=parts.__getitem__))
-    assert (error.value.step, error.value.rank, error.value.item) == (0, 1, hop.item)
+    assert (error.value.step, error.value.rank, error.value.item) == (0, 1, transfer.item)
 
 
 N = 3
@@ -316,11 +316,11 @@ def test_shards_may_be_at_home_on_any_rank():
             tuple(Tile(*([(s + 1) % 3 for s in side] for side in tile[:2])) for tile in tiles)
             for tiles in step.tiles
         )
-        hops = (
-            hop._replace(item=hop.item._replace(shard=(hop.item.shard + 1) % 3))
-            for hop in step.transfers
+        transfers = (
+            transfer._replace(item=transfer.item._replace(shard=(transfer.item.shard + 1) % 3))
+            for transfer in step.transfers
         )
-        return Step(tiles, tuple(hops))
+        return Step(tiles, tuple(transfers))
 
     side = ((2,), (0,), (1,))
     relabelled = Plan("relabelled", 3, 1, (side, side), map(moved, plan.steps))

@@ -35,7 +35,7 @@ def used(instruction: Instruction) -> set[Item]:
         case Compute(tile):
             return set(tile_operands(tile))
         case Launch(sends=sends):
-            items = {hop.item for hop in sends}
+            items = {transfer.item for transfer in sends}
             results = {item for item in items if item.role is Role.RESULT}
             return items | {item._replace(role=Role.PARTIAL) for item in results}
     return set()
@@ -63,7 +63,7 @@ def test_every_receive_is_waited_for_once_and_before_its_use(n: int, ahead: int)
                         under_way[item] -= 1
                 assert not any(under_way[item] for item in used(instruction)), (plan, rank)
                 if isinstance(instruction, Launch):
-                    under_way.update(hop.item for hop in instruction.recvs)
+                    under_way.update(transfer.item for transfer in instruction.recvs)
             assert not any(under_way.values())
 
 
@@ -94,10 +94,10 @@ def test_received_operands_are_freed_once_after_their_last_use(n: int):
         for rank in range(n):
             program = tw.lower(plan, rank)
             received = {
-                hop.item
+                transfer.item
                 for launch in launches(program)
-                for hop in launch.recvs
-                if hop.item.role is Role.OPERAND
+                for transfer in launch.recvs
+                if transfer.item.role is Role.OPERAND
             }
             freed: set[Item] = set()
             for instruction in program.instructions:
@@ -112,7 +112,7 @@ def test_a_ring_holds_two_received_shards_at_most():
     held, most = 0, 0
     for instruction in tw.lower(tw.ring(8), 3).instructions:
         if isinstance(instruction, Launch):
-            held += sum(hop.item.role is Role.OPERAND for hop in instruction.recvs)
+            held += sum(transfer.item.role is Role.OPERAND for transfer in instruction.recvs)
         held -= isinstance(instruction, Free)
         most = max(most, held)
     assert (held, most) == (0, 2)
@@ -135,20 +135,24 @@ def test_receives_meet_their_sends_in_launch_order(n: int, ahead: int, node_size
         received: dict[tuple, list] = defaultdict(list)
         for rank in range(n):
             for launch in launches(tw.lower(plan, rank, ahead=ahead, node_size=node_size)):
-                for hop in launch.sends:
-                    sent[hop.src, hop.dst, launch.lane].append((hop.item, hop.rows))
-                for hop in launch.recvs:
-                    received[hop.src, hop.dst, launch.lane].append((hop.item, hop.rows))
+                for transfer in launch.sends:
+                    sent[transfer.src, transfer.dst, launch.lane].append(
+                        (transfer.item, transfer.rows)
+                    )
+                for transfer in launch.recvs:
+                    received[transfer.src, transfer.dst, launch.lane].append(
+                        (transfer.item, transfer.rows)
+                    )
         assert sent == received, plan
 
 
 def test_transfers_inside_a_node_and_between_nodes_take_lanes_of_their_own():
     plan = tw.double_ring(3, 4)
     lanes = {
-        (launch.lane, hop.src // 4 != hop.dst // 4)
+        (launch.lane, transfer.src // 4 != transfer.dst // 4)
         for rank in range(12)
         for launch in launches(tw.lower(plan, rank, node_size=4))
-        for hop in (*launch.sends, *launch.recvs)
+        for transfer in (*launch.sends, *launch.recvs)
     }
     assert lanes == {(0, False), (1, True)}
     assert {one.lane for one in launches(tw.lower(plan, 0))} == {0}
@@ -162,8 +166,8 @@ def test_receives_ahead_are_posted_before_the_launch_of_their_step():
         for instruction in program.instructions:
             seen += isinstance(instruction, Compute)
             if isinstance(instruction, Launch):
-                for hop in instruction.recvs:
-                    posted[ahead, hop.item, hop.src] = seen
+                for transfer in instruction.recvs:
+                    posted[ahead, transfer.item, transfer.src] = seen
     late = [posted[0, item, src] - posted[1, item, src] for a, item, src in posted if a == 0]
     later = [posted[0, item, src] - posted[2, item, src] for a, item, src in posted if a == 0]
     assert max(late) == 1 and max(later) == 2 and min(late) == 0
@@ -200,7 +204,9 @@ def test_arenas_hold_an_item_once_and_nothing_in_them_goes_before_all_has_come(n
                 for instruction in program.instructions:
                     freed |= isinstance(instruction, Free) and instruction.item in arena
                     if isinstance(instruction, Launch):
-                        assert not (freed and {hop.item for hop in instruction.recvs} & set(arena))
+                        assert not (
+                            freed and {transfer.item for transfer in instruction.recvs} & set(arena)
+                        )
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tilewise.plan.ir import Plan, Role, Side, Step, Transfer
 LAYOUTS = (tw.contiguous, tw.zigzag, tw.striped)
 
 
-def hops(plan: Plan) -> list[Transfer]:
-    return [hop for step in plan.steps for hop in step.transfers]
+def transfers(plan: Plan) -> list[Transfer]:
+    return [transfer for step in plan.steps for transfer in step.transfers]
 
 
 def sent(plan: Plan, mask: tw.Mask, layout: tw.Layout) -> int:
@@ -39,7 +39,7 @@ def sent(plan: Plan, mask: tw.Mask, layout: tw.Layout) -> int:
 
 @given(st.data())
 @settings(max_examples=25)
-def test_a_pruned_plan_is_right_and_has_no_hop_to_spare(data: st.DataObject):
+def test_a_pruned_plan_is_right_and_has_no_transfer_to_spare(data: st.DataObject):
     n = data.draw(st.integers(1, 6))
     plan = data.draw(st.sampled_from(list(plans(n))))
     mask = data.draw(masks())
@@ -47,7 +47,7 @@ def test_a_pruned_plan_is_right_and_has_no_hop_to_spare(data: st.DataObject):
     pruned = tw.prune(plan, mask, layout)
     tw.check(pruned, mask, layout)
     assert tw.droppable(pruned, mask, layout) == ()
-    assert len(hops(pruned)) <= len(hops(plan))
+    assert len(transfers(pruned)) <= len(transfers(plan))
     assert sent(plan, mask, layout) <= sent(plan, tw.Full(), layout)
 
 
@@ -74,7 +74,11 @@ def test_causal_ring_skips_future_shards():
     pruned = tw.prune(tw.ring(n), tw.Causal(), tw.contiguous(20, n))
     cells = {(t.q[0], t.kv[0]) for step in pruned.steps for tiles in step.tiles for t in tiles}
     assert cells == {(q, kv) for q in range(n) for kv in range(q + 1)}
-    read = {(hop.item.shard, hop.dst) for hop in hops(pruned) if hop.item.role is Role.OPERAND}
+    read = {
+        (transfer.item.shard, transfer.dst)
+        for transfer in transfers(pruned)
+        if transfer.item.role is Role.OPERAND
+    }
     assert read == {(kv, q) for q in range(n) for kv in range(q)}
 
 
@@ -83,22 +87,24 @@ def test_unread_halves_of_zigzag_shards_do_not_travel(make: Callable[[int], Plan
     """Ranks after a shard's owner read both its halves or its first alone, never the second."""
     n, half = 4, 3
     pruned = tw.prune(make(n), tw.Causal(), tw.zigzag(2 * n * half, n))
-    operands = [hop for hop in hops(pruned) if hop.item.role is Role.OPERAND]
+    operands = [transfer for transfer in transfers(pruned) if transfer.item.role is Role.OPERAND]
     assert len(operands) == n * (n - 1)
-    for hop in operands if make is tw.all_gather else ():
-        assert hop.rows == (None if hop.dst < hop.item.shard else ((0, half),))
-    last_hops = {hop.item.shard: hop for hop in operands}
-    assert all(hop.rows in (None, ((0, half),)) for hop in operands)
-    assert last_hops[0].rows == ((0, half),)
-    partials = [hop for hop in hops(pruned) if hop.item.role is Role.PARTIAL]
-    assert any(hop.rows == ((0, half),) for hop in partials)
+    for transfer in operands if make is tw.all_gather else ():
+        assert transfer.rows == (None if transfer.dst < transfer.item.shard else ((0, half),))
+    last_transfers = {transfer.item.shard: transfer for transfer in operands}
+    assert all(transfer.rows in (None, ((0, half),)) for transfer in operands)
+    assert last_transfers[0].rows == ((0, half),)
+    partials = [transfer for transfer in transfers(pruned) if transfer.item.role is Role.PARTIAL]
+    assert any(transfer.rows == ((0, half),) for transfer in partials)
 
 
-def test_a_hop_is_trimmed_to_what_its_destination_or_a_later_hop_reads():
+def test_a_transfer_is_trimmed_to_what_its_destination_or_a_later_transfer_reads():
     """One document ends in the middle of shard 1: nobody needs shard 0's tokens after it."""
     mask, layout = tw.Document([0, 6, 12]) & tw.Causal(), tw.contiguous(12, 3)
     pruned = tw.prune(tw.ring(3), mask, layout)
-    travelling = {(h.item, h.src, h.dst, h.rows) for h in hops(pruned) if h.item.side is Side.KV}
+    travelling = {
+        (h.item, h.src, h.dst, h.rows) for h in transfers(pruned) if h.item.side is Side.KV
+    }
     assert (operand(Side.KV, 0), 0, 1, None) in travelling
     assert (operand(Side.KV, 1), 1, 2, ((2, 4),)) in travelling
     assert not any(item.shard == 0 and 2 in (src, dst) for item, src, dst, _ in travelling)
@@ -110,14 +116,14 @@ def test_documents_apart_exchange_nothing():
         if "attention2d" in plan.name:  # hierarchical around it
             continue
         pruned = tw.prune(plan, tw.Document([0, 5, 10, 15, 20]), tw.contiguous(20, n))
-        assert hops(pruned) == []
+        assert transfers(pruned) == []
         assert len(pruned.steps) <= len(plan.steps)
 
 
 def test_attention2d_sends_a_document_of_its_own_to_where_it_is_computed_only():
     mask, layout = tw.Document([0, 5, 10, 15, 20]), tw.contiguous(20, 4)
     pruned = tw.prune(tw.attention2d(2, 2), mask, layout)
-    assert len(hops(pruned)) < len(hops(tw.attention2d(2, 2))) / 2
+    assert len(transfers(pruned)) < len(transfers(tw.attention2d(2, 2))) / 2
     tw.check(pruned, mask, layout)
 
 
@@ -127,9 +133,12 @@ def test_relays_that_do_not_read_are_bypassed():
         [[i == j or (i, j) == (3, 1) for j in range(4)] for i in range(4)], 1
     )
     pruned = tw.prune(tw.ring(4), mask, tw.contiguous(4, 4))
-    assert {(str(h.item), h.src, h.dst) for h in hops(pruned)} == {("kv1", 1, 3), ("kv1*", 3, 1)}
+    assert {(str(h.item), h.src, h.dst) for h in transfers(pruned)} == {
+        ("kv1", 1, 3),
+        ("kv1*", 3, 1),
+    }
     operand_steps = [n for n, step in enumerate(pruned.steps) for h in step.transfers if h.dst == 3]
-    assert operand_steps == [1], "when the second hop would have started"
+    assert operand_steps == [1], "when the second transfer would have started"
     tw.check(pruned, mask, tw.contiguous(4, 4))
 
 
@@ -149,8 +158,8 @@ def test_droppable_finds_an_operand_that_nobody_reads():
 def test_droppable_finds_what_a_mask_makes_needless():
     mask, layout = tw.Causal(), tw.contiguous(12, 3)
     plan, pruned = tw.ring(3), tw.prune(tw.ring(3), mask, layout)
-    found = [hop.transfer for hop in tw.droppable(plan, mask, layout)]
-    assert set(found) == set(hops(plan)) - set(hops(pruned))
+    found = [transfer.transfer for transfer in tw.droppable(plan, mask, layout)]
+    assert set(found) == set(transfers(plan)) - set(transfers(pruned))
 
 
 def test_droppable_finds_the_owners_own_share_on_its_way():
@@ -161,7 +170,7 @@ def test_droppable_finds_the_owners_own_share_on_its_way():
         Transfer(operand(Side.KV, r)._replace(role=Role.PARTIAL), r, (r - 1) % n) for r in range(n)
     ]
     padded = _with(plan, 1, *own)
-    assert {hop.transfer for hop in tw.droppable(padded)} >= set(own)
+    assert {transfer.transfer for transfer in tw.droppable(padded)} >= set(own)
 
 
 def test_pruned_plans_are_kept_with_their_plan():

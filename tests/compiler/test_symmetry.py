@@ -199,10 +199,10 @@ def test_volumes_and_simulated_bytes_at_4096_ranks_are_the_closed_forms(
 
 @pytest.mark.parametrize("n", (8, 16, 128, 256, 1024))
 def test_volumes_are_the_closed_forms_in_between(n: int):
-    """x and y hops of u and 2 u, lse with the partials, as in test_volume.py up to 64 ranks."""
+    """x and y transfers of u and 2 u, lse with partials, as in test_volume.py up to 64 ranks."""
     work = tw.Workload(n * 8, 32, 32, 16, layout="contiguous", save="replay")
     u, l = 8 * 32 * 16 * 2, 8 * 32 * 4  # noqa: E741
-    hops = [
+    transfers = [
         (tw.ring(n), 0, n - 1),
         (tw.ring(n, moves="q"), n - 1, 0),
         (tw.all_gather(n), 0, n - 1),
@@ -213,7 +213,7 @@ def test_volumes_are_the_closed_forms_in_between(n: int):
         (tw.ulysses(8, inner=tw.ring(n // 8)), 7 / 8, 7 / 8 + n // 8 - 1),
         (tw.ulysses(4, inner=tw.mesh(n // 4, q_tile=2)), 3 / 4 + 1, 3 / 4 + n // 8 - 1),
     ]
-    for plan, x, y in hops:
+    for plan, x, y in transfers:
         sent = tw.volume(plan, work)
         assert {*sent.forward} == {x * (2 * u + l) + y * 2 * u}, plan
         assert {*sent.backward} == {x * (3 * u + 2 * l) + y * 4 * u}, plan
@@ -221,7 +221,7 @@ def test_volumes_are_the_closed_forms_in_between(n: int):
 
 @pytest.mark.parametrize("n", (8, 32, 128, 512))
 def test_volumes_of_uneven_shards_are_those_of_every_rank(n: int):
-    """Relabelled hops weigh what the relabelled shards have."""
+    """Relabelled transfers weigh what the relabelled shards have."""
     work = tw.Workload(5 * n + 3, 8, 8, 16, "float32", layout="contiguous", save="replay")
     sizes = work.layout_for(n).sizes
     for plan in (tw.ring(n), tw.all_gather(n)):
@@ -242,7 +242,7 @@ def test_volumes_of_uneven_shards_are_those_of_every_rank(n: int):
 def test_volumes_of_attention2d_and_of_heads_around_it_are_the_closed_forms(
     n: int, rows: int, degree: int
 ):
-    """One more KV hop where a rank's own shard is not in its column."""
+    """One more KV transfer where a rank's own shard is not in its column."""
     inner = n // degree
     columns = inner // rows
     plan = tw.attention2d(rows, columns)

@@ -110,7 +110,7 @@ def test_scripted_plans_of_one_name_are_told_apart():
 def test_what_the_checker_accepts_runs_unpruned_with_shards_of_no_rows():
     layout = tw.Layout(4, [[], [tw.Run(0, 4)]])
     first, *steps = tw.ring(2).steps
-    kept = tuple(hop for hop in first.transfers if hop.item.shard != 0)
-    plan = tw.ring(2).replaced("lacks a hop", [first._replace(transfers=kept), *steps])
+    kept = tuple(transfer for transfer in first.transfers if transfer.item.shard != 0)
+    plan = tw.ring(2).replaced("lacks a transfer", [first._replace(transfers=kept), *steps])
     with pytest.raises(tw.PlanError, match="reads kv0: it is not there"):
         tw.check(plan, tw.Full(), layout)

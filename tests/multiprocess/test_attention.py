@@ -155,7 +155,7 @@ def count_messages(rank: int, strategy: str) -> list[int]:
         ("ulysses(4)", 6, 12),
         # one exchange in forward; in backward keys again, then their gradients
         ("all_gather(4)", 3, 9),
-        # both shards that go round in one message: forward 1 hop, backward 2 and the partials
+        # both shards that go round in one message: forward 1 transfer, backward 2 and the partials
         ("ulysses(2, inner=ring(2))", 3, 7),
     ],
 )

@@ -84,10 +84,10 @@ def test_there_is_no_such_rank(rank: int):
 
 
 def test_transfers_are_kept_in_canonical_order():
-    hops = [Transfer(operand(Side.KV, s), s, 1 - s) for s in (1, 0)]
+    transfers = [Transfer(operand(Side.KV, s), s, 1 - s) for s in (1, 0)]
     tiles = (Tile((0,), (0,)),), (Tile((1,), (1,)),)
-    plan = Plan("two", 2, 1, own_shards(2), [Step(tiles, tuple(hops))])
-    assert [hop.src for hop in plan.steps[0].transfers] == [0, 1]
+    plan = Plan("two", 2, 1, own_shards(2), [Step(tiles, tuple(transfers))])
+    assert [transfer.src for transfer in plan.steps[0].transfers] == [0, 1]
 
 
 def test_fingerprints_tell_plans_apart_and_do_not_build_a_script():
@@ -120,5 +120,5 @@ def test_a_script_writes_steps_in_any_order_and_drops_empty_ones_at_the_end():
     script.at(5)
     steps = script.done()
     assert [len(step.sends) for step in steps] == [2, 0, 0]
-    assert [hop.item.shard for hop in steps[0].sends] == [0, 1]
+    assert [transfer.item.shard for transfer in steps[0].sends] == [0, 1]
     assert steps[2].tiles == (Tile((0,), (1,)),)

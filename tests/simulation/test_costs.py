@@ -48,7 +48,7 @@ def test_keys_and_values_are_packed_once():
 
 
 def test_a_short_message_keeps_its_link_as_long_as_it_is_carried():
-    """3 hops one after the other, or 3 messages of a gather through one port."""
+    """3 transfers one after the other, or 3 messages of a gather through one port."""
     slow = machine(carry_seconds=1.0)
     assert passes(tw.ring(4), slow)[0] == pytest.approx(3, rel=1e-6)
     assert passes(tw.all_gather(4), slow)[0] == pytest.approx(3, rel=1e-6)

@@ -23,13 +23,13 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("n", (2, 8, 64))
-def test_a_ring_bound_by_bandwidth_takes_its_hops(n: int):
+def test_a_ring_bound_by_bandwidth_takes_its_transfers(n: int):
     slow = machine(1e6, between=Link(1e6, 1e-3))
     found = simulate(tw.ring(n), workload(n), slow)
     assert found.forward_seconds == pytest.approx((n - 1) * (2 * U / 1e6 + 1e-3))
     assert found.exposed_seconds == pytest.approx(found.seconds)
     assert found.bytes_by_link == {"between": (n - 1) * 6 * U}
-    # operands n - 1 hops, partials as many one hop behind them, both on one port
+    # operands n - 1 transfers, partials as many one transfer behind them, both on one port
     least = (n - 1) * 4 * U / 1e6
     assert least <= found.backward_seconds <= least + 2 * n * 1e-3 + 2 * U / 1e6
 
@@ -196,7 +196,7 @@ def test_tiles_of_whole_hosts_beat_flat_tiles():
 
 
 def silent(n: int, rank_that_forgets: int | None) -> Plan:
-    """A ring of one hop, in which one rank (or all, None) never sends."""
+    """A ring of one transfer, in which one rank (or all, None) never sends."""
 
     def script(rank: int) -> tuple[RankStep, ...]:
         s, left, right = RankBuilder(rank), (rank - 1) % n, (rank + 1) % n

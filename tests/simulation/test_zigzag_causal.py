@@ -96,9 +96,9 @@ def test_the_rows_of_transfers_are_those_that_pruning_leaves(plan: Plan):
         busy = [k for k, step in enumerate(plan.steps) if step.transfers or any(step.tiles)]
         for place, number in enumerate(busy):
             mine = dict(enumerate(plan.rank_steps(written))).get(number, RankStep())
-            wholes = [halves.whole(number, hop, members) for hop in mine.sends]
+            wholes = [halves.whole(number, transfer, members) for transfer in mine.sends]
             for index, rank in enumerate(members.tolist()):
-                kept = [hop.rows is None for hop in pruned.rank_steps(rank)[place].sends]
+                kept = [transfer.rows is None for transfer in pruned.rank_steps(rank)[place].sends]
                 assert sorted(kept) == sorted(whole[index] for whole in wholes), (plan, number)
 
 
@@ -113,7 +113,7 @@ def test_so_many_messages_are_replayed_that_it_takes_seconds_and_no_more():
     assert found.symmetries[0].members > 1
 
 
-def test_a_plan_with_needless_hops_is_pruned_rank_by_rank():
+def test_a_plan_with_needless_transfers_is_pruned_rank_by_rank():
     plan = tw.ulysses(2, inner=tw.attention2d(3, 4))
     assert not Halves(plan, find_symmetry(plan).plan_shifts, 8).complete
     check(plan, workload(24, num_kv_heads=2, mask=CAUSAL), MACHINES["nodes"])

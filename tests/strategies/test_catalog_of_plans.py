@@ -34,7 +34,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_check_accepts_every_strategy_and_no_hop_can_be_dropped(n: int):
+def test_check_accepts_every_strategy_and_no_transfer_can_be_dropped(n: int):
     for plan in plans(n):
         assert plan.world_size == n
         tw.check(plan)
@@ -83,12 +83,12 @@ def test_the_ring_is_a_mesh_and_a_double_ring_of_one_node(n: int):
     assert len({tuple(step.transfers for step in plan.steps) for plan in gathers}) == 1
 
 
-def test_a_ring_receives_from_the_next_rank_and_its_gradients_follow_one_hop_behind():
+def test_a_ring_receives_from_the_next_rank_and_its_gradients_follow_one_transfer_behind():
     plan = tw.ring(5)
-    for hop in (hop for step in plan.steps for hop in step.transfers):
-        home = plan.home(hop.item.side, hop.item.shard)
-        assert hop.dst == (hop.src - 1) % 5
-        assert hop.item.role is Role.OPERAND or hop.src != home
+    for transfer in (transfer for step in plan.steps for transfer in step.transfers):
+        home = plan.home(transfer.item.side, transfer.item.shard)
+        assert transfer.dst == (transfer.src - 1) % 5
+        assert transfer.item.role is Role.OPERAND or transfer.src != home
     assert [step.tiles[0][0].kv for step in plan.steps[:5]] == [(0,), (1,), (2,), (3,), (4,)]
 
 
@@ -107,8 +107,10 @@ def test_a_hierarchical_cell_is_computed_where_both_plans_say():
         }
         assert cells(plan, rank) == nested
         for step in plan.rank_steps(rank):
-            for hop in step.sends:
-                assert hop.dst // 4 == node or hop.dst % 4 == local, "one NIC for each local rank"
+            for transfer in step.sends:
+                assert transfer.dst // 4 == node or transfer.dst % 4 == local, (
+                    "one NIC for each local rank"
+                )
 
 
 def test_rings_in_rings_are_double_rings_and_meshes_of_nodes():
@@ -120,7 +122,7 @@ def test_rings_in_rings_are_double_rings_and_meshes_of_nodes():
     assert all(cells(turned, rank) == cells(flat, rank) for rank in range(12))
     split = tw.ulysses(2, inner=tw.hierarchical(tw.ring(2), tw.ring(2)))
     tw.check(split)
-    exchanged = {hop.dst // 2 for hop in split.rank_steps(5)[0].sends}
+    exchanged = {transfer.dst // 2 for transfer in split.rank_steps(5)[0].sends}
     assert exchanged == {2}, "heads are split between neighbours"
 
 
@@ -149,17 +151,19 @@ def test_mesh_tiles_are_those_of_the_assignment_matrix(n: int, a: int, schedule:
 
 @pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first"])
 @pytest.mark.parametrize(("n", "a"), [(9, 3), (12, 3), (12, 4), (8, 2)])
-def test_mesh_hops_go_to_neighbours_in_local_order(n: int, a: int, schedule: str):
+def test_mesh_transfers_go_to_neighbours_in_local_order(n: int, a: int, schedule: str):
     """Queries come from the right in their group, KV from a ranks below; #k is the k-th to come."""
     plan = tw.mesh(n, q_tile=a, schedule=schedule)
     arrived = {(rank, side): [rank] for rank in range(n) for side in Side}
     for step in plan.steps:
-        for hop in step.transfers:
-            first, local = hop.dst // a * a, hop.dst % a
-            right = first + (local + 1) % a if hop.item.side is Side.Q else (hop.dst + a) % n
-            assert hop.src == right
-            if hop.item.role is Role.OPERAND:
-                arrived[hop.dst, hop.item.side].append(hop.item.shard)
+        for transfer in step.transfers:
+            first, local = transfer.dst // a * a, transfer.dst % a
+            right = (
+                first + (local + 1) % a if transfer.item.side is Side.Q else (transfer.dst + a) % n
+            )
+            assert transfer.src == right
+            if transfer.item.role is Role.OPERAND:
+                arrived[transfer.dst, transfer.item.side].append(transfer.item.shard)
     for rank in range(n):
         first, local = rank // a * a, rank % a
         assert arrived[rank, Side.Q] == [first + (local + k) % a for k in range(a)]
@@ -178,10 +182,10 @@ def test_greedy_overlaps_one_transfer_of_each_kind_with_a_few_blocks():
     """The paper's 3 x 3 example: two KV and two query shards arrive, the first beside a block."""
     plan = tw.mesh(9, q_tile=3)
     arrivals = [
-        hop.item.side
+        transfer.item.side
         for step in plan.steps
-        for hop in step.transfers
-        if hop.dst == 3 and hop.item.role is Role.OPERAND
+        for transfer in step.transfers
+        if transfer.dst == 3 and transfer.item.role is Role.OPERAND
     ]
     assert sorted(arrivals) == [Side.Q, Side.Q, Side.KV, Side.KV]
     assert plan.steps[0].tiles[0] and plan.steps[0].transfers
@@ -197,7 +201,7 @@ def test_causal_balanced_ring_has_at_most_half_the_tiles_and_one(n: int):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 16, 33, 64])
-def test_tree_hops_in_sequence_are_at_most_twice_the_logarithm(n: int):
+def test_tree_transfers_in_sequence_are_at_most_twice_the_logarithm(n: int):
     steps = [step for step in tw.tree(n).steps if step.transfers]
     assert len(steps) <= 2 * math.ceil(math.log2(n)) if n > 1 else not steps
     assert sum(len(step.transfers) for step in steps) == 2 * (n - 1)
@@ -248,7 +252,7 @@ def test_ulysses_cuts_heads_and_keeps_what_it_gathered_if_alone():
 @pytest.mark.parametrize("n", [1, 2, 4, 6])
 def test_only_tree_has_results_and_replicated_queries(n: int):
     for plan in plans(n):
-        roles = {hop.item.role for step in plan.steps for hop in step.transfers}
+        roles = {transfer.item.role for step in plan.steps for transfer in step.transfers}
         assert (Role.RESULT in roles) == (plan.replicated_queries and n > 1)
         assert plan.replicated_queries == plan.name.startswith("tree")
 

@@ -41,7 +41,7 @@ def most_held(plan: Plan) -> int:
     held = most = 2
     for instruction in tw.lower(plan, 0).instructions:
         if isinstance(instruction, Launch):
-            held += sum(hop.item.role is Role.OPERAND for hop in instruction.recvs)
+            held += sum(transfer.item.role is Role.OPERAND for transfer in instruction.recvs)
             most = max(most, held)
         held -= isinstance(instruction, Free)
     return most
@@ -172,14 +172,16 @@ def test_a_bounded_rank_holds_no_more_and_sends_the_same(n: int, a: int, backwar
         assert tw.volume(plan, work) == tw.volume(tw.mesh(n, a), work)
 
 
-def test_a_bounded_mesh_has_no_hop_that_can_be_dropped():
+def test_a_bounded_mesh_has_no_transfer_that_can_be_dropped():
     plan = tw.mesh(12, 3, held=6, backward=True)
     for number, step in enumerate(plan.steps):
-        for hop in [hop for hop in step.transfers if 0 in (hop.src, hop.dst)]:
-            kept = tuple(other for other in step.transfers if other != hop)
+        for transfer in [
+            transfer for transfer in step.transfers if 0 in (transfer.src, transfer.dst)
+        ]:
+            kept = tuple(other for other in step.transfers if other != transfer)
             steps = (*plan.steps[:number], step._replace(transfers=kept), *plan.steps[number + 1 :])
             with pytest.raises(PlanError):
-                tw.check(plan.replaced("one hop less", steps))
+                tw.check(plan.replaced("one transfer less", steps))
 
 
 @pytest.mark.parametrize("backward", (False, True))

@@ -9,7 +9,7 @@ from tilewise.plan.ir import Role
 
 
 def between_nodes(plan: tw.Plan, size: int) -> dict[int, list[tuple[int, int]]]:
-    """Operands that cross to another node: shard -> (node, rows) of every hop."""
+    """Operands that cross to another node: shard -> (node, rows) of every transfer."""
     found: dict[int, list[tuple[int, int]]] = {}
     for step in plan.steps:
         for item, src, dst, _ in step.transfers:
@@ -28,9 +28,9 @@ def test_a_shard_crosses_to_a_node_once_and_the_plan_is_exact(seed, node_size):
     layout = (tw.balanced(mask, num_tokens, n), tw.zigzag(num_tokens, n))[seed % 2]
     plan = tw.needed(mask, layout, node_size)
     tw.check(plan, mask, layout)
-    for shard, hops in between_nodes(plan, node_size).items():
-        assert [src for _, src in hops] == [shard] * len(hops)
-        nodes = [node for node, _ in hops]
+    for shard, transfers in between_nodes(plan, node_size).items():
+        assert [src for _, src in transfers] == [shard] * len(transfers)
+        nodes = [node for node, _ in transfers]
         assert len(set(nodes)) == len(nodes)
 
 

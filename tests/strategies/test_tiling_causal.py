@@ -52,7 +52,7 @@ REST = [pytest.param(n, marks=pytest.mark.slow) for n in (*range(1, 17), 23) if 
 
 
 @pytest.mark.parametrize("n", [*QUICK, *REST])
-def test_check_accepts_it_and_no_hop_can_be_dropped(n: int):
+def test_check_accepts_it_and_no_transfer_can_be_dropped(n: int):
     for num_tokens in lengths(n):
         layout = tw.contiguous(num_tokens, n)
         for kv_bytes in KV_BYTES:
@@ -136,14 +136,16 @@ def test_no_partial_gathers_more_roundings_than_its_reach(kv_bytes: float):
     rounded: dict[tuple, int] = {}
     for step in plan.steps:
         leaving = {
-            hop: rounded.pop((hop.item, hop.src), 0) + 1
-            for hop in step.transfers
-            if hop.item.role is Role.PARTIAL
+            transfer: rounded.pop((transfer.item, transfer.src), 0) + 1
+            for transfer in step.transfers
+            if transfer.item.role is Role.PARTIAL
         }
         assert max(leaving.values(), default=0) <= REACH
-        for hop, times in leaving.items():
-            if hop.dst != plan.home(hop.item.side, hop.item.shard):
-                rounded[hop.item, hop.dst] = rounded.get((hop.item, hop.dst), 0) + times
+        for transfer, times in leaving.items():
+            if transfer.dst != plan.home(transfer.item.side, transfer.item.shard):
+                rounded[transfer.item, transfer.dst] = (
+                    rounded.get((transfer.item, transfer.dst), 0) + times
+                )
     assert not rounded
 
 

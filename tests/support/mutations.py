@@ -22,7 +22,7 @@ def _steps(plan: Plan) -> Steps:
 
 def _plan(plan: Plan, steps: Steps) -> Plan:
     return plan.replaced(
-        "mutant", [Step(tuple(map(tuple, tiles)), tuple(hops)) for tiles, hops in steps]
+        "mutant", [Step(tuple(map(tuple, tiles)), tuple(transfers)) for tiles, transfers in steps]
     )
 
 
@@ -35,15 +35,15 @@ def _on_transfer(change: Callable[[Plan, Transfer, Random], list[Transfer] | Non
 
     def mutate(plan: Plan, random: Random) -> Plan | None:
         steps = _steps(plan)
-        places = [(s, t) for s, (_, hops) in enumerate(steps) for t in range(len(hops))]
+        places = [(s, t) for s, (_, transfers) in enumerate(steps) for t in range(len(transfers))]
         if not places:
             return None
         step, place = random.choice(places)
-        hops = steps[step][1]
-        changed = change(plan, hops[place], random)
+        transfers = steps[step][1]
+        changed = change(plan, transfers[place], random)
         if changed is None:
             return None
-        hops[place : place + 1] = changed
+        transfers[place : place + 1] = changed
         return _plan(plan, steps)
 
     return mutate
@@ -76,42 +76,42 @@ def _any_tile(steps: Steps, random: Random) -> tuple[int, int, int]:
     )
 
 
-def _redirected(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
-    dst = _other(range(plan.world_size), hop.dst, random)
-    return None if dst is None else [hop._replace(dst=dst)]
+def _redirected(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
+    dst = _other(range(plan.world_size), transfer.dst, random)
+    return None if dst is None else [transfer._replace(dst=dst)]
 
 
-def _from_elsewhere(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
-    src = _other(range(plan.world_size), hop.src, random)
-    return None if src is None else [hop._replace(src=src)]
+def _from_elsewhere(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
+    src = _other(range(plan.world_size), transfer.src, random)
+    return None if src is None else [transfer._replace(src=src)]
 
 
-def _to_nowhere(plan: Plan, hop: Transfer, random: Random) -> list[Transfer]:
-    return [hop._replace(dst=random.choice([-1, plan.world_size]))]
+def _to_nowhere(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer]:
+    return [transfer._replace(dst=random.choice([-1, plan.world_size]))]
 
 
-def _other_shard(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
-    shard = _other(range(plan.num_shards(hop.item.side) + 1), hop.item.shard, random)
-    return None if shard is None else [hop._replace(item=hop.item._replace(shard=shard))]
+def _other_shard(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
+    shard = _other(range(plan.num_shards(transfer.item.side) + 1), transfer.item.shard, random)
+    return None if shard is None else [transfer._replace(item=transfer.item._replace(shard=shard))]
 
 
-def _other_heads(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
-    heads = _other(range(plan.num_head_groups + 1), hop.item.heads, random)
-    return None if heads is None else [hop._replace(item=hop.item._replace(heads=heads))]
+def _other_heads(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
+    heads = _other(range(plan.num_head_groups + 1), transfer.item.heads, random)
+    return None if heads is None else [transfer._replace(item=transfer.item._replace(heads=heads))]
 
 
-def _other_role(plan: Plan, hop: Transfer, random: Random) -> list[Transfer]:
-    role = random.choice([role for role in Role if role is not hop.item.role])
-    return [hop._replace(item=hop.item._replace(role=role))]
+def _other_role(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer]:
+    role = random.choice([role for role in Role if role is not transfer.item.role])
+    return [transfer._replace(item=transfer.item._replace(role=role))]
 
 
-def _other_side(plan: Plan, hop: Transfer, random: Random) -> list[Transfer]:
-    return [hop._replace(item=hop.item._replace(side=Side(1 - hop.item.side)))]
+def _other_side(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer]:
+    return [transfer._replace(item=transfer.item._replace(side=Side(1 - transfer.item.side)))]
 
 
-def _other_rows(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
+def _other_rows(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
     """Rows trimmed, widened, doubled, emptied, or none where all are needed."""
-    rows: Rows = hop.rows or ((0, 3),)
+    rows: Rows = transfer.rows or ((0, 3),)
     (start, stop), *rest = rows
     changed = random.choice(
         [
@@ -124,13 +124,13 @@ def _other_rows(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | N
             ((start - 1, stop), *rest),
         ]
     )
-    return None if changed == hop.rows else [hop._replace(rows=changed)]
+    return None if changed == transfer.rows else [transfer._replace(rows=changed)]
 
 
-def _echoed(plan: Plan, hop: Transfer, random: Random) -> list[Transfer] | None:
+def _echoed(plan: Plan, transfer: Transfer, random: Random) -> list[Transfer] | None:
     """The same again from the same rank, to somebody else too."""
-    dst = _other(range(plan.world_size), hop.dst, random)
-    return None if dst is None else [hop, hop._replace(dst=dst)]
+    dst = _other(range(plan.world_size), transfer.dst, random)
+    return None if dst is None else [transfer, transfer._replace(dst=dst)]
 
 
 def _moved(by: int) -> Mutation:
@@ -139,7 +139,7 @@ def _moved(by: int) -> Mutation:
     def mutate(plan: Plan, random: Random) -> Plan | None:
         steps = _steps(plan)
         idle: list[list[Tile]] = [[] for _ in range(plan.world_size)]
-        places = [(s, t) for s, (_, hops) in enumerate(steps) for t in range(len(hops))]
+        places = [(s, t) for s, (_, transfers) in enumerate(steps) for t in range(len(transfers))]
         places = [(s, t) for s, t in places if s + by >= 0]
         if not places:
             return None
@@ -264,16 +264,18 @@ def _missing_rank(plan: Plan, random: Random) -> Plan:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "drop a transfer": _on_transfer(lambda plan, hop, random: []),
-    "duplicate a transfer": _on_transfer(lambda plan, hop, random: [hop, hop]),
+    "drop a transfer": _on_transfer(lambda plan, transfer, random: []),
+    "duplicate a transfer": _on_transfer(lambda plan, transfer, random: [transfer, transfer]),
     "send to another rank": _on_transfer(_redirected),
     "send from another rank": _on_transfer(_from_elsewhere),
     "send to no rank": _on_transfer(_to_nowhere),
     "send to another rank too": _on_transfer(_echoed),
     "swap source and destination": _on_transfer(
-        lambda plan, hop, random: [hop._replace(src=hop.dst, dst=hop.src)]
+        lambda plan, transfer, random: [transfer._replace(src=transfer.dst, dst=transfer.src)]
     ),
-    "send to itself": _on_transfer(lambda plan, hop, random: [hop._replace(dst=hop.src)]),
+    "send to itself": _on_transfer(
+        lambda plan, transfer, random: [transfer._replace(dst=transfer.src)]
+    ),
     "send another shard": _on_transfer(_other_shard),
     "send another head group": _on_transfer(_other_heads),
     "send in another role": _on_transfer(_other_role),

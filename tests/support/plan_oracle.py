@@ -79,43 +79,45 @@ class _Ranks:
         for step in self.plan.steps:
             if len(step.tiles) != self.plan.world_size:
                 raise BrokenPlanError("tiles for another number of ranks")
-            taken = [(hop, self._depart(hop)) for hop in step.transfers]
-            for hop, _ in taken:
-                if hop.item.role is Role.PARTIAL:
-                    self.partials[hop.src].pop(hop.item, None)
+            taken = [(transfer, self._depart(transfer)) for transfer in step.transfers]
+            for transfer, _ in taken:
+                if transfer.item.role is Role.PARTIAL:
+                    self.partials[transfer.src].pop(transfer.item, None)
             for rank, tiles in enumerate(step.tiles):
                 for tile in tiles:
                     self._compute(rank, tile)
-            for hop, value in taken:
-                self._arrive(hop, value)
+            for transfer, value in taken:
+                self._arrive(transfer, value)
         return all(self._home(side, shard) for side in Side for shard in self._shards(side))
 
-    def _depart(self, hop: Transfer) -> np.ndarray:
+    def _depart(self, transfer: Transfer) -> np.ndarray:
         """What leaves, as it stood when the step began; the rows not sent are nan or False."""
-        item = hop.item
-        if hop.src == hop.dst or hop.dst not in range(self.plan.world_size):
+        item = transfer.item
+        if transfer.src == transfer.dst or transfer.dst not in range(self.plan.world_size):
             raise BrokenPlanError("no such peer")
-        rows = self._rows(item, hop.rows)
+        rows = self._rows(item, transfer.rows)
         if item.role is Role.OPERAND:
-            held = self._of(self.operands, hop.src).get(item)
+            held = self._of(self.operands, transfer.src).get(item)
             if held is None or not held[rows].all():
                 raise BrokenPlanError("sends what it has not")
             return rows
         stem = item._replace(role=Role.PARTIAL)
-        if item.role is Role.RESULT and stem in self.results[hop.src]:
-            return self.results[hop.src][stem]
-        if stem not in self._of(self.partials, hop.src):
+        if item.role is Role.RESULT and stem in self.results[transfer.src]:
+            return self.results[transfer.src][stem]
+        if stem not in self._of(self.partials, transfer.src):
             raise BrokenPlanError("sends what it has not")
-        return np.where(rows, self.partials[hop.src][stem], 0.0)
+        return np.where(rows, self.partials[transfer.src][stem], 0.0)
 
-    def _arrive(self, hop: Transfer, value: np.ndarray) -> None:
-        match hop.item.role:
+    def _arrive(self, transfer: Transfer, value: np.ndarray) -> None:
+        match transfer.item.role:
             case Role.OPERAND:
-                self.operands[hop.dst][hop.item] = value
+                self.operands[transfer.dst][transfer.item] = value
             case Role.PARTIAL:
-                self.partials[hop.dst][hop.item] = self.partials[hop.dst][hop.item] + value
+                self.partials[transfer.dst][transfer.item] = (
+                    self.partials[transfer.dst][transfer.item] + value
+                )
             case Role.RESULT:
-                self.results[hop.dst][hop.item._replace(role=Role.PARTIAL)] = value
+                self.results[transfer.dst][transfer.item._replace(role=Role.PARTIAL)] = value
 
     def _compute(self, rank: int, tile: tw.plan.Tile) -> None:
         for q in tile.q:

@@ -32,8 +32,8 @@ def written(plan: Plan) -> Array:
                 for side, shards in zip(Side, tile[:2], strict=True):
                     kind = 16 * index + 12 + side
                     rows += [(rank, shard, rank, tile.heads, number, kind) for shard in shards]
-            for kind, hops in ((0, step.sends), (6, step.recvs)):
-                for (side, role, shard, heads), src, dst, cut in hops:
+            for kind, transfers in ((0, step.sends), (6, step.recvs)):
+                for (side, role, shard, heads), src, dst, cut in transfers:
                     assert cut is None
                     peer = src if kind else dst
                     rows.append((rank, shard, peer, heads, number, kind + 3 * side + role))

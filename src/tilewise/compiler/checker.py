@@ -67,7 +67,7 @@ def _computes_all(plan: Plan) -> bool:
         _check(plan, None)
     except PlanError:
         return False
-    return not any(hop.rows for step in plan.steps for hop in step.transfers)
+    return not any(transfer.rows for step in plan.steps for transfer in step.transfers)
 
 
 Cells = Mapping[tuple[int, int], Cell]
@@ -104,48 +104,59 @@ class _Execution:
         self._finish(max(len(self.plan.steps) - 1, 0))
 
     def _step(self, number: int, step: Step) -> None:
-        arrivals = [(hop, self._leave(number, hop)) for hop in step.transfers]
-        for hop, _ in arrivals:
-            if hop.item.role is Role.PARTIAL and not self.parts[hop.src].pop(hop.item, 0):
-                message = f"step {number}: {hop.item} leaves rank {hop.src} twice; a partial moves"
-                raise PlanError(message, number, hop.src, hop.item)
+        arrivals = [(transfer, self._leave(number, transfer)) for transfer in step.transfers]
+        for transfer, _ in arrivals:
+            if transfer.item.role is Role.PARTIAL and not self.parts[transfer.src].pop(
+                transfer.item, 0
+            ):
+                message = (
+                    f"step {number}: {transfer.item} leaves rank {transfer.src} twice; "
+                    "a partial moves"
+                )
+                raise PlanError(message, number, transfer.src, transfer.item)
         for rank, tiles in enumerate(step.tiles):
             for tile in tiles:
                 self._tile(number, rank, tile)
-        for hop, value in arrivals:
-            self._arrive(number, hop, value)
+        for transfer, value in arrivals:
+            self._arrive(number, transfer, value)
 
-    def _leave(self, number: int, hop: Transfer) -> int:
-        """The contributions that a hop carries (0 for operands), as the step begins."""
+    def _leave(self, number: int, transfer: Transfer) -> int:
+        """The contributions that a transfer carries (0 for operands), as the step begins."""
 
         def fail(reason: str) -> PlanError:
-            message = f"step {number}: {hop.item} from rank {hop.src} to rank {hop.dst}: {reason}"
-            return PlanError(message, number, hop.src, hop.item)
+            ends = f"from rank {transfer.src} to rank {transfer.dst}"
+            message = f"step {number}: {transfer.item} {ends}: {reason}"
+            return PlanError(message, number, transfer.src, transfer.item)
 
-        side, role, shard, heads = hop.item
-        if hop.src == hop.dst:
+        side, role, shard, heads = transfer.item
+        if transfer.src == transfer.dst:
             raise fail("a rank does not send to itself")
-        if hop.rows is not None and hop.rows[-1][1] > self._size(side, shard):
-            raise fail(f"rows {hop.rows} are not ascending ranges of its own")
+        if transfer.rows is not None and transfer.rows[-1][1] > self._size(side, shard):
+            raise fail(f"rows {transfer.rows} are not ascending ranges of its own")
         if role is Role.OPERAND:
-            if hop.item not in self.held[hop.src]:
-                raise fail(f"rank {hop.src} does not hold it when the step begins")
-            if not covers(self.held[hop.src][hop.item], hop.rows):
-                raise fail(f"rank {hop.src} holds only rows {self.held[hop.src][hop.item]}")
+            if transfer.item not in self.held[transfer.src]:
+                raise fail(f"rank {transfer.src} does not hold it when the step begins")
+            if not covers(self.held[transfer.src][transfer.item], transfer.rows):
+                raise fail(
+                    f"rank {transfer.src} holds only rows {self.held[transfer.src][transfer.item]}"
+                )
             return 0
-        stored = self.parts[hop.src].get(partial(side, shard, heads), 0)
+        stored = self.parts[transfer.src].get(partial(side, shard, heads), 0)
         if not stored:
-            raise fail(f"rank {hop.src} has nothing of it when the step begins")
+            raise fail(f"rank {transfer.src} has nothing of it when the step begins")
         if role is Role.RESULT:
-            if hop.src != self.plan.home(side, shard) and hop.item not in self.held[hop.src]:
-                raise fail(f"rank {hop.src} does not have the result")
+            if (
+                transfer.src != self.plan.home(side, shard)
+                and transfer.item not in self.held[transfer.src]
+            ):
+                raise fail(f"rank {transfer.src} does not have the result")
             wanted = self._wanted(side, shard)
-            if stored & wanted != wanted or hop.rows is not None:
+            if stored & wanted != wanted or transfer.rows is not None:
                 raise fail("the result is not complete")
-            if hop.dst not in self.plan.owners[side][shard]:
-                raise fail(f"rank {hop.dst} is not a holder of the shard")
-        elif not covers(hop.rows, self._filled(side, shard, stored)):
-            raise fail(f"rows {hop.rows} leave some of its contributions behind")
+            if transfer.dst not in self.plan.owners[side][shard]:
+                raise fail(f"rank {transfer.dst} is not a holder of the shard")
+        elif not covers(transfer.rows, self._filled(side, shard, stored)):
+            raise fail(f"rows {transfer.rows} leave some of its contributions behind")
         return stored
 
     def _size(self, side: Side, shard: int) -> int:
@@ -172,7 +183,7 @@ class _Execution:
         if item in self.held[rank]:
             return f"rank {rank} has only rows {self.held[rank][item]} of it"
         for later, step in enumerate(self.plan.steps[number:], number):
-            if any(hop.item == item and hop.dst == rank for hop in step.transfers):
+            if any(transfer.item == item and transfer.dst == rank for transfer in step.transfers):
                 return f"it arrives in step {later}, and can be read from step {later + 1} on"
         return f"it is not there, and nobody sends it to rank {rank}"
 
@@ -184,19 +195,22 @@ class _Execution:
             raise PlanError(message + where, number, rank, operand(Side.Q, q, cell.heads))
         self.computed[cell] = number, rank
 
-    def _arrive(self, number: int, hop: Transfer, value: int) -> None:
+    def _arrive(self, number: int, transfer: Transfer, value: int) -> None:
         """An arrival counts from the next step: called when the step's tiles are done."""
-        here, stored = self.held[hop.dst], self.parts[hop.dst]
-        if hop.item.role is Role.OPERAND:
-            if hop.item in here:
-                message = f"step {number}: {hop.item} from rank {hop.src} arrives at rank {hop.dst}"
-                raise PlanError(f"{message}, which has it already", number, hop.dst, hop.item)
-            here[hop.item] = ALL if hop.rows is None else hop.rows
-        elif hop.item.role is Role.RESULT:
-            here[hop.item] = ALL
-            stored[hop.item._replace(role=Role.PARTIAL)] = value
+        here, stored = self.held[transfer.dst], self.parts[transfer.dst]
+        if transfer.item.role is Role.OPERAND:
+            if transfer.item in here:
+                message = (
+                    f"step {number}: {transfer.item} from rank {transfer.src} arrives at rank "
+                    f"{transfer.dst}, which has it already"
+                )
+                raise PlanError(message, number, transfer.dst, transfer.item)
+            here[transfer.item] = ALL if transfer.rows is None else transfer.rows
+        elif transfer.item.role is Role.RESULT:
+            here[transfer.item] = ALL
+            stored[transfer.item._replace(role=Role.PARTIAL)] = value
         else:
-            stored[hop.item] |= value
+            stored[transfer.item] |= value
 
     def _finish(self, last: int) -> None:
         """Everything was computed, and is where it belongs, and nowhere else."""

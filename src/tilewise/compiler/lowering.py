@@ -15,7 +15,7 @@ from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
 
 Part = tuple[Side, Role]
-Hops = tuple[Transfer, ...]
+Transfers = tuple[Transfer, ...]
 
 
 def lower(
@@ -75,7 +75,7 @@ class _ProgramWriter:
         self.instructions: list[Instruction] = []
         self.pending: dict[Item, list[tuple[int, int]]] = {}
         self.handles = self.number = 0
-        received = {hop.item for step in steps for hop in step.recvs}
+        received = {transfer.item for step in steps for transfer in step.recvs}
         self.reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
         self.expiring: dict[int, list[Item]] = defaultdict(list)
         for item, number in _last_uses(steps, self.reads).items():
@@ -84,18 +84,18 @@ class _ProgramWriter:
 
     def step(self, step: RankStep, number: int) -> None:
         self.number = number
-        for hop in step.sends:
-            if hop.item in self.pending:
-                self._wait(hop.item)
-            if hop.item.role is Role.RESULT:
-                self._wait(hop.item._replace(role=Role.PARTIAL))
+        for transfer in step.sends:
+            if transfer.item in self.pending:
+                self._wait(transfer.item)
+            if transfer.item.role is Role.RESULT:
+                self._wait(transfer.item._replace(role=Role.PARTIAL))
         if number in self.together:
             self._launch(step.sends, step.recvs, 0, self.together[number])
             lanes: set[int] = set()
         else:
-            lanes = {self._lane(hop) for hop in (*step.sends, *step.recvs)}
+            lanes = {self._lane(transfer) for transfer in (*step.sends, *step.recvs)}
         for lane in sorted(lanes):
-            self._launch(*_chosen(step, lambda hop, at=lane: self._lane(hop) == at), lane)
+            self._launch(*_chosen(step, lambda transfer, at=lane: self._lane(transfer) == at), lane)
         for tile, items in zip(step.tiles, self.reads[number], strict=True):
             for item in sorted(item for item in items if item in self.pending):
                 self._wait(item)
@@ -115,14 +115,17 @@ class _ProgramWriter:
         for handle, arrivals in groupby(places, key=lambda place: place[0]):
             self.instructions.append(Wait(handle, tuple(index for _, index in arrivals)))
 
-    def _lane(self, hop: Transfer) -> int:
+    def _lane(self, transfer: Transfer) -> int:
         return int(
-            self.node_size is not None and hop.src // self.node_size != hop.dst // self.node_size
+            self.node_size is not None
+            and transfer.src // self.node_size != transfer.dst // self.node_size
         )
 
-    def _launch(self, sends: Hops, recvs: Hops, lane: int, team: Team | None = None) -> None:
-        for index, hop in enumerate(recvs):
-            self.pending.setdefault(hop.item, []).append((self.handles, index))
+    def _launch(
+        self, sends: Transfers, recvs: Transfers, lane: int, team: Team | None = None
+    ) -> None:
+        for index, transfer in enumerate(recvs):
+            self.pending.setdefault(transfer.item, []).append((self.handles, index))
         self.instructions.append(Launch(self.handles, self.number, lane, sends, recvs, team))
         self.handles += 1
 
@@ -133,9 +136,9 @@ def _last_uses(
     """The last step that sends or reads each operand; reads: by step and tile."""
     last_use: dict[Item, int] = {}
     for number, (step, tiles) in enumerate(zip(steps, reads, strict=True)):
-        for hop in step.sends:
-            if hop.item.role is Role.OPERAND:
-                last_use[hop.item] = number
+        for transfer in step.sends:
+            if transfer.item.role is Role.OPERAND:
+                last_use[transfer.item] = number
         for items in tiles:
             last_use.update(dict.fromkeys(items, number))
     return last_use
@@ -150,16 +153,16 @@ def tile_operands(tile: Tile) -> list[Item]:
 
 
 def _carrying(step: RankStep, carries: frozenset[Part]) -> RankStep:
-    sends, recvs = _chosen(step, lambda hop: _part(hop) in carries)
+    sends, recvs = _chosen(step, lambda transfer: _part(transfer) in carries)
     return step._replace(sends=sends, recvs=recvs)
 
 
-def _chosen(step: RankStep, wanted: Callable[[Transfer], bool]) -> tuple[Hops, Hops]:
+def _chosen(step: RankStep, wanted: Callable[[Transfer], bool]) -> tuple[Transfers, Transfers]:
     return tuple(filter(wanted, step.sends)), tuple(filter(wanted, step.recvs))
 
 
-def _part(hop: Transfer) -> Part:
-    return hop.item.side, hop.item.role
+def _part(transfer: Transfer) -> Part:
+    return transfer.item.side, transfer.item.role
 
 
 def _post_ahead(instructions: list[Instruction], handles: int, ahead: int) -> list[Instruction]:
@@ -197,7 +200,9 @@ def _arenas(steps: tuple[RankStep, ...]) -> tuple[tuple[Item, ...], ...]:
                     groups.setdefault((side, tile.heads), {}).update(items)
     if not groups:
         return ()
-    arrived = {hop.item: number for number, step in enumerate(steps) for hop in step.recvs}
+    arrived = {
+        transfer.item: number for number, step in enumerate(steps) for transfer in step.recvs
+    }
     reads = [[tile_operands(tile) for tile in step.tiles] for step in steps]
     last_use = _last_uses(steps, reads)
     arenas: list[tuple[Item, ...]] = []

@@ -102,8 +102,8 @@ class Program(NamedTuple):
             yield str(instruction)
 
 
-def wait_label(hops: Iterable[Transfer]) -> str:
-    return " ".join(["wait", *(hop.arrival() for hop in hops)])
+def wait_label(transfers: Iterable[Transfer]) -> str:
+    return " ".join(["wait", *(transfer.arrival() for transfer in transfers)])
 
 
 def compute_label(tile: Tile) -> str:
@@ -113,7 +113,7 @@ def compute_label(tile: Tile) -> str:
 
 
 def _launch_label(sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> str:
-    return " ".join(["launch", *map(str, sends), *(hop.arrival() for hop in recvs)])
+    return " ".join(["launch", *map(str, sends), *(transfer.arrival() for transfer in recvs)])
 
 
 def _shards(prefix: str, shards: tuple[int, ...]) -> str:
@@ -125,11 +125,11 @@ def _shards(prefix: str, shards: tuple[int, ...]) -> str:
 def arrivals(program: Program) -> dict[Item, Rows | None]:
     """The operands that a program receives, and which of their rows."""
     return {
-        hop.item: hop.rows
+        transfer.item: transfer.rows
         for instruction in program.instructions
         if isinstance(instruction, Launch)
-        for hop in instruction.recvs
-        if hop.item.role is Role.OPERAND
+        for transfer in instruction.recvs
+        if transfer.item.role is Role.OPERAND
     }
 
 

@@ -1,7 +1,7 @@
 """A plan meets a mask and a layout: its shards are tokens, and what the mask makes needless goes.
 
 Tiles without an allowed pair go; operands nobody reads and partials nobody filled do not travel;
-those that do are trimmed to the rows that their destination or a later hop still reads; a rank
+those that do are trimmed to the rows that their destination or a later transfer still reads; a rank
 that would only pass a value on is passed by.
 """
 
@@ -164,7 +164,7 @@ def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
 def droppable(
     plan: Plan, mask: Mask | None = None, layout: Layout | None = None
 ) -> tuple[StepTransfer, ...]:
-    """The hops that a plan could do without; of a strategy's plan there are none.
+    """The transfers that a plan could do without; of a strategy's plan there are none.
 
     Operands nobody reads, empty partials, detours through ranks that add nothing, and an owner's
     own share leaving home. With mask and layout those that they make needless count too, trimmed
@@ -176,18 +176,18 @@ def droppable(
     else:
         sizes = [tuple(ALL[0][1] for _ in side) for side in plan.owners]
         kept = _reduced(plan, lambda _: (ALL, ALL), (sizes[0], sizes[1]))
-    left = {hop for step in kept.steps for hop in step.transfers}
+    left = {transfer for step in kept.steps for transfer in step.transfers}
     return tuple(
-        StepTransfer(number, hop)
+        StepTransfer(number, transfer)
         for number, step in enumerate(plan.steps)
-        for hop in step.transfers
-        if hop not in left or _leaves_home(plan, hop)
+        for transfer in step.transfers
+        if transfer not in left or _leaves_home(plan, transfer)
     )
 
 
-def _leaves_home(plan: Plan, hop: Transfer) -> bool:
-    side, role, shard, _ = hop.item
-    return role is Role.PARTIAL and hop.src == plan.home(side, shard)
+def _leaves_home(plan: Plan, transfer: Transfer) -> bool:
+    side, role, shard, _ = transfer.item
+    return role is Role.PARTIAL and transfer.src == plan.home(side, shard)
 
 
 def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> Plan:
@@ -195,14 +195,14 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
     operands = _read_operands(plan, tiles, reads)
     partials = _filled_partials(plan, tiles, reads)
     uses = _uses(tiles)
-    hops = _without_relays(operands, uses) + _without_relays(partials, uses, moved=True)
-    transfers: list[list[Transfer]] = [[] for _ in plan.steps]
-    for step, hop in hops:
-        size = sizes[hop.item.side][hop.item.shard]
-        transfers[step].append(
-            hop._replace(rows=None if hop.rows is None else whole_or(hop.rows, size))
+    transfers = _without_relays(operands, uses) + _without_relays(partials, uses, moved=True)
+    by_step: list[list[Transfer]] = [[] for _ in plan.steps]
+    for step, transfer in transfers:
+        size = sizes[transfer.item.side][transfer.item.shard]
+        by_step[step].append(
+            transfer._replace(rows=None if transfer.rows is None else whole_or(transfer.rows, size))
         )
-    steps = [Step(t, tuple(x)) for t, x in zip(tiles, transfers, strict=True) if x or any(t)]
+    steps = [Step(t, tuple(x)) for t, x in zip(tiles, by_step, strict=True) if x or any(t)]
     exchanges = plan.traits.exchanges if len(steps) == len(plan.steps) else ()
     exchanges = tuple(
         one._replace(
@@ -210,7 +210,10 @@ def _reduced(plan: Plan, reads: Reads, sizes: tuple[tuple[int, ...], tuple[int, 
         )
         for one in exchanges
         # of a relay that is left out, the first sender reaches another team at once
-        if all(hop.src // one.size == hop.dst // one.size for hop in steps[one.step].transfers)
+        if all(
+            transfer.src // one.size == transfer.dst // one.size
+            for transfer in steps[one.step].transfers
+        )
     )
     return plan.changed(
         name=f"{plan.name}, pruned",
@@ -254,22 +257,26 @@ def _add(found: dict[Item, Rows], item: Item, rows: Rows) -> None:
 def _read_operands(
     plan: Plan, tiles: list[tuple[tuple[Tile, ...], ...]], reads: Reads
 ) -> list[StepTransfer]:
-    """Backwards in time: what each hop's destination still reads after it."""
+    """Backwards in time: what each transfer's destination still reads after it."""
     later: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
-    hops: list[StepTransfer] = []
+    transfers: list[StepTransfer] = []
     for number in reversed(range(len(plan.steps))):
         wanted: list[tuple[int, Item, Rows]] = []
-        for hop in plan.steps[number].transfers:
-            rows = later[hop.dst].pop(hop.item, None) if hop.item.role is Role.OPERAND else None
+        for transfer in plan.steps[number].transfers:
+            rows = (
+                later[transfer.dst].pop(transfer.item, None)
+                if transfer.item.role is Role.OPERAND
+                else None
+            )
             if rows:
-                hops.append(StepTransfer(number, hop._replace(rows=rows)))
-                wanted.append((hop.src, hop.item, rows))
+                transfers.append(StepTransfer(number, transfer._replace(rows=rows)))
+                wanted.append((transfer.src, transfer.item, rows))
         for rank, mine in enumerate(tiles[number]):
             for tile in mine:
                 wanted += [(rank, *read) for read in _cell_rows(tile, reads, operand)]
         for rank, item, rows in wanted:
             _add(later[rank], item, rows)
-    return hops
+    return transfers
 
 
 def _filled_partials(
@@ -277,26 +284,26 @@ def _filled_partials(
 ) -> list[StepTransfer]:
     """Forwards in time: what each partial has been filled with when it leaves."""
     filled: list[dict[Item, Rows]] = [{} for _ in range(plan.world_size)]
-    hops: list[StepTransfer] = []
+    transfers: list[StepTransfer] = []
     for number, step in enumerate(plan.steps):
         arrivals: list[tuple[int, Item, Rows]] = []
-        for hop in step.transfers:
-            if hop.item.role is Role.PARTIAL:
-                rows = filled[hop.src].pop(hop.item, None)
+        for transfer in step.transfers:
+            if transfer.item.role is Role.PARTIAL:
+                rows = filled[transfer.src].pop(transfer.item, None)
                 if rows:
-                    hops.append(StepTransfer(number, hop._replace(rows=rows)))
-                    arrivals.append((hop.dst, hop.item, rows))
-            elif hop.item.role is Role.RESULT:
-                source = partial(hop.item.side, hop.item.shard, hop.item.heads)
-                if filled[hop.src].get(source):
-                    hops.append(StepTransfer(number, hop))
-                    arrivals.append((hop.dst, source, filled[hop.src][source]))
+                    transfers.append(StepTransfer(number, transfer._replace(rows=rows)))
+                    arrivals.append((transfer.dst, transfer.item, rows))
+            elif transfer.item.role is Role.RESULT:
+                source = partial(transfer.item.side, transfer.item.shard, transfer.item.heads)
+                if filled[transfer.src].get(source):
+                    transfers.append(StepTransfer(number, transfer))
+                    arrivals.append((transfer.dst, source, filled[transfer.src][source]))
         for rank, mine in enumerate(tiles[number]):
             for tile in mine:
                 arrivals += [(rank, *read) for read in _cell_rows(tile, reads, partial)]
         for rank, item, rows in arrivals:
             _add(filled[rank], item, rows)
-    return hops
+    return transfers
 
 
 Uses = dict[tuple[int, Side, int, int], list[int]]
@@ -319,19 +326,19 @@ ByPlace = dict[tuple[int, Item], list[StepTransfer]]
 
 
 def _without_relays(
-    hops: list[StepTransfer], uses: Uses, moved: bool = False
+    transfers: list[StepTransfer], uses: Uses, moved: bool = False
 ) -> list[StepTransfer]:
-    """Join a hop to a rank that only passes the value on with the hop that it passes it on by.
+    """Join a transfer to a rank that only passes the value on with the transfer by which it does.
 
-    The joined hop starts when the second did, so the receiver notices nothing; a moved value must
-    rest undisturbed at its source until then.
+    The joined transfer starts when the second did, so the receiver notices nothing; a moved value
+    must rest undisturbed at its source until then.
     """
     into: ByPlace = defaultdict(list)
     out_of: ByPlace = defaultdict(list)
-    ordered = sorted(hops, key=lambda hop: hop.step)
-    for hop in ordered:
-        into[hop.transfer.dst, hop.transfer.item].append(hop)
-        out_of[hop.transfer.src, hop.transfer.item].append(hop)
+    ordered = sorted(transfers, key=lambda transfer: transfer.step)
+    for transfer in ordered:
+        into[transfer.transfer.dst, transfer.transfer.item].append(transfer)
+        out_of[transfer.transfer.src, transfer.transfer.item].append(transfer)
     for onward in ordered:
         item, relay, dst, _ = onward.transfer
         arrivals, departures = into[relay, item], out_of[relay, item]
@@ -353,17 +360,17 @@ def _without_relays(
         out_of[source, item].append(joined)
         into[dst, item].remove(onward)
         into[dst, item].append(joined)
-    return [hop for arrivals in into.values() for hop in arrivals]
+    return [transfer for arrivals in into.values() for transfer in arrivals]
 
 
 def _rests(
     first: StepTransfer, onward: StepTransfer, into: ByPlace, out_of: ByPlace, uses: Uses
 ) -> bool:
-    """Whether nothing is added to or taken from a partial at its source between two hops."""
+    """Whether nothing is added to or taken from a partial at its source between two transfers."""
     place, item = (first.transfer.src, first.transfer.item), first.transfer.item
     used = uses.get((place[0], item.side, item.shard, item.heads), ())
-    added = [*used, *(hop.step for hop in into[place])]
-    taken = [hop.step for hop in out_of[place] if hop is not first]
+    added = [*used, *(transfer.step for transfer in into[place])]
+    taken = [transfer.step for transfer in out_of[place] if transfer is not first]
     return not any(first.step <= step < onward.step for step in added) and not any(
         first.step <= step <= onward.step for step in taken
     )

@@ -60,10 +60,10 @@ class ResolvedPass(NamedTuple):
         """The plan without what the mask makes needless; it is kept with the plan."""
         return prune_shards(self.plan, self.mask, self.layouts)
 
-    def hop_bytes(self, hop: Transfer) -> int:
+    def transfer_bytes(self, transfer: Transfer) -> int:
         """Bytes of a transfer."""
-        side, _, shard, _ = item = hop.item
-        return count(hop.rows, self.layouts[side].size(shard)) * self.payload.row_bytes(item)
+        side, _, shard, _ = item = transfer.item
+        return count(transfer.rows, self.layouts[side].size(shard)) * self.payload.row_bytes(item)
 
 
 def resolve_passes(

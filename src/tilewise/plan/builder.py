@@ -11,8 +11,9 @@ from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, t
 REACH = 8
 """Ranks whose contributions a travelling partial gathers before it goes home.
 
-Every hop rounds it to the wire dtype. Were it to gather those of all ranks, the error would grow
-with the root of their number; this way it stays what it is for 8, for the same number of hops.
+Every transfer rounds it to the wire dtype. Were it to gather those of all ranks, the error would
+grow with the root of their number; this way it stays what it is for 8, for the same number of
+transfers.
 """
 
 

@@ -61,7 +61,7 @@ class Item(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One hop of an item between two ranks; rows None means the whole shard."""
+    """One transfer of an item between two ranks; rows None means the whole shard."""
 
     item: Item
     src: int
@@ -112,9 +112,9 @@ class Step(NamedTuple):
     def cells(self) -> list[str]:
         """The step's row of the grid, a cell per rank: its tiles, and what it sends."""
         words = [[str(tile) for tile in tiles] for tiles in self.tiles]
-        for hop in self.transfers:
-            if 0 <= hop.src < len(words):
-                words[hop.src].append(str(hop))
+        for transfer in self.transfers:
+            if 0 <= transfer.src < len(words):
+                words[transfer.src].append(str(transfer))
         return [" ".join(mine) or "." for mine in words]
 
 
@@ -464,35 +464,40 @@ def _check_ends(parts: Sequence[tuple[RankStep, ...]]) -> None:
     """Every transfer is written by both its ends, and by nobody else."""
     for number, row in enumerate(zip_longest(*parts, fillvalue=RankStep())):
         for rank, share in enumerate(row):
-            for hop in chain(share.sends, share.recvs):
-                if (hop.src if hop in share.sends else hop.dst) != rank:
+            for transfer in chain(share.sends, share.recvs):
+                if (transfer.src if transfer in share.sends else transfer.dst) != rank:
                     message = (
-                        f"step {number}: rank {rank} writes {hop.item} from rank {hop.src} to rank "
-                        f"{hop.dst}; each rank writes what it sends and receives, as "
-                        f"RankBuilder({rank}) does"
+                        f"step {number}: rank {rank} writes {transfer.item} from rank "
+                        f"{transfer.src} to rank {transfer.dst}; each rank writes what it sends "
+                        f"and receives, as RankBuilder({rank}) does"
                     )
-                    raise PlanError(message, number, rank, hop.item)
-        sent = {hop for share in row for hop in share.sends}
-        received = {hop for share in row for hop in share.recvs}
+                    raise PlanError(message, number, rank, transfer.item)
+        sent = {transfer for share in row for transfer in share.sends}
+        received = {transfer for share in row for transfer in share.recvs}
         if sent != received:
             ranks = range(len(parts))
-            hop = min(
+            transfer = min(
                 sent ^ received,
-                key=lambda hop: (hop.src in ranks and hop.dst in ranks, transfer_order(hop)),
+                key=lambda transfer: (
+                    transfer.src in ranks and transfer.dst in ranks,
+                    transfer_order(transfer),
+                ),
             )
-            raise _one_sided(hop, hop in sent, number, len(parts))
+            raise _one_sided(transfer, transfer in sent, number, len(parts))
 
 
-def _one_sided(hop: Transfer, is_sent: bool, number: int, world_size: int) -> PlanError:
-    rows = "" if hop.rows is None else f", rows {hop.rows},"
-    here, there = (hop.src, hop.dst) if is_sent else (hop.dst, hop.src)
+def _one_sided(transfer: Transfer, is_sent: bool, number: int, world_size: int) -> PlanError:
+    rows = "" if transfer.rows is None else f", rows {transfer.rows},"
+    here, there = (transfer.src, transfer.dst) if is_sent else (transfer.dst, transfer.src)
     does, lacks = ("sends", "receive") if is_sent else ("receives", "send")
     if 0 <= there < world_size:
         reason = f"rank {here} {does} it, rank {there} does not {lacks} it"
     else:
         reason, there = f"rank {here} {does} it, and there are {world_size} ranks", here
-    ends = f"from rank {hop.src} to rank {hop.dst} is known to one end only"
-    return PlanError(f"step {number}: {hop.item}{rows} {ends}: {reason}", number, there, hop.item)
+    ends = f"from rank {transfer.src} to rank {transfer.dst} is known to one end only"
+    return PlanError(
+        f"step {number}: {transfer.item}{rows} {ends}: {reason}", number, there, transfer.item
+    )
 
 
 def _split(steps: tuple[Step, ...], world_size: int) -> list[tuple[RankStep, ...]]:

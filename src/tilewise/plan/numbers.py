@@ -33,8 +33,8 @@ def check_numbers(plan: Plan, steps: Sequence[Step]) -> None:
             message = f"step {number} has tiles for {len(step.tiles)} ranks of {plan.world_size}"
             rank = min(len(step.tiles), plan.world_size - 1)
             raise PlanError(message, number, rank, _first(Side.Q))
-        for hop in step.transfers:
-            _check_transfer(plan, number, hop)
+        for transfer in step.transfers:
+            _check_transfer(plan, number, transfer)
         for rank, tiles in enumerate(step.tiles):
             for tile in tiles:
                 _check_tile(plan, number, rank, tile)
@@ -58,17 +58,19 @@ def _check_owners(plan: Plan) -> None:
             raise PlanError(message, 0, 0, _first(side))
 
 
-def _check_transfer(plan: Plan, number: int, hop: Transfer) -> None:
-    ends = f"from rank {hop.src} to rank {hop.dst}"
-    known = 0 <= hop.src < plan.world_size
-    reason = _unknown(plan, hop.item)
-    if not (known and 0 <= hop.dst < plan.world_size):
+def _check_transfer(plan: Plan, number: int, transfer: Transfer) -> None:
+    ends = f"from rank {transfer.src} to rank {transfer.dst}"
+    known = 0 <= transfer.src < plan.world_size
+    reason = _unknown(plan, transfer.item)
+    if not (known and 0 <= transfer.dst < plan.world_size):
         reason = f"there are {plan.world_size} ranks"
-    elif hop.rows is not None and not _are_rows(hop.rows):
-        reason = f"rows {hop.rows} are not ascending ranges of its own"
+    elif transfer.rows is not None and not _are_rows(transfer.rows):
+        reason = f"rows {transfer.rows} are not ascending ranges of its own"
     if reason:
-        rank = hop.src if known else None
-        raise PlanError(f"step {number}: {hop.item} {ends}: {reason}", number, rank, hop.item)
+        rank = transfer.src if known else None
+        raise PlanError(
+            f"step {number}: {transfer.item} {ends}: {reason}", number, rank, transfer.item
+        )
 
 
 def _check_tile(plan: Plan, number: int, rank: int, tile: Tile) -> None:

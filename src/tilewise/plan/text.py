@@ -91,12 +91,12 @@ def _step(number: int, line: str, world: int) -> Step:
             f"line {line[:60]!r} must be step {number} with {world} cells, one per rank"
         )
     tiles: list[tuple[Tile, ...]] = []
-    hops: list[Transfer] = []
+    transfers: list[Transfer] = []
     for rank, cell in enumerate(cells):
         words = [] if cell.strip() == "." else cell.split()
         tiles.append(tuple(_read_tile(word) for word in words if _TILE.match(word)))
-        hops += [_read_hop(word, rank, number) for word in words if not _TILE.match(word)]
-    return Step(tuple(tiles), tuple(hops))
+        transfers += [_read_transfer(word, rank, number) for word in words if not _TILE.match(word)]
+    return Step(tuple(tiles), tuple(transfers))
 
 
 def _read_tile(word: str) -> Tile:
@@ -106,7 +106,7 @@ def _read_tile(word: str) -> Tile:
     return Tile(_numbers(q), _numbers(kv), int(heads or 0))
 
 
-def _read_hop(word: str, rank: int, number: int) -> Transfer:
+def _read_transfer(word: str, rank: int, number: int) -> Transfer:
     match = _HOP.match(word)
     if not match:
         raise ValueError(

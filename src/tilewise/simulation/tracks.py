@@ -421,21 +421,23 @@ class Halves:
         """The ranks that are relabelled from one, ascending."""
         return self._members[written]
 
-    def whole(self, step: int, hop: Transfer, members: Array) -> Array:
+    def whole(self, step: int, transfer: Transfer, members: Array) -> Array:
         """Whether all rows travel, by rank, of a transfer as a rank writes it that others are
         relabelled from.
 
         Args:
             members: the ranks of its class.
         """
-        rank, whole = self._decided(step, hop)
+        rank, whole = self._decided(step, transfer)
         return whole[self._index[absolutes(rank, members, self._shifts)]]
 
     def pruned(self, plan: Plan) -> Plan:
         """The plan with what the mask leaves of every transfer, written by rank as it is."""
 
-        def left(step: int, hops: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-            return tuple(hop._replace(rows=self._rows(step, hop)) for hop in hops)
+        def left(step: int, transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+            return tuple(
+                transfer._replace(rows=self._rows(step, transfer)) for transfer in transfers
+            )
 
         def script(rank: int) -> tuple[RankStep, ...]:
             return tuple(
@@ -445,14 +447,14 @@ class Halves:
 
         return plan.changed(script=script)
 
-    def _rows(self, step: int, hop: Transfer) -> Rows | None:
-        rank, whole = self._decided(step, hop)
-        return None if whole[self._index[rank]] else self.half[hop.item.side]
+    def _rows(self, step: int, transfer: Transfer) -> Rows | None:
+        rank, whole = self._decided(step, transfer)
+        return None if whole[self._index[rank]] else self.half[transfer.item.side]
 
-    def _decided(self, step: int, hop: Transfer) -> tuple[int, Array]:
+    def _decided(self, step: int, transfer: Transfer) -> tuple[int, Array]:
         """The rank that decides a transfer's rows, and whether all travel, by rank of its class."""
-        side, role, shard, _ = hop.item
-        rank = hop.dst if role is Role.OPERAND else hop.src
+        side, role, shard, _ = transfer.item
+        rank = transfer.dst if role is Role.OPERAND else transfer.src
         place = _Place(int(self._class[rank]), side, relative(shard, rank, self._shifts))
         return rank, self._whole[step, role, place]
 
@@ -464,27 +466,27 @@ class Halves:
             parts = [(w, part[number]) for w, part in steps.items() if number < len(part)]
             passed: list[tuple[_Place, Array]] = []
             for written, step in parts:
-                hops = step.recvs if role is Role.OPERAND else step.sends
-                for hop in hops:
-                    if hop.item.role is role:
-                        passed += self._passed(met, number, written, hop)
+                transfers = step.recvs if role is Role.OPERAND else step.sends
+                for transfer in transfers:
+                    if transfer.item.role is role:
+                        passed += self._passed(met, number, written, transfer)
             for written, step in parts:
                 passed += self._tiles(written, step)
             for place, least in passed:
                 met[place] = np.minimum(met.get(place, least), least)
 
     def _passed(
-        self, met: Least, number: int, written: int, hop: Transfer
+        self, met: Least, number: int, written: int, transfer: Transfer
     ) -> Iterator[tuple[_Place, Array]]:
         """Note a transfer's rows at the end that decides them, and pass that on to the other."""
-        side, role, shard, _ = hop.item
+        side, role, shard, _ = transfer.item
         place, members = _Place(written, side, shard), self._members[written]
         least = met.pop(place, None)
         if least is None:
             self.complete = False
             return
         self._whole[number, role, place] = least <= absolutes(shard, members, self._shifts)
-        other = hop.src if role is Role.OPERAND else hop.dst
+        other = transfer.src if role is Role.OPERAND else transfer.dst
         others = absolutes(other, members, self._shifts)
         at_other = np.empty_like(least)
         at_other[self._index[others]] = least
@@ -512,10 +514,10 @@ def _no_relay(steps: tuple[RankStep, ...]) -> bool:
     tiles = [tile for step in steps for tile in step.tiles]
     used = {s for tile in tiles for s in tile.q}, {s for tile in tiles for s in tile.kv}
     moved: Iterator[Item] = (
-        hop.item
+        transfer.item
         for step in steps
-        for hops, role in ((step.recvs, Role.OPERAND), (step.sends, Role.PARTIAL))
-        for hop in hops
-        if hop.item.role is role
+        for transfers, role in ((step.recvs, Role.OPERAND), (step.sends, Role.PARTIAL))
+        for transfer in transfers
+        if transfer.item.role is role
     )
     return all(item.shard in used[item.side] for item in moved)

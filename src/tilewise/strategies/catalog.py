@@ -59,7 +59,10 @@ class Shape(NamedTuple):
     q: int = 0  # shards that a rank's tiles read; 0: not known
     kv: int = 0
     call: tuple[int, int] = (0, 0)  # query and KV shards of its largest call
-    nodes: tuple[int, int] = (1, 1)  # tile of the plan between nodes, whose hops all cross nodes
+    nodes: tuple[int, int] = (
+        1,
+        1,
+    )  # tile of the plan between nodes, whose transfers all cross nodes
     places: tuple[int, ...] = ()  # sizes of groups of neighbours that are alike; (): none are
 
 

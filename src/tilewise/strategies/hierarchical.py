@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """When what happens: the same on all ranks, so that both ends of a hop know it.
+    """When what happens: the same on all ranks, so that both ends of a transfer know it.
 
     Kinds of outer steps, up to the last tiles: "rest" has no tiles; "move" are inner's steps; in
     "call" nothing moves in the node, and a rank's tiles are one call.
@@ -78,15 +78,15 @@ def make_clock(outer: Plan, inner: Plan) -> Timetable:
     starts = accumulate((span if kind == "move" else 1 for kind in kinds), initial=0)
 
     def lag(side: Side) -> int:
-        hops = [i for i, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts]
-        return max([first, *(number + 1 - span for number in hops)])
+        transfers = [i for i, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts]
+        return max([first, *(number + 1 - span for number in transfers)])
 
     return Timetable(kinds, tuple(starts), tile_steps, first, tuple(map(lag, Side)))
 
 
 def tile_steps_of(steps: tuple[RankStep, ...]) -> tuple[InnerStep, ...]:
     return tuple(
-        (bool(tiles), frozenset(hop.item[:2] for hop in (*sends, *recvs)))
+        (bool(tiles), frozenset(transfer.item[:2] for transfer in (*sends, *recvs)))
         for tiles, sends, recvs in steps
     )
 
@@ -123,13 +123,13 @@ def _first_uses(used: list[Shards]) -> list[Shards]:
     return found
 
 
-def post(s: RankBuilder, hop: Transfer, shard: int, place: tuple[int, int]) -> None:
-    """Write a rank's end of a hop between its plan's ranks r, here factor * r + offset."""
+def post(s: RankBuilder, transfer: Transfer, shard: int, place: tuple[int, int]) -> None:
+    """Write a rank's end of a transfer between its plan's ranks r, here factor * r + offset."""
     factor, offset = place
-    if hop.rows is not None:
+    if transfer.rows is not None:
         raise ValueError("hierarchical needs plans that are not pruned; prune its result")
-    src, dst = factor * hop.src + offset, factor * hop.dst + offset
-    item = Item(hop.item.side, hop.item.role, shard)
+    src, dst = factor * transfer.src + offset, factor * transfer.dst + offset
+    item = Item(transfer.item.side, transfer.item.role, shard)
     s.send(item, dst) if src == s.rank else s.recv(item, src)
 
 
@@ -167,8 +167,8 @@ def check_reads_its_own(inner: Plan, local: int, steps: tuple[RankStep, ...]) ->
 def hierarchical(outer: Plan, inner: Plan) -> Plan:
     """Run outer between nodes and inner in each of them; rank = node * inner.world_size + local.
 
-    Bytes per rank: outer's hops, which alone cross nodes, and inner's hops once for every shard of
-    outer that a node reads: a Q shards of an a x b tile, b KV shards.
+    Bytes per rank: outer's transfers, which alone cross nodes, and inner's transfers once for every
+    shard of outer that a node reads: a Q shards of an a x b tile, b KV shards.
 
     Args:
         outer: ring, all_gather, mesh, attention2d, double_ring or hierarchical.
@@ -222,10 +222,10 @@ def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[Ran
             f"{uneven[0].name}"
         )
     for number, step in enumerate(across):
-        for hop in (*step.sends, *step.recvs):
-            lag = clock.lags[hop.item.side] if hop.item.role is Role.PARTIAL else 0
+        for transfer in (*step.sends, *step.recvs):
+            lag = clock.lags[transfer.item.side] if transfer.item.role is Role.PARTIAL else 0
             s.at(clock.begin(number) + lag)
-            post(s, hop, hop.item.shard * size + local, (size, local))
+            post(s, transfer, transfer.item.shard * size + local, (size, local))
     call = joined(inside)
     for begin, kind, work in zip(clock.starts, clock.kinds, rounds, strict=False):
         if kind == "call":
@@ -235,8 +235,8 @@ def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[Ran
             for now, step in enumerate(inside, begin):
                 s.at(now)
                 compute(s, work.tiles, step.tiles, size)
-                for hop in (*step.sends, *step.recvs):
-                    moved = work.read if hop.item.role is Role.OPERAND else work.filled
-                    for shard in moved[hop.item.side]:
-                        post(s, hop, shard * size + hop.item.shard, (1, node * size))
+                for transfer in (*step.sends, *step.recvs):
+                    moved = work.read if transfer.item.role is Role.OPERAND else work.filled
+                    for shard in moved[transfer.item.side]:
+                        post(s, transfer, shard * size + transfer.item.shard, (1, node * size))
     return s.done()

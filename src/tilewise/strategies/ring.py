@@ -1,4 +1,4 @@
-"""Ring Attention: one side stays, the other goes round, its gradients one hop behind it.
+"""Ring Attention: one side stays, the other goes round, its gradients one transfer behind it.
 
     step     rank 0     rank 1     rank 2
        0     q0 x kv0   q1 x kv1   q2 x kv2
@@ -7,7 +7,7 @@
 
 Source: Liu et al. 2023 (arXiv 2310.01889); moves="q" in backward is BurstAttention's (2403.09347).
 Departs from them in that a partial never travels with its owner's own share, which waits at home,
-and goes home every few hops, so that rounding on the wire does not grow with the ring.
+and goes home every few transfers, so that rounding on the wire does not grow with the ring.
 """
 
 from tilewise.arguments import Moves

@@ -1,7 +1,7 @@
 """Tree attention for decoding: few queries on every rank, KV sharded, merged in log depth.
 
 Every rank attends with its own keys; the partials are reduced to rank 0 along a binomial tree and
-the result is handed back along it: at most 2 ceil(log2 n) hops in sequence.
+the result is handed back along it: at most 2 ceil(log2 n) transfers in sequence.
 Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in place of
 (numerator, denominator, max), and with gradients.
 """

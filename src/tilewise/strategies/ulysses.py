@@ -57,13 +57,13 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         s, (inner_rank, heads) = RankBuilder(rank), divmod(rank, degree)
         team = [peer for peer in widen((inner_rank,)) if peer != rank]
 
-        def copies(hop: Transfer) -> Iterator[Item]:
-            """The items of one inner hop: the same for each of the inner shard's outer shards."""
-            if hop.rows is not None:
+        def copies(transfer: Transfer) -> Iterator[Item]:
+            """The items of one inner transfer: the same for each outer shard of the inner shard."""
+            if transfer.rows is not None:
                 raise ValueError(
                     f"ulysses needs an inner plan that is not pruned, not {inner.name}"
                 )
-            side, role, first = hop.item.side, hop.item.role, hop.item.shard * degree
+            side, role, first = transfer.item.side, transfer.item.role, transfer.item.shard * degree
             return (Item(side, role, first + part, heads) for part in range(degree))
 
         for peer in team:
@@ -74,12 +74,12 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
         for step in inner.rank_steps(inner_rank):
             for tile in step.tiles:
                 s.tile(widen(tile.q), widen(tile.kv), heads)
-            for hop in step.sends:
-                for item in copies(hop):
-                    s.send(item, hop.dst * degree + heads)
-            for hop in step.recvs:
-                for item in copies(hop):
-                    s.recv(item, hop.src * degree + heads)
+            for transfer in step.sends:
+                for item in copies(transfer):
+                    s.send(item, transfer.dst * degree + heads)
+            for transfer in step.recvs:
+                for item in copies(transfer):
+                    s.recv(item, transfer.src * degree + heads)
             s.next()
         for peer in team:
             for side in Side:

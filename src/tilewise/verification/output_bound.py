@@ -62,17 +62,21 @@ def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> ScoreS
 
 
 def rounding(problem: ResolvedCall, backward: bool, side: Side) -> float:
-    """Relative error of partials of a side: of kernels, of merging, of every hop of a partial."""
+    """Relative error of partials of a side: of kernels, merging and each transfer of a partial."""
     resolved = problem.passes[backward]
     payload, wire = resolved.payload, resolved.payload.wires.partials
     if isinstance(wire, Plain):
-        hop = _unit(wire.dtype or payload.dtype)
+        transfer = _unit(wire.dtype or payload.dtype)
     else:
-        hop = 2.0**-3 if stochastic(wire) else 2.0**-4
+        transfer = 2.0**-3 if stochastic(wire) else 2.0**-4
     rows = sum(layout.num_tokens for layout in resolved.layouts)
     plan = resolved.pruned if problem.prune else resolved.plan
-    hops = _hops(plan, side)
-    return hops * hop + 8 * _unit(payload.dtype) + (rows + 32) * _unit(accumulator(payload.dtype))
+    transfers = _transfers(plan, side)
+    return (
+        transfers * transfer
+        + 8 * _unit(payload.dtype)
+        + (rows + 32) * _unit(accumulator(payload.dtype))
+    )
 
 
 def _unit(dtype: str) -> float:
@@ -81,8 +85,8 @@ def _unit(dtype: str) -> float:
 
 
 @kept_with_plan()
-def _hops(plan: Plan, side: Side) -> int:
-    """The most hops that any share of a partial of a side makes one after the other."""
+def _transfers(plan: Plan, side: Side) -> int:
+    """The most transfers that any share of a partial of a side makes one after the other."""
     made: dict[tuple[int, Item], int] = {}
     for step in plan.steps:
         arrived = []
@@ -90,8 +94,8 @@ def _hops(plan: Plan, side: Side) -> int:
             if item.side is side and item.role is not Role.OPERAND:
                 item = item._replace(role=Role.PARTIAL)
                 arrived.append(((dst, item), made.get((src, item), 0) + 1))
-        for place, hops in arrived:
-            made[place] = max(made.get(place, 0), hops)
+        for place, transfers in arrived:
+            made[place] = max(made.get(place, 0), transfers)
     return max(made.values(), default=0)
 
 

@@ -122,7 +122,7 @@ def nic_bytes(
     sent = [0] * (plan.world_size // ranks_per_host)
     for rank in range(plan.world_size):
         host = rank // ranks_per_host
-        for hop in (hop for step in plan.rank_steps(rank) for hop in step.sends):
-            if hop.dst // ranks_per_host != host:
-                sent[host] += resolved.hop_bytes(hop)
+        for transfer in (transfer for step in plan.rank_steps(rank) for transfer in step.sends):
+            if transfer.dst // ranks_per_host != host:
+                sent[host] += resolved.transfer_bytes(transfer)
     return tuple(sent)

@@ -46,8 +46,8 @@ def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
     sent, received, areas = ([0] * plan.world_size for _ in range(3))
     for rank in range(plan.world_size):
         for step in pruned.rank_steps(rank):
-            for hops, total in ((step.sends, sent), (step.recvs, received)):
-                total[rank] += sum(map(resolved.hop_bytes, hops))
+            for transfers, total in ((step.sends, sent), (step.recvs, received)):
+                total[rank] += sum(map(resolved.transfer_bytes, transfers))
             for tile in step.tiles:
                 pairs = ((q, kv) for q in tile.q for kv in tile.kv)
                 areas[rank] += sum(table[pair].area for pair in pairs if pair in table)
