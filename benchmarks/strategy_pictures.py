@@ -118,15 +118,15 @@ def steps(plan: tw.Plan, left: float, top: float) -> Iterator[str]:
             said = " ".join(f"q{shards(t.q)} x kv{shards(t.kv)}" for t in step.tiles[:2])
             more = f" +{len(step.tiles) - 2}" * (len(step.tiles) > 2)
             yield text(x + wide / 2, y + 19, said[:19] + more)
-            by_peer: dict[tuple[int, str], list[tw.Transfer]] = {}
+            by_peer: dict[tuple[int, str], list[tw.plan.Transfer]] = {}
             for hop in step.sends:
-                kind = "q" if hop.item.side is tw.Side.Q else "kv"
+                kind = "q" if hop.item.side is tw.plan.Side.Q else "kv"
                 by_peer.setdefault((hop.dst, kind), []).append(hop)
             for index, ((dst, kind), hops) in enumerate(sorted(by_peer.items())):
                 x1 = x + wide * (index + 1) / (len(by_peer) + 1)
                 x2, y2 = place(dst, number + 1)
                 x2 += wide * (0.3 if x1 < x2 else 0.7)
-                dash = "" if any(hop.item.role is tw.Role.OPERAND for hop in hops) else "4 3"
+                dash = "" if any(hop.item.role is tw.plan.Role.OPERAND for hop in hops) else "4 3"
                 shade = Q if kind == "q" else KV
                 yield (
                     f'<path d="M{x1:.4g} {y + high:.4g}L{x2:.4g} {y2 - 1:.4g}" stroke="{shade}" '

@@ -5,3 +5,7 @@ network: who shares which link, and how;
 zigzag_causal: many ranks under a causal mask; timeline: what a pass gave; machine_files: machines
 as TOML.
 """
+
+from tilewise.simulation.simulator import Simulation
+
+__all__ = ["Simulation"]
