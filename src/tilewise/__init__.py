@@ -11,10 +11,7 @@ from tilewise import plan_methods as plan_methods
 from tilewise import strategies as strategies
 from tilewise import transport as transport
 from tilewise import wires as _wires
-from tilewise.batches.schedule import schedule
-from tilewise.batches.tree import Tree
 from tilewise.context_parallel import ContextParallel
-from tilewise.decoding.kv_cache import KVCache
 from tilewise.functional import attention
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
@@ -22,9 +19,6 @@ from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
 from tilewise.masks.tables import PerHead, Slices
 from tilewise.plan.ir import Plan
-from tilewise.planning.search import search
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import simulate
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
@@ -37,9 +31,17 @@ from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
-from tilewise.verification.effective_mask import effective_mask
-from tilewise.verification.parity import parity
 from tilewise.workload import Workload, volume
+
+if TYPE_CHECKING:
+    from tilewise.batches.schedule import schedule
+    from tilewise.batches.tree import Tree
+    from tilewise.decoding.kv_cache import KVCache
+    from tilewise.planning.search import search
+    from tilewise.simulation.machine import Machine
+    from tilewise.simulation.simulator import simulate
+    from tilewise.verification.effective_mask import effective_mask
+    from tilewise.verification.parity import parity
 
 wire = _wires
 
@@ -83,6 +85,18 @@ __all__ = [
     "zigzag",
 ]
 
+# What most programs need a part of is imported when its name is first asked for.
+_LATER = (
+    ("KVCache", "decoding.kv_cache"),
+    ("Machine", "simulation.machine"),
+    ("Tree", "batches.tree"),
+    ("effective_mask", "verification.effective_mask"),
+    ("parity", "verification.parity"),
+    ("schedule", "batches.schedule"),
+    ("search", "planning.search"),
+    ("simulate", "simulation.simulator"),
+)
+
 # Names that stood here before they had a module of their own, until 1.0: name, and where it is.
 _MOVED = (
     ("Candidate", "planning"),
@@ -124,7 +138,11 @@ _MOVED = (
 if not TYPE_CHECKING:  # a type checker knows the names above alone
 
     def __getattr__(name: str) -> Any:
-        for moved, module in _MOVED:
-            if name == moved:
-                return getattr(import_module(f"tilewise.{module}"), name)
-        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+        module = dict(_LATER + _MOVED).get(name)
+        if module is None:
+            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+        value = getattr(import_module(f"tilewise.{module}"), name)
+        return globals().setdefault(name, value)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ OLD_NAMES = dict(tw._MOVED)  # pyright: ignore[reportPrivateUsage]
 def test_the_listed_names_are_functions_and_classes():
     assert len(tw.__all__) == len(set(tw.__all__)) <= 40
     assert all(callable(getattr(tw, name)) for name in tw.__all__)
+    assert {*tw.__all__, *MODULES} <= {*dir(tw)}
     assert all(isinstance(getattr(tw, name), ModuleType) for name in MODULES)
 
 
@@ -45,3 +46,24 @@ def test_names_that_have_moved_are_found_and_others_are_not():
 def test_each_module_can_be_imported_first(module: str):
     command = f"from tilewise.{module} import *; import tilewise; tilewise.ring(2).check()"
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
+
+
+LATER = ("batches", "decoding", "integrations", "planning", "simulation", "tools", "verification")
+
+
+def test_import_brings_in_no_heavy_module():
+    """Beside `import torch`: the package without what is asked for later, numpy, nothing else."""
+    program = """
+import sys, torch
+before = {*sys.modules}
+import tilewise
+print(*sorted({*sys.modules} - before))
+"""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    added = ran.stdout.split()
+    of_others = {name for name in added if name.partition(".")[0] not in sys.stdlib_module_names}
+    of_others -= {name for name in of_others if "cython" in name}  # numpy's, of no file
+    assert {name.partition(".")[0] for name in of_others} <= {"numpy", "tilewise"}
+    later = {f"tilewise.{package}" for package in LATER}
+    assert not {".".join(name.split(".")[:2]) for name in added} & later
