@@ -23,7 +23,7 @@ CHUNK = 128
 LAYOUTS = ("contiguous", "zigzag", "striped", "heaviest first", "balanced")
 
 
-def heaviest_first(mask: tw.Mask, num_tokens: int, n: int) -> tw.Layout:
+def heaviest_first(mask: tw.masks.Mask, num_tokens: int, n: int) -> tw.Layout:
     """Chunks by descending area, each to the rank with the least of those that have room."""
     areas = row_areas(mask, num_tokens).reshape(-1, CHUNK).sum(1)
     load, room = np.zeros(n), np.full(n, num_tokens // n // CHUNK)
@@ -36,7 +36,7 @@ def heaviest_first(mask: tw.Mask, num_tokens: int, n: int) -> tw.Layout:
     return layout_of(num_tokens, n, owned, "heaviest first")
 
 
-def layout(kind: str, mask: tw.Mask, num_tokens: int, n: int) -> tw.Layout:
+def layout(kind: str, mask: tw.masks.Mask, num_tokens: int, n: int) -> tw.Layout:
     match kind:
         case "balanced":
             return tw.balanced(mask, num_tokens, n)

@@ -39,7 +39,7 @@ def draw(workload: str, n: int, seed: int) -> tuple[int, ...]:
     return tw.lengths.sample(corpus, TOKENS * n, seed=seed, cap=TOKENS * n // share, mix=mix)
 
 
-def work_on(mask: tw.Mask, layout: tw.Layout, num_kv_heads: int) -> tw.Workload:
+def work_on(mask: tw.masks.Mask, layout: tw.Layout, num_kv_heads: int) -> tw.Workload:
     return tw.Workload(
         num_tokens=layout.num_tokens,
         num_heads=HEADS,
@@ -50,13 +50,13 @@ def work_on(mask: tw.Mask, layout: tw.Layout, num_kv_heads: int) -> tw.Workload:
     )
 
 
-def tiled(mask: tw.Mask, n: int, num_kv_heads: int) -> dict[str, Any]:
+def tiled(mask: tw.masks.Mask, n: int, num_kv_heads: int) -> dict[str, Any]:
     """The tiled plan's figures, and the seconds of planning with one rank's program."""
     kv_bytes = 2 * num_kv_heads / HEADS
     start = time.process_time()
     layout = tw.tiled_layout(mask, TOKENS * n, n, kv_bytes=kv_bytes)
     plan = tw.tiled(mask, layout, kv_bytes=kv_bytes)
-    tw.lower(plan, 0)
+    plan.program(0)
     seconds = time.process_time() - start
     assert max(layout.sizes) == min(layout.sizes)
     found = moved(plan, work_on(mask, layout, num_kv_heads))
@@ -71,7 +71,9 @@ def figures(found: Moved) -> dict[str, Any]:
     }
 
 
-def others(mask: tw.Mask, n: int, num_kv_heads: int, mesh: bool) -> Iterator[tuple[str, dict]]:
+def others(
+    mask: tw.masks.Mask, n: int, num_kv_heads: int, mesh: bool
+) -> Iterator[tuple[str, dict]]:
     layout = tw.balanced(mask, TOKENS * n, n)
     yield "needed", figures(moved(tw.needed(mask, layout), work_on(mask, layout, num_kv_heads)))
     if not mesh:
@@ -108,7 +110,7 @@ def key_of(n: int, workload: str, num_kv_heads: int, seed: int) -> str:
     return f"{n}|{workload}|{num_kv_heads}|{seed}"
 
 
-def reference_shares(mask: tw.Mask, n: int, num_kv_heads: int) -> list[float]:
+def reference_shares(mask: tw.masks.Mask, n: int, num_kv_heads: int) -> list[float]:
     """Mean and busiest receiver of the reference."""
     kv_bytes = 2 * num_kv_heads / HEADS
     shares = reference(mask, TOKENS * n, n, kv_bytes).received / ((n - 1) * kv_bytes * TOKENS)

@@ -169,7 +169,7 @@ def dynamic(batches: Sequence[Sequence[int]]) -> list[Sharing]:
 def planned(make: Make, cu: Sequence[int]) -> Sharing:
     mask, start = tw.masks.causal_document(cu), time.process_time()
     plan, layout = make(mask)
-    tw.lower(plan, 0)
+    plan.program(0)
     seconds = time.process_time() - start
     work = tw.Workload(
         num_tokens=layout.num_tokens,

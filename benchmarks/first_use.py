@@ -43,28 +43,28 @@ class Nowhere:
         self.rank = rank
 
 
-def document_mask(world_size: int, seed: int) -> tw.Mask:
+def document_mask(world_size: int, seed: int) -> tw.masks.Mask:
     num_tokens = world_size * TOKENS_PER_RANK
     return tw.Causal() & tw.Document(tw.lengths.sample("prolong64k", num_tokens, seed=seed))
 
 
-def on_mesh(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+def on_mesh(mask: tw.masks.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
     return tw.mesh(n, q_tile=max(d for d in range(1, 9) if n % d == 0 and d * d <= n)), tw.zigzag(
         num_tokens, n
     )
 
 
-def on_needed(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+def on_needed(mask: tw.masks.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
     layout = tw.balanced(mask, num_tokens, n)
     return tw.needed(mask, layout), layout
 
 
-def on_tiled(mask: tw.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
+def on_tiled(mask: tw.masks.Mask, num_tokens: int, n: int) -> tuple[tw.Plan, tw.Layout]:
     layout = tw.tiled_layout(mask, num_tokens, n)
     return tw.tiled(mask, layout), layout
 
 
-STRATEGIES: dict[str, Callable[[tw.Mask, int, int], tuple[tw.Plan, tw.Layout]]] = {
+STRATEGIES: dict[str, Callable[[tw.masks.Mask, int, int], tuple[tw.Plan, tw.Layout]]] = {
     "mesh": on_mesh,
     "needed": on_needed,
     "tiled": on_tiled,
@@ -98,7 +98,9 @@ def first_use_prepared(sent: bytes) -> tuple[float, float]:
     return unpickling + first, second
 
 
-def passes(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout) -> tuple[ResolvedPass, ResolvedPass]:
+def passes(
+    plan: tw.Plan, mask: tw.masks.Mask, layout: tw.Layout
+) -> tuple[ResolvedPass, ResolvedPass]:
     work = tw.Workload(
         num_tokens=layout.num_tokens,
         num_heads=HEADS,
@@ -110,7 +112,7 @@ def passes(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout) -> tuple[ResolvedPas
     return work.resolve(plan)
 
 
-def run(plan: tw.Plan, mask: tw.Mask, layout: tw.Layout, rank: int) -> float:
+def run(plan: tw.Plan, mask: tw.masks.Mask, layout: tw.Layout, rank: int) -> float:
     """Seconds of all that both passes of a call need before they run."""
     rows = layout.size(rank)
     q = torch.empty(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)

@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
     kv_rows: np.ndarray
 
 
-def blocks(mask: tw.Mask, num_tokens: int, count: int) -> Blocks:
+def blocks(mask: tw.masks.Mask, num_tokens: int, count: int) -> Blocks:
     """The blocks between this many chunks."""
     chunks = tw.contiguous(num_tokens, count)
     rows = [
@@ -54,7 +54,13 @@ def blocks(mask: tw.Mask, num_tokens: int, count: int) -> Blocks:
 
 
 def reference(
-    mask: tw.Mask, num_tokens: int, n: int, kv_bytes: float, *, chunk: int = CHUNK, seed: int = 0
+    mask: tw.masks.Mask,
+    num_tokens: int,
+    n: int,
+    kv_bytes: float,
+    *,
+    chunk: int = CHUNK,
+    seed: int = 0,
 ) -> Reference:
     """Place a mask on n ranks.
 

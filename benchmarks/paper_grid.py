@@ -12,6 +12,7 @@ from paper_claims import Claim, Paper, Row
 from paper_times import COMMON, K, again, best, over_sizes, run, size
 
 import tilewise as tw
+from tilewise.planning import Candidate
 
 N = 64
 TOKENS = (4 * K, 16 * K, 64 * K, 256 * K)
@@ -32,7 +33,7 @@ def work_of(num_tokens: int, layout: str = "zigzag") -> tw.Workload:
     return tw.Workload(num_tokens, HEADS, HEADS, 128, mask=tw.Causal(), layout=layout)
 
 
-def candidate(machine: tw.Machine) -> tw.Candidate:
+def candidate(machine: tw.Machine) -> Candidate:
     """For 64K tokens, searched for a full mask over half of them: as much FLOP per byte.
 
     Under a causal mask a search replays every one of 64 ranks, for minutes.
@@ -40,7 +41,7 @@ def candidate(machine: tw.Machine) -> tw.Candidate:
     return best(replace(work_of(32 * K), mask=tw.Full()), machine, N)
 
 
-def seconds_of(num_tokens: int, machine: tw.Machine, found: tw.Candidate) -> dict[str, float]:
+def seconds_of(num_tokens: int, machine: tw.Machine, found: Candidate) -> dict[str, float]:
     zigzag = work_of(num_tokens)
     return {
         "ring": run(tw.ring(N), zigzag, machine).seconds,

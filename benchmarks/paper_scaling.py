@@ -15,10 +15,10 @@ import tilewise as tw
 RANKS = (8, 16, 32, 64, 96)
 TOKENS_PER_RANK = 8 * K
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128
-MASKS: tuple[tuple[str, tw.Mask], ...] = (("full", tw.Full()), ("causal", tw.Causal()))
+MASKS: tuple[tuple[str, tw.masks.Mask], ...] = (("full", tw.Full()), ("causal", tw.Causal()))
 
 
-def work_of(n: int, mask: tw.Mask) -> tw.Workload:
+def work_of(n: int, mask: tw.masks.Mask) -> tw.Workload:
     return tw.Workload(n * TOKENS_PER_RANK, HEADS, KV_HEADS, HEAD_DIM, mask=mask)
 
 
@@ -34,14 +34,16 @@ def plans(n: int) -> Iterator[tuple[str, tw.Plan]]:
     yield "LoongTrain", tw.ulysses(8, inner=tw.double_ring(outer // window, window))
 
 
-def tflops(n: int, mask: tw.Mask, seconds: float, backward: bool) -> float:
+def tflops(n: int, mask: tw.masks.Mask, seconds: float, backward: bool) -> float:
     """Of one device, counted as is usual: 4 FLOP per pair, head and column, 2.5 times backward."""
     tokens = n * TOKENS_PER_RANK
     pairs = mask.area((0, tokens), (0, tokens))
     return 4 * pairs * HEADS * HEAD_DIM * (2.5 if backward else 1) / n / seconds / 1e12
 
 
-def table(name: str, mask: tw.Mask, machine: tw.Machine) -> dict[tuple[str, str], dict[str, float]]:
+def table(
+    name: str, mask: tw.masks.Mask, machine: tw.Machine
+) -> dict[tuple[str, str], dict[str, float]]:
     """TFLOP/s by plan and pass, then by number of devices."""
     found: dict[tuple[str, str], dict[str, float]] = {}
 

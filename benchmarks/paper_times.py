@@ -14,6 +14,8 @@ from typing import NamedTuple
 from paper_claims import Claim, Paper, Row
 
 import tilewise as tw
+from tilewise.planning import Candidate
+from tilewise.simulation import Simulation
 
 K = 1 << 10
 MESH_TOKENS = (256 * K, 512 * K, 1024 * K, 2048 * K)
@@ -33,22 +35,22 @@ def size(num_tokens: int) -> str:
 
 def run(
     plan: tw.Plan, work: tw.Workload, machine: tw.Machine, back: tw.Plan | None = None
-) -> tw.Simulation:
+) -> Simulation:
     """Ranks that are alike once, at every number of ranks: above 64 that is the default."""
     return tw.simulate(plan, work, machine, backward_plan=back, exact=False)
 
 
-def best(work: tw.Workload, machine: tw.Machine, n: int) -> tw.Candidate:
+def best(work: tw.Workload, machine: tw.Machine, n: int) -> Candidate:
     return tw.search(work, machine, world_size=n)[0]
 
 
-def again(found: tw.Candidate, work: tw.Workload, machine: tw.Machine) -> tw.Simulation:
+def again(found: Candidate, work: tw.Workload, machine: tw.Machine) -> Simulation:
     """A candidate for another workload."""
     back = None if found.save == "gathered" else found.backward_plan
     return run(found.plan, replace(work, save=found.save), machine, back)
 
 
-def waiting(found: tw.Simulation | tw.Candidate) -> float:
+def waiting(found: Simulation | Candidate) -> float:
     """Per cent of its time for which the rank that waits longest waits for messages."""
     return 100 * found.exposed_seconds / found.seconds
 

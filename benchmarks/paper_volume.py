@@ -17,6 +17,7 @@ from typing import NamedTuple
 from paper_claims import Claim, Paper, Row
 
 import tilewise as tw
+from tilewise.workload import Volume
 
 HEADS, HEAD_DIM, ELEMENT = 32, 128, 2
 TOKENS_PER_RANK = 64
@@ -51,7 +52,7 @@ def as_tilewise_counts(plan: tw.Plan, num_kv_heads: int = HEADS) -> Sent:
     """Bytes of the busiest rank by tw.volume: bf16, gradients in fp32, operands sent again."""
     shard = TOKENS_PER_RANK * HEADS * HEAD_DIM * ELEMENT
 
-    def sent(wire_dtype: str) -> tw.Volume:
+    def sent(wire_dtype: str) -> Volume:
         work = tw.Workload(
             num_tokens=TOKENS_PER_RANK * plan.world_size,
             num_heads=HEADS,

@@ -19,7 +19,7 @@ WINDOW = CAUSAL & tw.Window(8, 0)
 PACKED = CAUSAL & tw.Document([0, 20, T])
 
 
-def dense(mask: tw.Mask) -> Tensor:
+def dense(mask: tw.masks.Mask) -> Tensor:
     return torch.as_tensor(mask.dense(AT, AT))
 
 

@@ -63,7 +63,7 @@ class Choice(NamedTuple):
     search_seconds: float
 
 
-def _mask(name: str, tokens: int) -> tw.Mask:
+def _mask(name: str, tokens: int) -> tw.masks.Mask:
     if name == "documents":  # of 1/64 to 1/4 of the tokens
         lengths = np.random.default_rng(0).integers(tokens // 64, tokens // 4, 64)
         edges = np.minimum(np.cumsum(lengths), tokens)

@@ -118,9 +118,9 @@ def steps(plan: tw.Plan, left: float, top: float) -> Iterator[str]:
             said = " ".join(f"q{shards(t.q)} x kv{shards(t.kv)}" for t in step.tiles[:2])
             more = f" +{len(step.tiles) - 2}" * (len(step.tiles) > 2)
             yield text(x + wide / 2, y + 19, said[:19] + more)
-            by_peer: dict[tuple[int, str], list[tw.Transfer]] = {}
+            by_peer: dict[tuple[int, str], list[tw.plan.Transfer]] = {}
             for transfer in step.sends:
-                kind = "q" if transfer.item.side is tw.Side.Q else "kv"
+                kind = "q" if transfer.item.side is tw.plan.Side.Q else "kv"
                 by_peer.setdefault((transfer.dst, kind), []).append(transfer)
             for index, ((dst, kind), transfers) in enumerate(sorted(by_peer.items())):
                 x1 = x + wide * (index + 1) / (len(by_peer) + 1)
@@ -128,7 +128,7 @@ def steps(plan: tw.Plan, left: float, top: float) -> Iterator[str]:
                 x2 += wide * (0.3 if x1 < x2 else 0.7)
                 dash = (
                     ""
-                    if any(transfer.item.role is tw.Role.OPERAND for transfer in transfers)
+                    if any(transfer.item.role is tw.plan.Role.OPERAND for transfer in transfers)
                     else "4 3"
                 )
                 shade = Q if kind == "q" else KV

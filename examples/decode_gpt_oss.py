@@ -51,7 +51,12 @@ def build() -> GptOssForCausalLM:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: tw.Mask, **given
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: tw.masks.Mask,
+    **given,
 ) -> tuple[Tensor, None]:
     """A layer's attention through its cache; tensors are [batch, heads, rows, head_dim].
 

@@ -76,7 +76,7 @@ class Grid:
     def shard(self, x: Tensor) -> Tensor:
         return self.cp.shard(x, dim=0)
 
-    def attention(self, mask: tw.Mask, num_tokens: int) -> train_lm.Attention:
+    def attention(self, mask: tw.masks.Mask, num_tokens: int) -> train_lm.Attention:
         return lambda q, k, v: self.cp.attention(q, k, v, mask=mask)
 
     def sum(self, x: Tensor) -> None:

@@ -119,7 +119,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
-    mask: tw.Mask
+    mask: tw.masks.Mask
 
 
 def batches(num_tokens: int, seed: int) -> Iterator[Batch]:
@@ -144,7 +144,7 @@ class Whole:
     def shard(self, x: Tensor) -> Tensor:
         return x
 
-    def attention(self, mask: tw.Mask, num_tokens: int) -> Attention:
+    def attention(self, mask: tw.masks.Mask, num_tokens: int) -> Attention:
         positions = torch.arange(num_tokens)
         allowed = torch.as_tensor(mask.dense(positions, positions))
 
@@ -170,7 +170,7 @@ class Split:
     def shard(self, x: Tensor) -> Tensor:
         return self.cp.shard(x, dim=0)
 
-    def attention(self, mask: tw.Mask, num_tokens: int) -> Attention:
+    def attention(self, mask: tw.masks.Mask, num_tokens: int) -> Attention:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.cp.attention(q, k, v, mask=mask, wire=self.wire)
 

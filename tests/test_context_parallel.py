@@ -40,7 +40,7 @@ def test_the_default_layout_levels_the_work():
     assert layout.name == "balanced" and others == [layout] * (N - 1)
 
 
-@pytest.mark.parametrize("strategy", ["auto", tw.mesh(N, q_tile=2)], ids=str)
+@pytest.mark.parametrize("strategy", ["auto", tw.mesh(N, q_tile=2)], ids=repr)
 @pytest.mark.parametrize("mask", [tw.Full(), tw.Causal()], ids=repr)
 def test_shard_attend_unshard_is_dense_attention(mask: tw.Mask, strategy):
     """The loss is of the whole sequence on every rank; unshard's backward sums over ranks."""

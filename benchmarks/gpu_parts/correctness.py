@@ -85,7 +85,7 @@ def _question(
     return Question(tensors, exact, [2 * error(x, y) for x, y in zip(plain, exact, strict=True)])
 
 
-def dense(tensors: list[Tensor], mask: tw.Mask) -> list[Tensor]:
+def dense(tensors: list[Tensor], mask: tw.masks.Mask) -> list[Tensor]:
     """out and gradients of torch's own attention with a dense mask."""
     positions = torch.arange(len(tensors[0]))
     allowed = torch.as_tensor(mask.dense(positions, positions))[None, None].to(tensors[0].device)
@@ -98,7 +98,7 @@ def dense(tensors: list[Tensor], mask: tw.Mask) -> list[Tensor]:
     return [x.transpose(0, 1) for x in (out.detach(), *grads)]
 
 
-def alone(kernel: Kernel, mask: tw.Mask, tensors: list[Tensor]) -> list[Tensor]:
+def alone(kernel: Kernel, mask: tw.masks.Mask, tensors: list[Tensor]) -> list[Tensor]:
     """One kernel over the whole mask, no plan and no executor."""
     dout, rows = tensors[3], np.arange(len(tensors[0]))
     cut = {"square_causal": kernel.square_causal, "whole_tile": kernel.whole_tile}
@@ -115,7 +115,7 @@ def _sharded(layout: tw.Layout, tensors: list[Tensor]) -> list[list[Tensor]]:
 def looped(
     plan: tw.Plan,
     layout: tw.Layout,
-    mask: tw.Mask,
+    mask: tw.masks.Mask,
     shards: list[list[Tensor]],
     kernel: Kernel | None = None,
 ) -> Callable[[], list[tuple[Tensor, ...]]]:

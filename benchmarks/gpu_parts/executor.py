@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     num_tokens: int
     heads: tuple[int, int]
     head_dim: int
-    mask: tw.Mask
+    mask: tw.masks.Mask
 
     @classmethod
     def of(cls, options: Row) -> Shape:

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     name: str
-    mask: tw.Mask
+    mask: tw.masks.Mask
 
 
 def run(session: Session, options: Row) -> Row:

@@ -126,7 +126,7 @@ def plans(num_kv_heads: int) -> list[tw.Plan]:
     return [plan for plan in made if num_kv_heads % plan.num_head_groups == 0]
 
 
-def mask_named(name: str, num_tokens: int) -> tw.Mask:
+def mask_named(name: str, num_tokens: int) -> tw.masks.Mask:
     """Documents are as long as in a corpus, prolong64k's."""
     kind, _, corpus = name.partition(" of ")
     match kind:

@@ -36,7 +36,7 @@ DTYPES = "float32", "bfloat16"
 class ShortCase(BenchCase):
     """A case of few tokens, with a window and documents that are short as well."""
 
-    def make_mask(self) -> tw.Mask:
+    def make_mask(self) -> tw.masks.Mask:
         return MASKS[self.mask]
 
 

@@ -1,31 +1,24 @@
 """Exact softmax attention over sequences split across many devices."""
 
-from tilewise import masks
-from tilewise import wires as wire
-from tilewise.batches.schedule import schedule
-from tilewise.batches.tree import Tree
-from tilewise.compiler.checker import check
-from tilewise.compiler.lowering import lower
-from tilewise.compiler.program import Program
-from tilewise.compiler.pruning import droppable, prune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tilewise import kernels as kernels
+from tilewise import layouts as layouts
+from tilewise import masks as masks
+from tilewise import plan as plan
+from tilewise import plan_methods as plan_methods
+from tilewise import strategies as strategies
+from tilewise import transport as transport
+from tilewise import wires as _wires
 from tilewise.context_parallel import ContextParallel
-from tilewise.decoding.kv_cache import KVCache
 from tilewise.functional import attention
-from tilewise.kernels.protocol import Kernel
-from tilewise.kernels.registry import kernel_named as kernel
 from tilewise.layouts.balanced import balanced
-from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
-from tilewise.masks import lengths
-from tilewise.masks.base import Causal, Document, Full, Mask, Window
+from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.masks import lengths as lengths
+from tilewise.masks.base import Causal, Document, Full, Window
 from tilewise.masks.tables import PerHead, Slices
-from tilewise.plan.builder import RankBuilder, operand, partial
-from tilewise.plan.ir import Item, Plan, PlanError, Role, Side, Step, Tile, Transfer
-from tilewise.plan.json import from_json, to_json
-from tilewise.plan.text import parse, show
-from tilewise.planning.candidate import Candidate, load_candidate
-from tilewise.planning.search import search
-from tilewise.simulation.machine import Machine
-from tilewise.simulation.simulator import Simulation, simulate
+from tilewise.plan.ir import Plan
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
@@ -38,45 +31,32 @@ from tilewise.strategies.tiled import tiled, tiled_layout
 from tilewise.strategies.tree import tree
 from tilewise.strategies.ulysses import ulysses
 from tilewise.transport.loopback import loopback
-from tilewise.transport.protocol import Transport
-from tilewise.transport.resolve import Group, transport_for
-from tilewise.verification.effective_mask import EffectiveMask, effective_mask
-from tilewise.verification.gradient_bound import ErrorBound, error_bound
-from tilewise.verification.parity import ParityReport, parity
-from tilewise.workload import Volume, Workload, volume
+from tilewise.workload import Workload, volume
+
+if TYPE_CHECKING:
+    from tilewise.batches.schedule import schedule
+    from tilewise.batches.tree import Tree
+    from tilewise.decoding.kv_cache import KVCache
+    from tilewise.planning.search import search
+    from tilewise.simulation.machine import Machine
+    from tilewise.simulation.simulator import simulate
+    from tilewise.verification.effective_mask import effective_mask
+    from tilewise.verification.parity import parity
+
+wire = _wires
 
 __all__ = [
-    "Candidate",
     "Causal",
     "ContextParallel",
     "Document",
-    "EffectiveMask",
-    "ErrorBound",
     "Full",
-    "Group",
-    "Item",
     "KVCache",
-    "Kernel",
     "Layout",
     "Machine",
-    "Mask",
-    "ParityReport",
     "PerHead",
     "Plan",
-    "PlanError",
-    "Program",
-    "RankBuilder",
-    "Role",
-    "Run",
-    "Side",
-    "Simulation",
     "Slices",
-    "Step",
-    "Tile",
-    "Transfer",
-    "Transport",
     "Tree",
-    "Volume",
     "Window",
     "Workload",
     "all_gather",
@@ -84,40 +64,85 @@ __all__ = [
     "attention2d",
     "balanced",
     "balanced_ring",
-    "check",
     "contiguous",
     "double_ring",
-    "droppable",
     "effective_mask",
-    "error_bound",
-    "from_json",
     "hierarchical",
-    "kernel",
-    "lengths",
-    "load_candidate",
     "loopback",
-    "lower",
-    "masks",
     "mesh",
     "needed",
-    "operand",
     "parity",
-    "parse",
-    "partial",
-    "prune",
     "ring",
     "schedule",
     "search",
-    "show",
     "simulate",
     "striped",
     "tiled",
     "tiled_layout",
-    "to_json",
-    "transport_for",
     "tree",
     "ulysses",
     "volume",
-    "wire",
     "zigzag",
 ]
+
+# What most programs need a part of is imported when its name is first asked for.
+_LATER = (
+    ("KVCache", "decoding.kv_cache"),
+    ("Machine", "simulation.machine"),
+    ("Tree", "batches.tree"),
+    ("effective_mask", "verification.effective_mask"),
+    ("parity", "verification.parity"),
+    ("schedule", "batches.schedule"),
+    ("search", "planning.search"),
+    ("simulate", "simulation.simulator"),
+)
+
+# Names that stood here before they had a module of their own, until 1.0: name, and where it is.
+_MOVED = (
+    ("Candidate", "planning"),
+    ("EffectiveMask", "verification"),
+    ("ErrorBound", "verification"),
+    ("Group", "transport"),
+    ("Item", "plan"),
+    ("Kernel", "kernels"),
+    ("Mask", "masks"),
+    ("ParityReport", "verification"),
+    ("PlanError", "plan"),
+    ("Program", "compiler"),
+    ("RankBuilder", "plan"),
+    ("Role", "plan"),
+    ("Run", "layouts"),
+    ("Side", "plan"),
+    ("Simulation", "simulation"),
+    ("Step", "plan"),
+    ("Tile", "plan"),
+    ("Transfer", "plan"),
+    ("Transport", "transport"),
+    ("Volume", "workload"),
+    ("check", "compiler.checker"),
+    ("droppable", "compiler"),
+    ("error_bound", "verification"),
+    ("from_json", "plan.json"),
+    ("kernel", "kernels"),
+    ("load_candidate", "planning"),
+    ("lower", "compiler.lowering"),
+    ("operand", "plan"),
+    ("parse", "plan"),
+    ("partial", "plan"),
+    ("prune", "compiler.pruning"),
+    ("show", "plan.text"),
+    ("to_json", "plan.json"),
+    ("transport_for", "transport"),
+)
+
+if not TYPE_CHECKING:  # a type checker knows the names above alone
+
+    def __getattr__(name: str) -> Any:
+        module = dict(_LATER + _MOVED).get(name)
+        if module is None:
+            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+        value = getattr(import_module(f"tilewise.{module}"), name)
+        return globals().setdefault(name, value)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Document, Full, Mask
 from tilewise.plan.ir import Plan
-from tilewise.planning.search import promising
-from tilewise.simulation.machine import Machine
 from tilewise.strategies.ring import ring
 from tilewise.transport.agreement import agree
 from tilewise.transport.gather_shards import gather_shards, mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of, wires_of
 from tilewise.workload import Workload
+
+if TYPE_CHECKING:
+    from tilewise.simulation.machine import Machine
 
 
 class ContextParallel:
@@ -89,6 +90,8 @@ class ContextParallel:
             )
         self.layout = layout
         if machine is not None:
+            from tilewise.simulation.machine import Machine
+
             require_type(Machine, "machine", machine)
         self.machine = machine
         if kernel is not None:
@@ -303,6 +306,9 @@ class ContextParallel:
 
     def _decided(self, work: Workload, q: Tensor) -> tuple[Plan, Plan | None]:
         """The planner's choice for both passes; None: backward runs forward's plan."""
+        from tilewise.planning.search import promising  # a fixed plan needs no planner
+        from tilewise.simulation.machine import Machine
+
         preset = "h100x8" if q.device.type == "cuda" else "cpu-gloo"
         machine = self.machine or Machine.preset(preset)
         plan, backward = promising(work, machine, self.world_size)

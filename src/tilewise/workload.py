@@ -238,7 +238,7 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
     It is that of loopback and of NCCL on one node: receives belong to the launch of their sends.
 
     Args:
-        plan: of both passes; it is also a method, `plan.code(work, rank)`.
+        plan: of both passes.
         rank: in 0..plan.world_size - 1.
     Returns:
         Its str() has a line for each operation, by the label that profiles and simulated traces
@@ -252,6 +252,3 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
     passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call)
-
-
-Plan.code = plan_code

@@ -83,7 +83,7 @@ HEADS = (8, 8), (8, 4), (8, 2), (4, 1)
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "batch", "save"),
     thinned(product((24, 23, 3), HEADS, ((), (2,)), ("replay", "gathered")), 3),
-    ids=str,
+    ids=repr,
 )
 def test_whole_exchanges_are_exact(num_tokens, heads, batch, save, whole_exchanges):
     shapes = ((heads[0], 8), (heads[1], 8), (heads[1], 6), (heads[0], 6))
@@ -121,7 +121,7 @@ def test_what_a_mask_leaves_out_is_exchanged_message_by_message(plan, whole_exch
     assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("inner", [None, tw.ring(4)], ids=str)
+@pytest.mark.parametrize("inner", [None, tw.ring(4)], ids=repr)
 def test_heads_that_are_not_split_are_exchanged_with_nobody(inner):
     plan = tw.ulysses(1, inner)
     layout, whole = tw.contiguous(24, plan.world_size), list(torch.randn(4, 24, 2, 8))

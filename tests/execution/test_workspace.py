@@ -45,7 +45,7 @@ def writing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("plan", "mask"), thinned(product(PLANS, ("documents", "by head")), 3), ids=str
+    ("plan", "mask"), thinned(product(PLANS, ("documents", "by head")), 3), ids=repr
 )
 def test_adopted_and_written_results_have_the_same_bits(plan, mask, monkeypatch):
     def often(case: Case) -> list[tuple[torch.Tensor, ...]]:
@@ -185,7 +185,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("plan", "number"), thinned(product(PLANS, range(4)), 5), ids=str)
+@pytest.mark.parametrize(("plan", "number"), thinned(product(PLANS, range(4)), 5), ids=repr)
 def test_passes_take_the_bytes_that_their_workload_says(plan, number, monkeypatch):
     options = {"heads": (4, 2, 8), **SETTINGS[number]}
     mask, heads, dtype = MASKS[options.pop("mask")], options.pop("heads"), options.pop("dtype")

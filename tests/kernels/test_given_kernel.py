@@ -56,7 +56,7 @@ def attend(rank: int, group: Any, kernel: Any, requires_grad: bool = False) -> T
 @pytest.mark.parametrize(
     "kernel", ["reference", "cpu", tw.kernel("reference")], ids=["reference", "cpu", "an object"]
 )
-@pytest.mark.parametrize("plan", [tw.ring(N), tw.mesh(N, q_tile=3), tw.ulysses(N)], ids=str)
+@pytest.mark.parametrize("plan", [tw.ring(N), tw.mesh(N, q_tile=3), tw.ulysses(N)], ids=repr)
 def test_a_kernel_by_name_or_as_an_object_computes_attention(plan: tw.Plan, kernel: Any):
     x = draw((TOKENS, 6, 8), (TOKENS, 3, 8), seed=0)
     assert_close(split(x, plan, LAYOUT, MASK, kernel=kernel), dense(x, MASK))

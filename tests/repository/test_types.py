@@ -16,6 +16,14 @@ plan.traits.no_such_field
 plan.owners.foo()
 a: int = plan.name
 steps: int = len(plan.changed(name="another").steps)
+text: str = plan.to_json() + str(tw.plan.parse(str(plan))) + tw.Plan.from_json("").name
+pruned: tw.Plan = plan.pruned(tw.masks.causal(8), tw.zigzag(8, 4))
+wires: tw.wire.Wires = tw.wire.Wires(tw.wire.Float8(64))
+kernel: tw.kernels.Kernel = tw.kernels.kernel("cpu")
+group: tw.transport.Group = tw.transport.transport_for(None)
+lengths = tw.lengths.sample("pile", 64, seed=0)
+tw.atention
+tw.show(plan)
 """
 
 
@@ -35,4 +43,6 @@ def test_wrong_uses_of_a_plan_are_errors_and_right_ones_are_not(tmp_path: Path):
         ("plan.traits.no_such_field", "reportAttributeAccessIssue"),
         ("plan.owners.foo()", "reportAttributeAccessIssue"),
         ("a: int = plan.name", "reportAssignmentType"),
+        ("tw.atention", "reportAttributeAccessIssue"),
+        ("tw.show(plan)", "reportAttributeAccessIssue"),
     }

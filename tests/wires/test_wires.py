@@ -39,7 +39,7 @@ def sent(plan: tw.Plan, wholes: list[Tensor], asked: tw.Workload) -> tuple[list[
     return wholes, tw.Volume(*zip(*(moved for _, moved in results), strict=True))
 
 
-@pytest.mark.parametrize("plan", [tw.ring(N), tw.ring(N, moves="q"), tw.all_gather(N)], ids=str)
+@pytest.mark.parametrize("plan", [tw.ring(N), tw.ring(N, moves="q"), tw.all_gather(N)], ids=repr)
 @pytest.mark.parametrize("save", ["replay", "gathered"])
 def test_every_kind_of_tensor_has_its_own_wire(plan: tw.Plan, save: Any):
     torch.manual_seed(0)

@@ -70,7 +70,7 @@ def given_kernel(kernel: Kernel | str) -> Kernel:
     if lacking:
         raise ValueError(
             f"kernel ({what}) lacks {', '.join(lacking)}; pass a name from tilewise doctor, or an "
-            "object that has all of the protocol tw.Kernel"
+            "object that has all of the protocol tw.kernels.Kernel"
         )
     return kernel
 

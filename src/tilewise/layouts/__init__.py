@@ -3,3 +3,7 @@
 layout: the value and the plain layouts; balanced: layouts made for a mask, and the layout by
 default; cells: the pairs of two shards that a mask allows.
 """
+
+from tilewise.layouts.layout import Layout, Run
+
+__all__ = ["Layout", "Run"]

@@ -5,6 +5,7 @@ form; area: cells counted in it; components: parts that no allowed pair connects
 documents.
 """
 
+from tilewise.masks.base import Mask
 from tilewise.masks.patterns import (
     ALL_NAMES,
     BLOCK,
@@ -38,6 +39,7 @@ __all__ = [
     "DENSITIES",
     "NAMES",
     "WINDOW",
+    "Mask",
     "block_causal_document",
     "block_sparse",
     "block_sparse_variable",

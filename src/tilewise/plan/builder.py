@@ -35,9 +35,9 @@ def partial(side: Side, shard: int, heads: int = 0) -> Item:
 class RankBuilder:
     """Writes one rank's steps: what it computes, sends and receives in each.
 
-        s = tw.RankBuilder(rank)
+        s = RankBuilder(rank)
         s.tile([rank], [rank])                              # its own query and KV shard
-        s.send(tw.operand(tw.Side.KV, rank), rank - 1)      # under way meanwhile
+        s.send(operand(Side.KV, rank), rank - 1)      # under way meanwhile
         s.next()                                            # the next step begins
         steps = s.done()                                    # what a plan's script returns
 

@@ -267,12 +267,26 @@ class Plan(OpaqueValue):
         traits: what its author knows of it beside its steps.
 
     Attributes:
+        check: (mask: Mask | None = None, layout: Layout | None = None) -> None. Raises a PlanError
+            unless the plan computes exact attention and its gradients.
+        pruned: (mask: Mask, layout: Layout) -> Plan, without what the mask makes needless.
+        program: (rank: int) -> Program, what one rank does; the others' parts are not built.
         code: (work: Workload, rank: int, backward: bool = False) -> Code, the operations that a
-            rank runs. It is defined in `tilewise.workload`, above this module, which does not know
-            what a plan is compiled to.
+            rank runs.
+        to_json: () -> str, one JSON object.
+        from_json: (text: str) -> Plan, the plan that to_json wrote; a static method. str(plan) is a
+            grid, which `parse` reads.
+
+    These methods are set by `tilewise.plan_methods`, above this module, which does not know what a
+    plan is compiled to.
     """
 
+    check: ClassVar[Callable[..., None]]
+    pruned: ClassVar[Callable[..., Plan]]
+    program: ClassVar[Callable[..., Any]]
     code: ClassVar[Callable[..., Any]]
+    to_json: ClassVar[Callable[..., str]]
+    from_json: ClassVar[Callable[[str], Plan]]
 
     name: str
     world_size: int

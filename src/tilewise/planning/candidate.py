@@ -173,7 +173,7 @@ class _FileCandidate:
 
 
 def load_plan(path: str | Path) -> Plan | Candidate:
-    """What a plan file holds: a plan that `tw.to_json` wrote, or a candidate of a search.
+    """What a plan file holds: a plan that `plan.to_json()` wrote, or a candidate of a search.
 
     Raises:
         ValueError, OSError: as load_candidate.

@@ -4,3 +4,7 @@ prices: what each operation takes; tracks: all ranks' operations, priced; engine
 network: who shares which link, and how; timeline: what a pass gave; machine_files: machines as
 TOML.
 """
+
+from tilewise.simulation.simulator import Simulation
+
+__all__ = ["Simulation"]

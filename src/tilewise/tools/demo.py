@@ -176,7 +176,7 @@ def cases(demo: Demo) -> list[DemoCase]:
     return found
 
 
-def _masks(demo: Demo) -> dict[str, tw.Mask]:
+def _masks(demo: Demo) -> dict[str, tw.masks.Mask]:
     documents = tw.Causal() & tw.Document(demo.input()[1])
     return dict(zip(MASKS, (tw.Causal(), documents), strict=True))
 
@@ -225,7 +225,7 @@ def _embed(demo: Demo) -> list[Tensor]:
 
 
 def _attend(
-    case: DemoCase, whole: list[Tensor], mask: tw.Mask, rank: int
+    case: DemoCase, whole: list[Tensor], mask: tw.masks.Mask, rank: int
 ) -> tuple[dict[str, Tensor], Transport, float]:
     """This rank's results, its transport, and seconds; decoding, of the last query alone."""
     plan, layout = case.plan, case.layout
@@ -242,7 +242,7 @@ def _attend(
     return dict(zip(NAMES, (out.detach(), *gradients), strict=True)), transport, seconds
 
 
-def _dense(whole: list[Tensor], rows: Tensor, mask: tw.Mask) -> dict[str, Tensor]:
+def _dense(whole: list[Tensor], rows: Tensor, mask: tw.masks.Mask) -> dict[str, Tensor]:
     """out, dq, dk, dv of plain attention; each rank does some heads, then all have all."""
     heads = range(dist.get_rank(), whole[0].shape[1], dist.get_world_size())
     truth = dense_truth(whole, rows, mask, heads)

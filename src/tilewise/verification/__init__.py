@@ -7,3 +7,9 @@ that deviates, `attention_path.py` the attention in it and `weights.py` its weig
 `gradients.py` say in which facts two results differ; `causes.py` is the closed list and the table
 from facts to causes.
 """
+
+from tilewise.verification.effective_mask import EffectiveMask
+from tilewise.verification.gradient_bound import ErrorBound, error_bound
+from tilewise.verification.parity import ParityReport
+
+__all__ = ["EffectiveMask", "ErrorBound", "ParityReport", "error_bound"]

@@ -1,4 +1,4 @@
-"""tw.error_bound: how far gradients may be from exact where what travels is rounded."""
+"""error_bound: how far gradients may be from exact where what travels is rounded."""
 
 from typing import Any, NamedTuple
 

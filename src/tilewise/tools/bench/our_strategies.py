@@ -57,7 +57,7 @@ def from_file(path: str, setting: _Setting) -> Planned:
 class _Setting:
     """A case as strategies see it; the mask and its layout are made once."""
 
-    def __init__(self, case: BenchCase, mask: tw.Mask):
+    def __init__(self, case: BenchCase, mask: tw.masks.Mask):
         self.case, self.mask, self.n = case, mask, case.world_size
         self.kv_bytes = 2 * case.num_kv_heads / case.num_heads
 
@@ -228,7 +228,7 @@ class Strategy:
         if self.kernel is not None:
             check_kernel_of(self.kernel, self.version, case.asked)
 
-    def planned(self, case: BenchCase, mask: tw.Mask | None = None) -> Planned:
+    def planned(self, case: BenchCase, mask: tw.masks.Mask | None = None) -> Planned:
         """Its plan and layout."""
         setting = _Setting(case, case.make_mask() if mask is None else mask)
         if self.text in STRATEGIES:
@@ -316,7 +316,7 @@ def _check_plan(text: str, version: str, n: int) -> None:
         raise ValueError(f"strategy {text} made a plan for {plan.world_size} ranks, not for {n}")
     try:
         check(plan)
-    except tw.PlanError as error:
+    except tw.plan.PlanError as error:
         raise ValueError(f"strategy {text} for {n} ranks computes no attention: {error}") from None
 
 

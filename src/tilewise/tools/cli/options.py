@@ -97,7 +97,7 @@ PlanText = Annotated[
     str,
     typer.Argument(
         help=f'As in "mesh(16, q_tile=4)". Known: {", ".join(STRATEGIES)}; needed and tiled, which '
-        "see the mask; or a file of tw.to_json or tilewise plan."
+        "see the mask; or a file of plan.to_json() or tilewise plan."
     ),
 ]
 WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", min=1)]

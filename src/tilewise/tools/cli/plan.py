@@ -108,7 +108,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
             soft_wrap=True,
         )
     if output is not None:
-        plain(f"written to {output}: tw.load_candidate reads it")
+        plain(f"written to {output}: tilewise.planning.load_candidate reads it")
 
 
 def _table(shown: list[Candidate], is_wide: bool) -> Table:

@@ -35,8 +35,9 @@ class ReportOptions(NamedTuple):
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="A plan file of tilewise plan, or of tw.to_json with --num-tokens; or results of "
-            "tilewise bench (.jsonl), of LongCA-bench (.csv) or of tilewise study, several as one."
+            help="A plan file of tilewise plan, or of plan.to_json() with --num-tokens; or results "
+            "of tilewise bench (.jsonl), of LongCA-bench (.csv) or of tilewise study, several as "
+            "one."
         ),
     ]
     output: Annotated[
@@ -53,7 +54,7 @@ class ReportOptions(NamedTuple):
 def _report(options: ReportOptions, about: WorkOptions) -> None:
     """Write one page that needs no network: what a plan does, or what a benchmark found.
 
-    A file of tw.to_json is a plan alone: options say its workload and machine.
+    A file of plan.to_json() is a plan alone: options say its workload and machine.
     """
     from tilewise.tools.report.report import read  # here, so that other commands start sooner
 

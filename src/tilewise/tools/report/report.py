@@ -66,7 +66,7 @@ def read(
         raise ValueError(f"{paths[0]} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(
-            f"{error}; a report is of a file of tw.to_json or tilewise plan, or of results "
+            f"{error}; a report is of a file of plan.to_json() or tilewise plan, or of results "
             f"({results}) of tilewise bench"
         ) from None
     subject = (

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
+from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import degrees, divisors, near_square
 from tilewise.strategies.mesh_schedules.beam import least, search
@@ -55,7 +56,7 @@ def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.P
     return found
 
 
-def _sent(found: tw.Simulation) -> int:
+def _sent(found: Simulation) -> int:
     return sum(found.bytes_by_link.values())
 
 
@@ -162,8 +163,8 @@ def _prices(
     resolved = work.resolve(tw.mesh(n, n))[backward]
     size = work.num_tokens // n
     weights = (
-        size * resolved.payload.row_bytes(tw.Item(side, role, 0)) / machine.nic_bandwidth
-        for role in tw.Role if role is not tw.Role.RESULT for side in tw.Side
+        size * resolved.payload.row_bytes(tw.plan.Item(side, role, 0)) / machine.nic_bandwidth
+        for role in tw.plan.Role if role is not tw.plan.Role.RESULT for side in tw.plan.Side
     )  # fmt: skip
     q, kv, q_partial, kv_partial = weights
     share = work.mask.area((0, work.num_tokens), (0, work.num_tokens)) / work.num_tokens**2
@@ -218,7 +219,7 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     yield StudyTable("masks", "A ring under masks", about, units, rows)
 
 
-def _flop(work: tw.Workload, mask: tw.Mask) -> float:
+def _flop(work: tw.Workload, mask: tw.masks.Mask) -> float:
     """Of both passes, as is usual: forward 4 head_dim a pair and head, backward 2.5 times that."""
     tokens = 0, work.num_tokens
     return 3.5 * 2 * sum(work.widths) * mask.area(tokens, tokens) * work.num_heads

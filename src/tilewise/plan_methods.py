@@ -1,0 +1,27 @@
+"""Methods of `Plan` that need what stands above it: written forms, compiler and workload.
+
+A plan knows neither, so `Plan` declares these methods and this module, which `import tilewise`
+brings in, sets them. Each is a function of the module that it is imported from.
+"""
+
+from tilewise.compiler.checker import check
+from tilewise.compiler.lowering import lower
+from tilewise.compiler.pruning import prune
+from tilewise.plan.ir import Plan
+from tilewise.plan.json import from_json, to_json
+from tilewise.plan.text import show
+from tilewise.workload import plan_code
+
+Plan.check = check
+Plan.pruned = prune
+Plan.program = lower
+Plan.code = plan_code
+Plan.to_json = to_json
+Plan.from_json = staticmethod(from_json)
+
+
+def _text(self: Plan) -> str:
+    return show(self)
+
+
+Plan.__str__ = _text
