@@ -19,6 +19,8 @@ from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
 from tilewise.masks.tables import PerHead, Slices
 from tilewise.plan.ir import Plan
+from tilewise.simulation.machine import Machine
+from tilewise.simulation.simulator import simulate
 from tilewise.strategies.all_gather import all_gather
 from tilewise.strategies.attention2d import attention2d
 from tilewise.strategies.balanced_ring import balanced_ring
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from tilewise.batches.tree import Tree
     from tilewise.decoding.kv_cache import KVCache
     from tilewise.planning.search import search
-    from tilewise.simulation.machine import Machine
-    from tilewise.simulation.simulator import simulate
     from tilewise.verification.effective_mask import effective_mask
     from tilewise.verification.parity import parity
 
@@ -88,13 +88,11 @@ __all__ = [
 # What most programs need a part of is imported when its name is first asked for.
 _LATER = (
     ("KVCache", "decoding.kv_cache"),
-    ("Machine", "simulation.machine"),
     ("Tree", "batches.tree"),
     ("effective_mask", "verification.effective_mask"),
     ("parity", "verification.parity"),
     ("schedule", "batches.schedule"),
     ("search", "planning.search"),
-    ("simulate", "simulation.simulator"),
 )
 
 # Names that stood here before they had a module of their own, until 1.0: name, and where it is.

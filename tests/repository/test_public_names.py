@@ -48,7 +48,7 @@ def test_each_module_can_be_imported_first(module: str):
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
 
 
-LATER = ("batches", "decoding", "integrations", "planning", "simulation", "tools", "verification")
+LATER = ("batches", "decoding", "integrations", "planning", "tools", "verification")
 
 
 def test_import_brings_in_no_heavy_module():
