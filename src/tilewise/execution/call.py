@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Save, Validate
+from tilewise.arguments import DtypeName, Save, Validate, require_type
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.expansion import Expansion
@@ -68,6 +68,27 @@ class Call(OpaqueValue):
     def with_resolved(self, resolved: ResolvedCall, transport: Transport) -> Self:
         """The same call, resolved."""
         return replace(self, resolved=resolved, group=transport)
+
+    def check_kinds(self) -> None:
+        """Raise ValueError for an option that is of another kind than it must be."""
+        for name, kind in _KINDS:
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                require_type(kind, name, value, _EXAMPLES.get(kind))
+
+
+_KINDS = (
+    ("plan", Plan),
+    ("prune", bool),
+    ("return_lse", bool),
+    ("return_max_logit", bool),
+    ("layout", Layout),
+    ("mask", Mask),
+    ("backward_plan", Plan),
+    ("kv_layout", Layout),
+)
+_MAY_BE_NONE = frozenset(("backward_plan", "kv_layout"))
+_EXAMPLES: Mapping[type, str] = MappingProxyType({Plan: "tw.ring(world_size)", bool: "True"})
 
 
 def known_of(

@@ -20,7 +20,6 @@ from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import PROBED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
 from tilewise.execution.validation import (
-    check_kinds,
     check_mask_heads,
     check_numbers,
     check_ranks,
@@ -115,7 +114,7 @@ def resolve(
     """
     latent = latent_of(call.wire)
     check_tensors(q, k, v, latent)
-    check_kinds(call)
+    call.check_kinds()
     check_ranks(call, rank, world_size)
     # int: a compiler's symbolic sizes become plain numbers.
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])

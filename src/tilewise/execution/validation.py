@@ -1,8 +1,6 @@
 """What can be wrong with one rank's attention call: every message has the numbers and the fix."""
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -124,27 +122,6 @@ def check_numbers(wire: Wire, **tensors: Tensor | None) -> None:
                 f"{column}: {wire} carries finite numbers of at most {most:.4g}; mend it, or "
                 "leave out wire"
             )
-
-
-_KINDS = (
-    ("plan", Plan),
-    ("prune", bool),
-    ("return_lse", bool),
-    ("return_max_logit", bool),
-    ("layout", Layout),
-    ("mask", Mask),
-    ("backward_plan", Plan),
-    ("kv_layout", Layout),
-)
-_MAY_BE_NONE = frozenset(("backward_plan", "kv_layout"))
-_EXAMPLES: Mapping[type, str] = MappingProxyType({Plan: "tw.ring(world_size)", bool: "True"})
-
-
-def check_kinds(call: Call) -> None:
-    for name, kind in _KINDS:
-        value = getattr(call, name)
-        if value is not None or name not in _MAY_BE_NONE:
-            require_type(kind, name, value, _EXAMPLES.get(kind))
 
 
 def check_ranks(call: Call, rank: int, world_size: int) -> None:

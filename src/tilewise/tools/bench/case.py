@@ -17,10 +17,11 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks import ALL_NAMES
 from tilewise.masks.base import Mask
-from tilewise.plan.payload import head_groups
+from tilewise.plan.payload import Payload, head_groups
 from tilewise.strategies.tiled import tiled_layout
 from tilewise.tools.mask_report import figures
 from tilewise.tools.mask_report.named import USUAL, Axes, mask_of
+from tilewise.wires.wire import Wires
 
 KINDS = ("kernels", "strategies", "network")
 PASSES = ("forward", "backward", "both")
@@ -126,12 +127,13 @@ class BenchCase:
         return list(forward if self.which == "forward" else backward)
 
     def flops(self, pairs: float) -> float:
-        """Floating-point operations of so many (query, key, head) triples in the timed pass.
-
-        Forward has two matrix products of 2 head_dim each, backward five.
-        """
-        products = {"forward": 2, "backward": 5, "both": 7}[self.which]
-        return 2.0 * products * self.head_dim * pairs
+        """Floating-point operations of so many (query, key, head) triples in the timed pass."""
+        widths = self.head_dim, self.head_dim
+        forward, backward = (
+            Payload(backward, 1, 1, *widths, self.dtype, Wires()).flop for backward in (False, True)
+        )
+        (flop,) = self.timed([forward], [backward])
+        return float(flop * pairs)
 
 
 @dataclass(frozen=True)
