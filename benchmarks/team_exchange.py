@@ -25,7 +25,7 @@ Way = Callable[[DistTransport, Tensor, Tensor, list[int]], None]
 
 def in_a_team(most_bytes: int) -> Way:
     def way(transport: DistTransport, leaving: Tensor, arriving: Tensor, sizes: list[int]) -> None:
-        both, team = (sizes, sizes), range(transport.world_size)
+        both, team = (tuple(sizes), tuple(sizes)), range(transport.world_size)
         messages = TeamMessages(leaving, arriving, both, team, "all", most_bytes)
         transport.exchange_all(messages).wait()
 
