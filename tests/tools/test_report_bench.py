@@ -8,10 +8,10 @@ import pytest
 from support.report_pages import many_rows, row, write_rows
 
 import tilewise as tw
+from benchmarks.longca import read_csv
 from tilewise.tools.report.bench_cases import cases, described, facets, slowdowns
 from tilewise.tools.report.bench_charts import memory, predictions, speeds, support, winners
 from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
-from tilewise.tools.report.longca import read_csv
 from tilewise.tools.report.page import Figure, Page, written
 
 DISTRIBUTED = "baseline,masktype,world_size,wd,ulysses,ring,mean_tflops,mean_peak_mems\n"
@@ -187,9 +187,10 @@ def test_published_kernel_rows_are_read(tmp_path: Path):
 
 
 def test_published_speeds_and_our_times_share_a_page(tmp_path: Path):
-    published = tmp_path / "output-8-full.csv"
+    csv_file = tmp_path / "output-8-full.csv"
     lines = [f"{who},full,{n},fwd,1,{n},{400 - n},1e9\n" for who in ("usp", "x") for n in (8, 16)]
-    published.write_text(DISTRIBUTED + "".join(lines))
+    csv_file.write_text(DISTRIBUTED + "".join(lines))
+    published = write_rows(tmp_path / "published.jsonl", read_csv(csv_file)[0])
     found = read_rows([write_rows(tmp_path / "r.jsonl", many_rows()), published])
     page = page_of(found)
     assert len(found.rows) == len(many_rows()) + 4

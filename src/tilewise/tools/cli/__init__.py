@@ -17,7 +17,6 @@ from tilewise.tools.cli.plan import plan_command
 from tilewise.tools.cli.report import report_command
 from tilewise.tools.cli.show import show_command
 from tilewise.tools.cli.simulate import simulate_command
-from tilewise.tools.cli.study import study_command
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -42,7 +41,6 @@ for command in (
     show_command,
     plan_command,
     simulate_command,
-    study_command,
     mask_command,
     masks_command,
     parity,

@@ -36,8 +36,7 @@ class ReportOptions(NamedTuple):
         list[Path],
         typer.Argument(
             help="A plan file of tilewise plan, or of plan.to_json() with --num-tokens; or results "
-            "of tilewise bench (.jsonl), of LongCA-bench (.csv) or of tilewise study, several as "
-            "one."
+            "of tilewise bench (.jsonl), several as one."
         ),
     ]
     output: Annotated[

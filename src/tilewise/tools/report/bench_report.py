@@ -18,7 +18,6 @@ from tilewise.tools.report.bench_cases import (
     facets,
     is_whole,
 )
-from tilewise.tools.report.longca import read_csv
 from tilewise.tools.report.page import Fact, Figure, Page, Section, Table
 
 FACETS = 2
@@ -35,11 +34,11 @@ class Rows(NamedTuple):
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
-    """Rows of results files (.jsonl), and of LongCA-bench's (.csv)."""
+    """Return the rows of results files (.jsonl)."""
     rows: list[Row] = []
     num_lost = 0
     for path in paths:
-        found, lost = read_csv(path) if path.suffix == ".csv" else read_results(path)
+        found, lost = read_results(path)
         whole = [row for row in found if is_whole(row)]
         rows += whole
         num_lost += lost + len(found) - len(whole)

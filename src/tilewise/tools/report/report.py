@@ -11,10 +11,9 @@ from tilewise.simulation.machine import Machine
 from tilewise.tools.report import bench_report, plan_report
 from tilewise.tools.report.bench_cases import Row
 from tilewise.tools.report.page import Page, written
-from tilewise.tools.study.table import page_of, read_tables
 from tilewise.workload import Workload
 
-RESULTS = (".jsonl", ".csv")
+RESULTS = ".jsonl"
 
 
 class Report(NamedTuple):
@@ -40,7 +39,7 @@ def read(
     tell: Callable[[str], object] = str,
     about: Callable[[Plan], tuple[Workload, Machine]],
 ) -> Report:
-    """The report of one plan file, or of one or more files of results or of studies.
+    """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
@@ -50,13 +49,9 @@ def read(
     if all(map(_holds_results, paths)):
         found = bench_report.read_rows(paths)
         return Report(bench_report.page_of(found), found.rows, found.num_lost)
-    studies = [read_tables(path) for path in paths]
-    if all(studies) and not with_rows:
-        return Report(page_of(table for tables in studies for table in tables or ()))
-    results = ", ".join(RESULTS)
     if len(paths) > 1:
         raise ValueError(
-            f"{len(paths)} files were given; give one plan file, or results alone ({results})"
+            f"{len(paths)} files were given; give one plan file, or results alone ({RESULTS})"
         )
     if with_rows:
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
@@ -67,7 +62,7 @@ def read(
     except ValueError as error:
         raise ValueError(
             f"{error}; a report is of a file of plan.to_json() or tilewise plan, or of results "
-            f"({results}) of tilewise bench"
+            f"({RESULTS}) of tilewise bench"
         ) from None
     subject = (
         plan_report.ReportedPlan(found, *about(found))
@@ -79,7 +74,7 @@ def read(
 
 def _holds_results(path: Path) -> bool:
     """By the name; of other names by the first line, since a plan file's is no whole row."""
-    if path.suffix in RESULTS:
+    if path.suffix == RESULTS:
         return True
     try:
         with path.open(encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import tilewise as tw
 from tilewise.simulation.simulator import Simulation, simulate
-from tilewise.tools.study.simulated import methods
+from tilewise.strategies.catalog import degrees, near_square
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hybrid": ("ulysses_ring", "ulysses_double_ring", "ulysses_mesh"),
     }
 )
-"""The methods of the studies that each has."""
+"""The methods that each has."""
 SMALLEST, LARGEST, FULLY = 8, 1024, 4096
 LONGEST_RING = 512  # ranks
 MOST_PRUNED = 32  # ranks; masks that prune ranks differently are simulated rank by rank
@@ -128,3 +128,32 @@ def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Itera
     most = min(machine.node_size, n - 1) if name == "hybrid" else machine.node_size
     found = methods(n, work, most)
     yield from (found[method]() for method in FAMILIES[name] if method in found)
+
+
+def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.Plan]]:
+    """The strategies of the papers on n devices, made when called.
+
+    Args:
+        most: the largest degree of a hybrid; a node's devices, since heads are split inside it.
+    """
+    square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
+    found: dict[str, Callable[[], tw.Plan]] = {
+        "ring": lambda: tw.ring(n),
+        "all_gather": lambda: tw.all_gather(n),
+    }
+    if n > most and n % most == 0:
+        found["double_ring"] = lambda: tw.double_ring(n // most, most)
+    found["mesh"] = lambda: tw.mesh(n)
+    found["attention2d"] = lambda: tw.attention2d(*square)
+    found["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
+    if n in allowed:
+        found["ulysses"] = lambda: tw.ulysses(n)
+    degree = max(d for d in allowed if d <= most)
+    inner = n // degree
+    if 1 < degree < n:
+        found["ulysses_ring"] = lambda: tw.ulysses(degree, tw.ring(inner))
+        if min(near_square(inner)) > 1:
+            rings = near_square(inner)
+            found["ulysses_double_ring"] = lambda: tw.ulysses(degree, tw.double_ring(*rings))
+        found["ulysses_mesh"] = lambda: tw.ulysses(degree, tw.mesh(inner))
+    return found

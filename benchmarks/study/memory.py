@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.study.table import StudyTable, Value
 from tilewise.functional import attention
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
@@ -14,9 +15,8 @@ from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.tools.bench.environment import peak_bytes
+from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short
-from tilewise.tools.study.simulated import methods
-from tilewise.tools.study.table import StudyTable, Value
 from tilewise.transport.processes import run_ranks
 from tilewise.workload import Workload
 

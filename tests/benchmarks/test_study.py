@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tilewise as tw
-from tilewise.tools.cli import app
-from tilewise.tools.study import simulated
-from tilewise.tools.study.memory import formula, memory, planned
-from tilewise.tools.study.table import StudyTable, read_tables
+from benchmarks.study import simulated
+from benchmarks.study.__main__ import app
+from benchmarks.study.memory import formula, memory, planned
+from benchmarks.study.table import StudyTable
 
 MACHINE = tw.Machine.preset("h100x8")
 WORK = tw.Workload(1 << 14, 16, 16, 64)
@@ -23,7 +23,7 @@ def records(table: StudyTable) -> list[dict[str, Any]]:
 
 
 def study(*words: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["study", *map(str, words)])
+    done = CliRunner().invoke(app, [*map(str, words)])
     return done.exit_code, done.output
 
 
@@ -123,18 +123,15 @@ def test_measured_memory_is_near_what_is_planned():
         assert 0.8 < row["measured over planned"] < 2
 
 
-def test_tables_go_to_a_file_and_from_it_to_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated, "TILE_SHAPES", ((2, 2),))
-    path = tmp_path / "studies.json"
-    code, said = study("schedules", "--num-tokens", "64K", "--json", "-o", path)
+    path, page = tmp_path / "studies.json", tmp_path / "studies.html"
+    words = "--num-tokens", "64K", "--json"
+    code, said = study("schedules", *words, "-o", path, "--page", page)
     assert code == 0 and json.loads(said) == json.loads(path.read_text())
-    (table,) = read_tables(path) or [None]
-    assert table
-    assert table.as_json() == json.loads(said)["studies"][0]
-    done = CliRunner().invoke(app, ["report", str(path)])
-    assert done.exit_code == 0, done.output
-    html = (tmp_path / "studies.html").read_text()
-    assert table.title in html and "greedy over optimum" in html
+    (table,) = json.loads(said)["studies"]
+    html = page.read_text()
+    assert table["title"] in html and "greedy over optimum" in html
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""CSV files of the Long-Context Attention Benchmark as rows of ours.
+"""CSV files of the Long-Context Attention Benchmark as rows of ours, which tilewise report reads.
+
+    python -m benchmarks.longca output-8-causal.csv flops.csv -o published.jsonl
+    tilewise report published.jsonl results.jsonl
 
 Two kinds, as its code writes them. Its runs of distributed attention append to output/*.csv:
 
@@ -9,13 +12,17 @@ Its kernels' flops.csv has seqlen or sparsity_ratio first, then a column per ker
 Source: arXiv 2510.17896, github NJUDeepEngine/LongCA-bench.
 """
 
+import argparse
 import csv
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from tilewise.tools.bench.results import FORMAT
 
 Row = dict[str, Any]
 DISTRIBUTED = frozenset({"baseline", "masktype", "world_size", "wd", "mean_tflops"})
@@ -57,7 +64,11 @@ def read_csv(path: Path) -> tuple[list[Row], int]:
             rows += read(line, path)
         except ValueError:
             num_lost += 1
-    return rows, num_lost
+    keyed = [
+        {"format": FORMAT, "key": f"{path.parent.name}/{path.name} {i}", **row}
+        for i, row in enumerate(rows)
+    ]
+    return keyed, num_lost
 
 
 def _distributed(line: dict[str, str], path: Path) -> Iterator[Row]:
@@ -107,3 +118,20 @@ def _speed(tflops: float) -> Row:
         return {"outcome": "unsupported", "message": f"written as {tflops:g}"}
     said = f"written as {tflops:g}: out of memory, or in kernels' files an unsupported mask"
     return {"outcome": "out_of_memory", "message": said}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="CSV files of LongCA-bench")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the rows, as .jsonl")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for path in options.files:
+        read, num_lost = read_csv(path)
+        rows += read
+        print(f"{path}: {len(read)} rows, {num_lost} lines were not whole")
+    options.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

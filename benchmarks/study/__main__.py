@@ -1,13 +1,19 @@
-"""tilewise study: what the papers measure, as tables."""
+"""What the papers measure, as tables.
+
+python -m benchmarks.study scaling memory [-o studies.json] [--page studies.html]
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
+from benchmarks.study.memory import memory
+from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
+from benchmarks.study.table import StudyTable, page_of
 from tilewise.masks.base import Causal, Full
 from tilewise.tools.cli.options import (
     AsJson,
@@ -26,9 +32,7 @@ from tilewise.tools.cli.output import (
     working,
     write_output,
 )
-from tilewise.tools.study.memory import memory
-from tilewise.tools.study.simulated import masks, model, scaling, schedules, tiles
-from tilewise.tools.study.table import StudyTable
+from tilewise.tools.report.page import written
 
 STUDIES = MappingProxyType(
     {
@@ -51,8 +55,9 @@ class StudyOptions(NamedTuple):
         list[str], typer.Argument(help=f"{', '.join(STUDIES)}; or all.", show_default=False)
     ]
     output: Annotated[
-        Path | None, option("Write JSON here too, which tilewise report reads.", "--output", "-o")
+        Path | None, option("Write the tables here too, as JSON.", "--output", "-o")
     ] = None
+    page: Annotated[Path | None, option("Write a page of them here too, with charts.")] = None
     as_json: AsJson = False
 
 
@@ -62,7 +67,8 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
     All but the measured memory is simulated. Unless given: 1M tokens, 32:32 heads, full mask.
     """
     with refusing_bad_input():
-        check_writable(options.output)
+        for path in (options.output, options.page):
+            check_writable(path)
         names = list(STUDIES) if "all" in options.names else options.names
         if unknown := [name for name in names if name not in STUDIES]:
             raise ValueError(
@@ -85,6 +91,8 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         found = {"studies": [table.as_json() for table in tables]}
         if options.output is not None:
             write_output(options.output, json.dumps(found, indent=1))
+        if options.page is not None:
+            write_output(options.page, written(page_of(tables)))
     if options.as_json:
         print_json(found)
         return
@@ -98,4 +106,8 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         console.print(drawn)
 
 
-study_command: Any = command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT)
+app = typer.Typer(pretty_exceptions_show_locals=False)
+app.command()(command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT))
+
+if __name__ == "__main__":
+    app()

@@ -1,8 +1,6 @@
 """What a study gives: a table of numbers with units, which a terminal, a file or a page shows."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.tools.report.drawing import Series, axis, lines, log_axis
@@ -83,16 +81,3 @@ def page_of(tables: Iterable[StudyTable]) -> Page:
     sections = tuple(table.section() for table in tables)
     names = ", ".join(section.name for section in sections)
     return Page("Studies of the papers", "What the papers measure, here", names, (), sections)
-
-
-def read_tables(path: Path) -> list[StudyTable] | None:
-    """The tables of a file that tilewise study wrote; None: it is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            StudyTable(**{**one, "rows": [tuple(row[name] for name in one["units"])
-                                          for row in one["rows"]]})
-            for one in found["studies"]
-        ]  # fmt: skip
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None

@@ -1,21 +1,22 @@
 """Studies that are simulated: scaling, tile shapes, schedules, masks, a model's step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 
 import tilewise as tw
+from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
-from tilewise.strategies.catalog import degrees, divisors, near_square
+from tilewise.strategies.catalog import divisors
 from tilewise.strategies.mesh_schedules.beam import least, search
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
 from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short
-from tilewise.tools.study.table import StudyTable, Value
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 LONGEST = MappingProxyType({"all_gather": 0, "double_ring": 0, "attention2d_overlap": 256})
@@ -25,35 +26,6 @@ MASKED_SIZES = (2, 4, 8, 16, 32)
 TILE_SHAPES = ((2, 2), (2, 4), (3, 3), (4, 4), (4, 8), (8, 8))
 TRIED = 3000
 """Programs of one length that the search for an optimum tries."""
-
-
-def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.Plan]]:
-    """The strategies of the papers on n devices, made when called.
-
-    Args:
-        most: the largest degree of a hybrid; a node's devices, since heads are split inside it.
-    """
-    square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
-    found: dict[str, Callable[[], tw.Plan]] = {
-        "ring": lambda: tw.ring(n),
-        "all_gather": lambda: tw.all_gather(n),
-    }
-    if n > most and n % most == 0:
-        found["double_ring"] = lambda: tw.double_ring(n // most, most)
-    found["mesh"] = lambda: tw.mesh(n)
-    found["attention2d"] = lambda: tw.attention2d(*square)
-    found["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
-    if n in allowed:
-        found["ulysses"] = lambda: tw.ulysses(n)
-    degree = max(d for d in allowed if d <= most)
-    inner = n // degree
-    if 1 < degree < n:
-        found["ulysses_ring"] = lambda: tw.ulysses(degree, tw.ring(inner))
-        if min(near_square(inner)) > 1:
-            rings = near_square(inner)
-            found["ulysses_double_ring"] = lambda: tw.ulysses(degree, tw.double_ring(*rings))
-        found["ulysses_mesh"] = lambda: tw.ulysses(degree, tw.mesh(inner))
-    return found
 
 
 def _sent(found: Simulation) -> int:

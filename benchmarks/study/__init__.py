@@ -1,0 +1,1 @@
+"""Tables of what the papers measure, counted, simulated and measured here."""

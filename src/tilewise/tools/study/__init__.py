@@ -1,1 +1,0 @@
-"""The papers' studies: `simulated.py` and `memory.py` make the tables of `table.py`."""
