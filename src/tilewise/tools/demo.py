@@ -67,7 +67,7 @@ MASKS = ("causal", "documents")
 
 
 class Demo(NamedTuple):
-    """What the demo computes; the number of tokens need not divide by that of the ranks."""
+    """The computation of the demo; the number of tokens need not divide by that of the ranks."""
 
     world_size: int = 4
     num_tokens: int = 1021
@@ -106,7 +106,7 @@ class DemoCase(NamedTuple):
 
 
 class DemoRow(NamedTuple):
-    """What one case gave.
+    """Results of one case.
 
     Attributes:
         errors: largest error of out, dq, dk, dv against dense attention in fp64, over all ranks,
@@ -126,7 +126,7 @@ class DemoRow(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with this row, if anything is."""
+        """Return what is wrong with this row, if anything is."""
         worst = max(self.errors.values())
         if not worst <= TOLERANCE:
             return f"{self.strategy}, {self.mask}: error {worst:.1e} is over {TOLERANCE:.0e}"
@@ -182,7 +182,7 @@ def _masks(demo: Demo) -> dict[str, tw.masks.Mask]:
 
 
 def _on_rank(rank: int, demo: Demo) -> Iterator[tuple[dict[str, float], int, int, float]]:
-    """Of each case on one rank: errors, bytes and messages sent, seconds once warm."""
+    """Run each case on one rank; yield errors, bytes and messages sent, and seconds once warm."""
     whole, masks = _embed(demo), _masks(demo)
     rows = torch.arange(demo.num_tokens)
     truth = {

@@ -1,4 +1,4 @@
-"""What of tilewise can run here, and why the rest cannot: asked of this machine, at the call."""
+"""The doctor: which parts of tilewise can run on this machine, and why the rest cannot."""
 
 import platform
 import sys
@@ -24,7 +24,7 @@ class Extra(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is installed; asked without importing it."""
+        """Return whether it is installed, without importing it."""
         return find_spec(self.module) is not None
 
     @property
@@ -90,7 +90,7 @@ def _versions() -> list[Component]:
 
 
 def _build() -> str:
-    """What this torch was built with."""
+    """Return what this torch was built with."""
     if not torch.backends.cuda.is_built():
         return ", without CUDA"
     parts = [f"CUDA {torch.version.cuda}"]
@@ -129,7 +129,7 @@ def _kernels() -> list[Component]:
 
 
 def _flash_version() -> str:
-    """Which flash attention the cuda kernel is, and which others it can be rerouted to."""
+    """Return which flash attention the cuda kernel is, and which others it can be rerouted to."""
     active = attention.current_flash_attention_impl() or "FA2"
     # torch's adapter of FA4 does not fit its package: that is a kernel of its own
     known = attention.list_flash_attention_impls()

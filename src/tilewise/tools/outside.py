@@ -19,7 +19,7 @@ from tilewise.tools.bench.environment import installed
 
 
 def is_outside(text: str) -> bool:
-    """Whether a text names an object of a module or file rather than one of the library."""
+    """Return whether a text names an object of a module or file rather than one of the library."""
     module, colon, name = text.partition(":")
     return bool(colon) and name.isidentifier() and "(" not in module
 
@@ -49,7 +49,7 @@ def module_of(text: str) -> ModuleType:
 
 
 def load(text: str) -> Any:
-    """What "module:name" or "FILE.py:name" names.
+    """Load the object that "module:name" or "FILE.py:name" names.
 
     Raises:
         ValueError: saying what the module has instead.
@@ -63,7 +63,7 @@ def load(text: str) -> Any:
 
 
 def called(text: str, make: Callable[..., Any], *given: Any) -> Any:
-    """What a function that "module:name" names returns.
+    """Call the function that "module:name" names, and return its result.
 
     Raises:
         ValueError: if it raises, with its line.
@@ -82,7 +82,7 @@ def _said(error: Exception) -> str:
 
 
 def version(text: str) -> str:
-    """What changes when the file behind a text does: 8 digits of its content."""
+    """Return 8 digits of the content of the file behind a text, which change when the file does."""
     content = Path(module_of(text.rpartition(":")[0]).__file__ or "").read_bytes()
     return hashlib.blake2b(content, digest_size=4).hexdigest()
 

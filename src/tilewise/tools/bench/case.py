@@ -1,4 +1,4 @@
-"""What one benchmark measures, as values: the case, the network it runs on, how it is timed.
+"""Values that say what one benchmark measures: the case, the network it runs on, how it is timed.
 
 Everything that decides a figure is a field here, since a row's key is made of them.
 """
@@ -34,7 +34,7 @@ LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class LabNetwork:
-    """What the messages of a case travel over.
+    """The network lab over which the messages of a case travel.
 
     Args:
         name: "none" (one rank), "loopback" (sockets inside one machine), "cluster" (hosts that
@@ -113,7 +113,7 @@ class BenchCase:
 
     @property
     def asked(self) -> tuple[str, torch.dtype, int, bool]:
-        """What a kernel is asked for, as `Kernel.supports` takes it."""
+        """Return what a kernel is asked to serve, as `Kernel.supports` takes it."""
         return self.device, getattr(torch, self.dtype), self.head_dim, self.which != "forward"
 
     def make_mask(self) -> Mask:
@@ -138,7 +138,7 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """How a case is timed.
+    """How often a case is run, and for how long.
 
     Args:
         truth_pairs: pairs of (sampled query, key) that the fp64 truth is computed for, at most.
@@ -164,7 +164,7 @@ def known_fields(of: type) -> tuple[str, ...]:
 def key_of(
     case: BenchCase, timing: Timing, contender: dict[str, str], versions: dict[str, str]
 ) -> str:
-    """What a finished row is known by: 16 digits that depend on everything given."""
+    """Return the key of a finished row: 16 digits that depend on everything given."""
     whole: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
     whole |= {"contender": contender, "versions": versions}
     text = json.dumps(whole, sort_keys=True)

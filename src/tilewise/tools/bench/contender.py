@@ -1,4 +1,4 @@
-"""What takes part in the benchmark: a kernel, a strategy of ours, or another library.
+"""Contenders: a kernel, a strategy of ours, or another library that takes part in the benchmark.
 
 One protocol for all, so that they are checked, counted and timed by the same code. An adapter of
 another library needs nothing else of tilewise.
@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
     waited_seconds: float | None  # the rank stood still for messages; None: not known
 
     def since(self, before: Traffic) -> Traffic:
-        """What was added to an earlier total."""
+        """Return the traffic that was added to an earlier total."""
         sent = {to: count - before.bytes_to.get(to, 0) for to, count in self.bytes_to.items()}
         waited, earlier = self.waited_seconds, before.waited_seconds
         return Traffic(
@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a prepared contender knows of its own work; None where it does not."""
+    """Facts that a prepared contender knows of its own work; None where it does not."""
 
     pairs: int | None = None  # allowed (query, key, query head) triples that this rank computes
     computed: int | None = None  # triples that its kernels work on; above pairs is waste
@@ -44,7 +44,7 @@ class Facts(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What is expected of a case; None where there is no telling.
+    """Figures that are expected of a case; None where there is no telling.
 
     Attributes:
         peak_bytes: memory above the inputs of the rank that needs most; a case over what there is
@@ -65,7 +65,9 @@ class Running(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Which tokens each rank owns: every token once. The framework cuts q, k, v, dout by it."""
+        """The layout by which the framework cuts q, k, v and dout: every rank's own tokens, each
+        token once.
+        """
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ class Contender(Protocol):
         ...
 
     def predict(self, case: BenchCase, machine: Machine) -> Prediction:
-        """What can be said beforehand of a case that it supports."""
+        """Return what can be said beforehand of a case that it supports."""
         ...
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> Running:

@@ -29,7 +29,7 @@ from tilewise.tools.outside import is_outside, version
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What all cases of a run share.
+    """Settings that all cases of a run share.
 
     Args:
         machine: what predictions are for; None: assumed processors, and links as the network's.
@@ -93,7 +93,7 @@ def _entry(case: BenchCase, contender: Contender, settings: EngineSettings) -> P
 
 
 def _files(case: BenchCase) -> dict[str, str]:
-    """What a row depends on beside: the contents of files that the case names."""
+    """Return the contents of files that the case names: its row depends on them, too."""
     found = {}
     if is_outside(case.mask):
         found["mask"] = version(case.mask)

@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 
 
 def versions(device: str) -> dict[str, str]:
-    """What must be the same for a finished row to be taken as it is."""
+    """Return the versions that must be the same for a finished row to be taken as it is."""
     return {
         "tilewise": installed("tilewise"),
         "torch": torch.__version__,

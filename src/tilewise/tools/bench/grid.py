@@ -1,4 +1,4 @@
-"""From a preset, a TOML file and filters to the cases of a run, and who takes part in each."""
+"""Cases of a run, and who takes part in each, from a preset, a TOML file and filters."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Grid:
             raise ValueError(f"{where}{error}") from None
 
     def narrowed(self, chosen: Mapping[str, Values]) -> Grid:
-        """With these lists in place of its own."""
+        """Return this grid with these lists in place of its own."""
         replaced = {*chosen, *(LENGTHS if chosen.keys() & LENGTHS else ())}
         kept = {name: values for name, values in self.lists.items() if name not in replaced}
         lines = {name: line for name, line in self.lines.items() if name not in chosen}
@@ -103,14 +103,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What one command measures."""
+    """The cases that one command measures."""
 
     kind: str
     timing: Timing
     grids: tuple[Grid, ...]
 
     def narrowed(self, given: Mapping[str, Sequence[Any] | None]) -> BenchRun:
-        """With lists in place of all grids' own; empty ones leave them as they are."""
+        """Return the run with lists in place of all grids' own; empty ones leave them as they are."""
         chosen = {name: tuple(values) for name, values in given.items() if values}
         return replace(self, grids=tuple(grid.narrowed(chosen) for grid in self.grids))
 
@@ -175,7 +175,7 @@ def _run(text: str, where: str, kind: str) -> BenchRun:
 
 
 def _lines(text: str) -> list[dict[str, int]]:
-    """Where the fields of each [[grid]] stand; tomllib does not tell."""
+    """Return the lines on which the fields of each [[grid]] stand, which tomllib does not tell."""
     found: list[dict[str, int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*\[\[\s*grid", line):
@@ -249,7 +249,7 @@ Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
 
 
 def contenders_of(module: str) -> tuple[Contender, ...]:
-    """What the contenders() of a module, or of a file that ends in .py, returns."""
+    """Return what contenders() of a module, or of a file that ends in .py, returns."""
     found = getattr(module_of(module), "contenders", None)
     if not callable(found):
         raise ValueError(f"{module} is no module with a function contenders()")

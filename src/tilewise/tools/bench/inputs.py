@@ -1,4 +1,4 @@
-"""What all contenders of a case are given, and what they should have found, in fp64.
+"""Inputs that all contenders of a case are given, and the results that they should have, in fp64.
 
 Made once by the caller and left in a file, which the ranks of this machine map: so no contender's
 messages or memory are spent on it.

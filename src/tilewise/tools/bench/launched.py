@@ -44,7 +44,7 @@ class LaunchedWorld(World):
         return super().run(replace(job, inputs=self.launched.inputs_of(job)), tell)
 
     def _started(self) -> Answers:
-        """What all ranks answered, or how some failed, the same in every launched process."""
+        """Return all ranks' answers, or how some failed; every launched process gets the same."""
         mine = self.launched
         self._starts += 1  # a world that starts again meets under another name
         store = mine.store.host, mine.store.port, f"bench {self.device} {self._starts}"

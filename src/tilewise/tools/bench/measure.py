@@ -29,7 +29,7 @@ Seconds = tuple[float, float, float]  # of forward, of backward, of both
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are sent: a case, who takes part, and the file with their inputs."""
+    """A job for the ranks: a case, who takes part, and the file with their inputs."""
 
     case: BenchCase
     timing: Timing
@@ -38,7 +38,7 @@ class Job:
 
 
 class Figures(NamedTuple):
-    """What one rank found about one contender.
+    """Figures that one rank found about one contender.
 
     Attributes:
         waited: seconds of each timed run that were spent waiting; None if not known.
@@ -156,8 +156,9 @@ class _Entrant:
     def _counted(
         self,
     ) -> tuple[Traffic | None, tuple[str, ...], tuple[NicTraffic, ...], int]:
-        """What one run sends, by its own account or by the operations it issues, and which of
-        those nobody could count; what each NIC sends; and how many bytes are held at most."""
+        """Count one run: what it sends, by its own account or by the operations it issues; which of
+        those nobody could count; what each NIC sends; and how many bytes are held at most.
+        """
         counter = CountOperations()
         before: list[tuple[Traffic | None, tuple[NicTraffic, ...]]] = []
 
@@ -204,7 +205,7 @@ class _Entrant:
         return tuple(x.detach().requires_grad_(wanted) for x in self.operands)
 
     def _counters(self) -> tuple[NicTraffic, ...]:
-        """What each host's NIC has sent so far, where this rank can tell."""
+        """Return what each host's NIC has sent so far, if this rank can tell."""
         return self.site.counters() if self.site else ()
 
     def _settle(self) -> None:

@@ -28,7 +28,7 @@ from tilewise.wires.wire import AnyWire, latent_of
 
 
 class Planned(NamedTuple):
-    """What a strategy makes of a case; backward_plan None: backward runs the plan too."""
+    """The plans that a strategy makes for a case; backward_plan None: backward runs the plan too."""
 
     plan: tw.Plan
     layout: tw.Layout
@@ -119,8 +119,9 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
 
 
 def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
-    """Of the meshes of all tiles, split by heads first, the one whose busiest rank sends least in
-    what the case runs."""
+    """Return the mesh, split by heads first, whose busiest rank sends least in what the case runs;
+    all tile shapes are compared.
+    """
     layout, n = setting.layout, setting.n // degree
     work = setting.work(layout)
     kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
@@ -146,7 +147,7 @@ def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
 
 
 def _auto(setting: _Setting) -> Planned:
-    """What ContextParallel takes for strategy "auto"."""
+    """Return the plans that ContextParallel takes for strategy "auto"."""
     work = setting.work(setting.layout)
     machine = tw.Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
     plan, backward = promising(work, machine, setting.n)
@@ -259,7 +260,7 @@ class Strategy:
         return reason and f"kernel {self.kernel}: {reason}"
 
     def predict(self, case: BenchCase, machine: tw.Machine) -> Prediction:
-        """As the simulator says, and tw.volume."""
+        """Return the times that the simulator expects and the bytes of tw.volume."""
         (plan, _, backward), work = self.asked(case)
         replayed = tw.simulate(plan, work, machine, backward)
         seconds, exposed = case.timed(

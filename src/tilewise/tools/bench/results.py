@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 class ResultsFile(NamedTuple):
-    """What a results file holds: its whole rows, the last of each key, and how many were lost."""
+    """Contents of a results file: its whole rows, the last of each key, and how many were lost."""
 
     rows: list[Row]
     num_lost: int

@@ -93,7 +93,7 @@ def _about(entry: PlannedRow) -> Row:
 
 
 def _of_all(values: Iterable[T | None]) -> list[T]:
-    """What every rank knows; empty where one does not."""
+    """Return the values of all ranks; nothing if one rank does not know its own."""
     every = list(values)
     found = [value for value in every if value is not None]
     return found if len(found) == len(every) else []
@@ -154,7 +154,7 @@ def _allowed(case: BenchCase) -> int:
 
 
 def _bytes(ranks: Sequence[Figures]) -> Row:
-    """What one run sent, where it could be counted."""
+    """Return the bytes that one run sent, if they could be counted."""
     unknown = sorted({name for rank in ranks for name in rank.uncounted})
     traffic = _of_all(rank.traffic for rank in ranks)
     sent = [sum(one.bytes_to.values()) for one in traffic]

@@ -102,12 +102,12 @@ class World:
             answers.close()
 
     def _started(self) -> Answers:
-        """What all ranks answer to jobs."""
+        """Start all ranks; return their answers to jobs."""
         n = self.world_size
         return self._processes(PlacedProcesses(n, 0, n, gpus=n if self.device == "cuda" else 0))
 
     def _processes(self, share: PlacedProcesses) -> Answers:
-        """What the ranks answer that this process starts."""
+        """Start the ranks of this process; return their answers."""
         return gather_yields(
             share,
             _serve,

@@ -21,7 +21,7 @@ SLOWER = 1.2  # so much slower beside other nodes' ranks: they share its cores
 
 
 class Cores(NamedTuple):
-    """As in Machine; sharers None: a node's devices."""
+    """Cores that copy messages, as in Machine; sharers None: a node's devices."""
 
     cores: float
     sharers: int | None
@@ -33,7 +33,7 @@ def available() -> int:
 
 
 def shared_cores(prober: Prober, node_size: int) -> Cores:
-    """Of CPU ranks: one alone, then a node's together, then all."""
+    """Measure the cores that CPU ranks share: one rank alone, then a node's together, then all."""
     n, local = prober.world_size, min(node_size, prober.world_size)
     alone, node, everybody = (_together(prober, count) for count in (1, local, n))
     if everybody > SLOWER * node:
@@ -123,7 +123,7 @@ class Prober:
         return statistics.median(seconds[1:])
 
     def usage(self, size: int, rounds: int) -> Usage:
-        """Of messages of a size that everybody sends to all others at once."""
+        """Measure the links while everybody sends messages of a size to all others at once."""
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         sends, recvs = ([self._message(size, peer) for peer in peers] for _ in range(2))
 

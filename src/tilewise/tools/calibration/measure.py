@@ -34,7 +34,7 @@ HOST = 64
 
 
 class Settings(NamedTuple):
-    """What is measured.
+    """Settings of a calibration: what is measured.
 
     Attributes:
         dtypes: of the kernel tables; the first one's overheads count for all.
@@ -71,7 +71,7 @@ def last(steps: Iterable[str | Machine], tell: Callable[[str], object]) -> Machi
 
 
 def calibration(group: Any = None, settings: Settings | None = None) -> Iterator[str | Machine]:
-    """As calibrate, step by step: yields what is measured next, in the end the Machine."""
+    """Calibrate step by step: yield what is measured next, and in the end the Machine."""
     settings, transport = settings or Settings(), transport_for(group)
     n, node_size = transport.world_size, settings.node_size or transport.world_size
     if n < 2:
@@ -152,7 +152,9 @@ def _machine(
 
 
 def _with_messages(machine: Machine, cores: Cores | None, small: Usage, bulk: Usage) -> Machine:
-    """With what messages keep busy: ranks that post them, and cores where those are shared."""
+    """Return the machine with what messages keep busy: ranks that post them, and cores where those
+    are shared.
+    """
     machine = replace(machine, message_seconds=machine.message_seconds + small.own / 2)
     if cores is None:
         return machine

@@ -1,4 +1,4 @@
-"""What one rank's own work takes: kernels by tile size, and calls, steps, merging and packing."""
+"""Seconds of one rank's own work: kernels by tile size, and calls, steps, merging and packing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SharedClock:
         self.by_cpu = not self._cuda and torch.get_num_threads() == 1
 
     def seconds(self, work: Callable[[], object], repeats: int = 5, times: int = 1) -> float:
-        """Of one call: the median over repeats of so many calls each, once warm."""
+        """Return the seconds of one call: the median over repeats of so many calls each, once warm."""
         work()
         return statistics.median(self._once(work, times) for _ in range(repeats)) / times
 
@@ -58,7 +58,7 @@ REPEATS = 3
 
 
 class Sizes(NamedTuple):
-    """What is tabled."""
+    """Sizes of tiles that are measured."""
 
     rows: tuple[int, ...]  # numbers of queries and of keys
     head_dims: tuple[int, ...]  # whose tables the time of others is interpolated between
@@ -83,7 +83,9 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
         flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, Wires()).flop
 
         def speed(m: int, n: int, backward: int = backward, flop: float = flop) -> float:
-            """Of the measured tile that stands for one of any size: its longer side cut down."""
+            """Return the speed of the measured tile that stands for one of any size: its longer
+            side is cut down.
+            """
             while m * n > most:
                 shorter = rows[rows.index(max(m, n)) - 1]
                 m, n = (shorter, n) if m >= n else (m, shorter)
@@ -105,7 +107,7 @@ def _tile_seconds(
     rows: tuple[int, int],
     kind: Kind = Kind.FULL,
 ) -> tuple[float, float]:
-    """Of forward and backward of one tile.
+    """Measure forward and backward of one tile.
 
     Args:
         heads: their number and head_dim.
@@ -164,7 +166,7 @@ def overheads(clock: SharedClock, dtype: str, kernels: Sequence[KernelSpeed]) ->
 
 
 def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
-    """Of a tile, its merge and its kernel's launch included, and of a message sent or received."""
+    """Measure a tile, its merge and its kernel's launch included, and a message sent or received."""
     plans = tw.ring(1), tw.ring(STEPS), tw.all_gather(STEPS)
     alone, chain, gather = (_forward_seconds(clock, plan, dtype) for plan in plans)
     per_message = max(gather - alone, 0.0) / (2 * (STEPS - 1))
@@ -172,7 +174,7 @@ def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
 
 
 def _forward_seconds(clock: SharedClock, plan: tw.Plan, dtype: str) -> float:
-    """Of one rank's forward pass on shards of a few rows, messages arriving at once."""
+    """Measure one rank's forward pass on shards of a few rows; messages arrive at once."""
     n = plan.world_size
     q, k, v = _rows(ROWS, dtype, clock.device)
     words = {"plan": plan, "layout": tw.contiguous(n * ROWS, n), "mask": tw.Full()}
@@ -185,7 +187,7 @@ def _rows(num: int, dtype: str, device: torch.device) -> Tensor:
 
 
 def _calls(clock: SharedClock, dtype: str) -> tuple[float, float]:
-    """Of a forward and a backward pass of one tile of a few rows, with its kernel's launch."""
+    """Measure a forward and a backward pass of one tile of a few rows, with its kernel's launch."""
     q, k, v = (x.clone().requires_grad_() for x in _rows(4, dtype, clock.device))
     words = {"plan": tw.ring(1), "layout": tw.contiguous(4, 1), "mask": tw.Full()}
 
@@ -197,7 +199,7 @@ def _calls(clock: SharedClock, dtype: str) -> tuple[float, float]:
 
 
 def _merging(clock: SharedClock) -> tuple[float, float]:
-    """Of one merge, and bytes per second of the partial that is merged into."""
+    """Measure one merge, and the bytes per second of the partial that is merged into."""
     small, large = 4, 8192
 
     def merge(rows: int) -> float:

@@ -114,7 +114,7 @@ Lists: Any = make_dataclass("Lists", [_list(*x) for x in FIELDS.items() if x[0] 
 
 
 class BenchOptions(NamedTuple):
-    """What to run, and where its rows go."""
+    """Options of `tilewise bench`: what to run, and where its rows go."""
 
     quick: Annotated[bool, option("Small: under 3 minutes on 2 cores.", "--quick")] = False
     cases: Annotated[Path | None, option("A TOML file with grids of cases.")] = None

@@ -51,7 +51,7 @@ Mbit = Annotated[float, option("Speed of a NIC, Mbit/s in each direction.")]
 
 
 class LabOptions(NamedTuple):
-    """What is compared, and on what network."""
+    """Options of `tilewise lab`: what is compared, and on what network."""
 
     hosts: Hosts = 16
     ranks_per_host: RanksPerHost = 1

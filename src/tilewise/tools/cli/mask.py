@@ -88,7 +88,7 @@ HEADS, HEAD_DIM = 32, 128
 
 
 class MaskOptions(NamedTuple):
-    """What is drawn, and where to."""
+    """Options of `tilewise mask`: what is drawn, and where it goes."""
 
     name: Annotated[
         str,

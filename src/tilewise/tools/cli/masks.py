@@ -39,7 +39,7 @@ MOST_RANKS = 512
 
 
 class MasksOptions(NamedTuple):
-    """What the table is about. None: as the kind of table likes it."""
+    """Options of `tilewise masks`: the table's subject. None: as the kind of table likes it."""
 
     world_size: Annotated[int | None, option("Ranks. Default: 16; with --documents 8 and 64.")] = (
         None

@@ -1,4 +1,4 @@
-"""What all commands print with, and how they end on bad input."""
+"""Printing that all commands share, and how they end on bad input."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def table_console(piped_width: int = PIPED_WIDTH) -> Console:
 
 
 def counting_bar() -> Progress:
-    """What is done of how much, on the error stream."""
+    """Return a progress bar on the error stream: how much is done of how much."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
 
@@ -137,7 +137,7 @@ def table_of(first: str, *columns: str, no_wrap: bool = True) -> Table:
 
 
 def print_json(value: Any) -> None:
-    """As it is, whatever the width of the terminal."""
+    """Print a value as JSON, whatever the width of the terminal."""
     typer.echo(json.dumps(value, indent=2))
 
 

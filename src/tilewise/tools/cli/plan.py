@@ -33,7 +33,7 @@ NARROW = 72  # columns of a terminal under which the table would be cut
 
 
 class PlanOptions(NamedTuple):
-    """What the command is told."""
+    """Options of `tilewise plan`."""
 
     world_size: Annotated[int, option("Ranks.", min=1)]
     memory: Annotated[str | None, option("Per rank, as in 20GiB; the machine's unless given.")] = (

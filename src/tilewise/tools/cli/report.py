@@ -30,7 +30,7 @@ PAGE = ".html"
 
 
 class ReportOptions(NamedTuple):
-    """What is drawn, and where the page goes."""
+    """Options of `tilewise report`: what is drawn, and where the page goes."""
 
     files: Annotated[
         list[Path],

@@ -93,7 +93,7 @@ MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 
 class ShowOptions(NamedTuple):
-    """Which plan is drawn, and what of it."""
+    """Options of `tilewise show`: which plan is drawn, and what of it."""
 
     strategy: PlanText
     world_size: WorldSize = None

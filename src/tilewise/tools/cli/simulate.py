@@ -30,7 +30,7 @@ from tilewise.tools.cli.output import (
 
 
 class SimulateOptions(NamedTuple):
-    """What is simulated, and where its timeline goes."""
+    """Options of `tilewise simulate`: what is simulated, and where its timeline goes."""
 
     plan: PlanText
     backward_plan: Annotated[str | None, option("Of the backward pass, if it is another.")] = None

@@ -22,7 +22,7 @@ NAMESPACES = "network namespaces"
 
 
 class ContestRow(NamedTuple):
-    """What all runs of one strategy come to.
+    """Summary of all runs of one strategy.
 
     Attributes:
         formula_bytes, counted_bytes: sent by all NICs together, by tw.volume and by the switch:

@@ -82,12 +82,14 @@ class Lab:
     def gather_yields(
         self, fn: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float = 60.0
     ) -> Iterator[tuple[Any, ...]]:
-        """What the generators fn(rank, *args) yield; see transport.processes.gather_yields."""
+        """Yield what the generators fn(rank, *args) yield; see transport.processes.gather_yields."""
         words = {"timeout_seconds": timeout_seconds, "settle": self.site.enter}
         return gather_yields(self.world_size, fn, args, **words)
 
     def counters(self) -> tuple[NicTraffic, ...]:
-        """What each host's NIC has moved, counted at the switch; ranks call lab.site.counters."""
+        """Return what each host's NIC has moved, counted at the switch; ranks call
+        lab.site.counters.
+        """
         return self.site.counters()
 
 
@@ -147,7 +149,7 @@ def _path(name: str) -> Path:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot: with its id, it names it for good."""
+    """Return when a process began, in clock ticks since boot: with its id, it names it for good."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a lab is made of: a bridge in a namespace of its own, and a namespace for each host.
+"""The site of a lab: a bridge in a namespace of its own, and a namespace for each host.
 
 host 0            host 1                 everything is in namespaces of ours,
 [ranks 0..r-1]    [ranks r..2r-1]        so that the machine's own network
@@ -41,7 +41,8 @@ class LabError(RuntimeError):
 
 
 class NicTraffic(NamedTuple):
-    """What one host's NIC moved since the lab was made, as its port of the switch counted it.
+    """Bytes that one host's NIC moved since the lab was made, as its port of the switch counted
+    them.
 
     Bytes are those of Ethernet frames: payload, headers and acknowledgements. Packets that TCP
     hands over uncut count as one, with one header.
@@ -54,11 +55,11 @@ class NicTraffic(NamedTuple):
 
     @property
     def sent_payload(self) -> int:
-        """What TCP was given to send: no headers, no acknowledgements."""
+        """Bytes that TCP was given to send: no headers, no acknowledgements."""
         return self.sent_bytes - HEADER_BYTES * self.sent_packets
 
     def since(self, before: NicTraffic) -> NicTraffic:
-        """What was added to an earlier reading."""
+        """Return what was added to an earlier reading."""
         return NicTraffic(*(b - a for a, b in zip(before, self, strict=True)))
 
 
@@ -98,13 +99,15 @@ class Site(NamedTuple):
         _call("prctl", _SET_DEATH_SIGNAL, signal.SIGKILL)
 
     def counters(self) -> tuple[NicTraffic, ...]:
-        """Of every host, read at the switch; from any process of this machine."""
+        """Return the counters of every host, read at the switch; any process of this machine may
+        ask.
+        """
         ports = inside(self.switch, read_counters)
         return tuple(ports[_port(host)] for host in range(self.hosts))
 
 
 def missing() -> str | None:
-    """What a lab needs and this machine lacks; None if it may work."""
+    """Return what a lab needs and this machine lacks; None if it may work."""
     if sys.platform != "linux":
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -217,7 +220,7 @@ def inside(name: str, fn: Callable[[], _Result]) -> _Result:
 
 
 def read_counters() -> dict[str, NicTraffic]:
-    """What is at the other end of every interface in the calling thread's namespace."""
+    """Return the counters at the other end of every interface in the calling thread's namespace."""
     found = {}
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
         interface, _, numbers = line.partition(":")

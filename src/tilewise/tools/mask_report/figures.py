@@ -55,7 +55,7 @@ def moved(plan: Plan, work: Workload, *, backward: bool = False) -> Moved:
 
 
 class Waste(NamedTuple):
-    """What kernel calls cost beside what their mask allows."""
+    """Cost of kernel calls beside what their mask allows."""
 
     num_calls: int
     num_slices: int
@@ -144,7 +144,9 @@ class MaskCase(NamedTuple):
 
     @property
     def ring_bytes(self) -> float:
-        """What every rank of a ring sends of a full mask: all keys and values but its last."""
+        """Bytes that every rank of a ring sends under a full mask: all keys and values but its
+        last.
+        """
         share = (self.world_size - 1) / self.world_size
         return share * self.num_tokens * 2 * self.num_kv_heads * self.head_dim * 2
 
@@ -199,7 +201,7 @@ def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
 
 
 def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLoad, float]:
-    """What a plan moves, and its largest over mean area."""
+    """Return what a plan moves, and its largest over mean area."""
     found = moved(plan, case.workload(mask, layout))
     ring_bytes = max(1.0, case.ring_bytes)
     busiest = max(*found.sent, *found.received)

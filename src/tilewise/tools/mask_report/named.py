@@ -25,7 +25,7 @@ WINDOWED = "sliding_window", "sliding_window_causal", "global_sliding_window"
 
 
 class Axes(NamedTuple):
-    """What patterns are drawn with; None: as the benchmark's paper has it."""
+    """Parameters that patterns are drawn with; None: as the benchmark's paper has it."""
 
     block: int | None = None  # tokens; the paper draws 64 or 128, and 1024 of causal blocks
     density: float | None = None  # share of the key blocks that a query block sees; 0.2

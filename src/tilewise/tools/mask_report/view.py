@@ -77,7 +77,9 @@ def _dealt(owner: Array, edges: Array, n: int) -> Array:
 
 
 def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
-    """Who computes each cell: asked at a few of its tokens, else the owner of its queries."""
+    """Return the rank that computes each cell: asked at a few of its tokens, else the owner of its
+    queries.
+    """
     sides = shard_layouts(plan, layout)
     (table,) = assigned(plan, 1, range(plan.world_size))
     q_shard, k_shard = (owner_of_tokens(side) for side in sides)

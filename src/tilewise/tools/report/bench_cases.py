@@ -31,7 +31,9 @@ NUMBERS = (
 
 
 def is_whole(row: Row) -> bool:
-    """Whether what charts read of a row is there, and of its kind: a damaged file's may not be."""
+    """Return whether all that charts read of a row is there, and of its kind: a damaged file's may
+    not be.
+    """
     numbers = [row[name] for name in NUMBERS if row.get(name) is not None]
     return (
         all(isinstance(row.get(name), str) for name in TEXTS)
@@ -47,7 +49,7 @@ class ReportCase(NamedTuple):
 
     @property
     def fields(self) -> Row:
-        """What makes the case."""
+        """The fields that make the case."""
         return {name: self.rows[0].get(name) for name in IDENTITY}
 
     @property
@@ -57,7 +59,7 @@ class ReportCase(NamedTuple):
 
 
 def is_timed(row: Row) -> bool:
-    """Whether a row says seconds; published ones may say TFLOP/s alone."""
+    """Return whether a row says seconds; published ones may say TFLOP/s alone."""
     return row.get("median_seconds") is not None
 
 

@@ -87,7 +87,7 @@ def _masks(rows: Iterable[Row]) -> list[str]:
 
 
 def winners(kind: str, every: list[ReportCase], colours: Colours) -> Figure:
-    """How many cases of each mask each contender wins."""
+    """Chart of how many cases of each mask each contender wins."""
     sizes = Counter(case.fields["mask"] for case in every)
     fastest = [case.done[0] for case in every if case.done]
     won = by_contender(fastest, colours)
@@ -171,7 +171,7 @@ def speeds(kind: str, every: list[ReportCase], colours: Colours) -> Figure | Non
 
 
 def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
-    """What a device allocates at most, in the case that most contenders ran."""
+    """Chart of the most memory that a device allocates, in the case that most contenders ran."""
     every = cases(row for row in rows if row.get("peak_bytes") and row["outcome"] == "ok")
     if not every:
         return None
@@ -218,7 +218,9 @@ def along(field: str, shown: Facet, number: int, colours: Colours) -> Figure:
 
 
 def bytes_against_time(rows: Iterable[Row], colours: Colours) -> Figure | None:
-    """What the busiest rank sends and how long it takes, in the case that most contenders ran."""
+    """Chart of what the busiest rank sends and how long it takes, in the case that most contenders
+    ran.
+    """
     every = cases(row for row in rows if is_timed(row) and row.get("bytes_max_rank"))
     every = [case for case in every if len(case.done) > 1]
     if not every:

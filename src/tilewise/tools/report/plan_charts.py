@@ -28,7 +28,7 @@ def _name(entry: StudyEntry) -> str:
 
 
 def _note(entry: StudyEntry, text: str = "") -> str:
-    """What is said of an entry's mark: unless given its time."""
+    """Return what is said of an entry's mark; unless given, its time."""
     return f"{short(entry.plan.name)}<br>{text or quantity(entry.simulation.seconds, 's')}"
 
 
@@ -56,7 +56,7 @@ def _stacked(
 
 
 def seconds(entries: Iterable[StudyEntry]) -> Figure:
-    """What each strategy's time is made of."""
+    """Chart of the parts of each strategy's time."""
     entries = sorted(entries, key=lambda entry: entry.simulation.seconds)
     parts = {
         "compute": [entry.simulation.compute_seconds for entry in entries],
@@ -71,7 +71,7 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
 
 
 def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
-    """What the busiest rank sends, by strategy and class of link."""
+    """Chart of the bytes that the busiest rank sends, by strategy and class of link."""
     entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
     sent = {
         link: [float(entry.simulation.bytes_by_link.get(link, 0)) for entry in entries]
@@ -204,7 +204,7 @@ def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
 
 
 def _owners(table: np.ndarray) -> Table | None:
-    """How many cells each rank computes, where the table is not too large to say."""
+    """Table of how many cells each rank computes, unless the table is too large to say."""
     if table.size > MOST_CELLS**2 or not (table >= 0).any():
         return None
     ranks, cells = np.unique(table[table >= 0], return_counts=True)

@@ -25,7 +25,7 @@ RANKED = (
 
 @dataclass(frozen=True)
 class ReportedPlan:
-    """What the page is about.
+    """The subject of the page: a plan, its workload and its machine.
 
     Args:
         ranked: the candidates that were compared, best first; None: there were none.

@@ -1,4 +1,4 @@
-"""From files to a report: what kind of file it is, what its page says, and writing it."""
+"""Reports from files: what kind of file it is, what its page says, and writing it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -73,7 +73,9 @@ def read(
 
 
 def _holds_results(path: Path) -> bool:
-    """By the name; of other names by the first line, since a plan file's is no whole row."""
+    """Return whether a file holds results, by its name; of other names by the first line, since a
+    plan file's is no whole row.
+    """
     if path.suffix == RESULTS:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the page compares a plan with: the strategies one would try by hand, on other clusters too.
+"""Strategies that one would try by hand, which a page compares a plan with, on other clusters too.
 
 A family of strategies is represented by its fastest member, by simulation.
 """

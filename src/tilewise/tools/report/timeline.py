@@ -1,4 +1,4 @@
-"""What the ranks of a simulated plan do and when: both passes, drawn as bars."""
+"""Timeline of a simulated plan: what its ranks do and when, both passes drawn as bars."""
 
 from collections.abc import Iterable
 from types import MappingProxyType
@@ -77,7 +77,7 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineBars:
 
 
 def _first_steps(simulation: Simulation) -> float:
-    """When the rank that is shown first has done so many kernels."""
+    """Return when the rank that is shown first has done so many kernels."""
     timeline = simulation.forward
     rank = timeline.ranks[0].rank
     ends = [x.start + x.seconds for x in timeline.rank_spans(rank) if x.lane == "compute"]
