@@ -1,4 +1,4 @@
-"""What is done to a plan: made ready for heads, mask and layout, checked, pruned, lowered.
+"""The compiler: a plan is made ready for heads, mask and layout, checked, pruned, lowered to code.
 
 shards: the tokens of a plan's shards; liveness: until when buffers are needed; symmetry:
 which ranks are alike; program: the result, what one rank does.

@@ -42,14 +42,14 @@ def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) ->
 
 
 def check_shards(plan: Plan, mask: Mask, q_layout: Layout, kv_layout: Layout) -> None:
-    """As check, with the layout of each side's shards given."""
+    """Check a plan as `check` does, with the layout of each side's shards given."""
     everything = everything_needed(mask, q_layout, kv_layout)
     cells = None if everything else table_cells(plan, mask, q_layout, kv_layout)
     _check(plan, cells, (q_layout.sizes, kv_layout.sizes))
 
 
 def check_before_run(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> None:
-    """As check_shards, once for all that a plan is for.
+    """Check a plan as check_shards does, once for all masks and layouts that the plan is for.
 
     A plan that computes every pair needs no check of what a mask leaves.
     """
@@ -62,7 +62,7 @@ _check_once = kept_with_plan()(check_shards)
 
 @kept_with_plan(1)
 def _computes_all(plan: Plan) -> bool:
-    """Whether a plan is right for every mask and layout."""
+    """Return whether a plan is right for every mask and layout."""
     try:
         _check(plan, None)
     except PlanError:

@@ -162,7 +162,7 @@ class ComputeDelta(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """What one message carries: contiguous rows of bytes, the other end, and words for errors."""
+    """One message: contiguous rows of bytes, the other end, and words for errors."""
 
     ref: Ref
     peer: int
@@ -405,7 +405,7 @@ class Code(NamedTuple):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What each operation is called, in a profile and in a simulated trace too."""
+        """Labels of the operations, which profiles and simulated traces have, too."""
         return tuple(line.label for line in self.lines)
 
     @property
@@ -445,7 +445,7 @@ class Code(NamedTuple):
         return self.buffers[self.tensors[ref.tensor].buffer].home
 
     def shape(self, ref: Ref) -> tuple[int, ...]:
-        """Of the rows and heads."""
+        """Return the shape of the rows and heads that a reference means."""
         return ref_shape(self.tensors[ref.tensor], ref)
 
     def num_bytes_of(self, ref: Ref) -> int:

@@ -140,7 +140,7 @@ class _Checker:
         return _Bytes(view(owners, at), view(busy, at), spec.buffer, mine)
 
     def _meaning(self, buffer: int) -> np.ndarray | None:
-        """Which bytes of packed rows are numbers, and not padding; None: all of them."""
+        """Return which bytes of packed rows are numbers, and not padding; None: all of them."""
         return self.meanings[buffer] if buffer in self.meanings else self._found_meaning(buffer)
 
     def _found_meaning(self, buffer: int) -> np.ndarray | None:

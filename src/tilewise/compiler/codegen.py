@@ -95,7 +95,7 @@ MOST_AHEAD = 8
 
 
 class CodeTraits(NamedTuple):
-    """What a code depends on beside the call: facts of the transport and of the kernel.
+    """Facts of the transport and of the kernel that a code depends on, beside the call.
 
     Attributes:
         receives_ahead, node_size, sends_in_flight: as of transport.protocol.Transport.
@@ -115,7 +115,7 @@ DEFAULT_TRAITS = CodeTraits()
 
 
 class CallTraits(NamedTuple):
-    """What a code depends on of a call, beside its resolved passes.
+    """Facts of a call that a code depends on, beside its resolved passes.
 
     Attributes:
         batch: sequences that lie side by side in every row.
@@ -496,7 +496,7 @@ class _Generator:
             self._kept.append(KeptBuffer(buffer, tuple(items), arena))
 
     def _find_saved(self, forward: Code) -> None:
-        """What a forward pass kept, as operands of this one."""
+        """Take what a forward pass kept as operands of this pass."""
         before = self._payload._replace(backward=False, saved=False)
         for number, kept in enumerate(forward.kept):
             side = kept.items[0][0].side
@@ -781,7 +781,7 @@ class _Generator:
         return wire if only == (0, count_rows(held.rows)) else self._rows(wire, only)
 
     def _room(self, handle: int, index: int, transfer: Transfer) -> Ref:
-        """Where to receive a transfer."""
+        """Return the bytes into which a transfer is received."""
         item, _, _, rows = transfer
         num_rows = count(rows, self._size(item))
         arena = self._arena_of.get(item)
@@ -906,7 +906,9 @@ class _Generator:
             self._ops.append(Merge(tuple(sources), tuple(targets), not self._payload.backward))
 
     def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
-        """Of each tensor of a partial: name, heads and width, and what it is at first."""
+        """Return the tensors of a partial: name, heads and width, and the value that each has at
+        first.
+        """
         payload, heads = self._payload, self._payload.heads(side)
         if payload.backward:
             return [(f"d{name}", (heads, width), 0.0) for name, width in payload.inputs(side)]
@@ -1074,7 +1076,7 @@ class _Generator:
         return target
 
     def _places(self, parts: CallParts[np.ndarray]) -> Places:
-        """Where a call's rows, keys and heads lie in the whole attention."""
+        """Return the positions of a call's rows, keys and heads in the whole attention."""
         q, k = (
             self._positions(layout, of)
             for layout, of in zip(self._tile_layouts, (parts.q, parts.k), strict=True)
@@ -1121,7 +1123,8 @@ class _Generator:
         rows: int,
         expanded: Sequence[Ref] = (),
     ) -> tuple[Result, After]:
-        """Where a kernel call's results of a side go, and what is to be done with them after it.
+        """Return where a kernel call's results of a side go, and what is to be done with them after
+        it.
 
         A kernel itself adds to neighbouring rows of partials. Results that are the first of all
         rows of a partial become it. All others are put aside, and merged.
@@ -1204,7 +1207,9 @@ class _Generator:
             self._merge(sources, targets, part.local)
 
     def _fills(self, parts: Sequence[RowSelection[np.ndarray]]) -> bool:
-        """Whether a call's results are the first of a partial, and of all its rows, in ranges."""
+        """Return whether a call's results are the first of a partial, and of all its rows, in
+        ranges.
+        """
         (item, *others) = {part.item for part in parts}
         if others or item in self._partials or item in self._unused:
             return False
@@ -1283,7 +1288,7 @@ class _Generator:
                     self._ops.append(Copy(value, target))
 
     def _final(self, item: Item) -> tuple[Ref, ...]:
-        """What a partial of this rank came to in the end."""
+        """Return the complete result that a partial of this rank has become."""
         result = self._results.get(item)
         return self._made(item) if result is None else tuple(result.values())
 
@@ -1394,7 +1399,8 @@ def _plain(rows: slice) -> tuple[int, int, int]:
 
 
 def shares_message(num_bytes: Sequence[int]) -> bool:
-    """Whether tensors of these sizes, from one rank to another in one launch, share a message.
+    """Return whether tensors of these sizes, from one rank to another in one launch, share a
+    message.
 
     Both ends decide it from the same numbers.
     """

@@ -32,7 +32,7 @@ the square of their number."""
 
 
 class Departures(NamedTuple):
-    """By when what a rank sends has left its buffers.
+    """The rule that says when what a rank sends has left its buffers.
 
     Attributes:
         in_flight: launches with sends on a lane after whose return those of an earlier one have
@@ -75,7 +75,8 @@ def buffer_spans(
     ops: Sequence[Op],
     departs: Departures,
 ) -> list[list[Span]]:
-    """By buffer, how long its parts are needed; none of those outside the workspace.
+    """Return for each buffer how long its parts are needed; nothing for buffers outside the
+    workspace.
 
     A part is taken with its whole buffer, and ends by itself.
     """
@@ -139,7 +140,7 @@ def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequ
 
 
 def _departures(ops: Sequence[Op], departs: Departures) -> Iterator[tuple[int, Ref]]:
-    """What is sent, and the op by whose end it has left."""
+    """Yield what is sent, with the op by whose end it has left."""
     last = len(ops) - 1
     under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
     left: dict[int, int] = {}

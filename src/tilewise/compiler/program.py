@@ -1,4 +1,4 @@
-"""What one rank does in a pass, in order: its program, and the operations of that.
+"""The program of one rank's pass, in order, and the operations of that.
 
 A program names in four kinds of instruction what is launched, awaited and computed. Its operations
 also say what is copied, encoded and merged for that. The simulator prices them, and code generation
@@ -90,7 +90,9 @@ class Program(NamedTuple):
         return "\n".join(self.labels())
 
     def labels(self) -> Iterator[str]:
-        """What each instruction does: "launch kv0>2 kv1<1", "wait kv1<1", "compute q0 x kv1"."""
+        """Yield the label of each instruction: "launch kv0>2 kv1<1", "wait kv1<1", "compute q0 x
+        kv1".
+        """
         launched: dict[int, tuple[Transfer, ...]] = {}
         for instruction in self.instructions:
             if isinstance(instruction, Wait):
@@ -339,7 +341,7 @@ class _Writer:
         return self._packs_alone or several or self._encodes(item)
 
     def _encodes(self, item: Item) -> bool:
-        """Whether a wire encodes any of an item's tensors."""
+        """Return whether a wire encodes any of an item's tensors."""
         return any(field.wire is not None for field in self._formats[item[:2]].fields)
 
     def wait(self, handle: int, indices: tuple[int, ...], by_head: bool) -> Iterator[Operation]:

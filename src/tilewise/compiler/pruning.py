@@ -92,13 +92,13 @@ def check_made_for(plan: Plan, mask: Mask, layout: Layout) -> None:
 
 
 def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
-    """Whether a mask allows all pairs and no shard is empty: then there is nothing to prune."""
+    """Return whether a mask allows all pairs and no shard is empty: then there is nothing to prune."""
     edges = [0, q_layout.num_tokens], [0, kv_layout.num_tokens]
     return min(*q_layout.sizes, *kv_layout.sizes) > 0 and int(mask.coverage(*edges)[0, 0]) == 2
 
 
 def all_alike(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> bool | None:
-    """Whether pairs of different shards all cost the same, by the mask and the layout alone.
+    """Return whether pairs of different shards all cost the same, by the mask and the layout alone.
 
     Returns:
         None if they do not; False if all cells are allowed; True if half of each pair's are:
@@ -143,7 +143,7 @@ def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
 
 
 def prune_shards(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
-    """As prune, of checked shards; mask-aware plans stay as they are."""
+    """Prune a plan as `prune` does, with checked shards; mask-aware plans stay as they are."""
     return _without_needless(plan, mask, layouts) or plan
 
 
@@ -366,7 +366,9 @@ def _without_relays(
 def _rests(
     first: StepTransfer, onward: StepTransfer, into: ByPlace, out_of: ByPlace, uses: Uses
 ) -> bool:
-    """Whether nothing is added to or taken from a partial at its source between two transfers."""
+    """Return whether nothing is added to or taken from a partial at its source between two
+    transfers.
+    """
     place, item = (first.transfer.src, first.transfer.item), first.transfer.item
     used = uses.get((place[0], item.side, item.shard, item.heads), ())
     added = [*used, *(transfer.step for transfer in into[place])]

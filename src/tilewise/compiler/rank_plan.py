@@ -14,7 +14,7 @@ from tilewise.plan.payload import HeadGroups, Payload
 
 
 class PassKind(NamedTuple):
-    """What a pass's code was generated for, beside the plan, the mask and the layout."""
+    """The pass that a code was generated for, beside the plan, the mask and the layout."""
 
     backward: bool
     payload: Payload
@@ -31,7 +31,7 @@ class PassKind(NamedTuple):
 
     @property
     def _extras(self) -> str:
-        """What a call asks for beyond what is usual."""
+        """Say what a call asks for beyond what is usual."""
         call, payload = self.call, self.payload
         extras = {
             'save="gathered"': call.keep or payload.saved,

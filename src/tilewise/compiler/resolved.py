@@ -36,7 +36,7 @@ class CallShape(NamedTuple):
     max_logit: bool = False
 
     def payload(self, num_head_groups: int) -> Payload:
-        """What travels forward where heads are cut into so many groups."""
+        """Return what travels forward where heads are cut into so many groups."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
         widths = self.head_dim, self.v_head_dim or self.head_dim
         dtype, wires = self.dtype, self.wires

@@ -102,7 +102,7 @@ def known_of(
 
 
 class KeptForCalls(NamedTuple):
-    """What is made once for all calls that are resolved alike."""
+    """Values that are made once for all calls that are resolved alike."""
 
     codes: RecentValues[Hashable, Any]  # of passes, bound
     kinds: RecentValues[bool, Kind]  # what ranks compare before each pass, by whether backward
@@ -128,10 +128,10 @@ class ResolvedCall(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether what makes k and v of latents gets gradients."""
+        """True if what makes k and v of latents gets gradients."""
         return self.expansion is not None and bool(self.expansion.leaves)
 
     @property
     def gathered(self) -> bool:
-        """Whether forward keeps the operands that it receives, for backward."""
+        """True if forward keeps the operands that it receives, for backward."""
         return self.passes[1].payload.saved

@@ -17,7 +17,7 @@ from tilewise.transport.protocol import Transport, team_transport
 
 
 def _names(num_tensors: int) -> tuple[str, ...]:
-    """What a code calls the operands: q and latents, or q, k and v."""
+    """Return the names that a code has for the operands: q and latents, or q, k and v."""
     return ("q", "latent") if num_tensors == 2 else ("q", "k", "v")
 
 
@@ -108,7 +108,7 @@ def bound_code(
 
 
 def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
-    """What a code depends on of the transport and the kernel."""
+    """Return the facts of the transport and the kernel that a code depends on."""
     return CodeTraits(
         transport.receives_ahead,
         transport.node_size,

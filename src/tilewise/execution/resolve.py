@@ -174,7 +174,7 @@ def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansi
 
 
 def resolved_wires(call: Call, dtype: str) -> Wires:
-    """What wire and wire_dtype of a call mean for tensors of a dtype."""
+    """Return the wires that wire and wire_dtype of a call mean for tensors of a dtype."""
     if call.wire is None:
         return plain_wires(call.wire_dtype and dtype_name(call.wire_dtype), dtype)
     return wires_of(call.wire, call.wire_dtype).resolved(dtype)
@@ -190,7 +190,8 @@ def _kernel(call: Call, q: Tensor, head_dim: int, needs: tuple[str, ...], square
 
 
 def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, str]:
-    """What all ranks must have in common, most telling first: "auto" plans for the shapes.
+    """Return the facts that all ranks must have in common, most telling first: "auto" plans for the
+    shapes.
 
     What changes from call to call stands apart, in agreement_values.
     """
@@ -230,7 +231,9 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
 
 
 def agreement_values(problem: ResolvedCall) -> dict[str, str]:
-    """What all ranks must have in common, too, of calls that are of one kind."""
+    """Return the values that all ranks must have in common, too, but that change among calls of one
+    kind.
+    """
     scores = problem.scores
     return {"dropout_seed": str(scores.dropout_seed)} if scores.dropout_p else {}
 

@@ -31,7 +31,7 @@ Ask: TypeAlias = Callable[[], Sequence[Tensor]]
 
 
 class Label:
-    """What a message carries, written out only if an error names it."""
+    """The item and step of a message, written out only if an error names it."""
 
     __slots__ = ("item", "step")
 
@@ -43,7 +43,7 @@ class Label:
 
 
 class Pass:
-    """What one run of a code works on, beside its tensors.
+    """The state of one run of a code, beside its tensors.
 
     Attributes:
         handles: of exchanges under way, by the number that a wait knows them by.
@@ -143,7 +143,7 @@ class BoundCode:
         return kept
 
     def _run_recorded(self, tensors: list[Any], work: Pass) -> None:
-        """As the loop of run; while an operation runs, a profiler sees a range of its label."""
+        """Run all steps; while an operation runs, a profiler sees a range of its label."""
         steps = iter(self._steps)
         for label, num_ops in self.code.lines:
             with profiler.record_function(label):
@@ -172,7 +172,7 @@ class BoundCode:
         return number
 
     def _bytes_number(self, ref: Ref) -> int:
-        """As _number, of what is sent: a tensor of the call is seen as bytes."""
+        """Return the number of a tensor that is sent: a tensor of the call is seen as bytes."""
         number = self._number(ref)
         if self.code.tensors[ref.tensor].dtype == "uint8":
             return number
@@ -195,7 +195,9 @@ class BoundCode:
         return found
 
     def _given_parts(self) -> list[tuple[int, Make]]:
-        """How tensors of a call and what is kept are made at the beginning of a pass."""
+        """Return how tensors of a call, and those that are kept, are made at the beginning of a
+        pass.
+        """
         code, parts = self.code, []
         kept = {one.buffer: place for place, one in enumerate(code.kept)}
         wholes: dict[int, int] = {}  # of tensors of which parts are read, by tensor
@@ -313,7 +315,9 @@ class BoundCode:
         return fill_and_add
 
     def _blanks(self, count: int) -> list[float]:
-        """Of out, of lse and of the largest scores: what a partial is that nothing was added to."""
+        """Return the values of out, of lse and of the largest scores of a partial that nothing was
+        added to.
+        """
         return [0.0, *[-torch.inf] * (count - 1)]
 
     def _adopting(
@@ -351,7 +355,7 @@ class BoundCode:
         return put
 
     def _told(self, op: ops.Attend) -> Callable[[Pass], tuple[()] | tuple[Scores]]:
-        """What a kernel is told of a call, where more than a scale is asked for."""
+        """Return the further arguments of a kernel, for calls that ask for more than a scale."""
         scores = self._scores
         if scores is None:
             return _untold

@@ -12,7 +12,7 @@ from tilewise.arguments import dtype_name
 
 
 class SinkKind(NamedTuple):
-    """What a call's ranks must have in common of a sink, as a constant to compilers."""
+    """Facts of a sink that a call's ranks must have in common, as a constant to compilers."""
 
     shape: tuple[int, ...]
     dtype: str

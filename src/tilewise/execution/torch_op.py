@@ -69,7 +69,7 @@ def agreed_call(
 
 
 def _mode(q: Tensor, call: Call) -> Validate:
-    """How ranks compare their calls.
+    """Return how ranks compare their calls.
 
     Wires that round are compared also where that is to be left out, unless a graph is captured:
     bytes of other wires would be read as numbers, and nobody would know.
@@ -124,7 +124,7 @@ class _Explained:
 
 
 def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
-    """What ranks compare before a pass."""
+    """Return the kind of call that ranks compare before a pass."""
 
     def make() -> Kind:
         fields = agreement_fields(problem, q, call)
@@ -169,8 +169,9 @@ def _through_dispatcher(
 
 
 def _watched(*tensors: Tensor | None) -> bool:
-    """Whether operators are followed: by a compiler, a mode (selective checkpointing, a counter of
-    FLOPs), or a tensor's own class."""
+    """Return whether operators are followed: by a compiler, a mode (selective checkpointing, a
+    counter of FLOPs), or a tensor's own class.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
     return not PLAIN.issuperset(map(type, tensors))

@@ -1,4 +1,4 @@
-"""What can be wrong with one rank's attention call: every message has the numbers and the fix."""
+"""Checks of one rank's attention call: every message has the numbers and the fix."""
 
 import math
 
@@ -94,7 +94,7 @@ def _check_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def named_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> dict[str, Tensor | None]:
-    """What a caller calls them: without v, k are latents."""
+    """Return the operands by the names that a caller has for them: without v, k are latents."""
     return {"q": q, "the latent": k} if v is None else {"q": q, "k": k, "v": v}
 
 
@@ -147,7 +147,7 @@ def check_ranks(call: Call, rank: int, world_size: int) -> None:
 
 
 def query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | None:
-    """Where replicated queries stand; None for queries that have a layout."""
+    """Return the positions of replicated queries; None for queries that have a layout."""
     given = call.q_positions
     if not call.plan.replicated_queries:
         if given is not None:
@@ -189,7 +189,7 @@ def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
 
 
 def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
-    """What a call does to its scores and weights.
+    """Check what a call does to its scores and weights, and return it.
 
     Without a seed one process draws it from torch's generator: recomputation restores that one.
     """

@@ -1,4 +1,4 @@
-"""What kernels make of a call on a device (lists of work, masks), kept with the call.
+"""A cache of what kernels make of a call on a device (lists of work, masks), kept with the call.
 
 It goes with the call, hence with the plan that the call belongs to; when all of it takes too many
 bytes, what was used longest ago goes first. What a CUDA graph is captured with stays as long as the

@@ -1,4 +1,4 @@
-"""Which pairs of queries and keys dropout drops: a function of the pair, whoever computes it.
+"""Dropout's choice of pairs of queries and keys: a function of the pair, whoever computes it.
 
 A generator with a state gives numbers by the order in which they are asked for, which differs with
 the ranks. Philox gives them by a counter, here (key position, query position, query head, batch

@@ -93,7 +93,7 @@ class FlashAttn3(CudaFlash):
 
 
 def _shape(part: FlashRect) -> tuple[bool, int, int]:
-    """Whether a part is causal, and its window, -1 where unbounded."""
+    """Return whether a part is causal, and its window, -1 where unbounded."""
     right = part.right if part.left >= 0 else -1
     return is_causal(part), part.left, right
 

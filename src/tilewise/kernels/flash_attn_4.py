@@ -101,7 +101,7 @@ def _version() -> str | None:
 
 
 def _major() -> int:
-    """Of this device's compute capability; where there is none, Hopper's."""
+    """Return the major compute capability of this device; where there is none, Hopper's."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
 
 

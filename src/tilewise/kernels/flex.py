@@ -143,7 +143,7 @@ def _block_mask(call: KernelCall, device: torch.device) -> tuple[Any, list[Tenso
 
 
 def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:
-    """How many cells are allowed in every block of BLOCK rows and BLOCK keys.
+    """Count the allowed cells of every block of BLOCK rows and BLOCK keys.
 
     Args:
         table: `row_intervals` of a call.
@@ -163,7 +163,7 @@ def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:
 
 
 def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many of each row's blocks are chosen, and their columns first among all columns."""
+    """Return how many of each row's blocks are chosen, and their columns first among all columns."""
     order = np.argsort(~blocks, axis=1, kind="stable")
     return blocks.sum(1, dtype=np.int32), order.astype(np.int32)
 

@@ -57,7 +57,7 @@ def merge_into(out_acc: Tensor, lse_acc: Tensor, out: Tensor, lse: Tensor) -> No
 
 
 def _share(lse_a: Tensor, lse_b: Tensor) -> Tensor:
-    """What b has of both, exp(lse_b - lse); 0 where b has no key."""
+    """Return the share of b in both, exp(lse_b - lse); 0 where b has no key."""
     # by the difference, since exp(lse_b - lse) has the rounding of a large lse in its exponent
     share = (lse_b - lse_a).sigmoid_()
     # -inf - -inf is nan: a row that neither side reaches keeps out_a, which is 0

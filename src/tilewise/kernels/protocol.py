@@ -1,4 +1,4 @@
-"""What an attention kernel is, and the conventions at its boundary.
+"""The protocol of attention kernels, and the conventions at their boundary.
 
 Every kernel yields natural-log lse, -inf on rows no key reaches, where out is 0: made so once, here
 at the boundary, so that merging, gradients and transports need not know kernels apart.
@@ -20,7 +20,7 @@ from tilewise.tiles.calls import KernelCall
 
 
 class Places(NamedTuple):
-    """Where a call's rows, keys and heads lie in the whole attention; batch rows count from 0.
+    """Positions of a call's rows, keys and heads in the whole attention; batch rows count from 0.
 
     Attributes:
         q_positions, k_positions: global, int64 [m] and [n], on the device of the tensors.
@@ -53,7 +53,7 @@ class Scores(NamedTuple):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What not every kernel has, by the name of the argument that asks for it."""
+        """Features that not every kernel has, by the name of the argument that asks for each."""
         asked = self.softcap is not None, self.dropout_p > 0, self.max_logit
         names = "softcap", "dropout_p", "return_max_logit"
         return tuple(compress(names, asked)) if any(asked) else ()
@@ -161,7 +161,7 @@ class Kernel(Protocol):
 
 
 def call_style(kernel: Kernel) -> CallStyle:
-    """How a kernel wants tiles cut."""
+    """Return how a kernel wants tiles cut."""
     return CallStyle(kernel.square_causal, kernel.whole_tile)
 
 
@@ -223,7 +223,7 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 class Asked(NamedTuple):
-    """What a kernel is asked to serve; see `Kernel.supports`."""
+    """Facts of a call that a kernel is asked to serve; see `Kernel.supports`."""
 
     device_type: str
     dtype: torch.dtype
@@ -232,7 +232,7 @@ class Asked(NamedTuple):
 
 
 class ProvidedKernel:
-    """What a kernel of this package can serve, as values.
+    """A kernel of this package, with what it can serve as values.
 
     Attributes:
         device, dtypes: on which it runs, and of what; device None: on any that it does not refuse.
@@ -276,7 +276,7 @@ class ProvidedKernel:
 
 
 class Operands(NamedTuple):
-    """What `backward` takes of a call."""
+    """Tensors of a call that `backward` takes."""
 
     q: Tensor
     k: Tensor

@@ -85,6 +85,6 @@ def _weights(table: Tensor, lse: Tensor) -> Tensor:
 
 
 def _kept(scores: Scores, p: Tensor) -> Tensor:
-    """What dropout multiplies the weights by."""
+    """Return the factors by which dropout multiplies the weights."""
     table = kept(scores, p.shape[0], p.shape[1] * p.shape[2])
     return table.unflatten(1, p.shape[1:3]).to(p.dtype).div_(1 - scores.dropout_p)

@@ -56,7 +56,8 @@ def kernel_named(name: str) -> Kernel:
 
 
 def given_kernel(kernel: Kernel | str) -> Kernel:
-    """What a caller passes as `kernel`: a name, or an object that has the Kernel protocol.
+    """Return the kernel that a caller passes as `kernel`: by its name, or an object that has the
+    protocol.
 
     Raises:
         ValueError: naming the names that are known, or what the object lacks.
@@ -100,7 +101,7 @@ def serving_kernel(
 
 
 def _refusal(kernel: Kernel, *asked: Any, needs: tuple[str, ...]) -> str | None:
-    """What `supports` says; a kernel that was written without needs has none of them."""
+    """Return what `supports` says; a kernel that was written without needs has none of them."""
     if not needs:
         return kernel.supports(*asked)
     if "needs" not in inspect.signature(kernel.supports).parameters:
@@ -109,7 +110,9 @@ def _refusal(kernel: Kernel, *asked: Any, needs: tuple[str, ...]) -> str | None:
 
 
 def abilities(name: str, device_type: str) -> tuple[bool, str]:
-    """Whether a kernel runs on this machine's device, and what it can there, or why it cannot."""
+    """Return whether a kernel runs on this machine's device, and what it can there, or why it
+    cannot.
+    """
     kernel = kernel_named(name)
     forward = [x for x in DTYPES if _why_not(kernel, device_type, x, False) is None]
     both = [x for x in forward if _why_not(kernel, device_type, x, True) is None]
@@ -129,7 +132,7 @@ def _why_not(kernel: Kernel, device_type: str, dtype: torch.dtype, backward: boo
 
 
 class Use(NamedTuple):
-    """What is measured apart, beside dtype and head_dim."""
+    """A use for which kernels were measured apart, beside dtype and head_dim."""
 
     device: str  # its name, as "NVIDIA H200"
     mask: str  # "full", "causal" or "slices"

@@ -1,4 +1,4 @@
-"""Whether an object is a kernel: run on small calls of every kind, beside the oracle."""
+"""A check that an object is a kernel: it runs small calls of every kind, beside the oracle."""
 
 import inspect
 import traceback
@@ -145,7 +145,7 @@ def _run(kernel: Kernel, name: str, about: str, *args: Any, **words: Any) -> Any
 
 
 def place(of: Any) -> str:
-    """Where a method or class is defined, as " (file:line)"; empty where there is no source."""
+    """Return where a method or class is defined, as " (file:line)"; empty where there is no source."""
     try:
         return f" ({inspect.getsourcefile(of)}:{inspect.getsourcelines(of)[1]})"
     except (OSError, TypeError):

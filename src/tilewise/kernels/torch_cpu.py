@@ -69,7 +69,9 @@ class CpuFlash(AsideKernel):
 
 
 def _mask_of(call: KernelCall, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """As additive_mask; other calls than of slices need none."""
+    """Return the additive mask of a call and its rows that see nothing; calls other than of slices
+    need none.
+    """
     return additive_mask(call, dtype) if call.kind is Kind.SLICES else (None, None)
 
 
@@ -79,7 +81,9 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _out_for_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """As out_for_delta; in a third of the operations where the first column is not near 0."""
+    """Return what out_for_delta does, in a third of the operations where the first column is not
+    near 0.
+    """
     first = delta / dout[..., 0]
     if dout.dtype == delta.dtype and bool(first.abs().amax() < _FAR):  # neither is nan
         out = torch.zeros_like(dout)

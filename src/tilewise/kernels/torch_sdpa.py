@@ -35,7 +35,7 @@ LSE_ALIGNMENT = 32  # of its lse
 
 
 class Cells(NamedTuple):
-    """Which cells of a call count: those of an additive mask, else the causal ones, or all."""
+    """Cells of a call that count: those of an additive mask, else the causal ones, or all."""
 
     mask: Tensor | None
     causal: bool
@@ -174,7 +174,7 @@ def _expanded(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _cells(call: KernelCall, min_keys: int, q: Tensor) -> tuple[Cells, Tensor | None]:
-    """What a call allows, and which rows see no key (None: all see)."""
+    """Return the cells that a call allows, and which rows see no key (None: all see)."""
 
     def make() -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, ...]]:
         made = _mask(call, min_keys, q)

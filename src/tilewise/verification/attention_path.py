@@ -35,7 +35,9 @@ class PathPart(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Where q, k and v enter a layer's attention, where its result is read, what was read there."""
+    """The path through a layer's attention: where q, k and v enter, where the result is read, and
+    what was read there.
+    """
 
     q: list[PathPart]
     k: list[PathPart]

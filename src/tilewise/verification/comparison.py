@@ -41,7 +41,7 @@ class MatchedRows(NamedTuple):
         return product.masked_fill(size < 1e-3 * _middle(size), torch.nan)
 
     def scaled(self, scales: Sequence[float]) -> MatchedRows:
-        """What is wanted, times the scale of each row's rank."""
+        """Return the wanted rows, each times the scale of its rank."""
         factors = torch.tensor(scales, dtype=torch.float64)[self.ranks, None]
         return self._replace(want=self.want * factors)
 
@@ -79,7 +79,7 @@ def rows_of(
 
 
 def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) -> str | None:
-    """What is wrong if the ranks' losses do not add up to the whole's, and are not all it."""
+    """Return what is wrong if the ranks' losses neither add up to the whole's nor all equal it."""
     want, known = whole.loss, [record.loss for record in ranks if record.loss is not None]
     if want is None or len(known) < len(ranks):
         return None
@@ -91,8 +91,9 @@ def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) ->
 
 
 class StepErrors(NamedTuple):
-    """By parameter: gradients summed over ranks; how far the sums, and the worst of the ranks'
-    own, are from what is wanted, as multiples of a limit."""
+    """Errors of a training step by parameter, as multiples of a limit: how far the gradients summed
+    over ranks, and the worst of the ranks' own, are from what is wanted.
+    """
 
     sums: dict[str, Tensor]
     total: dict[str, float]
@@ -153,13 +154,15 @@ class Comparison(NamedTuple):
         return rows if rows and len(rows.want) else None
 
     def limits(self, kind: str, name: str) -> Tensor:
-        """What rounding explains: of the worst row, and of the root mean square of all."""
+        """Return the differences that rounding explains: of the worst row, and of the root mean
+        square of all.
+        """
         found = [self.rows(kind, name, record) for record in self.noisy]
         sizes = [torch.full((2,), self.eps).double(), *(rows.sizes() for rows in found if rows)]
         return torch.stack(sizes).amax(0) * torch.tensor(FACTORS)
 
     def error(self, kind: str, name: str, scales: Sequence[float] = ()) -> float:
-        """How far a module is off, as a multiple of its limit; 0 if nothing compares."""
+        """Return how far a module is off, as a multiple of its limit; 0 if nothing compares."""
         rows = self.rows(kind, name)
         if rows is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""From two runs that differ to facts: which layer deviates first, and what about it."""
+"""Diagnosis of two runs that differ: which layer deviates first, and the facts about it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
 
 class Diagnosis(NamedTuple):
-    """What was found.
+    """Result of a diagnosis.
 
     Attributes:
         facts: what causes.classify reads; empty if nothing deviates.
@@ -87,7 +87,7 @@ class Examination:
         return Diagnosis(facts or self._runs_alone(layer) or UNKNOWN, layer, allowed)
 
     def of_loss(self) -> Diagnosis | None:
-        """What is wrong about the loss or labels, if it is; or nothing at all."""
+        """Return what is wrong about the loss or labels, if it is; or nothing at all."""
         found, facts = self.found, dict[str, Any]()
         want, known = found.whole.loss or 0.0, [r.loss for r in found.ranks if r.loss is not None]
         broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
@@ -194,7 +194,7 @@ class Examination:
         return {"random_layer": f"{layer} {text} with dropout off"}
 
     def _attention(self, layer: str) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
-        """How what a layer attends to differs, and what that is."""
+        """Return how what a layer attends to differs, and the weights that say so."""
         found, facts, allowed = self.found, dict[str, Any](), None
         # What a coarse dtype hides shows in fp32, if the split runs in it and errs there too.
         coarse = found.eps > torch.finfo(torch.float32).eps
@@ -266,7 +266,7 @@ class Examination:
         return run
 
     def _runs_alone(self, layer: str) -> Facts:
-        """Whether the unsplit module makes what a rank got of that rank's rows alone."""
+        """Return whether the unsplit module makes what a rank got of that rank's rows alone."""
         rows, record = self.found.rows("output", layer), self.found.ranks[-1]
         module = dict(self.model.named_modules())[layer]
         kind = next((p.dtype for p in module.parameters()), torch.float64)
@@ -290,7 +290,8 @@ class Examination:
         return {"mixes_rows": text}
 
     def _labels(self, loss_is_right: bool, losses: Sequence[float]) -> Facts:
-        """What is wrong about labels, or by how much ranks' gradients are scaled if the loss is.
+        """Return what is wrong about labels, or by how much ranks' gradients are scaled if the loss
+        is.
 
         Both from the last rows that have a gradient.
         """
@@ -318,7 +319,7 @@ class Examination:
         return {} if loss_is_right else {"loss_ratio": _listed(self.scales)}
 
     def _gradients(self, layer: str) -> Facts:
-        """Which gradients of a layer's attention are wrong."""
+        """Return which gradients of a layer's attention are wrong."""
         path = find_path(layer, self.found.whole, self._whole(None), len(self.found.counted))
         if path is None:
             return {}

@@ -1,4 +1,4 @@
-"""What a function of q, k and v attends to, read from its output: that is linear in v."""
+"""The mask that a function of q, k and v applies, read from its output, which is linear in v."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNCAPPED = 1e9
 
 @dataclass(frozen=True, eq=False)
 class EffectiveMask:
-    """What was read; weights are what values are multiplied by.
+    """The weights by which values are multiplied, as they were read.
 
     Attributes:
         weights: fp64 [num_heads, num_tokens, num_tokens], query by key. A row sums to 1, less what
@@ -64,7 +64,7 @@ class EffectiveMask:
         return above(self.weights, 1e-3 * ROUNDING)
 
     def matches(self, mask: Mask | Tensor) -> bool:
-        """Whether exactly the pairs are attended that a mask allows, by every head."""
+        """Return whether every head attends to exactly the pairs that a mask allows."""
         return bool((self.allowed.numpy() == self._dense(mask)).all())
 
     def causes(self, mask: Mask | Tensor) -> list[str]:
@@ -76,7 +76,7 @@ class EffectiveMask:
         return [finding.cause for finding in classify(self._facts(mask))]
 
     def explain(self, mask: Mask | Tensor) -> str:
-        """What is wrong for a mask, with evidence in numbers, a line a cause."""
+        """Explain what is wrong for a mask, with evidence in numbers, a line a cause."""
         return (
             explained(classify(self._facts(mask)))
             or f"exactly {mask!r} is attended: nothing is wrong"
@@ -204,7 +204,7 @@ def effective_mask(
     head_dim: int = 64,
     softmax_scale: float | None = None,
 ) -> EffectiveMask:
-    """Which keys each query of a black box attends to, and with what weight.
+    """Find which keys each query of a black box attends to, and with what weight.
 
     out is linear in v, so values that are rows of the identity read the weights themselves,
     head_dim keys a call; more calls find heads and a softcap, and one backward pass checks the
@@ -271,8 +271,9 @@ def _checked(probe: _Probe) -> Weights:
 
 
 def _fits(probe: _Probe, weights: Tensor) -> list[tuple[float, float, int]]:
-    """By query head: how far log weights are at most from scale times scores, the scale, and the KV
-    head whose keys explain them; the right one if none does."""
+    """Fit log weights by scale times scores, by query head: return how far they are off at most,
+    the scale, and the KV head whose keys explain them; the right one if none does.
+    """
     found, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
     table = of_seen_keys((weights * above(weights, 1e-3 * ROUNDING)).numpy())
     logs = np.log(table, out=np.full(table.shape, np.nan), where=table > 0)
@@ -301,7 +302,7 @@ def _softcap(probe: _Probe, scales: Sequence[float]) -> float | None:
 
 
 def _gradients(seen: EffectiveMask) -> dict[str, str] | None:
-    """What is wrong with the gradients, by one backward pass; None where there is none."""
+    """Return what is wrong with the gradients, by one backward pass; None where there is none."""
     make, probe = torch.Generator().manual_seed(1), seen._probe
     v = torch.randn(probe.k.shape, generator=make)
     n, num_heads, head_dim = probe.q.shape

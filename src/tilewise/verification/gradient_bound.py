@@ -36,7 +36,7 @@ class ErrorBound(NamedTuple):
 
 
 def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> ErrorBound:
-    """How far attention and its gradients may be from exact, for wires that round.
+    """Bound how far attention and its gradients may be from exact, for wires that round.
 
     Exact is attention of these q, k, v and dout in real numbers. The bounds are proven, that of out
     under stochastic rounding but for a probability of 1e-9 a row; docs/float8.md derives them. It
@@ -91,7 +91,9 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
 def _sizes(
     problem: ResolvedCall, transport: Transport, tensors: list[Tensor], sink: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every query row: the bound of dq, and what a weight of 1 adds to those of dk and dv."""
+    """Return for every query row the bound of dq, and what a weight of 1 adds to those of dk and
+    dv.
+    """
     q, k, v, dout, of_out, share = tensors
     # A sink takes its share of dout before that travels.
     share = share[..., None]
@@ -124,7 +126,7 @@ def _sizes(
     k_most, q_most = of.k.most + of.k.error_most, row.most + row.error_most
 
     def moved(over: Tensor) -> Tensor:
-        """Of a weight's derivative by its score, for a weight of 1."""
+        """Return the error of a weight's derivative by its score, for a weight of 1."""
         return (1 + grow) * product + (grow + slope) * over
 
     dq = (moved(over / 2) + r[0] * size) * k_most + over / 2 * of.k.error_most

@@ -1,4 +1,4 @@
-"""Which gradients of attention are wrong, and how: scaled, or without the log-sum-exps' part."""
+"""Facts about wrong gradients of attention: scaled, or without the log-sum-exps' part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def facts_of_gradients(
     got: Mapping[str, Tensor],
     tolerance: float,
 ) -> dict[str, str]:
-    """What is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing is.
+    """Return what is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing
+    is.
 
     Args:
         rebuilt: out of q, k, v and shards (softmax_of_read), as it was read.
@@ -58,7 +59,9 @@ def facts_of_gradients(
 
 
 def difference(want: Tensor, got: Tensor, tolerance: float) -> str | None:
-    """How a tensor differs from what is right, in words; None within tolerance of the largest."""
+    """Return how a tensor differs from what is right, in words; None within tolerance of the
+    largest.
+    """
     error = relative(want, got)
     if error <= tolerance:
         return None

@@ -1,4 +1,4 @@
-"""How far attention may be from exact where what travels is rounded: a bound for every row.
+"""A bound for every row of how far attention may be from exact where what travels is rounded.
 
 docs/float8.md derives every formula.
 """
@@ -100,7 +100,7 @@ def _transfers(plan: Plan, side: Side) -> int:
 
 
 class Spread(NamedTuple):
-    """Of a row's weights p that came of rounded scores, and of its values.
+    """Sums over a row's weights p that came of rounded scores, and over its values.
 
     Attributes:
         weights: the root of the sum of p^2 over keys, [num_rows, batch, num_heads].
@@ -148,7 +148,7 @@ def _spread(
     lse: Tensor,
     options: dict[str, Any],
 ) -> Spread:
-    """By another pass, of twice the scores, which are rounded as those of the call were.
+    """Run another pass, of twice the scores, which are rounded as those of the call were.
 
     Args:
         qkv: with squares of (v - middle) / reach as v.
@@ -236,7 +236,9 @@ def _steepest(most: Tensor) -> Tensor:
 def _by_likely_errors(
     scale: float, q: Tensor, off: ScoreShift, of: Keys, events: float
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """By errors of keys that are rounded at random, but for a probability of FAILURE a row."""
+    """Return the bound from errors of keys that are rounded at random; it may fail with a
+    probability of FAILURE a row.
+    """
     q = q.double().abs()
     # Hoelder: of the products of q's numbers and spacings, the norm
     products = (

@@ -1,4 +1,4 @@
-"""Whether a split model is the unsplit one: the first layer that deviates, and why."""
+"""Parity: whether a split model is the unsplit one, the first layer that deviates, and why."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What parity found.
+    """Result of parity.
 
     Attributes:
         equal: whether the runs differ by no more than rounding explains.
@@ -201,7 +201,9 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
 
 
 def _positions(whole: Record, ranks: list[Record], num_tokens: int) -> list[Tensor] | None:
-    """Of every rank's rows, as the split says or by their values; None if that cannot be said."""
+    """Return the positions of every rank's rows, as the split says or by their values; None if that
+    cannot be said.
+    """
     silent = [str(rank) for rank, record in enumerate(ranks) if record.loss is None]
     if silent:
         raise ValueError(
@@ -289,7 +291,7 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
 
 
 def _failed(failures: tuple[RankFailure, ...]) -> str:
-    """Who failed first: not those that lost their connection to another, or waited for it."""
+    """Say who failed first: not those that lost their connection to another, or waited for it."""
     own = [f for f in failures if "gloo" not in f.text] or list(failures)
     texts = []
     for rank, kind, text in own:

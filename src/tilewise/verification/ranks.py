@@ -26,7 +26,7 @@ WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank 
 
 
 class RankShare(NamedTuple):
-    """What every rank runs a copy of."""
+    """The model and input of which every rank runs a copy."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
@@ -57,7 +57,7 @@ class RankRunner:
         return self.deadline - time.monotonic()
 
     def run(self, jobs: list[ModelRun]) -> list[Record]:
-        """What every rank recorded; jobs by rank.
+        """Run jobs, by rank; return what every rank recorded.
 
         Raises:
             RankError: naming the ranks that raised, ended or gave no answer in time.
@@ -117,7 +117,7 @@ class RankRunner:
         return asked
 
     def _in_time(self, call: Callable[[Any], list[Any]], jobs: list[ModelRun]) -> list[Any]:
-        """What call gives, in a thread of its own; or which of its ranks failed or are late."""
+        """Return what call gives, in a thread of its own; or which of its ranks failed or are late."""
         box, threads = list[Any](), dict[int, int]()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

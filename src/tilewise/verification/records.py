@@ -1,4 +1,4 @@
-"""What one run of a model leaves: every module's inputs and output by rows, and all gradients."""
+"""Records of one run of a model: every module's inputs and output by rows, and all gradients."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ModelRun(NamedTuple):
 
 @dataclass
 class Record:
-    """What passed a model; of a module's first call.
+    """Record of a run; of each module its first call.
 
     Attributes:
         tables: by kind and module's name, in the order in which modules returned. "output": the
@@ -97,7 +97,7 @@ class Record:
         return self.tables["output"]
 
     def inputs(self, name: str) -> dict[str, Tensor]:
-        """Of a module, by the kinds that they are."""
+        """Return the inputs of a module, by the kinds that they are."""
         kinds = self.tables.items()
         return {kind: own[name] for kind, own in kinds if kind[:6] == "input " and name in own}
 

@@ -1,4 +1,4 @@
-"""What rounding does to the operands of a pass on the wire: errors of what travels, their norms.
+"""Rounding of the operands of a pass on the wire: errors of what travels, and their norms.
 
 Every rank measures the rows that it sends; the maxima over keys are gathered from all ranks.
 """
@@ -39,7 +39,7 @@ class Norms(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Of the distances of the numbers between which stochastic rounding chooses: norms."""
+    """Norms of the distances of the numbers between which stochastic rounding chooses."""
 
     norm: Tensor
     norm_4: Tensor
@@ -179,5 +179,5 @@ def stochastic(wire: Wire) -> TypeGuard[Float8]:
 
 
 def norm(x: Tensor, order: int = 2) -> Tensor:
-    """Of every last row."""
+    """Return the norm of every last row."""
     return torch.linalg.vector_norm(x, order, -1)

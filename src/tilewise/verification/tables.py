@@ -50,7 +50,7 @@ class Band(NamedTuple):
 
     @property
     def window(self) -> str:
-        """As tw.Window's arguments; empty without one."""
+        """The window as tw.Window's arguments; empty without one."""
         n = self.edges[-1]
         if self.left == -n and (self.right <= 0 or self.right == n):
             return ""
@@ -61,7 +61,8 @@ class Band(NamedTuple):
 def facts_of_attention(
     want: Array, got: Array, tolerance: float, asked: str, blocks: Array | None = None
 ) -> dict[str, Any]:
-    """What two tables of weights [num_heads, n, n] differ in; 0 where nobody attends.
+    """Return in what two tables of weights [num_heads, n, n] differ; they are 0 where nobody
+    attends.
 
     Args:
         want: the weights that are right.
@@ -93,7 +94,7 @@ def of_seen_keys(weights: Array) -> Array:
 
 
 def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """What two tables of allowed pairs [num_heads, n, n] differ in."""
+    """Return in what two tables of allowed pairs [num_heads, n, n] differ."""
     empty = want.any((1, 2)) & ~got.any((1, 2))
     facts: dict[str, Any] = {"num_heads": len(want)}
     facts |= {"empty_heads": int(empty.sum()), "which": some(np.flatnonzero(empty))}
@@ -111,7 +112,7 @@ def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 
 
 def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """What the tables of one head are like."""
+    """Return what shape of mask the tables of one head have."""
     rows, columns = want.any(1), want.any(0)
     extra, missed = got & ~want, want & ~got
     seen = np.logical_and.outer(rows, columns)
@@ -152,7 +153,9 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 
 
 def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """Whether what is missed is all between shards; pairs are missed, and none is attended more."""
+    """Return whether what is missed is all between shards; pairs are missed, and none is attended
+    more.
+    """
     linked = got | got.T | np.eye(len(got), dtype=bool)
     labels, before = np.arange(len(got)), np.full(len(got), -1)
     while not np.array_equal(labels, before):  # per token the smallest that is linked with it
@@ -170,7 +173,7 @@ def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 
 
 def _sums(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, Any]:
-    """Whether weights of a query add up to too much or too little."""
+    """Return whether weights of a query add up to too much or too little."""
     sums, right = (x.sum(-1)[both.any(-1)] for x in (got, want))
     more = sums - right
     if ((sums > 1 + tolerance) & (more > tolerance)).any():
@@ -185,7 +188,7 @@ def _sums(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, A
 
 
 def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> dict[str, Any]:
-    """How rows of log weights differ from what is right; nan where nobody attends."""
+    """Return how rows of log weights differ from what is right; nan where nobody attends."""
     ratio = got - want
     if largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
         return {}
@@ -247,7 +250,7 @@ def centred(x: Array) -> Array:
 
 
 def largest(x: Array) -> float:
-    """Of absolute values; 0 if there is none."""
+    """Return the largest absolute value; 0 if there is none."""
     return float(np.nanmax(np.abs(x), initial=0.0))
 
 

@@ -29,12 +29,14 @@ class Weights(NamedTuple):
 
 
 def above(weights: Tensor, least: float) -> Tensor:
-    """Which weights are more than a share of the row's largest."""
+    """Return which weights are more than a share of the row's largest."""
     return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * least
 
 
 def width_of_head(read: Read, num_tokens: int, width: int) -> int:
-    """Of a function of unknown heads: columns of one are equal if all columns of v are."""
+    """Find the width of a head of a function of unknown heads: columns of one are equal if all
+    columns of v are.
+    """
     make = torch.Generator().manual_seed(4)
     marks = torch.randn(num_tokens, 1, generator=make, dtype=torch.float64).expand(-1, width)
     result = read(marks) - read(0 * marks)

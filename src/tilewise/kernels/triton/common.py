@@ -1,4 +1,5 @@
-"""What our Triton kernels share: where a head's rows and a block's runs are, loading and adding.
+"""Functions that our Triton kernels share: places of a head's rows and a block's runs, loading and
+adding.
 
 Tensors come as `View`, the lists of work as `Lists`: named tuples, of which Triton makes arguments.
 Imports triton, so nothing imports this module until the Triton provider runs.
@@ -16,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def at_head(view, batch, head, STEP: tl.constexpr):
-    """Where the rows of a head begin; offsets are 64 bits wide, strides in units of STEP."""
+    """Return where the rows of a head begin; offsets are 64 bits wide, strides in units of STEP."""
     strided = tl.cast(batch, tl.int64) * view.batch + tl.cast(head, tl.int64) * view.head
     return view.base + strided * STEP
 
@@ -80,7 +81,7 @@ def blend_rows(base, first, stride, end, value, share, HEAD_DIM: tl.constexpr):
 def places(
     base, first, stride, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Where a block's numbers are, and which of them exist.
+    """Return where a block's numbers are, and which of them exist.
 
     The block's own offset may pass 2^31, those within it do not: only it is 64 bits wide.
     """

@@ -43,7 +43,7 @@ class Lists(NamedTuple):
 
 
 class ScoreRule(NamedTuple):
-    """What kernels do to scores and weights, as their argument; see `Scores`.
+    """The rule by which kernels change scores and weights, as their argument; see `Scores`.
 
     Attributes:
         inner, outer: cap(scale s) log2(e) = outer tanh(inner s).
@@ -267,7 +267,7 @@ def _placed(
 
 @lru_cache(maxsize=64)
 def _major(device: torch.device) -> int:
-    """Of its compute capability."""
+    """Return the major number of a device's compute capability."""
     return torch.cuda.get_device_capability(device)[0]
 
 
@@ -281,13 +281,13 @@ def _kernels() -> tuple[Any, Any, Any, Any]:
 
 
 def _interprets() -> bool:
-    """Whether Triton's interpreter is on, which runs kernels on the CPU."""
+    """Return whether Triton's interpreter is on, which runs kernels on the CPU."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
 def _empty(like: Tensor, width: int | None = None) -> Tensor:
-    """Of the shape of a tensor, but for its width."""
+    """Return an empty tensor of the shape of another, but for its width."""
     shape = like.shape if width is None else (*like.shape[:-1], width)
     return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -159,7 +159,7 @@ def _merged(
 
 
 def _group_starts(runs: np.ndarray, bands: _Bands, others: int) -> np.ndarray:
-    """Where a new group of runs begins: each group costs no more blocks than its members."""
+    """Return where each new group of runs begins: a group costs no more blocks than its members."""
     starts = []
     block, k0, k1, x0, x1, cost = -1, 0, 0, 0, 0, 0
     rows = zip(*runs.T.tolist(), bands.start.tolist(), bands.stop.tolist(), strict=True)
