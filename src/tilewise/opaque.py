@@ -1,4 +1,4 @@
-"""What torch's compiler may take as a constant: it compiles anew for a value that is not equal."""
+"""Values that torch's compiler takes as constants: it compiles anew for one that is not equal."""
 
 from abc import ABCMeta
 from typing import Any, Self

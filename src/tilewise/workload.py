@@ -35,7 +35,7 @@ LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
 
 @dataclass(frozen=True)
 class Workload:
-    """What is computed, without tensors.
+    """A computation of attention, without tensors.
 
     Args:
         num_tokens: length of the whole sequence.
@@ -98,7 +98,7 @@ class Workload:
 
     @cached_property
     def wires(self) -> Wires:
-        """How what travels is encoded."""
+        """Wires that encode what travels."""
         if self.wire is None:
             return plain_wires(self.wire_dtype, self.dtype)
         return wires_of(self.wire).resolved(self.dtype)
@@ -119,7 +119,7 @@ class Workload:
 
     @property
     def shown_widths(self) -> str:
-        """As in 128, or 192/128."""
+        """The widths as text: 128, or 192/128."""
         return "/".join(map(str, dict.fromkeys(self.widths)))
 
     def layout_for(self, world_size: int) -> Layout:
@@ -199,7 +199,8 @@ def _sent(resolved: ResolvedPass) -> tuple[int, ...]:
 
 
 def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
-    """As _sent, of whole shards: transfers are those of one rank per class, relabelled for others.
+    """Return what _sent returns, of whole shards: transfers are those of one rank per class,
+    relabelled for others.
 
     Only the sizes of the shards differ between ranks of a class, if at all.
     """

@@ -50,7 +50,7 @@ class BatchStep:
 
     @property
     def num_tokens(self) -> int:
-        """Of the step, padding among them."""
+        """Number of tokens of the step, padding among them."""
         return self.cu_seqlens[-1]
 
     @property
@@ -64,18 +64,20 @@ class BatchStep:
 
     @cached_property
     def layout(self) -> Layout:
-        """As many tokens on every rank, and level areas of attention."""
+        """A layout with as many tokens on every rank, and level areas of attention."""
         return balanced(self.mask, self.num_tokens, self.world_size)
 
     @cached_property
     def plan(self) -> Plan:
-        """Of both passes. Ranks that share no document neither send to nor wait for each other."""
+        """The plan of both passes. Ranks that share no document neither send to nor wait for each
+        other.
+        """
         return needed(self.mask, self.layout, self.machine.node_size)
 
     def prepare(
         self, rank: int, kernel: Kernel | str | None = None, dtype: DtypeName | None = None
     ) -> RankPlan:
-        """What a rank needs for the step's attention, in both passes; it pickles.
+        """Return what a rank needs for the step's attention, in both passes; it pickles.
 
         A DataLoader's worker makes it; `attention(q, k, v, plan=prepared, group=group)` then has
         nothing to plan, and mask and layout come with it. All ranks must get the same step.
@@ -137,7 +139,7 @@ class StepStream(IterableDataset[BatchStep]):
             yield step
 
     def state_dict(self) -> dict[str, int]:
-        """Where the schedule stands: after the last step it gave.
+        """Return where the schedule stands: after the last step it gave.
 
         Worker processes iterate over copies: there, {"steps": step.index + 1} of the last step
         that came is the state.

@@ -109,7 +109,7 @@ class Tree:
         return len(self._ranges)
 
     def rows(self, sequence: int) -> Tensor:
-        """Where a sequence's tokens lie, in its order: LongTensor [its length]."""
+        """Return where a sequence's tokens lie, in its order: LongTensor [its length]."""
         if not 0 <= sequence < len(self._ranges):
             raise ValueError(f"sequence ({sequence}) must be in 0..{len(self._ranges) - 1}")
         return torch.cat([torch.arange(*run) for run in self._ranges[sequence]])
@@ -120,7 +120,7 @@ class Tree:
         return cp.shard(self.tokens, 0), cp.shard(self.position_ids, 0)
 
     def log_probs(self, logits: Tensor, cp: ContextParallel | None = None) -> list[Tensor]:
-        """Of every sequence the log-probability of each token but the first, in its order.
+        """Return for every sequence the log-probability of each token but the first, in its order.
 
         With cp the values are the same on every rank. Backward takes it that their gradient is,
         too, and counts it once: a loss of them is the whole loss on every rank, and parameters'
@@ -282,7 +282,7 @@ def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
 
 
 def _shared(a: Array, b: Array) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return how many tokens two sequences begin with in common."""
     length = min(len(a), len(b))
     differ = a[:length] != b[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -92,7 +92,9 @@ def check_made_for(plan: Plan, mask: Mask, layout: Layout) -> None:
 
 
 def everything_needed(mask: Mask, q_layout: Layout, kv_layout: Layout) -> bool:
-    """Return whether a mask allows all pairs and no shard is empty: then there is nothing to prune."""
+    """Return whether a mask allows all pairs and no shard is empty: then there is nothing
+    to prune.
+    """
     edges = [0, q_layout.num_tokens], [0, kv_layout.num_tokens]
     return min(*q_layout.sizes, *kv_layout.sizes) > 0 and int(mask.coverage(*edges)[0, 0]) == 2
 

@@ -21,7 +21,7 @@ Array = np.ndarray
 
 
 def num_held(length: int, rank: int, world_size: int) -> int:
-    """How many of a sequence's first tokens a rank holds."""
+    """Return how many of a sequence's first tokens a rank holds."""
     return max(0, -(-(length - rank) // world_size))
 
 
@@ -40,12 +40,12 @@ class Chunk:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which of the chunk's tokens each rank holds: shard tokens, q, k and v by it."""
+        """The layout of the chunk's tokens: shard tokens, q, k and v by it."""
         return self._layout(self.starts)
 
     @cached_property
     def kv_layout(self) -> Layout:
-        """Which of all tokens each rank holds afterwards, the sequences one after the other."""
+        """The layout of all tokens afterwards, the sequences one after the other."""
         return self._layout((0,) * len(self.starts))
 
     def mask(self, mask: Mask) -> Mask:

@@ -41,7 +41,7 @@ class CheckedQueries(NamedTuple):
 
 
 class Storage:
-    """Where a rank's rows of k and v lie: [batch, rows, num_kv_heads, width] each, taken once.
+    """Memory of a rank's rows of k and v: [batch, rows, num_kv_heads, width] each, taken once.
 
     Row i of a sequence is its token rank + i world_size.
     """
@@ -365,7 +365,7 @@ class KVCache:
     def _agreed(
         self, call: str, check: Callable[[], tuple[Settled, Fields]], *, sends: bool = False
     ) -> Settled:
-        """What check returns, once it has passed on every rank, with the same fields.
+        """Return what check returns, once it has passed on every rank, with the same fields.
 
         Args:
             sends: messages follow, by which ranks whose call is of a known kind hear what another

@@ -1,4 +1,4 @@
-"""What a cache's calls must satisfy: sizes, tensors, tokens that fit; each error names its fix.
+"""Checks of a cache's calls: sizes, tensors, tokens that fit; each error names its fix.
 
 It stands apart because a cache only calls it, under the agreement between ranks.
 """
@@ -19,7 +19,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache was made for.
+    """Sizes that a cache was made for.
 
     Attributes:
         rank, world_size: this rank among all.
@@ -55,7 +55,7 @@ class CacheShape:
         return numbers
 
     def counts(self, given: Any, num_tokens: int) -> Lengths:
-        """How many of the tokens that a call has belong to each sequence."""
+        """Return how many of the tokens that a call has belong to each sequence."""
         counts = self.one_each("counts", given)
         if max(counts) > num_tokens:
             raise ValueError(
@@ -120,7 +120,7 @@ class CacheShape:
     def check_prefill(
         self, lengths: Lengths, chunk: Chunk, tensors: tuple[Tensor, ...], plan: Plan
     ) -> None:
-        """What attention cannot know of a chunk's rows."""
+        """Check what attention cannot know of a chunk's rows."""
         if (chunk.starts, chunk.world_size) != (lengths, self.world_size):
             raise ValueError(
                 f"the chunk begins at {chunk.starts} for {chunk.world_size} ranks, but the cache "

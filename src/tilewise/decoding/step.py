@@ -40,7 +40,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 class QuerySpan(NamedTuple):
-    """Where a sequence's queries stand; its tokens up to the last of them are cached."""
+    """Positions of a sequence's queries; its tokens up to the last of them are cached."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class RankReads(NamedTuple):
     world_size: int
 
     def positions(self, length: int) -> np.ndarray:
-        """Of a sequence's cached rows here."""
+        """Return the positions of a sequence's rows that are cached here."""
         return np.arange(self.rank, length, self.world_size, dtype=np.int64)
 
     def row(self, position: np.ndarray) -> np.ndarray:
@@ -222,7 +222,7 @@ class _Step:
                 merge_into(out, lse, new_out, new_lse)
 
     def _is_all(self, read: CacheRead) -> bool:
-        """Whether a call has all queries of all sequences and heads."""
+        """Return whether a call has all queries of all sequences and heads."""
         rows, batch = self._queries.shape[:2]
         whole = read.sequences == slice(0, batch) and read.q_heads is None
         return whole and read.call.q == ((0, rows),)

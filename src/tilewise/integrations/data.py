@@ -36,7 +36,8 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     token_type_ids: Tensor | None = None,
     shift_labels: bool = True,
 ) -> Inputs:
-    """What a model of transformers is called with on one rank, from the whole batch.
+    """Return the arguments with which a model of transformers is called on one rank, from the whole
+    batch.
 
     input_ids, position_ids (within each document), cu_seq_lens_q and _k (of the whole sequence),
     and with labels: labels, shift_labels (both shifted) and num_items_in_batch, by which each
@@ -154,7 +155,7 @@ def _unpadded(columns: Inputs, attention_mask: Tensor, cu_seqlens: Any) -> dict[
 
 
 def _length(attention_mask: Tensor, row: int) -> int:
-    """How many tokens stand before the padding."""
+    """Return how many tokens stand before the padding."""
     length = int((attention_mask != 0).sum())
     if bool((attention_mask[:length] == 0).any()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which documents a split batch holds: from cu_seqlens, or from every rank's position ids."""
+"""Documents of a split batch, from cu_seqlens or from every rank's position ids."""
 
 import numpy as np
 import torch
@@ -48,7 +48,9 @@ def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) ->
 
 
 def checked_documents(cp: ContextParallel, cu_seqlens: Tensor, position_ids: Tensor) -> str | None:
-    """What is wrong with cu_seqlens, or with this rank's position ids beside them; else None."""
+    """Return what is wrong with cu_seqlens, or with this rank's position ids beside them; else
+    None.
+    """
     boundaries = as_ints(cu_seqlens, "cu_seqlens")
     if (boundaries[0], boundaries[-1]) != (0, cp.layout.num_tokens):
         return (

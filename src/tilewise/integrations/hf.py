@@ -159,7 +159,7 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
 
 
 def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
-    """What a model is called with on this rank, from the whole batch.
+    """Return the arguments with which a model is called on this rank, from the whole batch.
 
     Args:
         columns: labels, cu_seqlens, attention_mask, token_type_ids, shift_labels, as of

@@ -33,7 +33,7 @@ UNREADABLE = "it makes a mask of its own from it, which tilewise cannot run"
 
 
 class LayerMask:
-    """What transformers hands from its mask interface to the attention of its layers.
+    """The value that transformers hands from its mask interface to the attention of its layers.
 
     It holds the layers' mask without documents; the first layer that uses it settles these, with
     all ranks, so that one forward pass asks once.

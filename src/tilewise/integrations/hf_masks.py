@@ -1,4 +1,4 @@
-"""What a transformers model asks of attention: its mask as ours, its documents, what is refused."""
+"""Masks of transformers models as ours, with their documents, and what is refused."""
 
 import inspect
 import sys
@@ -60,7 +60,7 @@ def refused_keyword(module: nn.Module, mask: Mask, given: Mapping[str, Any]) -> 
 
 
 def _is_window(found: set[Mask], width: int) -> bool:
-    """Whether the mask has a window that models call by this width."""
+    """Return whether the mask has a window that models call by this width."""
     wanted = ((width - 1, None), (width, width), (width - 1, width - 1))
     return width > 0 and not found.isdisjoint(Window(*sides) for sides in wanted)
 
@@ -199,7 +199,9 @@ def _blocks(numbers: Tensor, num_tokens: int) -> Mask:
 
 
 def packs(function: Callable[..., Any]) -> bool:
-    """Whether transformers keeps documents apart in a mask function that read_mask can read."""
+    """Return whether transformers keeps documents apart in a mask function that read_mask
+    can read.
+    """
     if _name(function) == "packed_sequence_mask_function":
         return True
     inner = inspect.getclosurevars(function).nonlocals

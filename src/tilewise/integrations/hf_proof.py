@@ -42,7 +42,7 @@ LOCK = threading.RLock()  # a proof changes the default dtype and transformers' 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """What is proven: a class with a configuration.
+    """The model that is proven: a class with a configuration.
 
     Args:
         text: the configuration as text, by which results are kept.
@@ -195,7 +195,7 @@ def _weighed(out: Tensor, rows: int, cp: ContextParallel | None, make: torch.Gen
 
 
 def is_masked(model_class: type) -> bool:
-    """Whether a model predicts its labels where they are, and not one token before."""
+    """Return whether a model predicts its labels where they are, and not one token before."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     names = {x for n in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for x in _names(n)}

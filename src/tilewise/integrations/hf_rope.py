@@ -63,7 +63,7 @@ class RopeLengths:
         return agree_on_largest(transport_for(self.cp.group), "largest position", position)
 
     def refused(self, config: Any, position_ids: Tensor | None) -> str | None:
-        """Whether RoPE has other frequencies on this rank than on another, and what helps.
+        """Return whether RoPE has other frequencies on this rank than on another, and what helps.
 
         All ranks call it, before the first attention of a forward pass.
         """
@@ -87,7 +87,7 @@ def _depends(rope_type: str) -> bool:
 
 
 def _regime(config: Any, length: int) -> list[int | bool]:
-    """What of a length the frequencies depend on."""
+    """Return the part of a length on which the frequencies depend."""
     return [
         length > rope["original_max_position_embeddings"]
         if rope["rope_type"] == "longrope"

@@ -33,7 +33,9 @@ ZERO = re.compile(r"drop(?!less)|jitter|noise")
 
 
 class _Scale(NamedTuple):
-    """What one configuration's numbers are compared with, and divided by."""
+    """The scale with which one configuration's numbers are compared, and by which they
+    are divided.
+    """
 
     num_heads: int
     hidden: int

@@ -163,7 +163,9 @@ def block_cells(table: np.ndarray, num_keys: int) -> np.ndarray:
 
 
 def _listed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many of each row's blocks are chosen, and their columns first among all columns."""
+    """Return how many of each row's blocks are chosen, and their columns first among all
+    columns.
+    """
     order = np.argsort(~blocks, axis=1, kind="stable")
     return blocks.sum(1, dtype=np.int32), order.astype(np.int32)
 

@@ -145,7 +145,9 @@ def _run(kernel: Kernel, name: str, about: str, *args: Any, **words: Any) -> Any
 
 
 def place(of: Any) -> str:
-    """Return where a method or class is defined, as " (file:line)"; empty where there is no source."""
+    """Return where a method or class is defined, as " (file:line)"; empty where there is
+    no source.
+    """
     try:
         return f" ({inspect.getsourcefile(of)}:{inspect.getsourcelines(of)[1]})"
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Which tokens each rank owns, and what a mask needs of two shards.
+"""Layouts: which tokens each rank owns, and what a mask needs of two shards.
 
 layout: the value and the plain layouts; balanced: layouts made for a mask, and the layout by
 default; cells: the pairs of two shards that a mask allows.

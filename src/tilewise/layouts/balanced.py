@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 
 class _Component:
-    """What is left of a run of rows [start, stop), taken from its start or from both ends."""
+    """The rest of a run of rows [start, stop), taken from its start or from both ends."""
 
     def __init__(self, start: int, stop: int, total: Floats, folded: bool) -> None:
         self.start, self.stop, self.folded = start, stop, folded
@@ -119,14 +119,14 @@ def balanced(
 
 
 def running(areas: Floats) -> Floats:
-    """What all rows before each have, float64 [num_tokens + 1]."""
+    """Return the sum of all rows before each, float64 [num_tokens + 1]."""
     total = np.zeros(len(areas) + 1)
     np.cumsum(areas, out=total[1:])
     return total
 
 
 def _is_level(plain: Layout, total: Floats) -> bool:
-    """Whether a contiguous layout gives ranks about equal areas."""
+    """Return whether a contiguous layout gives ranks about equal areas."""
     largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
     return largest * plain.world_size <= LEVEL * total[-1]
 

@@ -1,4 +1,4 @@
-"""Which pairs of two shards a mask allows: whether any, how many, and which rows they need."""
+"""Cells: which pairs of two shards a mask allows, how many, and which rows they need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_JOIN = 5_000_000  # strips x runs x runs beyond which rows of striped shards
 
 
 class Cell(NamedTuple):
-    """What query shard i needs of key shard j; rows are half-open ranges of local rows.
+    """The rows that query shard i needs of key shard j, half-open ranges of local rows.
 
     area: allowed pairs (the mean over heads, rounded up, of a mask that differs by head).
     q_rows: rows of the query shard that see some key of the key shard.
@@ -86,7 +86,7 @@ def _search(strips: Strips, q_layout: Layout, k_layout: Layout) -> CellCounts:
 
 
 def _num_pieces(strips: Strips, q: Runs) -> Array:
-    """How many pieces each strip makes at most: exactly, if the runs do not interleave."""
+    """Return how many pieces each strip makes at most: exactly, if the runs do not interleave."""
     if (q.stride == 1).all():
         first = np.searchsorted(q.start + q.size, strips.q0, "right")
         return np.maximum(np.searchsorted(q.start, strips.q1) - first, 0)
@@ -100,7 +100,7 @@ def _groups_of(ends: Array, size: int) -> list[tuple[int, int]]:
 
 
 def _is_striped(k: Runs, num_tokens: int) -> bool:
-    """Whether run r holds the tokens t with t mod len(runs) = r."""
+    """Return whether run r holds the tokens t with t mod len(runs) = r."""
     every = np.arange(len(k.start))
     counts = -((every - num_tokens) // len(every))
     strides = np.where(k.size == 1, len(every), k.stride)

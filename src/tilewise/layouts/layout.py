@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def _run(shard: int, run: Any) -> Run:
-    """As a Run of whole numbers."""
+    """Return a run of whole numbers."""
     try:
         return Run(*map(index, run))
     except TypeError:
@@ -144,7 +144,7 @@ class Layout(OpaqueValue):
 
     @cached_property
     def is_partition(self) -> bool:
-        """Whether every token belongs to exactly one shard."""
+        """True if every token belongs to exactly one shard."""
         runs = sorted(run for shard in self.runs for run in shard)
         if all(run.stride == 1 for run in runs):
             ends = [0, *(run.start + run.count for run in runs)]

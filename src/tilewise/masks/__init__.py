@@ -1,4 +1,4 @@
-"""Which queries see which keys. The patterns are `tw.masks`.
+"""Masks: which queries see which keys. The patterns are `tw.masks`.
 
 base: masks made by a rule; tables: by a table; sequences: for caches that grow; strips: the normal
 form; area: cells counted in it; components: parts that no allowed pair connects; lengths: of

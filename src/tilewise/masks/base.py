@@ -1,4 +1,4 @@
-"""What a mask is: a frozen value that says which (query, key) pairs of global positions may attend.
+"""Masks: frozen values that say which (query, key) pairs of global positions may attend.
 
 Everything derived from a mask (kernel calls, what must travel, FLOPs, plots) comes from its normal
 form, `strips`; `dense` is written from each mask's own definition, so that each checks the other.

@@ -54,7 +54,7 @@ class Growing(Mask):
 
     @cached_property
     def _edges(self) -> tuple[Array, Array]:
-        """Where each sequence's queries and its keys begin, and where the last ones end."""
+        """Return where each sequence's queries and its keys begin, and where the last ones end."""
         counts = np.asarray(self.counts, np.int64)
         ends = counts + np.asarray(self.starts, np.int64)
         return np.cumsum([0, *counts]), np.cumsum([0, *ends])

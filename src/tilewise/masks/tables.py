@@ -267,7 +267,7 @@ def _checked_bounds(what: str, values: Any) -> tuple[int, int]:
 
 
 def _slice_dense(entry: Slice, q: Array, k: Array) -> NDArray[np.bool_]:
-    """What a slice allows of these global positions, from its definition in local rows."""
+    """Return what a slice allows of these global positions, from its definition in local rows."""
     (q0, q1), (k0, k1), kind = entry
     i, j = (q - q0)[:, None], (k - k0)[None, :]
     m, n = q1 - q0, k1 - k0

@@ -18,7 +18,9 @@ transfers.
 
 
 def goes_home(index: int, last: int) -> bool:
-    """Whether a partial leaves the index-th reader of its shard for its home, not for the next."""
+    """Return whether a partial leaves the index-th reader of its shard for its home, not for the
+    next.
+    """
     return index == last or index % REACH == REACH - 1
 
 

@@ -24,7 +24,7 @@ Rows = tuple[tuple[int, int], ...]
 
 
 class Side(IntEnum):
-    """Which side of the query x key table an item belongs to."""
+    """Side of the query x key table that an item belongs to."""
 
     Q = 0
     KV = 1
@@ -33,7 +33,7 @@ class Side(IntEnum):
 
 
 class Role(IntEnum):
-    """What a travelling value is, and so what its arrival means.
+    """Role of a travelling value, which says what its arrival means.
 
     OPERAND is copied. PARTIAL moves, and is merged into what the receiver has of it. RESULT is a
     finished partial that its home copies to the other holders of a replicated shard.
@@ -47,7 +47,7 @@ class Role(IntEnum):
 
 
 class Item(NamedTuple):
-    """What can travel: one role of one shard of one side, for one head group."""
+    """One thing that can travel: one role of one shard of one side, for one head group."""
 
     side: Side
     role: Role
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
     rows: Rows | None = None
 
     def __str__(self) -> str:
-        """As in the grid that `show` draws, in the cell of src: "kv0*[0:5,8:9]>1"."""
+        """Return the text of the grid that `show` draws, in the cell of src: "kv0*[0:5,8:9]>1"."""
         return f"{self.item}{rows_label(self.rows)}>{self.dst}"
 
     def arrival(self) -> str:
@@ -95,13 +95,13 @@ class Tile(NamedTuple):
     heads: int = 0
 
     def __str__(self) -> str:
-        """As in the grid that `show` draws: "q0,1xkv2/1"."""
+        """Return the text of the grid that `show` draws: "q0,1xkv2/1"."""
         q, kv = (",".join(map(str, shards)) for shards in (self.q, self.kv))
         return f"q{q}xkv{kv}" + (f"/{self.heads}" if self.heads else "")
 
 
 class Step(NamedTuple):
-    """What all ranks do at once: tiles[rank], and the transfers under way meanwhile.
+    """Work of all ranks at once: tiles[rank], and the transfers under way meanwhile.
 
     Transfers read values as they stood when the step began; arrivals count from the next step.
     """
@@ -160,7 +160,7 @@ MHA = 2.0  # kv_bytes of as many KV heads as query heads
 
 
 class HeadTuning(NamedTuple):
-    """How a plan that was made before heads were known is made anew for them.
+    """The way in which a plan that was made before heads were known is made anew for them.
 
     Attributes:
         make: (*known, num_heads, num_kv_heads) -> Plan, a module's function, so that it can be
@@ -199,7 +199,7 @@ class TeamExchange(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What the author of a plan knows of it beside its steps.
+    """Facts that the author of a plan knows of it beside its steps.
 
     Not part of its value: == ignores them, text and JSON leave them out, and a plan with other
     steps has none.
@@ -351,7 +351,7 @@ class Plan(OpaqueValue):
 
     @property
     def scripted(self) -> bool:
-        """Whether the plan is written per rank, so that one rank's steps need not build all."""
+        """True if the plan is written per rank, so that one rank's steps need not build all."""
         return self._script is not None
 
     @property

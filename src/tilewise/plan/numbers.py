@@ -1,4 +1,4 @@
-"""Whether the numbers of a plan name what there is: ranks, shards, head groups and rows."""
+"""Checks that the numbers of a plan name what there is: ranks, shards, head groups and rows."""
 
 from collections.abc import Sequence
 
@@ -96,7 +96,7 @@ def _unknown(plan: Plan, item: Item) -> str | None:
 
 
 def _are_rows(rows: Rows) -> bool:
-    """Whether rows are ascending ranges, disjoint, and not empty."""
+    """Return whether rows are ascending ranges, disjoint, and not empty."""
     ends = [0, *(end for pair in rows for end in pair)]
     return len(rows) > 0 and ends == sorted(ends) and all(start < stop for start, stop in rows)
 

@@ -1,4 +1,4 @@
-"""What an item weighs: the tensors that each side and role carries in each pass, as data.
+"""Payload: the tensors that each side and role carries in each pass, as data.
 
             | Q operand           | Q partial          | KV operand | KV partial
     forward | q                   | out, lse (by lse)  | k, v       | -
@@ -37,14 +37,14 @@ class Field(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of one head, as it travels."""
+        """Bytes of one row of one head, as it travels."""
         if self.wire is not None:
             return self.wire.row_bytes(self.width, self.dtype)
         return self.width * ITEM_BYTES(self.dtype)
 
 
 class RowFormat(NamedTuple):
-    """How the fields of an item lie in one token's packed row, one after the other.
+    """Layout of an item's fields in one token's packed row, one after the other.
 
     Attributes:
         starts: first byte of each field.
@@ -120,7 +120,7 @@ class Payload(NamedTuple):
 
     @property
     def flop(self) -> int:
-        """Of one allowed pair of rows, all heads of the group.
+        """Floating-point operations of one allowed pair of rows, all heads of the group.
 
         q k and p v; in backward q k again, dout v, dv, dq and dk.
         """
@@ -133,13 +133,13 @@ class Payload(NamedTuple):
         return frozenset((side, role) for side in Side for role in Role if self.fields(side, role))
 
     def heads(self, side: Side) -> int:
-        """Of what travels: a latent is that of all heads."""
+        """Return the number of heads of what travels: a latent is that of all heads."""
         if side is Side.KV and self.wires.latent is not None:
             return 1
         return self.num_heads if side is Side.Q else self.num_kv_heads
 
     def row_format(self, side: Side, role: Role) -> RowFormat:
-        """How an item's row is packed; operands are padded for what kernels load at once."""
+        """Return how an item's row is packed; operands are padded for what kernels load at once."""
         fields, heads = self.fields(side, role), self.heads(side)
         starts: list[int] = []
         stop, row_unit = 0, 1
@@ -166,7 +166,7 @@ def accumulator(dtype: str) -> str:
 
 
 class HeadGroups(NamedTuple):
-    """How heads are cut into equal groups; every group has the KV heads that its queries read."""
+    """Equal groups of heads; every group has the KV heads that its queries read."""
 
     num_heads: int
     num_kv_heads: int
@@ -211,7 +211,9 @@ def head_groups(num_heads: int, num_kv_heads: int, groups: int) -> HeadGroups:
 
 
 def saving(plan: Plan, save: str | None) -> str:
-    """What backward does about operands: "replay" their transfers, or use those "gathered"."""
+    """Return what backward does about operands: "replay" their transfers, or use those
+    "gathered".
+    """
     check_save(save)
     return save or plan.default_save
 

@@ -34,7 +34,7 @@ def union(*parts: Iterable[tuple[int, int]] | None) -> Rows:
 
 
 def covers(have: Rows | None, need: Rows | None) -> bool:
-    """Whether every row needed is there."""
+    """Return whether every row needed is there."""
     if have is None or have == ALL:
         return True
     need = ALL if need is None else need

@@ -128,7 +128,7 @@ def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
 
 
 def absolutes(rank: int, seen_by: Array, shifts: tuple[Shift, ...]) -> Array:
-    """What several ranks call by one number."""
+    """Return the numbers that several ranks mean by one relative number."""
     return absolute(np.full(seen_by.shape, rank), seen_by, shifts)
 
 

@@ -188,7 +188,9 @@ class EventLoop:
         self.ended[index] = self.now
 
     def _blocked(self, index: int, flows: tuple[int, ...] | list[int]) -> bool:
-        """Whether a rank has to wait for any of these; if so, it is woken when all are there."""
+        """Return whether a rank has to wait for any of these; if so, it is woken when all are
+        there.
+        """
         late = {flow for flow in flows if not self.done[flow]}
         self.missing[index] = len(late)
         for flow in late:
@@ -260,7 +262,7 @@ class EventLoop:
         return Deadlock(track.rank, place, arrived, num_ended)
 
     def uses(self, members: int) -> tuple[RankUse, ...]:
-        """How each rank spent the pass; it stands for so many ranks."""
+        """Return how each rank spent the pass; each stands for so many ranks."""
         total = max(self.ended, default=0.0)
         sent: list[dict[str, int]] = [defaultdict(int) for _ in self.tracks]
         for flow in self.flows:

@@ -32,7 +32,7 @@ MOST_COUNT = 1e9
 
 @dataclass(frozen=True)
 class Link:
-    """What one port carries in each direction.
+    """Capacity of one port in each direction.
 
     Args:
         bandwidth: bytes per second, one way; the other way has as much of its own.

@@ -15,7 +15,7 @@ SIZES = tuple(float(1 << power) for power in range(4, 17, 2))
 
 
 def read_text(path: Path) -> str:
-    """What a file says.
+    """Return the text of a file.
 
     Raises:
         ValueError: if it is no text.

@@ -176,7 +176,7 @@ class FairShare:
 
     @property
     def next_end(self) -> float:
-        """When the first flow ends if none is added; inf without flows."""
+        """Return when the first flow ends if none is added; inf without flows."""
         queue = self._queue
         while queue and self._ends[queue[0][1]] != queue[0][0]:
             heapq.heappop(queue)

@@ -55,15 +55,17 @@ class PassMemory:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return round(self._scale * max(map(self._of_rank, self._ranks)))
 
     def fits(self, memory: float) -> bool:
-        """Whether no rank needs more: that takes less than to know what they need."""
+        """Return whether no rank needs more than this memory; that takes less time than to find
+        what they need.
+        """
         return all(self._scale * self._of_rank(rank) <= memory for rank in self._ranks)
 
     def of_rank(self, rank: int) -> int:
-        """Of one rank."""
+        """Return the memory of one rank."""
         return round(self._scale * self._of_rank(rank))
 
     def _of_rank(self, rank: int) -> int:
@@ -72,7 +74,7 @@ class PassMemory:
 
 
 def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[int]]:
-    """What the mask leaves of a plan, and some ranks of which one needs most of all.
+    """Return what the mask leaves of a plan, and some ranks, of which one needs most of all.
 
     Args:
         alike: as shards.all_alike says.

@@ -52,7 +52,7 @@ class PassCosts:
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of the query and the KV shards."""
+        """Layouts of the query and the KV shards."""
         return self.resolved.layouts
 
     @cached_property
@@ -190,7 +190,9 @@ class PassCosts:
         return num_bytes / bandwidth if bandwidth else 0.0
 
     def own_bytes(self, plan: Plan, rank: int) -> int:
-        """What a rank holds from the start: q, k, v; in backward also out, dout, lse and delta."""
+        """Return the bytes that a rank holds from the start: q, k, v; in backward also out, dout,
+        lse and delta.
+        """
         payload, groups = self.payload, self.resolved.groups
         rows = [
             sum(layout.size(s) for s, ranks in enumerate(holders) if rank in ranks)

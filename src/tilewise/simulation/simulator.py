@@ -129,7 +129,7 @@ class Simulation:
         return self.symmetries[0].world_size
 
     def use(self, rank: int) -> tuple[RankUse, RankUse]:
-        """How a rank spends forward and backward."""
+        """Return how a rank spends forward and backward."""
         first, other = (symmetry.first(rank) for symmetry in self.symmetries)
         forward, backward = self._uses
         return forward[first], backward[other]
@@ -250,7 +250,7 @@ def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: 
 def _relabelled(
     plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
 ) -> tuple[Symmetry, Halves | None]:
-    """Which ranks are simulated, and if all are, by few programs relabelled, their rows.
+    """Return which ranks are simulated; if all are, by few programs relabelled, also their rows.
 
     Args:
         size: rows of a shard.

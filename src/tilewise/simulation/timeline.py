@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class RankUse(NamedTuple):
-    """How a rank spent a pass; compute + exposed + idle seconds make up the pass.
+    """Time that one rank spent in a pass; compute + exposed + idle seconds make up the pass.
 
     Attributes:
         exposed_seconds: waiting for messages, its own sends at the end included, or packing,
@@ -49,7 +49,7 @@ class RankUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """When the operations of a pass began, and what they are called.
+    """Beginnings of the operations of a pass, and their labels.
 
     Args:
         plan: whose programs ran.
@@ -77,7 +77,8 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Of every rank its operations in order, those of no duration too; then all messages.
+        """Return the operations of every rank in order, those of no duration too; then all
+        messages.
 
         Labels are written now, from the ranks' programs: few who simulate look at them.
         """

@@ -362,7 +362,7 @@ def _with_rows(program: Program, rows: tuple[Rows, Rows]) -> Program:
 
 
 def _same_place(half: Operation, whole: Operation) -> bool:
-    """Whether operations differ in the rows of their transfers alone."""
+    """Return whether operations differ in the rows of their transfers alone."""
     match half:
         case Pack(rows=rows) if rows is not None:
             return half._replace(rows=None) == whole
@@ -379,7 +379,7 @@ Array = np.ndarray
 
 
 class _Place(NamedTuple):
-    """What a rank that others are relabelled from holds; least is by the ranks of its class."""
+    """A shard on a rank that others are relabelled from; least is by the ranks of its class."""
 
     written: int
     side: Side
@@ -422,8 +422,8 @@ class Halves:
         return self._members[written]
 
     def whole(self, step: int, transfer: Transfer, members: Array) -> Array:
-        """Whether all rows travel, by rank, of a transfer as a rank writes it that others are
-        relabelled from.
+        """Return, by rank, whether all rows of a transfer travel, as a rank writes it that others
+        are relabelled from.
 
         Args:
             members: the ranks of its class.
@@ -510,7 +510,7 @@ def halves_of(plan: Plan, shifts: tuple[Shift, ...], size: int) -> Halves:
 
 
 def _no_relay(steps: tuple[RankStep, ...]) -> bool:
-    """Whether a rank reads what it receives and adds to what it sends."""
+    """Return whether a rank reads what it receives and adds to what it sends."""
     tiles = [tile for step in steps for tile in step.tiles]
     used = {s for tile in tiles for s in tile.q}, {s for tile in tiles for s in tile.kv}
     moved: Iterator[Item] = (

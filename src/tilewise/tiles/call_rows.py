@@ -1,4 +1,4 @@
-"""Which rows of which shard each kernel call of a tile reads, and which of them need copying."""
+"""Rows that each kernel call of a tile reads, of which shard, and which of them need copying."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import lru_cache
@@ -46,14 +46,16 @@ class CallParts(NamedTuple, Generic[Numbers]):
 
 
 class CallStyle(NamedTuple):
-    """How a kernel wants tiles cut; see `tile_calls`."""
+    """The way in which a kernel wants tiles cut; see `tile_calls`."""
 
     square_causal: bool = False
     whole_tile: bool = False
 
 
 class TileCalls(NamedTuple):
-    """What a tile's calls follow from, beside the tile: layouts of both sides, mask, heads."""
+    """Table of the calls of tiles, which follow from the layouts of both sides, the mask and the
+    heads.
+    """
 
     layouts: tuple[Layout, Layout]
     mask: Mask
@@ -164,7 +166,7 @@ def _made(sides: Sequence[Sequence[_Block]], mask: Mask, cut: CallStyle) -> Plac
 def _parts(
     side: Side, ranges: Ranges, blocks: Sequence[_Block]
 ) -> tuple[RowSelection[np.ndarray], ...]:
-    """Which rows of which block a call reads, in the order of the call."""
+    """Return which rows of which block a call reads, in the order of the call."""
     rows = row_index(ranges)
     starts = np.cumsum([0, *(len(block.local) for block in blocks)])
     which = np.searchsorted(starts, rows, side="right") - 1
@@ -182,12 +184,12 @@ def _parts(
 
 
 def is_range(index: object) -> TypeGuard[slice | None]:
-    """Whether an index selects neighbouring rows."""
+    """Return whether an index selects neighbouring rows."""
     return index is None or (isinstance(index, slice) and index.step in (None, 1))
 
 
 def num_rows(index: slice | Sized | None, size: int) -> int:
-    """How many of so many rows an index selects."""
+    """Return how many of so many rows an index selects."""
     if isinstance(index, slice):
         return len(range(*index.indices(size)))
     return size if index is None else len(index)

@@ -38,7 +38,7 @@ class Slice(NamedTuple):
 
 
 class Life:
-    """Of a call; copies share it."""
+    """The life of a call; copies of the call share it."""
 
 
 class _Fields(NamedTuple):
@@ -87,7 +87,7 @@ class KernelCall(_Fields):
 
 
 def is_square_causal(call: KernelCall) -> bool:
-    """Whether a call is causal, for kernels whose causal mask is aligned at the top left.
+    """Return whether a call is causal, for kernels whose causal mask is aligned at the top left.
 
     Raises:
         ValueError: if it is, but not square, where the two alignments differ.

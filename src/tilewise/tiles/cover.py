@@ -52,7 +52,7 @@ class AllowedCells(NamedTuple):
 
 
 def region(q: np.ndarray, k: np.ndarray, strips: Strips) -> AllowedCells:
-    """What strips allow of q x k, both sorted.
+    """Return what strips allow of q x k, both sorted.
 
     A strip's two lines ascend, so its keys on sorted rows are intervals [lo, hi) that ascend; rows
     whose ends move by 0 or by 1 at a time are one slice.
@@ -95,7 +95,7 @@ def _row_intervals(
 def _linear_runs(
     joined: np.ndarray, lo_step: np.ndarray, hi_step: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where runs of entries with constant steps of 0 or 1 begin, and their two slopes."""
+    """Return where runs of entries with constant steps of 0 or 1 begin, and their two slopes."""
     code = np.where(joined & (lo_step <= 1) & (hi_step <= 1), 2 * lo_step + hi_step, -1)
     begins = np.append(True, code < 0)
     begins[2:] |= (code[1:] != code[:-1]) & (code[:-1] >= 0)
@@ -335,7 +335,7 @@ class _View(NamedTuple):
         q_rows: np.ndarray | None = None,
         k_rows: np.ndarray | None = None,
     ) -> _View:
-        """Of rows q_rows x k_rows (None: all) of a tile at positions q, k."""
+        """Make a view of rows q_rows x k_rows (None: all) of a tile at positions q, k."""
         q_rows, k_rows = _sorted_rows(q, q_rows), _sorted_rows(k, k_rows)
         return cls(q_rows, k_rows, region(q[q_rows], k[k_rows], strips))
 
@@ -395,7 +395,7 @@ def _local(s: Slice, piece: Piece) -> Slice:
 
 
 def _shift(ranges: Ranges, index: int) -> int:
-    """How far an index moves when the ranges close up."""
+    """Return how far an index moves when the ranges close up."""
     i = bisect_right(ranges, (index, 1 << 62)) - 1
     return ranges[i][0] - count_rows(ranges[:i])
 

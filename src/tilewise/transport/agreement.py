@@ -40,7 +40,7 @@ def _digest(content: bytes) -> bytes:
 
 
 class Kind:
-    """What calls of one kind have in common.
+    """Facts that calls of one kind have in common.
 
     Args:
         fields: name -> value as text, in order of importance. Long values are compared by digest,
@@ -97,8 +97,8 @@ class _Current(NamedTuple):
 
 
 class Agreement:
-    """What one rank knows of the calls of one group: which kinds all ranks have compared, and a
-    digest of all calls so far.
+    """Knowledge of one rank about the calls of one group: which kinds all ranks have compared, and
+    a digest of all calls so far.
 
     It changes in the same way on every rank that makes the same calls, hence ranks compare at the
     same ones: at a new kind, and COMPARED_EVERY calls after the last comparison.
@@ -170,7 +170,7 @@ class Agreement:
 
     @property
     def mark(self) -> bytes:
-        """Of the current call, where a message has no tag."""
+        """Mark of the current call, where a message has no tag."""
         return self._now.digest
 
     def state(self) -> CallState:
@@ -360,7 +360,7 @@ def encoded(fields: Mapping[str, str], error: str | None = None, before: int = 0
 
 
 def _printable(text: str) -> str:
-    """What can be encoded, of any text."""
+    """Return the part of any text that can be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -152,7 +152,7 @@ def _not_known() -> None:
 
 
 class _Job:
-    """What a thread does for one rank; whoever comes first does it, and only once."""
+    """Work of a thread for one rank; whoever comes first does it, and only once."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: list[Callable[[], object]] = [work]

@@ -55,7 +55,7 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
 
 
 def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
-    """What the ranks must have in common, of a tensor that is right by itself."""
+    """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     require_type(Tensor, "x", x, "what cp.attention returned")
     wanted, others = layout.size(rank), list(x.shape)
     if not -x.ndim <= dim < x.ndim:
@@ -70,7 +70,7 @@ def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
 
 
 def on_every_rank(transport: Transport, x: Tensor) -> list[Tensor]:
-    """What every rank passes here, by rank; all of one shape and dtype."""
+    """Return the tensors that all ranks pass here, by rank; all are of one shape and dtype."""
     return _exchange(
         transport, [x.contiguous()] * transport.world_size, [len(x)] * transport.world_size
     )

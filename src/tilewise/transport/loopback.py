@@ -221,7 +221,7 @@ class _Outstanding:
 
 
 class _World:
-    """What the ranks share; safe because one runs at a time."""
+    """State that the ranks share; this is safe because one runs at a time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -273,7 +273,8 @@ class _World:
         return [board[other] for other in range(self.size)]
 
     def in_vain(self) -> Exception | None:
-        """What the ranks, all of which wait, are to raise, if calls differ or one was refused.
+        """Return the error that all ranks, which wait in vain, are to raise, if calls differ or one
+        was refused.
 
         They may go on with other calls then: what is under way is forgotten.
         """

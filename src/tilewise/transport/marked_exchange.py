@@ -69,7 +69,7 @@ def _content(whole: Tensor) -> memoryview:
 def _pieces(
     whole: Tensor, rooms: Sequence[int], sizes: Sequence[int]
 ) -> list[tuple[memoryview, memoryview, slice]]:
-    """Of each rank: its mark, its piece, and where the piece stands if all are joined."""
+    """Return for each rank its mark, its piece, and where the piece stands if all are joined."""
     content = _content(whole)
     starts, ends = accumulate(rooms, initial=0), [*accumulate(sizes)]
     return [

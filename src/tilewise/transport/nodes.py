@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node."""
+"""Nodes: which ranks of a group share one."""
 
 import os
 from collections.abc import Sequence

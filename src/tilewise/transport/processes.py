@@ -44,7 +44,7 @@ class PlacedProcesses(NamedTuple):
 
 
 class RankFailure(NamedTuple):
-    """How one rank failed."""
+    """Failure of one rank."""
 
     rank: int
     kind: str  # "error" (it raised), "died" (its process ended), or "late" (no answer in time)
@@ -135,7 +135,7 @@ def gather_yields(
 
 
 class _Processes(NamedTuple):
-    """What every rank starts with; file is that of a store."""
+    """State that every rank starts with; file is that of a store."""
 
     share: PlacedProcesses
     file: str
@@ -162,7 +162,7 @@ def _await_connected(receivers: list[Connection], first: int) -> None:
 
 
 def _next_row(receivers: list[Connection], timeout_seconds: float, first: int) -> tuple[Any, ...]:
-    """What every rank sent next, empty when all have ended.
+    """Return what every rank sent next; it is empty when all have ended.
 
     A message is (kind, value): "value", "end", or a kind of RankFailure with its text.
     """

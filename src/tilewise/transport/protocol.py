@@ -1,4 +1,4 @@
-"""What ranks hand to a transport: flat bytes, one peer, one label."""
+"""The protocol of transports: ranks hand them flat bytes, one peer, one label."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
@@ -87,7 +87,7 @@ TeamSizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TeamMessages(NamedTuple):
-    """What one rank of a team sends to and receives from all of it.
+    """Bytes that one rank of a team sends to and receives from all of it.
 
     Args:
         leaving, arriving: contiguous uint8, the bytes for and from each rank in turn.

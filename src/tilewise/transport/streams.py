@@ -38,7 +38,7 @@ def follow(moment: Moment | None, x: Tensor | None = None) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream's work goes into a CUDA graph instead of being done."""
+    """Return whether the current stream's work goes into a CUDA graph instead of being done."""
     return device.type in STREAMED and torch.cuda.is_current_stream_capturing()
 
 

@@ -47,7 +47,9 @@ class Watch:
         self._turn = 0
 
     def look(self) -> None:
-        """Where this rank has waited long: say so, and end all waits if they are in vain."""
+        """Look whether this rank has waited long: then say so, and end all waits if they are in
+        vain.
+        """
         group = self._group()
         if group is None:
             return
@@ -66,7 +68,8 @@ class Watch:
         verb: str,
         error: RuntimeError,
     ) -> Exception:
-        """What to raise where an operation on a group failed; ends the others' waits as well.
+        """Return the error to raise where an operation on a group failed; end the others' waits as
+        well.
 
         Args:
             group: the watched one, or one of the same ranks that belongs to it.
@@ -79,7 +82,9 @@ class Watch:
         return failure
 
     def in_another_call(self, peer: int) -> ValueError:
-        """What to raise where a peer sent a message of another call; both say which they are in."""
+        """Return the error to raise where a peer sent a message of another call; both say which
+        they are in.
+        """
         group = self._group()
         assert group is not None
         until = monotonic() + 2 * PATIENCE_SECONDS
@@ -116,7 +121,7 @@ class Watch:
 
 
 class _Watches:
-    """Of this process, by group, and the thread that looks at them."""
+    """Watches of this process, by group, and the thread that looks at them."""
 
     def __init__(self) -> None:
         self._lock = Lock()

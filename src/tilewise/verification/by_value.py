@@ -52,7 +52,9 @@ class _Pickler(pickle.Pickler):
 
 
 def _has_a_name(obj: Any) -> bool:
-    """Return whether other processes can import it, unlike <locals>, <lambda> and what was typed."""
+    """Return whether other processes can import it, unlike <locals>, <lambda> and what
+    was typed.
+    """
     typed = obj.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
     return not typed and "<" not in obj.__qualname__
 

@@ -117,7 +117,9 @@ class RankRunner:
         return asked
 
     def _in_time(self, call: Callable[[Any], list[Any]], jobs: list[ModelRun]) -> list[Any]:
-        """Return what call gives, in a thread of its own; or which of its ranks failed or are late."""
+        """Return what call gives, in a thread of its own; or which of its ranks failed or
+        are late.
+        """
         box, threads = list[Any](), dict[int, int]()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

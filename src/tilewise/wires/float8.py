@@ -34,5 +34,5 @@ class Float8:
         require_type(bool, "stochastic", self.stochastic, "True")
 
     def row_bytes(self, width: int, dtype: str) -> int:
-        """Of one row of one head: a byte a number, and the power of two."""
+        """Return the bytes of one row of one head: a byte a number, and the power of two."""
         return width + 1

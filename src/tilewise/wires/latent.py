@@ -78,7 +78,9 @@ class Latent:
 
     @property
     def flop(self) -> int:
-        """Of expanding a row, by one matrix product for k and one for v."""
+        """Floating-point operations of expanding a row, by one matrix product for k and
+        one for v.
+        """
         return 2 * self.row_width * self.num_kv_heads * (self.head_dim + self.v_head_dim)
 
     def __str__(self) -> str:

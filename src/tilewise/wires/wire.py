@@ -13,7 +13,7 @@ from tilewise.wires.latent import Latent
 
 @runtime_checkable
 class Wire(Protocol):
-    """How one tensor is written into bytes, row by row: a row can be read without its neighbours.
+    """A way to write one tensor into bytes, row by row: a row can be read without its neighbours.
 
     A frozen value with == and hash.
     """
@@ -83,16 +83,16 @@ class Wires:
 
     @property
     def wire_dtype(self) -> DtypeName | None:
-        """What wire_dtype would say of the partials, if they are plain."""
+        """The value that wire_dtype would have for the partials, if they are plain."""
         return self.partials.dtype if isinstance(self.partials, Plain) else None
 
     @property
     def only_wire_dtype(self) -> bool:
-        """Whether wire_dtype says all there is to say."""
+        """True if wire_dtype says all there is to say."""
         return self == Wires(partials=self.partials) and isinstance(self.partials, Plain)
 
     def rounds(self, dtype: str) -> bool:
-        """Whether anything of this dtype may arrive as another number than was sent."""
+        """Return whether anything of this dtype may arrive as another number than was sent."""
         plain = Plain(dtype_name(dtype))
         return any(w not in (Plain(), plain) for w in (self.forward, self.backward, self.partials))
 
@@ -125,7 +125,7 @@ def latent_of(wire: AnyWire | None) -> Latent | None:
 
 
 def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
-    """What the two arguments of a call mean.
+    """Return the wires that the two arguments of a call mean.
 
     Raises:
         ValueError: if both are given, or wire is none.
@@ -148,7 +148,7 @@ def wires_of(wire: AnyWire | None, wire_dtype: Any = None) -> Wires:
 
 @lru_cache(maxsize=64)
 def plain_wires(wire_dtype: DtypeName | None, dtype: str) -> Wires:
-    """What wire_dtype means for operands of a dtype: one object for all calls."""
+    """Return the wires that wire_dtype means for operands of a dtype: one object for all calls."""
     return wires_of(None, wire_dtype).resolved(dtype)
 
 

@@ -110,7 +110,9 @@ class BenchRun:
     grids: tuple[Grid, ...]
 
     def narrowed(self, given: Mapping[str, Sequence[Any] | None]) -> BenchRun:
-        """Return the run with lists in place of all grids' own; empty ones leave them as they are."""
+        """Return the run with lists in place of all grids' own; empty ones leave them as
+        they are.
+        """
         chosen = {name: tuple(values) for name, values in given.items() if values}
         return replace(self, grids=tuple(grid.narrowed(chosen) for grid in self.grids))
 

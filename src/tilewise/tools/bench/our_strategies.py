@@ -28,7 +28,9 @@ from tilewise.wires.wire import AnyWire, latent_of
 
 
 class Planned(NamedTuple):
-    """The plans that a strategy makes for a case; backward_plan None: backward runs the plan too."""
+    """The plans that a strategy makes for a case; backward_plan None: backward runs the
+    plan too.
+    """
 
     plan: tw.Plan
     layout: tw.Layout

@@ -35,7 +35,9 @@ class SharedClock:
         self.by_cpu = not self._cuda and torch.get_num_threads() == 1
 
     def seconds(self, work: Callable[[], object], repeats: int = 5, times: int = 1) -> float:
-        """Return the seconds of one call: the median over repeats of so many calls each, once warm."""
+        """Return the seconds of one call: the median over repeats of so many calls each,
+        once warm.
+        """
         work()
         return statistics.median(self._once(work, times) for _ in range(repeats)) / times
 
@@ -166,7 +168,9 @@ def overheads(clock: SharedClock, dtype: str, kernels: Sequence[KernelSpeed]) ->
 
 
 def _steps(clock: SharedClock, dtype: str) -> tuple[float, float]:
-    """Measure a tile, its merge and its kernel's launch included, and a message sent or received."""
+    """Measure a tile, its merge and its kernel's launch included, and a message sent or
+    received.
+    """
     plans = tw.ring(1), tw.ring(STEPS), tw.all_gather(STEPS)
     alone, chain, gather = (_forward_seconds(clock, plan, dtype) for plan in plans)
     per_message = max(gather - alone, 0.0) / (2 * (STEPS - 1))

@@ -82,7 +82,9 @@ class Lab:
     def gather_yields(
         self, fn: Callable[..., Iterator[Any]], *args: Any, timeout_seconds: float = 60.0
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield what the generators fn(rank, *args) yield; see transport.processes.gather_yields."""
+        """Yield what the generators fn(rank, *args) yield; see
+        transport.processes.gather_yields.
+        """
         words = {"timeout_seconds": timeout_seconds, "settle": self.site.enter}
         return gather_yields(self.world_size, fn, args, **words)
 

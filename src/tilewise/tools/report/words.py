@@ -10,7 +10,9 @@ COUNTED = ("B", "FLOP", "FLOP/s", "B/s")  # units that have no thousandths
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Return a quantity as text, as in "12.3 ms" or "1.5 GB"; without a unit thousands are grouped."""
+    """Return a quantity as text, as in "12.3 ms" or "1.5 GB"; without a unit thousands
+    are grouped.
+    """
     if not math.isfinite(value):
         return NOTHING
     if not unit:
