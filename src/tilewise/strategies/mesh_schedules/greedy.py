@@ -10,13 +10,12 @@ there, so nothing below one whole side, the rank's own two and the two that pass
 import heapq
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.strategies.mesh_schedules.beam import search
 from tilewise.strategies.mesh_schedules.model import (
     Block,
     Line,
@@ -67,11 +66,22 @@ NEVER = 1 << 60
 
 
 class Pace(NamedTuple):
-    """How a rank spends its time."""
+    """How a rank spends its time.
 
-    block: float  # seconds of a block, where one of Costs is one second of the port
-    early: float = 0.0  # post the next message when the last one ends within so many blocks
-    patience: float = 0.0  # rather wait up to so many blocks than compute while the port idles
+    Attributes:
+        block: seconds of a block, where one of ShardWeights is one second of the port.
+        early: the next transfer is posted once those under way end within so many blocks.
+        patience: the rank rather waits up to so many blocks than computes while the port idles.
+        saved: so many of the blocks that no partial awaits are kept until all shards are there:
+            then they fill the time in which the last partials leave.
+        both: the first transfers of both sides are posted at once, whatever `early` says.
+    """
+
+    block: float
+    early: float = 0.0
+    patience: float = 0.0
+    saved: int = 0
+    both: bool = False
 
 
 class Pacer:
@@ -89,6 +99,8 @@ class Pacer:
         for place, (_, line) in reversed([*enumerate((*order.receives, *order.sends))]):
             if line is not None:
                 self.due[line[0]][line[1]] = place
+        own_rows, own_columns = (side.count(NEVER) for side in self.due)
+        self.unawaited = own_rows * own_columns  # blocks left that no transfer waits for
         self.here: tuple[list[int], ...] = ([0], [0])
         self.ready: list[tuple[int, bool, int, int, float]] = []
         self._unlock([(0, 0)])
@@ -100,7 +112,8 @@ class Pacer:
         while blocks or self.moves[0] or self.moves[1]:
             if any(self._post(moves) for moves in self.moves):
                 continue
-            if self.ready and not any(self._rather_waits(moves) for moves in self.moves):
+            waits = self._saves() or any(self._rather_waits(moves) for moves in self.moves)
+            if self.ready and not waits:
                 self._compute()
                 blocks -= 1
             else:
@@ -120,7 +133,9 @@ class Pacer:
             return False
         kind, index = moves[-1][0]
         left = self.port.left()
-        if self.port.queues[kind % 2] or (left and left >= self.pace.block * self.pace.early):
+        first = self.pace.both and not self.port.now
+        late = left and left >= self.pace.block * self.pace.early
+        if self.port.queues[kind % 2] or (late and not first):
             return False
         if self.steps[-1][0] or self.steps[-1][1][kind]:
             self._begin_step()
@@ -137,8 +152,15 @@ class Pacer:
         soon = self.port.left() <= self.pace.block * self.pace.patience
         return bool(soon and self.port.queues[moves[-1][0][0] % 2])
 
+    def _saves(self) -> bool:
+        """Whether the next block is kept for later, while shards are under way."""
+        arriving = any(kind < 2 for queue in self.port.queues for (kind, _), _ in queue)
+        few = self.unawaited <= self.pace.saved
+        return bool(arriving and few and self.ready and self.ready[0][0] == NEVER)
+
     def _compute(self) -> None:
-        _, _, k, c, unlocked = heapq.heappop(self.ready)
+        due, _, k, c, unlocked = heapq.heappop(self.ready)
+        self.unawaited -= due == NEVER
         if self.steps[-1][1][0] == k > 0 or self.steps[-1][1][1] == c > 0:
             self._begin_step()  # arrivals count from the next step
         runs = self.steps[-1][0]
@@ -181,9 +203,10 @@ def orders(
 ) -> Iterator[Order]:
     """Orders to try, the likeliest first; none holds more than so many shards."""
     if held is None or held >= rows + columns:
-        sends = _sends((rows, columns), costs)
-        for receives in _receives(rows, columns, costs):
-            yield Order(tuple((move, None) for move in receives), sends)
+        ways = _receives(rows, columns, costs)
+        for sends in _send_orders((rows, columns), costs):
+            for receives in ways:
+                yield Order(tuple((move, None) for move in receives), sends)
         return
     room = {1: held - rows - 1, 0: held - columns - 1}
     for leaning in range(len(KV_PRIORITY_FACTORS)):
@@ -210,7 +233,7 @@ def _passing(
     passed = [_send(side, index) for index in range(1, gone + 1) if costs[2 + side]]
     rest = [
         _send(move[0] - 2, move[1] + gone * (line is not None and line[0] == side))
-        for move, line in _sends(first, costs)
+        for move, line in next(_send_orders(first, costs))
     ]
     return Order(tuple(receives), (*passed, *rest))
 
@@ -238,36 +261,61 @@ def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
             x += 1
 
 
-def _sends(shape: tuple[int, int], costs: ShardWeights) -> tuple[Need, ...]:
-    """Partials by local index; of two sides, receiving them in time reversed."""
-    if costs.q_partial and costs.kv_partial:
-        sides = [side for side, _ in _grown(*shape, costs.q_partial, costs.kv_partial)][::-1]
-    else:
-        sides = [s for s in (0, 1) if costs[2 + s] for _ in range(shape[s] - 1)]
-    return tuple(_send(side, sides[: at + 1].count(side)) for at, side in enumerate(sides))
+def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[Need, ...]]:
+    """Different ways to send all partials, the likeliest first.
+
+    Of two sides: receiving them in time reversed, for several factors, and one side in a row, with
+    the other before, after or around it.
+    """
+    rows, columns = shape[0] - 1, shape[1] - 1
+    if not (costs.q_partial and costs.kv_partial):
+        yield _sends([0] * rows * (costs.q_partial > 0) + [1] * columns * (costs.kv_partial > 0))
+        return
+    grown = (
+        [side for side, _ in _grown(*shape, costs.q_partial, costs.kv_partial * x)][::-1]
+        for x in KV_PRIORITY_FACTORS
+    )
+    around_q = ([1] * k + [0] * rows + [1] * (columns - k) for k in range(columns + 1))
+    around_kv = ([0] * k + [1] * columns + [0] * (rows - k) for k in range(1, rows))
+    seen: set[tuple[int, ...]] = set()
+    for sides in map(tuple, chain(grown, around_q, around_kv)):
+        if sides not in seen:
+            seen.add(sides)
+            yield _sends(sides)
 
 
-Beats = tuple[TileStep, ...]
+def _sends(sides: Iterable[int]) -> tuple[Need, ...]:
+    """Partials by local index, of these sides one after the other."""
+    sent, needs = [0, 0], list[Need]()
+    for side in sides:
+        sent[side] += 1
+        needs.append(_send(side, sent[side]))
+    return tuple(needs)
+
+
+TileSteps = tuple[TileStep, ...]
 
 RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-"""Seconds of all blocks per second of all messages at which schedules are compared."""
-SEARCHED, MIDDLE, SMALL = 32, 16, 8
-"""Blocks of tiles whose programs are searched: at MADE_FOR, at every other of RATIOS, at all."""
-NARROW, WIDE = (8,), (8, 64)
-"""Widths of a search, one after the other."""
-MADE_FOR = (1.0, 0.5, 2.0)
-"""Ratios that the steps of larger tiles are made for, likeliest first."""
-STYLES = ((0.0, 0.0), (1e9, 0.0), (1.0, 0.0), (0.0, 0.5), (1.0, 0.5), (0.0, 1.0), (1.0, 1.0))
-"""(early, patience) of a Pace, the likeliest first."""
-TRIED, FEW = 60, 20
-TRIED_BLOCKS = 4096
-"""Paces tried, beside a search few, and blocks of all: large tiles take no longer than small."""
+"""Seconds of all blocks per second of all transfers at which schedules are compared."""
+PACES = (
+    Pace(1.0, early=1, patience=0.5),
+    Pace(1.0, early=inf, patience=0.5, saved=1),
+    Pace(1.0, early=0.5, patience=0.5, saved=1, both=True),
+    Pace(1.0, early=1, saved=3, both=True),
+    Pace(1.0, early=0.5),
+    Pace(1.0, early=1),
+    Pace(1.0, early=inf),
+    Pace(1.0),
+)
+"""Paces to try, the likeliest first. All blocks together take as long as all transfers."""
+TRIED, TRIED_BLOCKS = 150, 3072
+"""Programs tried, and blocks of all of them: large tiles take no longer than small."""
 
 
 @lru_cache(maxsize=256)
 def greedy_tile_steps(
     shape: tuple[int, int], costs: ShardWeights, held: int | None = None, pace: float | None = None
-) -> Beats:
+) -> TileSteps:
     """The steps of a tile that are nowhere far from the best, or the best found for one pace.
 
     Args:
@@ -289,34 +337,19 @@ def greedy_tile_steps(
 
 def _candidates(
     shape: tuple[int, int], costs: ShardWeights, held: int | None, pace: float | None
-) -> Iterator[Beats]:
+) -> Iterator[TileSteps]:
+    """Programs to choose from, for one pace or any: paced, eager, kv_first."""
     blocks = shape[0] * shape[1]
-    unit = moved(shape, costs) / blocks
     if pace is not None:
         yield greedy_tile_steps(shape, costs, held)
-    searched = blocks <= SEARCHED and held is None
-    if searched:
+    if held is None:
         for name in ("eager", "kv_first"):
             yield tuple(stepwise_tile_steps(*shape, name, costs))
-        ratios = RATIOS if blocks <= SMALL else RATIOS[1::2] if blocks <= MIDDLE else MADE_FOR
-        for ratio in ratios if pace is None else (pace,):
-            wide = pace is not None or blocks <= MIDDLE
-            yield from _searched(shape, costs, ratio * unit, WIDE if wide else NARROW)
-    tried = FEW if searched else min(TRIED, max(1, TRIED_BLOCKS // blocks))
-    ways = product(STYLES, MADE_FOR if pace is None else (pace,), orders(*shape, costs, held))
-    for style, ratio, order in islice(ways, tried):
-        yield tuple(Pacer(*shape, order, costs, Pace(ratio * unit, *style)).tile_steps())
-
-
-def _searched(
-    shape: tuple[int, int], costs: ShardWeights, block: float, widths: Iterable[int]
-) -> Iterator[Beats]:
-    seconds = inf
-    for width in widths:
-        found = search(shape, costs, block, width, seconds)
-        if found is not None:
-            seconds = found.seconds
-            yield found.tile_steps
+    block = (pace or 1.0) * moved(shape, costs) / blocks
+    tried = min(TRIED, max(1, TRIED_BLOCKS // blocks))
+    ways = product(PACES, islice(orders(*shape, costs, held), tried))
+    for style, order in islice(ways, tried):
+        yield tuple(Pacer(*shape, order, costs, style._replace(block=block)).tile_steps())
 
 
 def _with_kv_partials(tile_steps: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
