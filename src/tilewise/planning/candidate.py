@@ -46,6 +46,7 @@ class PlanRow(NamedTuple):
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
+    sent_bytes: int
     peak_bytes: int
 
 
@@ -59,10 +60,12 @@ class Candidate:
         layout: which tokens each rank owns.
         save: "replay" or "gathered".
         wire: how what travels is encoded, for wire= of attention; a Latent needs its expand.
-        seconds: of both passes; exposed_seconds and bytes_by_link are those of the simulation: of
-            the busiest rank.
+        seconds: of both passes; exposed_seconds is that of the rank that waits longest.
+        bytes_by_link: that a rank sends at most over each class of link; sent_bytes over all.
         reason: why it wins, in a sentence or two.
         distances: what no plan can fall below.
+        sampled: whether times and bytes are of a sample of ranks, which the others are taken to
+            equal; memory_sampled: whether peak_bytes is of the rank that needs most of a few.
         count_peak, make_rows: make peak_bytes and rows.
     """
 
@@ -78,10 +81,13 @@ class Candidate:
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
+    sent_bytes: int
     count_peak: Callable[[], int] = field(repr=False, compare=False)
     distances: Distances
     reason: str = ""
     make_rows: Callable[[], tuple[PlanRow, ...]] = field(repr=False, compare=False, default=tuple)
+    sampled: bool = False
+    memory_sampled: bool = False
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -140,11 +146,11 @@ class Candidate:
         return json.dumps(data, indent=1) + "\n"
 
 
-FORMAT = "tilewise candidate 1"
+FORMAT = "tilewise candidate 2"
 
 PREDICTED = (
     *("seconds", "forward_seconds", "backward_seconds", "exposed_seconds"),
-    *("bytes_by_link", "peak_bytes"),
+    *("bytes_by_link", "sent_bytes", "peak_bytes"),
 )
 
 
@@ -154,6 +160,7 @@ def _shape() -> dict[str, Any]:
     row = {
         **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
         **dict.fromkeys(PlanRow._fields[4:8], float),
+        "sent_bytes": int,
         "peak_bytes": int,
         "bytes_by_link": Each(int),
     }
@@ -252,6 +259,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             float(told["backward_seconds"]),
             float(told["exposed_seconds"]),
             {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
+            int(told["sent_bytes"]),
             partial(int, int(told["peak_bytes"])),
             Distances(*(data["distances"][name] for name in Distances._fields)),
             str(data["reason"]),

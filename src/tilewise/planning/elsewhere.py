@@ -22,12 +22,19 @@ from tilewise.strategies.ulysses import ulysses
 
 
 class Setting(NamedTuple):
-    """A library's options, and the seconds of both passes of the plan that they stand for."""
+    """A library's options, and the plan that they stand for.
+
+    Attributes:
+        seconds: of both passes.
+        sampled: whether ranks that send less than others were taken to send as much.
+    """
 
     library: str
     options: str
     plan: str
+    save: str
     seconds: float
+    sampled: bool
 
 
 def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
@@ -35,14 +42,23 @@ def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
     work = candidate.work
     if candidate.world_size == 1 or not isinstance(work.mask, Full | Causal):
         return ()
-    exact = None if candidate.world_size <= EXACT_RANKS else False
+    sampled = candidate.world_size > EXACT_RANKS
+    exact = False if sampled else None
     best: dict[str, Setting] = {}
-    known: dict[str, float] = {}  # by a plan's name: libraries have some in common
+    seconds_of: dict[str, float] = {}  # by a plan's name: libraries have some in common
     for library, options, plan in _settings(candidate):
-        if plan.name not in known:
-            known[plan.name] = simulate(plan, work, candidate.machine, exact=exact).seconds
-        setting = Setting(library, options, plan.name, known[plan.name])
-        best[library] = min(best.get(library, setting), setting, key=lambda one: one.seconds)
+        name, save = plan.name, work.save or plan.default_save
+        own = (candidate.plan.name, candidate.backward_plan.name, candidate.save)
+        chosen = own == (name, name, save)
+        if name not in seconds_of:
+            seconds_of[name] = (
+                candidate.seconds
+                if chosen
+                else simulate(plan, work, candidate.machine, exact=exact).seconds
+            )
+        is_sampled = sampled and isinstance(work.mask, Causal) and not chosen
+        setting = Setting(library, options, name, save, seconds_of[name], is_sampled)
+        best[library] = min(best.get(library, setting), setting, key=lambda each: each.seconds)
     return tuple(best.values())
 
 

@@ -22,11 +22,11 @@ LINKS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
-    """Of a row of a ranked table.
+def reason(row: Row, rows: Sequence[Row], ring: float | None) -> str:
+    """Why the first row of a ranked table wins, or why another is slower.
 
     Args:
-        ring: seconds of the ring, and whether they are a lower bound only.
+        ring: seconds of the ring; None if it was not simulated.
     """
     best = rows[0]
     if row is not best and row != best:
@@ -49,13 +49,12 @@ def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
             return first
         longer = _longer(second.seconds / row.seconds)
         return f"{first} Next is {second.strategy}, {longer}: it {_against(second, row)}."
-    seconds, at_least = ring
     known = next((other for other in rows if other.strategy == "ring"), None)
-    if known is None or at_least:
-        least = "at least " if at_least else ""
-        times = seconds / row.seconds
-        longer = f", {least}{_longer(times)}" if times >= HARDLY else ""
-        return f"{first} A ring would take {least}{_time(seconds)}{longer}."
+    if known is None and ring is None:
+        return first
+    if known is None:
+        assert ring is not None
+        return f"{first} A ring would take {_time(ring)}, {_longer(ring / row.seconds)}."
     longer = _longer(known.seconds / row.seconds)
     return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
 

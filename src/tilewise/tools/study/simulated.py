@@ -56,7 +56,7 @@ def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.P
 
 
 def _sent(found: tw.Simulation) -> int:
-    return sum(found.bytes_by_link.values())
+    return found.sent_bytes
 
 
 def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
