@@ -22,7 +22,7 @@ from tilewise.workload import Workload
 
 
 class Distances(NamedTuple):
-    """What no plan can fall below, whatever it does.
+    """Lower bounds that hold for every plan.
 
     Attributes:
         compute_seconds: all pairs, equally shared, at the machine's highest kernel speeds.
@@ -115,7 +115,7 @@ class Candidate:
 
     @property
     def wire_dtype(self) -> str | None:
-        """Of travelling out, dq, dk, dv, if they are plain."""
+        """The dtype in which out, dq, dk and dv travel, if they are plain."""
         return self.wire.resolved(self.work.dtype).wire_dtype
 
     @property
@@ -155,7 +155,7 @@ PREDICTED = (
 
 
 def _shape() -> dict[str, Any]:
-    """What a candidate's file must have, as json_shapes says it."""
+    """The entries of a candidate's file, as json_shapes describes them."""
     plan, wires = {"name": str}, Each(OrNull({"kind": str}))
     row = {
         **dict.fromkeys(("strategy", "plan", "backward_plan", "save"), str),
@@ -185,7 +185,7 @@ def _shape() -> dict[str, Any]:
 
 
 def load_plan(path: str | Path) -> Plan | Candidate:
-    """What a plan file holds: a plan that `tw.to_json` wrote, or a candidate of a search.
+    """Read a plan file: a plan that `tw.to_json` wrote, or a candidate of a search.
 
     Raises:
         ValueError, OSError: as load_candidate.
@@ -245,7 +245,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
     with _reading(path, "machine"):
         machine = read_machine("\n".join(data["machine"]), "TOML")
     with _reading(path, "predicted, distances and rows"):
-        told = data["predicted"]
+        predicted = data["predicted"]
         return Candidate(
             work,
             machine,
@@ -255,12 +255,12 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
             layout,
             plain,
             wire,
-            float(told["forward_seconds"]),
-            float(told["backward_seconds"]),
-            float(told["exposed_seconds"]),
-            {str(link): int(sent) for link, sent in told["bytes_by_link"].items()},
-            int(told["sent_bytes"]),
-            partial(int, int(told["peak_bytes"])),
+            float(predicted["forward_seconds"]),
+            float(predicted["backward_seconds"]),
+            float(predicted["exposed_seconds"]),
+            {str(link): int(sent) for link, sent in predicted["bytes_by_link"].items()},
+            int(predicted["sent_bytes"]),
+            partial(int, int(predicted["peak_bytes"])),
             Distances(*(data["distances"][name] for name in Distances._fields)),
             str(data["reason"]),
             partial(tuple, [PlanRow(*map(row.get, PlanRow._fields)) for row in data["rows"]]),

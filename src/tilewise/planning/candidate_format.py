@@ -36,7 +36,7 @@ def read_workload(data: Any, layout: Layout) -> Workload:
 
 
 def write_layout(layout: Layout) -> dict[str, Any]:
-    """By its name if that is all there is to it, else by its runs."""
+    """The layout as a value: its name where the library makes it from that, else its runs."""
     named = dict(LAYOUTS).get(layout.name)
     if named and named(layout.num_tokens, layout.world_size) == layout:
         return {"name": layout.name}

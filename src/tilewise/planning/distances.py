@@ -22,7 +22,7 @@ def least_bytes(work: Workload, world_size: int) -> int:
 
 
 def prices(work: Workload) -> tuple[Price, Price]:
-    """Of forward and of backward; operands that may have been kept cost nothing in backward."""
+    """Prices of forward and of backward, where operands that may have been kept cost nothing."""
     forward = work.call_shape(1).payload(1)
     backward = forward._replace(backward=True, saved=work.save != "replay")
 

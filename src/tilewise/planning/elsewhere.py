@@ -1,4 +1,4 @@
-"""What other libraries' settings come nearest to a candidate, and what they cost beside it.
+"""Settings of other libraries that come nearest to a candidate, and their times beside it.
 
 Megatron-LM has rings ("p2p"), "all_gather", Ulysses ("a2a") and Ulysses around a ring ("a2a+p2p",
 the ranks of a head group being neighbours); torchtitan has torch's ring and all-gather. They are
@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
 
 def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
-    """Of each library the fastest setting; none for masks that are neither full nor causal."""
+    """Return the fastest setting of each library; none for masks neither full nor causal."""
     work = candidate.work
     if candidate.world_size == 1 or not isinstance(work.mask, Full | Causal):
         return ()

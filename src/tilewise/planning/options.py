@@ -1,4 +1,4 @@
-"""What the planner tries: every factoring of the ranks into heads x queries x keys.
+"""Options of the planner: every factoring of the ranks into heads x queries x keys.
 
     degree of heads (ulysses) x ring | mesh | double ring | attention2d | plans of whole nodes
     needed, tiled: made for the mask
@@ -69,12 +69,12 @@ class Option(NamedTuple):
 
     @property
     def own_shards(self) -> bool:
-        """Whether its shards are its own, so that both passes must run it."""
+        """True if its shards are its own, so that both passes must run it."""
         return self.kind == "tiled"
 
     @property
     def tile(self) -> tuple[str, int, Shape]:
-        """What all schedules of one tile have in common."""
+        """The key that all schedules of one tile share."""
         return self.kind, self.degree, self.shape
 
     @property
@@ -178,13 +178,13 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 
 def _usual(variant: Variant) -> bool:
-    """Whether it is one of the few that are tried where a choice must not take long."""
+    """Return whether a plan is one of the few to try where a choice must not take long."""
     quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
     return quick and variant.kind != "hierarchical"
 
 
 def _unlike(work: Workload, world_size: int) -> bool:
-    """Whether the mask leaves out something that plans that do not know it compute or move."""
+    """Return whether plans made without the mask compute or move what it leaves out."""
     if world_size == 1 or isinstance(work.mask, Full):
         return False
     even = work.layout_for(world_size) == zigzag(work.num_tokens, world_size)

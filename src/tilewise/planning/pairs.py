@@ -43,7 +43,7 @@ class Pair(NamedTuple):
         return max(self.forward.memory.peak_bytes, self.backward.memory.peak_bytes)
 
     def sampled_peak_bytes(self) -> int:
-        """As peak_bytes, of MEMORY_RANKS ranks."""
+        """The bytes of the rank that needs most of MEMORY_RANKS."""
         passes = self.forward, self.backward
         return max(trial.memory.sample(MEMORY_RANKS) for trial in passes)
 
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
 
     @property
     def one_plan(self) -> bool:
-        """Whether both passes run the same."""
+        """True if both passes run the same plan."""
         return self.forward.option == self.backward.option
 
     @property
@@ -166,7 +166,7 @@ class PairSearch:
             yield "gathered", [x for x in options if self.keeping or x.kind == "ulysses"]
 
     def _fits(self, trial: Trial) -> bool:
-        """Whether a trial that is the fastest so far fits."""
+        """Return whether a trial that is the fastest so far fits."""
         if trial.fits(self.memory):
             return True
         self.lacks_memory |= trial.option.kind == "mesh"

@@ -47,12 +47,12 @@ class PassModel:
 
     @cached_property
     def alike(self) -> bool | None:
-        """As shards.all_alike, for plans that are made for no mask."""
+        """The value of shards.all_alike for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
     @cached_property
     def sampled(self) -> bool:
-        """Whether a trial simulates a sample of the ranks, because all would take seconds.
+        """True if a trial simulates a sample of the ranks, because all would take seconds.
 
         Of ranks that compute alike it is one of each class. Under a causal mask all are then taken
         to send as much as the one that sends most: too far off where nodes are not all full. Where
@@ -79,7 +79,7 @@ class PassModel:
         return self.machine.kernel(self.work.dtype, self.backward, self.work.head_dim)
 
     def payload(self, degree: int) -> Payload:
-        """What travels where heads are split by a degree."""
+        """The payload of one head group where heads are split by a degree."""
         payload = self.work.call_shape(self.world_size).payload(degree)
         saved = self.backward and self.work.save == "gathered"
         return payload._replace(backward=self.backward, saved=saved)

@@ -60,7 +60,7 @@ def reason(row: Row, rows: Sequence[Row], ring: float | None) -> str:
 
 
 def _longer(times: float, than: str = "") -> str:
-    """How much longer it takes: in percent, from twice as long on in times.
+    """Say how much longer it takes: in percent, from twice as long on in times.
 
     Args:
         than: what it is compared with, if that is to be named.
@@ -75,7 +75,7 @@ def _longer(times: float, than: str = "") -> str:
 
 
 def _against(row: Row, best: Row) -> str:
-    """What sets a slower row apart from the best: the larger of its two costs, and its cause."""
+    """Say what a slower row loses by: the larger of its two costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
     work, least = (one.seconds - one.exposed_seconds for one in (row, best))
     computes = f"{_time(work)} against {_time(least)}"

@@ -19,7 +19,7 @@ from tilewise.simulation.timeline import RankUse, Timeline
 
 
 def splits_into_teams(model: PassModel, plan: Plan) -> bool:
-    """Whether a plan's heads are split so that teams and nodes nest."""
+    """Return whether a plan's heads are split, and so that teams and nodes nest."""
     degree, size = plan.num_head_groups, model.machine.node_size
     nest = size % degree == 0 or degree % size == 0
     heads_alike = not isinstance(model.work.mask, PerHead) and model.work.wires.latent is None
@@ -63,7 +63,7 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
 
 
 def _of_one_head_rank(machine: Machine, degree: int, world_size: int) -> Machine:
-    """What one rank of each team has for itself of a machine, while the others do the same."""
+    """Return the share of a machine that one rank of each team has beside the others."""
     sharers = min(degree, machine.node_size)
     nics = max(1, machine.nics // sharers)
     between, across = (

@@ -57,7 +57,7 @@ class Trial:
         return self.seconds, self.option.order
 
     def fits(self, num_bytes: float) -> bool:
-        """Whether no rank needs more memory, counted only if a rank could need as much."""
+        """Return whether no rank needs more; memory is counted only if one could need as much."""
         return self._most_bytes <= num_bytes or self.memory.fits(num_bytes)
 
     @property
