@@ -1,7 +1,7 @@
-"""What the planner chooses on 40 described cases, beside choices that were stored before.
+"""Choices of the planner on 45 described cases, beside choices that were stored before.
 
-The stored ones, benchmarks/cases/planner_choices.csv, are those of commit b1d55e4. A choice may
-take 1 % longer than the stored one, by simulation.
+The stored ones, benchmarks/cases/planner_choices.csv, are those of commit b1d55e4, and of 0018059
+in the five cases with few heads. A choice may take 1 % longer than the stored one, by simulation.
 
     python benchmarks/planner_choices.py [--only 0,5,23] [--json] [--write FILE.csv]
 """
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 
 import tilewise as tw
 from tilewise.layouts.balanced import default_layout
+from tilewise.workload import LAYOUTS
 
 STORED = Path(__file__).parent / "cases" / "planner_choices.csv"
 
@@ -38,18 +40,24 @@ ROWS = {"cpu-gloo": 512}
 
 
 class Case(NamedTuple):
-    """A search; heads are num_heads:num_kv_heads, of 128 each."""
+    """A search; heads are num_heads:num_kv_heads, of 128 each.
+
+    Attributes:
+        layout: "" is the one that gives every rank the same work under the mask.
+    """
 
     machine: str
     ranks: int
     heads: str
     mask: str
+    layout: str = ""
 
     def workload(self) -> tw.Workload:
         tokens = self.ranks * ROWS.get(self.machine, 8192)
         mask = _mask(self.mask, tokens)
         num_heads, num_kv_heads = map(int, self.heads.split(":"))
-        layout = default_layout(mask, tokens, self.ranks)
+        named = dict(LAYOUTS).get(self.layout)
+        layout = (named or partial(default_layout, mask))(tokens, self.ranks)
         return tw.Workload(tokens, num_heads, num_kv_heads, 128, mask=mask, layout=layout)
 
 
@@ -99,6 +107,14 @@ CASES = [
     )
     for machine, ranks, heads in (line.split() for line in lines.split(","))
 ]
+# Few heads, slow links and layouts of one's own, where plans win that no other case chooses.
+CASES += [
+    Case("h100x8-1nic", 32, "8:1", "documents"),
+    Case("h100x8-1nic", 16, "3:3", "documents"),
+    Case("h100x8", 8, "3:3", "causal", "contiguous"),
+    Case("h100x8", 32, "2:1", "causal", "contiguous"),
+    Case("cpu-gloo", 16, "3:3", "causal", "contiguous"),
+]
 
 
 def choice(case: Case) -> Choice:
@@ -113,13 +129,13 @@ def choice(case: Case) -> Choice:
 def read(path: Path) -> dict[Case, Choice]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found = {}
+    stored = {}
     for row in rows:
-        case = Case(row["machine"], int(row["ranks"]), row["heads"], row["mask"])
+        case = Case(row["machine"], int(row["ranks"]), row["heads"], row["mask"], row["layout"])
         took = float(row["search_seconds"])
         names = row["save"], row["plan"], row["backward_plan"]
-        found[case] = Choice(float(row["seconds"]), *names, took)
-    return found
+        stored[case] = Choice(float(row["seconds"]), *names, took)
+    return stored
 
 
 def write(path: Path, cases: Iterable[Case]) -> None:
@@ -138,7 +154,9 @@ def line(case: Case, now: Choice, then: Choice) -> str:
     times = [f"{1e3 * made.seconds:.4g}" for made in (then, now)]
     change = f"{100 * (now.seconds / then.seconds - 1):+.2f} %"
     took = [f"{made.search_seconds:.1f}" for made in (then, now)]
-    return "| " + " | ".join([*map(str, case), *times, change, *took, names]) + " |"
+    mask = f"{case.mask}, {case.layout}" if case.layout else case.mask
+    about = case.machine, str(case.ranks), case.heads, mask
+    return "| " + " | ".join([*about, *times, change, *took, names]) + " |"
 
 
 def main() -> int:

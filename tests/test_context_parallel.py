@@ -157,7 +157,7 @@ def test_auto_takes_a_plan_made_for_the_mask_where_it_wins_and_another_for_anoth
     link = replace(tw.Machine.preset("cpu-gloo"), inside=slow, between=slow)
 
     def on_rank(rank: int, group) -> list[str]:
-        layout = tw.balanced(mask, tokens, N)
+        layout = tw.zigzag(tokens, N)
         cp = tw.ContextParallel(group, num_tokens=tokens, mask=mask, layout=layout, machine=link)
         q = cp.shard(torch.randn(tokens, 3, 4))
         cp.attention(q, q, q)

@@ -29,7 +29,7 @@ TRIED = 3000
 
 
 def _sent(found: Simulation) -> int:
-    return sum(found.bytes_by_link.values())
+    return found.sent_bytes
 
 
 def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:

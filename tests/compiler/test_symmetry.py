@@ -15,7 +15,6 @@ from support.thinned import thinned
 import tilewise as tw
 from tilewise.plan.ir import Plan, Traits, find_symmetry
 from tilewise.plan.shifts import Shift
-from tilewise.planning.options import options
 from tilewise.simulation.machine import Link, Machine
 from tilewise.simulation.simulator import Simulation, simulate
 
@@ -147,15 +146,6 @@ def test_a_wrong_shift_is_seen_by_the_search():
     assert not maps_to_itself(unfree, written(unfree), swap)
 
 
-def test_the_planner_knows_the_digits_of_a_plan_before_it_is_made():
-    work = workload(16, num_heads=16, num_kv_heads=4)
-    for option in options(work, 16, 4, held=True):
-        if option.kind not in ("attention2d", "balanced_ring"):
-            known = {option.degree, *(option.degree * place for place in option.shape.places)}
-            declared = {shift.place for shift in option.make().traits.shifts}
-            assert known - {1, 16} == declared - {1, 16}, option
-
-
 def test_plans_that_nobody_declares_symmetric_have_their_ranks_apart():
     plan = tw.ring(8)
     for foreign in (tw.parse(tw.show(plan)), tw.from_json(tw.to_json(plan))):
@@ -194,7 +184,7 @@ def test_volumes_and_simulated_bytes_at_4096_ranks_are_the_closed_forms(
         assert {*sent.forward} == {forward} and {*sent.backward} == {backward}
     if "ring(4096" not in plan.name:
         found = simulate(plan, work, cluster)
-        assert sum(found.bytes_by_link.values()) == forward + backward
+        assert found.sent_bytes == forward + backward
 
 
 @pytest.mark.parametrize("n", (8, 16, 128, 256, 1024))

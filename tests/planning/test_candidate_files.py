@@ -173,7 +173,7 @@ def test_plan_command_ranks_and_writes(tmp_path: Path):
     words = ["plan", "--world-size", "4", "--num-tokens", "16K", "--heads", "8:2", "--json"]
     run = CliRunner().invoke(app, [*words, "-o", str(path)])
     assert run.exit_code == 0, run.output
-    data = json.loads(run.output)
+    data = json.loads(run.stdout)
     seconds = [row["seconds"] for row in data["candidates"]]
     assert seconds == sorted(seconds) and data["seconds_over_least"] >= 1
     assert tw.load_candidate(path).seconds == pytest.approx(seconds[0])
@@ -186,7 +186,7 @@ def test_simulate_command_tells_both_passes(tmp_path: Path):
     words = ["simulate", "mesh(8, q_tile=2)", "--num-tokens", "16K", "--trace", str(path)]
     run = CliRunner().invoke(app, [*words, "--json"])
     assert run.exit_code == 0, run.output
-    assert json.loads(run.output)["forward_seconds"] > 0
+    assert json.loads(run.stdout)["forward_seconds"] > 0
     assert json.loads(path.read_text())["traceEvents"]
     assert CliRunner().invoke(app, words).exit_code == 0
 

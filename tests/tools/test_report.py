@@ -189,7 +189,7 @@ def test_the_head_says_what_the_simulator_says(page: Page):
     mine = tw.simulate(tw.mesh(8, q_tile=2), subject(tw.ring(8)).work, MACHINE)
     facts = {fact.name: fact.value for fact in page.facts}
     assert facts["Time per layer"] == quantity(mine.seconds, "s")
-    assert facts["Sent by a rank"] == quantity(sum(mine.bytes_by_link.values()), "B")
+    assert facts["Sent by a rank"] == quantity(mine.sent_bytes, "B")
     assert facts["Peak memory"] == quantity(mine.peak_bytes, "B")
 
 

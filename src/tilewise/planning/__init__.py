@@ -1,8 +1,9 @@
 """The search for the fastest plan, its bounds, and its answer.
 
-options: what is tried; bounds, plan_bounds: least times; pass_model: a pass on a machine, as these
-see it; trials: one pass of the options; teams: a rough trial of a split by heads; pairs: both
-passes; reasons, candidate: the answer and its file; elsewhere: what other libraries do nearest.
+options: what is tried; pass_model: a pass on a machine, as those who weigh plans see it; bounds:
+least times of a plan; trials: one pass of the options; teams: a sample of a split by heads; pairs:
+both passes; distances: what no plan can fall below; reasons, candidate: the answer and its file;
+elsewhere: what other libraries do nearest.
 """
 
 from tilewise.planning.candidate import Candidate, load_candidate

@@ -1,130 +1,241 @@
-"""Lower bounds of a pass's time, by which a search orders and leaves out candidates."""
+"""Lower bounds of the time that an option takes in a pass: by its shape, and by its plan's steps.
 
-from typing import NamedTuple
+A rank computes in order: before a tile all that it reads must have arrived, and what the rank
+sends later leaves after the tiles before. So for any tiles u < k
 
-from tilewise.plan.ir import Item, Role, Side
-from tilewise.plan.payload import Payload
+    seconds >= arrivals that tiles up to u read + tiles u .. k - 1 + departures after tile k - 1
+
+Under a split by heads these are the steps of the inner plan, between teams: the ranks that trade
+their shards for heads. What is traded arrives before a team's own shards are read.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from tilewise.masks.tables import PerHead
+from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Transfer
+from tilewise.plan.kept import kept_with_plan
 from tilewise.planning.options import Option
-from tilewise.planning.pass_model import PassModel
-from tilewise.simulation.machine import Machine
-from tilewise.workload import Workload
+from tilewise.planning.pass_model import PassModel, Reach
+from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.simulator import MOST_APART
 
-
-class Price(NamedTuple):
-    """Bytes that a row of one head costs a rank that does not own it, both ways together."""
-
-    q: float
-    kv: float
-
-
-def least_bytes(work: Workload, world_size: int) -> int:
-    """Bytes that the rank that sends most sends at least, in both passes."""
-    return sum(int(_least(work, world_size, price)) for price in prices(work))
-
-
-def prices(work: Workload) -> tuple[Price, Price]:
-    """Of forward and of backward; operands that may have been kept cost nothing in backward."""
-    forward = work.call_shape(1).payload(1)
-    backward = forward._replace(backward=True, saved=work.save != "replay")
-
-    def price(payload: Payload, side: Side, num_heads: int) -> float:
-        """A latent's bytes are shared by the heads that are made of it."""
-        fields = (*payload.fields(side, Role.OPERAND), *payload.fields(side, Role.PARTIAL))
-        return payload.heads(side) * sum(field.row_bytes for field in fields) / num_heads
-
-    heads = (Side.Q, work.num_heads), (Side.KV, work.num_kv_heads)
-    first, second = (Price(*(price(p, *of) for of in heads)) for p in (forward, backward))
-    return first, second
-
-
-def _least(work: Workload, world_size: int, price: Price) -> float:
-    """The bytes with which a rank's share of cells can just be reached."""
-    cells = _cells(work) / world_size
-    low, high = 0.0, 1.0
-    while _most_cells(work, world_size, price, high) < cells:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        enough = _most_cells(work, world_size, price, middle) >= cells
-        low, high = (low, middle) if enough else (middle, high)
-    return low if low > 1 else 0.0
-
-
-def _cells(work: Workload) -> float:
-    tokens = (0, work.num_tokens)
-    return float(work.mask.area(tokens, tokens)) * work.num_heads
-
-
-def _most_cells(work: Workload, world_size: int, price: Price, num_bytes: float) -> float:
-    """No rank that moves so many bytes computes more cells."""
-    group = work.num_heads / work.num_kv_heads
-    keys = float(max(work.layout_for(world_size).sizes))
-    queries, others = group * keys, work.num_tokens - keys
-    at_home = work.num_kv_heads * queries * keys
-    one_side = num_bytes * max(keys / price.q, queries / price.kv)
-    whole_head = others * (group * price.q + price.kv)
-    both = min(
-        num_bytes * min(num_bytes, whole_head) / (4 * price.q * price.kv),
-        num_bytes * others / price.q,
-        num_bytes * group * others / price.kv,
-    )
-    return at_home + one_side + both
-
+Array = np.ndarray
 
 SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
+SAMPLED_RANKS = 6
+"""About so many ranks of a plan are looked at where not all nodes are alike."""
+
+INSIDE, BETWEEN, EITHER = range(3)
+"""Columns of bytes: by links inside a node, by NICs, by either."""
+
+Shares = tuple[tuple[int, float], ...]
+"""Shares of an item's bytes, by column."""
+
 
 def shape_bound(model: PassModel, option: Option) -> float:
-    """Seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link.
+    """Return seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link.
 
-    Where a mask leaves ranks different work, kernels alone, which is the same for all.
+    Where a mask leaves ranks different work, kernels alone, which is the same for all options.
     """
+    tokens = model.work.num_tokens
     if model.alike is None or not option.shape.q:
-        return SAFE * _compute(model, model.work.num_tokens, model.work.num_tokens)
-    payload, degree = model.payload(option.degree), option.degree
-    rows = min(model.layout.sizes) * degree * model.share(option)
-    each = [
+        return SAFE * _compute_seconds(model, tokens, tokens)
+    payload, degree, machine = model.payload(option.degree), option.degree, model.machine
+    rows = min(model.layout.sizes) * degree * model.least_share
+    shard_bytes = [
         sum(payload.row_bytes(Item(side, role, 0)) for role in (Role.OPERAND, Role.PARTIAL)) * rows
         for side in Side
     ]
     if option.kind == "balanced_ring":  # of a pair either shard travels
-        each = [min(each)] * 2
+        shard_bytes = [min(shard_bytes)] * 2
     tile, nodes = option.shape[:2], option.shape.nodes
-    apart = (degree - 1) / degree
-    sent = sum((count - 1 + apart) * size for count, size in zip(tile, each, strict=True))
-    fastest = max(model.bandwidths().values())
-    if model.world_size <= model.machine.node_size:
-        fastest = model.machine.inside.bandwidth
-    own = model.machine.node_size // degree if model.machine.node_size % degree == 0 else 1
-    entering = sum(max(0, count - own) * size for count, size in zip(tile, each, strict=True))
-    machine = model.machine
+    traded = (degree - 1) / degree
+    sent = sum((n - 1 + traded) * size for n, size in zip(tile, shard_bytes, strict=True))
+    one_node = model.world_size <= machine.node_size
+    inside = machine.inside.bandwidth
+    fastest = inside if one_node else max(inside, machine.nic_bandwidth)
+    own = machine.node_size // degree if machine.node_size % degree == 0 else 1
+    entering = sum(max(0, n - own) * size for n, size in zip(tile, shard_bytes, strict=True))
     entering *= min(degree, machine.node_size) / machine.node_size
-    across = sum((count - 1) * size for count, size in zip(nodes, each, strict=True))
-    links = max(
-        sent / fastest,
-        max(entering, across) * model.machine.nic_sharers / model.machine.nic_bandwidth,
-    )
-    return SAFE * max(_compute(model, *_longest(model, option)), links)
+    across = sum((n - 1) * size for n, size in zip(nodes, shard_bytes, strict=True))
+    nic_seconds = max(entering, across) * machine.nic_sharers / machine.nic_bandwidth
+    kernels = _compute_seconds(model, *_largest_call(model, option))
+    return SAFE * max(kernels, sent / fastest, nic_seconds)
 
 
-def _longest(model: PassModel, option: Option) -> tuple[float, float]:
-    """Queries and keys per query of the largest call that a plan could make."""
-    tokens = model.work.num_tokens
+def _largest_call(model: PassModel, option: Option) -> tuple[float, float]:
+    """Queries, and keys per query, of the largest kernel call that a plan could make."""
     if 0 in option.shape.call:
-        return tokens, tokens
+        return model.work.num_tokens, model.work.num_tokens
     rows = max(model.layout.sizes) * option.degree
     keys = option.shape.call[1] * rows
     return option.shape.call[0] * rows, (keys + 1) / 2 if model.alike else keys
 
 
-def _compute(model: PassModel, queries: float, keys: float) -> float:
+def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
     speed = model.best_speed(max(queries, 1), max(keys, 1))
     launch = model.machine.launch_seconds + model.kernel.launch_seconds
     return model.flop / model.world_size / speed + launch
 
 
-def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:
-    """Both passes at the machine's highest kernel speeds, without any communication."""
-    passes = [PassModel(work, machine, world_size, backward) for backward in (False, True)]
-    return sum(one.flop / world_size / one.best_speed(2.0**60, 2.0**60) for one in passes)
+def steps_bound(model: PassModel, option: Option) -> float:
+    """Return seconds of the slowest rank or node, of some, by the steps of the option's plan.
+
+    Where a mask leaves ranks different work, only the rows that a rank's own tiles reach are taken
+    to arrive and to leave: nothing is pruned for a bound.
+    """
+    unlike = model.alike is None
+    if unlike and (model.world_size > MOST_APART or isinstance(model.work.mask, PerHead)):
+        return 0.0
+    plan = option.make()
+    degree, inner = plan.traits.head_split or (1, plan)
+    layout = model.team_layout(degree)
+    resolved = model.work.resolve(plan)[model.backward]
+    if plan.cuts is None:
+        resolved = resolved._replace(layouts=(layout, layout))
+    costs = PassCosts(resolved, model.machine, None, bool(model.alike))
+    reach: Reach = {}
+    if unlike:
+        cells, reach = model.cells(degree, resolved)
+        costs = replace(costs, cells=cells)
+    walk = _StepWalk(model, degree, costs, reach)
+    teams = _some_teams(model, degree, inner.world_size)
+    slowest = max(walk.seconds(team, _rank_steps(inner, team)) for team in teams)
+    return SAFE * max(slowest, walk.nic_seconds)
+
+
+@kept_with_plan(4 * SAMPLED_RANKS)
+def _rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
+    """The steps of a rank, kept with the plan: backward asks for those of forward."""
+    return plan.rank_steps(rank)
+
+
+def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
+    """All teams of a node where nodes are alike; else of some nodes, evenly spaced."""
+    size = model.machine.node_size
+    crowded = model.world_size > size and model.machine.nic_sharers > 1
+    block = max(1, size // degree) if crowded else 1
+    full = num_teams % block == 0 and model.world_size % size == 0
+    even = full and model.alike is not None
+    blocks = 1 if even else max(2, SAMPLED_RANKS // block)
+    starts = np.linspace(0, num_teams - block, blocks).astype(int) // block * block
+    return [*dict.fromkeys(int(x) + i for x in starts for i in range(block) if x + i < num_teams)]
+
+
+class _StepWalk:
+    """A walk through the steps of teams, one rank of each, that adds up bytes and kernels.
+
+    Args:
+        degree: ranks of a team.
+        costs: prices of the inner plan's tiles and items.
+        reach: rows of each pair of shards that the mask reaches; empty: all rows.
+    """
+
+    def __init__(self, model: PassModel, degree: int, costs: PassCosts, reach: Reach):
+        self._model, self._degree, self._costs = model, degree, costs
+        size = model.machine.node_size
+        near = min(degree, size)
+        self._nested = size % degree == 0 or degree % size == 0
+        self._traded: Shares = ((INSIDE, (near - 1) / degree), (BETWEEN, (degree - near) / degree))
+        if not self._nested:
+            self._traded = ((EITHER, (degree - 1) / degree),)
+        self._reach, self._row_bytes = reach, costs.row_bytes
+        q_layout, kv_layout = costs.layouts
+        self._all_rows = dict(enumerate(q_layout.sizes)), dict(enumerate(kv_layout.sizes))
+        self._rows = self._reached(reach)
+        self._crossing: defaultdict[tuple[int, bool], float] = defaultdict(float)
+
+    @property
+    def nic_seconds(self) -> float:
+        """Seconds that the busiest node's NICs take for what enters or leaves it."""
+        machine = self._model.machine
+        width = machine.nic_bandwidth * machine.node_size / machine.nic_sharers
+        load = max(self._crossing.values(), default=0.0)
+        return load * min(self._degree, machine.node_size) / width
+
+    def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
+        """Seconds of one rank of a team; what enters and leaves its node is noted."""
+        costs = self._costs
+        busy = np.array([costs.tile_seconds(tile) for step in steps for tile in step.tiles])
+        needed, leaving = np.zeros((len(busy), 3)), np.zeros((len(busy) + 1, 3))
+        node = team * self._degree // self._model.machine.node_size
+        crosses = self._nested and self._model.world_size > self._model.machine.node_size
+
+        def add(row: Array, num_bytes: float, shares: Shares, sent: bool) -> None:
+            for column, share in shares:
+                row[column] += share * num_bytes
+                if crosses and column == BETWEEN:
+                    self._crossing[node, sent] += share * num_bytes
+
+        pairs = ((q, kv) for step in steps for tile in step.tiles for q in tile.q for kv in tile.kv)
+        rows = self._reached(pairs)
+        share, row_bytes = self._model.least_share, self._row_bytes
+
+        def num_bytes(item: Item) -> float:
+            return share * rows[item.side].get(item.shard, 0) * row_bytes[item[:2]]
+
+        own = [Item(side, Role.OPERAND, team) for side in Side] if self._degree > 1 else []
+        arrived = {item: (self._own_bytes(item), self._traded) for item in own}
+        num_tiles = 0
+        for step in steps:
+            for transfer in step.sends:
+                if not self._reach or transfer.item.role is Role.PARTIAL:
+                    add(leaving[num_tiles], num_bytes(transfer.item), self._link(transfer), True)
+            for tile in step.tiles:
+                for side, shards in zip(Side, tile[:2], strict=True):
+                    for shard in shards:
+                        arrival = arrived.pop(Item(side, Role.OPERAND, shard), None)
+                        if arrival:
+                            add(needed[num_tiles], *arrival, False)
+                num_tiles += 1
+            for transfer in step.recvs:
+                if transfer.item.role is Role.OPERAND:
+                    arrived[transfer.item] = num_bytes(transfer.item), self._link(transfer)
+        for item in own:  # its partial goes back to the heads' own ranks
+            partial = item._replace(role=Role.PARTIAL)
+            add(leaving[num_tiles], self._own_bytes(partial), self._traded, True)
+        return self._in_order(busy, needed, leaving)
+
+    def _own_bytes(self, item: Item) -> float:
+        """Bytes of an item of the team's own shard, without rows that the mask leaves out."""
+        rows = self._rows[item.side].get(item.shard, 0)
+        return self._model.least_share * rows * self._row_bytes[item[:2]]
+
+    def _reached(self, pairs: Iterable[tuple[int, int]]) -> tuple[dict[int, int], dict[int, int]]:
+        """At most the rows of each shard that some pairs reach: of queries, and of keys."""
+        if not self._reach:
+            return self._all_rows
+        queries: dict[int, int] = {}
+        keys: dict[int, int] = {}
+        for q, kv in pairs:
+            q_rows, k_rows = self._reach.get((q, kv), (0, 0))
+            queries[q] = max(queries.get(q, 0), q_rows)
+            keys[kv] = max(keys.get(kv, 0), k_rows)
+        return queries, keys
+
+    def _link(self, transfer: Transfer) -> Shares:
+        size, degree = self._model.machine.node_size, self._degree
+        near = transfer.src * degree // size == transfer.dst * degree // size
+        return ((INSIDE if near else BETWEEN, 1.0),)
+
+    def _in_order(self, busy: Array, needed: Array, leaving: Array) -> float:
+        """The bound of the module's text."""
+        before = np.concatenate([[0.0], np.cumsum(busy)])
+        arrivals = self._link_seconds(np.cumsum(needed, axis=0))
+        lead = np.maximum.accumulate(np.concatenate([[0.0], arrivals - before[:-1]]))
+        departures = self._link_seconds(np.cumsum(leaving[::-1], axis=0)[::-1])
+        return float((lead + before + departures).max())
+
+    def _link_seconds(self, columns: Array) -> Array:
+        """The least seconds in which a rank's links carry these bytes, row by row."""
+        machine = self._model.machine
+        inside, nic = machine.inside.bandwidth, machine.nic_bandwidth
+        every = inside + nic * (self._model.world_size > machine.node_size)
+        by_link = columns[:, :EITHER] / np.array([inside, nic])
+        return np.maximum(by_link.max(1), columns.sum(1) / every)

@@ -23,7 +23,7 @@ from tilewise.workload import Workload
 
 
 class Distances(NamedTuple):
-    """What no plan can fall below, whatever it does.
+    """Lower bounds that hold for every plan.
 
     Attributes:
         compute_seconds: all pairs, equally shared, at the machine's highest kernel speeds.
@@ -47,6 +47,7 @@ class PlanRow(NamedTuple):
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
+    sent_bytes: int
     peak_bytes: int
 
 
@@ -60,10 +61,12 @@ class Candidate:
         layout: which tokens each rank owns.
         save: "replay" or "gathered".
         wire: how what travels is encoded, for wire= of attention; a Latent needs its expand.
-        seconds: of both passes; exposed_seconds and bytes_by_link are those of the simulation: of
-            the busiest rank.
+        seconds: of both passes; exposed_seconds is that of the rank that waits longest.
+        bytes_by_link: that a rank sends at most over each class of link; sent_bytes over all.
         reason: why it wins, in a sentence or two.
         distances: what no plan can fall below.
+        sampled: whether times and bytes are of a sample of ranks, which the others are taken to
+            equal; memory_sampled: whether peak_bytes is of the rank that needs most of a few.
         count_peak, make_rows: make peak_bytes and rows.
     """
 
@@ -79,10 +82,13 @@ class Candidate:
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
+    sent_bytes: int
     count_peak: Callable[[], int] = field(repr=False, compare=False)
     distances: Distances
     reason: str = ""
     make_rows: Callable[[], tuple[PlanRow, ...]] = field(repr=False, compare=False, default=tuple)
+    sampled: bool = False
+    memory_sampled: bool = False
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -110,7 +116,7 @@ class Candidate:
 
     @property
     def wire_dtype(self) -> str | None:
-        """Of travelling out, dq, dk, dv, if they are plain."""
+        """The dtype in which out, dq, dk and dv travel, if they are plain."""
         return self.wire.resolved(self.work.dtype).wire_dtype
 
     @property
@@ -141,7 +147,7 @@ class Candidate:
         return json.dumps(data, indent=1) + "\n"
 
 
-FORMAT = "tilewise candidate 1"
+FORMAT = "tilewise candidate 2"
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class _Predicted:
     backward_seconds: float
     exposed_seconds: float
     bytes_by_link: dict[str, int]
+    sent_bytes: int
     peak_bytes: int
 
 
@@ -173,7 +180,7 @@ class _FileCandidate:
 
 
 def load_plan(path: str | Path) -> Plan | Candidate:
-    """What a plan file holds: a plan that `plan.to_json()` wrote, or a candidate of a search.
+    """Read a plan file: a plan that `plan.to_json()` wrote, or a candidate of a search.
 
     Raises:
         ValueError, OSError: as load_candidate.
@@ -241,6 +248,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
         file.predicted.backward_seconds,
         file.predicted.exposed_seconds,
         file.predicted.bytes_by_link,
+        file.predicted.sent_bytes,
         partial(int, file.predicted.peak_bytes),
         file.distances,
         file.reason,

@@ -1,4 +1,4 @@
-"""What other libraries' settings come nearest to a candidate, and what they cost beside it.
+"""Settings of other libraries that come nearest to a candidate, and their times beside it.
 
 Megatron-LM has rings ("p2p"), "all_gather", Ulysses ("a2a") and Ulysses around a ring ("a2a+p2p",
 the ranks of a head group being neighbours); torchtitan has torch's ring and all-gather. They are
@@ -22,27 +22,43 @@ from tilewise.strategies.ulysses import ulysses
 
 
 class Setting(NamedTuple):
-    """A library's options, and the seconds of both passes of the plan that they stand for."""
+    """A library's options, and the plan that they stand for.
+
+    Attributes:
+        seconds: of both passes.
+        sampled: whether ranks that send less than others were taken to send as much.
+    """
 
     library: str
     options: str
     plan: str
+    save: str
     seconds: float
+    sampled: bool
 
 
 def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
-    """Of each library the fastest setting; none for masks that are neither full nor causal."""
+    """Return the fastest setting of each library; none for masks neither full nor causal."""
     work = candidate.work
     if candidate.world_size == 1 or not isinstance(work.mask, Full | Causal):
         return ()
-    exact = None if candidate.world_size <= EXACT_RANKS else False
+    sampled = candidate.world_size > EXACT_RANKS
+    exact = False if sampled else None
     best: dict[str, Setting] = {}
-    known: dict[str, float] = {}  # by a plan's name: libraries have some in common
+    seconds_of: dict[str, float] = {}  # by a plan's name: libraries have some in common
     for library, options, plan in _settings(candidate):
-        if plan.name not in known:
-            known[plan.name] = simulate(plan, work, candidate.machine, exact=exact).seconds
-        setting = Setting(library, options, plan.name, known[plan.name])
-        best[library] = min(best.get(library, setting), setting, key=lambda one: one.seconds)
+        name, save = plan.name, work.save or plan.default_save
+        own = (candidate.plan.name, candidate.backward_plan.name, candidate.save)
+        chosen = own == (name, name, save)
+        if name not in seconds_of:
+            seconds_of[name] = (
+                candidate.seconds
+                if chosen
+                else simulate(plan, work, candidate.machine, exact=exact).seconds
+            )
+        is_sampled = sampled and isinstance(work.mask, Causal) and not chosen
+        setting = Setting(library, options, name, save, seconds_of[name], is_sampled)
+        best[library] = min(best.get(library, setting), setting, key=lambda each: each.seconds)
     return tuple(best.values())
 
 

@@ -1,11 +1,12 @@
-"""What the planner tries: every factoring of the ranks into heads x queries x keys.
+"""Options of the planner: every factoring of the ranks into heads x queries x keys.
 
     degree of heads (ulysses) x ring | mesh | double ring | attention2d | plans of whole nodes
+    needed, tiled: made for the mask
 
 Plans are made when they are looked at: a search leaves most of them alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
@@ -26,16 +27,17 @@ from tilewise.strategies.catalog import (
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.needed import needed
 from tilewise.strategies.ring import ring
+from tilewise.strategies.tiled import tiled
 from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 
 UNLIKE_RANKS = 64
-"""Up to so many ranks plans whose ranks differ, and those made for a mask, are tried. To make or to
-replay a single one of more takes longer than a whole search, so that no budget can stop it."""
+"""Up to so many ranks plans whose ranks differ by themselves are tried, and `tiled`; and of so many
+in a head group where they differ by the mask. One plan of more takes longer than a search may."""
 
 ANY_NODE_RANKS = 32
-"""Up to so many ranks plans of whole nodes are tried for groups of every size, not only nodes:
-their number grows with the square of the divisors, and each has to be made to be bounded."""
+"""Up to so many ranks that are alike plans of whole nodes are tried for groups of every size: their
+number grows with the square of the divisors, and each has to be made to be bounded."""
 
 QUICK = ("", "gather", "kv_first")
 """No schedule, and those that are made in no time."""
@@ -67,12 +69,17 @@ class Option(NamedTuple):
 
     @property
     def own_shards(self) -> bool:
-        """Whether its shards are its own, so that both passes must run it."""
+        """True if its shards are its own, so that both passes must run it."""
         return self.kind == "tiled"
 
     @property
+    def tile(self) -> tuple[str, int, Shape]:
+        """The key that all schedules of one tile share."""
+        return self.kind, self.degree, self.shape
+
+    @property
     def family(self) -> str:
-        """What the option is called in a table."""
+        """The option's name in a table."""
         if self.kind == "ulysses" or self.degree == 1:
             return self.kind
         return f"ulysses({self.degree}) x {self.kind}"
@@ -88,15 +95,14 @@ def options(
         usual: no plans of whole nodes, and no more than three schedules of a mesh.
         held: also meshes that hold as few shards at once as they can.
     """
+    unlike = _unlike(work, world_size)
     found = [
         (degree, variant)
         for degree in degrees(world_size, work.num_heads, work.num_kv_heads)
-        for variant in _inside(degree, work, world_size, node_size)
-        if held or variant.schedule != "held"
+        for variant in _inside(degree, work, world_size, node_size, unlike)
+        if (held or variant.schedule != "held") and not (usual and not _usual(variant))
     ]
-    if usual:
-        found = [(degree, of) for degree, of in found if _plain(of)]
-    if world_size <= MOST_APART and _unlike(work, world_size):
+    if world_size <= MOST_APART and unlike:
         found += [(1, variant) for variant in _aware(work, world_size, node_size)]
     kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
     found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
@@ -109,18 +115,22 @@ def options(
     return [option(order, *pair) for order, pair in enumerate(found)]
 
 
-def _inside(degree: int, work: Workload, world_size: int, node_size: int) -> Iterator[Variant]:
+def _inside(
+    degree: int, work: Workload, world_size: int, node_size: int, unlike: bool
+) -> Iterator[Variant]:
     """Plans for the ranks of one head group."""
     n = world_size // degree
     if n == 1 and degree > 1:
-        yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1), places=(1,)))
+        yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1)))
         return
-    kv_bytes = work.kv_bytes(degree)
-    for variant in _of_one_level(n, kv_bytes):
-        if variant.shape.places or world_size <= UNLIKE_RANKS:
-            yield variant
+    few = n <= UNLIKE_RANKS if unlike else True
+    for strategy in (entry for entry in STRATEGIES if not entry.decodes):
+        affordable = world_size <= UNLIKE_RANKS if strategy.uneven else few
+        if affordable or strategy.make is ring:
+            yield from _variants(strategy, n, work.kv_bytes(degree))
     node = node_size // degree if node_size % degree == 0 else 1
-    yield from _of_two_levels(n, node, anywhere=world_size <= ANY_NODE_RANKS)
+    if few:
+        yield from _of_two_levels(n, node, anywhere=not unlike and world_size <= ANY_NODE_RANKS)
 
 
 def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
@@ -129,28 +139,15 @@ def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
     return lambda: ulysses(degree, inner=make())
 
 
-def _of_one_level(n: int, kv_bytes: float) -> list[Variant]:
-    """The catalog's, those whose ranks are alike first, of the others those of one call."""
-
-    def unlike(variant: Variant) -> int:
-        shape = variant.shape
-        return 0 if shape.places else 1 if shape.call == shape[:2] else 2
-
-    tried = [strategy for strategy in STRATEGIES if not strategy.decodes]
-    found = sorted(_variants(tried, n, kv_bytes), key=unlike)
-    return sorted(found, key=lambda variant: variant.schedule == "held")
-
-
-def _variants(tried: Iterable[StrategyEntry], n: int, kv_bytes: float) -> Iterator[Variant]:
-    """Their plans on n ranks, of each shape the cheapest to make first."""
+def _variants(strategy: StrategyEntry, n: int, kv_bytes: float) -> Iterator[Variant]:
+    """A strategy's plans on n ranks, of each shape the cheapest to make first."""
 
     def cost(variant: Variant) -> tuple[int, int]:
         return SCHEDULES.index(variant.schedule), (None, False, True).index(variant.backward)
 
-    for strategy in tried:
-        for a, b in strategy.factors(n):
-            found = sorted(strategy.at(a, b, kv_bytes), key=cost)
-            yield from (variant for variant in found if not variant.degenerate)
+    for a, b in strategy.factors(n):
+        found = sorted(strategy.at(a, b, kv_bytes), key=cost)
+        yield from (variant for variant in found if not variant.degenerate)
 
 
 def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:
@@ -162,8 +159,8 @@ def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:
     """
 
     def nested(size: int) -> list[Variant]:
-        found = _variants((s for s in STRATEGIES if s.nests), size, MHA)
-        return [variant for variant in found if variant.schedule in QUICK]
+        variants = (v for entry in STRATEGIES if entry.nests for v in _variants(entry, size, MHA))
+        return [variant for variant in variants if variant.schedule in QUICK]
 
     for size in divisors(n)[1:-1] if anywhere else [node]:
         if n % size or not 1 < size < n:
@@ -172,24 +169,22 @@ def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:
             (a, b), (c, d) = between.shape[:2], inside.shape[:2]
             calls = (between.shape.call[0] * c, between.shape.call[1] * d)
             nodes = (a, b) if size == node else (1, 1)
-            outer_places = (size * place for place in between.shape.places)
-            places = (*inside.shape.places, size, *outer_places)
             make = partial(_hierarchical, between.make, inside.make)
-            yield Variant("hierarchical", make, Shape(a * c, b * d, calls, nodes, places))
+            yield Variant("hierarchical", make, Shape(a * c, b * d, calls, nodes))
 
 
 def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Plan:
     return hierarchical(between(), inside())
 
 
-def _plain(variant: Variant) -> bool:
-    """Whether it is one of the few that are tried where a choice must not take long."""
+def _usual(variant: Variant) -> bool:
+    """Return whether a plan is one of the few to try where a choice must not take long."""
     quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
     return quick and variant.kind != "hierarchical"
 
 
 def _unlike(work: Workload, world_size: int) -> bool:
-    """Whether the mask leaves out something that plans that do not know it compute or move."""
+    """Return whether plans made without the mask compute or move what it leaves out."""
     if world_size == 1 or isinstance(work.mask, Full):
         return False
     even = work.layout_for(world_size) == zigzag(work.num_tokens, world_size)
@@ -199,11 +194,10 @@ def _unlike(work: Workload, world_size: int) -> bool:
 def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]:
     """Plans made for the mask; needed also so that rows come to each node once."""
     layout = work.layout_for(world_size)
-    kv_bytes = work.kv_bytes()
     for strategy in MASK_AWARE:
-        if strategy.levels and world_size > UNLIKE_RANKS:
+        if strategy.make is tiled and world_size > UNLIKE_RANKS:
             continue
-        make = partial(strategy.plan, work.mask, layout, kv_bytes)
+        make = partial(strategy.plan, work.mask, layout, work.kv_bytes())
         yield Variant(strategy.name, make, Shape())
         if strategy.make is needed and node_size < world_size:
             yield Variant(strategy.name, partial(needed, work.mask, layout, node_size), Shape())

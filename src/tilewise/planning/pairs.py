@@ -1,20 +1,27 @@
-"""Pairs of plans for the two passes: each by itself, or one plan that keeps what it gathered."""
+"""Plans for both passes: each pass by itself, or one plan that keeps what forward gathered."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 from tilewise.planning.options import Option
 from tilewise.planning.pass_model import PassModel
 from tilewise.planning.reasons import TIE
-from tilewise.planning.trials import Entry, Trial, Trials, lowest_first, ticks
+from tilewise.planning.trials import Trial, Trials, explore
 
 MAX_MESSAGES = 24_000
-"""Messages that a search simulates in each pass: ten thousand take about a second."""
+"""Messages that each part of a search simulates: ten thousand take about a second."""
 
-ROUGHLY = 1.05
-"""Two plans that are roughly faster than one by less are simulated exactly after it."""
+FINALISTS = 3
+"""So many of the fastest pairs are simulated with all ranks, after samples of ranks."""
+
+RING_RANKS = 64
+"""Up to so many ranks a ring is simulated to compare with where a mask leaves ranks unlike."""
+
+MEMORY_RANKS = 8
+"""Ranks whose memory is counted of a plan that is not the fastest, where ranks are unlike."""
 
 LEANEST = "ring", "ring of q", "ulysses"
 """Kinds of which one needs least memory."""
@@ -35,8 +42,17 @@ class Pair(NamedTuple):
     def peak_bytes(self) -> int:
         return max(self.forward.memory.peak_bytes, self.backward.memory.peak_bytes)
 
+    def sampled_peak_bytes(self) -> int:
+        """The bytes of the rank that needs most of MEMORY_RANKS."""
+        passes = self.forward, self.backward
+        return max(trial.memory.sample(MEMORY_RANKS) for trial in passes)
+
     def fits(self, num_bytes: float) -> bool:
         return self.forward.fits(num_bytes) and self.backward.fits(num_bytes)
+
+    @property
+    def sampled(self) -> bool:
+        return self.forward.sampled or self.backward.sampled
 
     @property
     def strategy(self) -> str:
@@ -45,34 +61,26 @@ class Pair(NamedTuple):
 
     @property
     def one_plan(self) -> bool:
-        """Whether both passes run the same."""
+        """True if both passes run the same plan."""
         return self.forward.option == self.backward.option
 
     @property
     def complexity(self) -> tuple[bool, bool, int, int]:
-        """The lower, the simpler; what was simulated roughly only comes last."""
+        """The lower, the simpler; a pair of which a sample was simulated comes last."""
         orders = self.forward.option.order, self.backward.option.order
-        return self.forward.rough or self.backward.rough, not self.one_plan, *orders
-
-    @property
-    def kept(self) -> bool:
-        """Whether both passes must run one plan."""
-        return self.save == "gathered" or self.forward.option.own_shards
-
-    @property
-    def order(self) -> tuple[float, int, int, bool]:
-        orders = self.forward.option.order, self.backward.option.order
-        return ticks(self.seconds), *orders, self.save == "gathered"
+        return self.sampled, not self.one_plan, *orders
 
 
-class Pairs:
+class PairSearch:
     """The search over both passes.
 
     Args:
         model: of the forward pass; its save is the workload's, None: the faster one.
         memory: bytes of a rank.
-        max_messages: that may be simulated in each pass; the last trial may go beyond it.
+        max_messages: that may be simulated in each part of the search; the last trial may go
+            beyond it.
         keeping: whether to keep what was gathered in forward even where that takes memory.
+        progress: is told what comes next.
     """
 
     def __init__(
@@ -82,17 +90,19 @@ class Pairs:
         memory: float,
         max_messages: int = MAX_MESSAGES,
         keeping: bool = True,
+        progress: Callable[[str], None] = lambda text: None,
     ):
         self.save, self.memory, self.options = model.work.save, memory, options
-        self.keeping = keeping
+        self.max_messages = max_messages
+        self.keeping, self.progress = keeping, progress
 
         def trials(backward: bool, save: str) -> Trials:
             work = replace(model.work, save=save)
-            return Trials(replace(model, work=work, backward=backward), options, max_messages)
+            return Trials(replace(model, work=work, backward=backward), options)
 
         self.forward = trials(False, "replay")
         self.backward = {save: trials(True, save) for save in ("replay", "gathered")}
-        self._large: list[Option] = []
+        self.lacks_memory = False  # whether a mesh did not fit that would have been the fastest
         self._rings_fit = False
 
     def fastest(self) -> Pair:
@@ -101,180 +111,144 @@ class Pairs:
         Raises:
             ValueError: if none fits.
         """
-        return self._best_of_families(self._found())[0]
+        return self._best_of_families(self._pairs())[0]
 
     def ranked(self) -> list[Pair]:
-        """The fastest pair with its exact time, then the best of every other family.
+        """The fastest pair, then the best of every other strategy that was simulated.
 
         Raises:
             ValueError: if none fits.
         """
-        found = self._found()
-        if self.forward.model.rough:
-            found = self._exactly(found)
+        pairs = self._exactly(self._pairs())
         if self.save != "gathered":
-            found += self._others(found)
-        return self._best_of_families(found)
+            pairs += self._others(pairs)
+        return self._best_of_families(pairs)
 
-    @property
-    def lacks_memory(self) -> bool:
-        """Whether a mesh did not fit that would have been the fastest so far."""
-        return any(option.kind == "mesh" for option in self._large)
+    def ring(self) -> Pair | None:
+        """A ring in both passes; None if its simulation would take too long."""
+        model, save = self.forward.model, self.save or "replay"
+        if model.alike is None and model.world_size > RING_RANKS:
+            return None
+        return self._pair(self.options[0], save)
 
-    def ring_seconds(self) -> tuple[float, bool]:
-        """What a ring takes in both passes, and whether that is only known to be the least."""
-        ring, backward = Entry(0), self.backward["replay"]
-        tried = 0 in self.forward.tried and 0 in backward.tried
-        self._sharpen(ring)
-        return self.forward.bounds[0] + backward.bounds[0], not tried
+    def _pair(self, option: Option, save: str = "replay") -> Pair:
+        """An option in both passes, simulated."""
+        return Pair(self.forward.trial(option), self.backward[save].trial(option), save)
 
-    def _found(self) -> list[Pair]:
-        found = self._apart() if self.save != "gathered" else []
-        return found + self._together(found)
-
-    def _best_of_families(self, found: list[Pair]) -> list[Pair]:
-        best: dict[str, Pair] = {}
-        for pair in sorted(found, key=lambda pair: pair.order):
-            if pair.strategy not in best and pair.fits(self.memory):
-                best[pair.strategy] = pair
-        if not best:
-            raise ValueError(self._too_little(found))
-        ranked = list(best.values())
-        tied = (pair for pair in ranked if pair.seconds <= TIE * ranked[0].seconds)
-        simplest = min(tied, key=lambda pair: pair.complexity)
-        return [simplest, *(pair for pair in ranked if pair is not simplest)]
-
-    def _apart(self) -> list[Pair]:
-        """Each pass by itself, in the best plan of all and of every family."""
-        parts = self.forward, self.backward["replay"]
-        common = [option for option in self.options if not option.own_shards]
-        first, other = (trials.settle(common, self._fits) for trials in parts)
-        pairs = [Pair(first, other, "replay")] if first and other else []
-        for family in {trial.option.family for trial in self._common(self.forward)}:
-            best = [
-                self._fastest([t for t in self._common(trials) if t.option.family == family])
-                for trials in parts
-            ]
-            if best[0] and best[1]:
-                pairs.append(Pair(best[0], best[1], "replay"))
+    def _pairs(self) -> list[Pair]:
+        """Pairs of the passes that were simulated, after simulating the most promising."""
+        pairs: list[Pair] = []
+        if self.save != "gathered":
+            passes = self.forward, self.backward["replay"]
+            common = [option for option in self.options if not option.own_shards]
+            for name, trials in zip(("forward", "backward"), passes, strict=True):
+                self.progress(f"plans for the {name} pass")
+                backward = trials.model.backward
+                mine = [option for option in common if option.backward in (None, backward)]
+                explore(mine, [trials], self._fits, self.max_messages)
+            found = ([*trials.tried.values()] for trials in passes)
+            pairs += [Pair(first, other, "replay") for first, other in product(*found)]
+        self.progress("one plan for both passes")
+        for save, options in self._together():
+            ranked = sorted(pairs, key=lambda pair: pair.seconds)
+            best = next((pair.seconds for pair in ranked if pair.fits(self.memory)), math.inf)
+            passes = self.forward, self.backward[save]
+            found = explore(options, passes, self._fits, self.max_messages, best)
+            pairs += [Pair(first, other, save) for first, other in found]
         return pairs
 
-    def _common(self, trials: Trials) -> list[Trial]:
-        """Trials of plans that own shards as all others do."""
-        return [trial for trial in trials.tried.values() if not trial.option.own_shards]
+    def _together(self) -> Iterator[tuple[str, list[Option]]]:
+        """Options of both passes: their shards are their own, or what was gathered is kept."""
+        options = [x for x in self.options if not x.variant or x.backward is not False]
+        if self.save != "gathered":
+            yield "replay", [option for option in options if option.own_shards]
+        if self.save != "replay":
+            yield "gathered", [x for x in options if self.keeping or x.kind == "ulysses"]
 
     def _fits(self, trial: Trial) -> bool:
-        """Whether a trial that is the fastest so far fits."""
+        """Return whether a trial that is the fastest so far fits."""
         if trial.fits(self.memory):
             return True
-        self._large.append(trial.option)
+        self.lacks_memory |= trial.option.kind == "mesh"
         if not self._rings_fit and self.save != "gathered":
             self._check_that_rings_fit()
         return False
 
     def _check_that_rings_fit(self) -> None:
         """Rings hold fewest shards at once: if none of them fits, nothing does."""
-        pairs = []
-        for order in (option.order for option in self.options if option.kind in LEANEST):
-            pair = Pair(self.forward.trial(order), self.backward["replay"].trial(order), "replay")
-            pairs.append(pair)
-            if pair.fits(self.memory):
+        pairs: list[Pair] = []
+        for option in (option for option in self.options if option.kind in LEANEST):
+            pairs.append(self._pair(option))
+            if pairs[-1].fits(self.memory):
                 self._rings_fit = True
                 return
         raise ValueError(self._too_little(pairs))
 
-    def _fastest(self, trials: list[Trial]) -> Trial | None:
-        """The fastest that fits; if none does, the fastest."""
-        ranked = sorted(trials, key=lambda trial: trial.rank)
-        first = ranked[0] if ranked else None
-        return next((trial for trial in ranked if trial.fits(self.memory)), first)
+    def _exactly(self, pairs: list[Pair]) -> list[Pair]:
+        """The pairs, of which the fastest are simulated as tw.simulate does it.
 
-    def _together(self, found: list[Pair]) -> list[Pair]:
-        """One plan for both passes: what it gathered is kept, or it owns shards of its own."""
-        entries: list[tuple[Entry, Option]] = []
-        for option in self.options:
-            if option.variant and option.backward is False:
-                continue
-            saves = ["replay"] * option.own_shards
-            saves += ["gathered"] * (self.keeping or option.kind == "ulysses")
-            entries += [(Entry(option.order, x), option) for x in saves if self.save in (None, x)]
-        ranked = sorted(found, key=lambda pair: pair.seconds)
-        fitting = (pair.seconds for pair in ranked if pair.fits(self.memory))
-        best, pairs = next(fitting, math.inf), []
-        for least, entry in lowest_first(entries, self._bound, self._sharpen):
-            if TIE * least >= best:
-                break
-            if best < math.inf and self._spent(entry):
-                continue
-            order, backward = entry.order, self.backward[entry.save]
-            pair = Pair(self.forward.trial(order), backward.trial(order), entry.save)
-            pairs.append(pair)
-            fits = pair.seconds < best and self._fits(pair.forward)
-            if fits and pair.backward.fits(self.memory):
-                best = pair.seconds
-        return pairs
-
-    def _spent(self, entry: Entry) -> bool:
-        """Whether an option would have to be simulated, and no more messages may be."""
-        parts = self.forward, self.backward[entry.save]
-        return any(x.messages_left <= 0 and entry.order not in x.tried for x in parts)
-
-    def _bound(self, entry: Entry) -> float:
-        parts = self.forward, self.backward[entry.save]
-        return sum(trials.expected(entry.order) for trials in parts)
-
-    def _sharpen(self, entry: Entry) -> None:
-        self.forward.sharpen(entry.order)
-        self.backward[entry.save].sharpen(entry.order)
-
-    def _exactly(self, found: list[Pair]) -> list[Pair]:
-        """The fastest pairs with exact times; of the others those that cannot be taken for them.
-
-        They are simulated in order of their rough times, until the next, sped up as much as any of
-        them, would not be faster, or no messages are left.
+        Samples that seem faster than the fastest of these are left out: nothing proves them.
         """
-        rough = [pair for pair in found if pair.kept]
-        if self.save != "gathered":
-            passes = product(self._common(self.forward), self._common(self.backward["replay"]))
-            rough += [Pair(first, other, "replay") for first, other in passes]
-        exact, best, ratio = [], math.inf, 1.0  # ratio: the least of exact to rough times
-        two = ROUGHLY if self.forward.model.alike is None else 1.0
-        for pair in sorted(rough, key=lambda pair: pair.seconds * (1 if pair.one_plan else two)):
-            backward = self.backward[pair.save]
-            spent = min(self.forward.messages_left, backward.messages_left) <= 0
-            if exact and (spent or TIE * ratio * pair.seconds >= best):
-                break
-            if pair.fits(self.memory):
-                first, other = self.forward.exact(pair.forward), backward.exact(pair.backward)
-                exact.append(Pair(first, other, pair.save))
-                best = min(best, exact[-1].seconds)
-                ratio = min(ratio, exact[-1].seconds / pair.seconds)
-        return exact + [pair for pair in found if pair.seconds >= best or not exact]
+        ranked = sorted(pairs, key=lambda pair: pair.seconds)
+        finalists = [*islice((pair for pair in ranked if pair.fits(self.memory)), FINALISTS)]
+        exact: list[Pair] = []
+        before = self._num_messages
+        for pair in finalists:
+            if not exact or self._num_messages - before < self.max_messages:
+                other = self.backward[pair.save].exact(pair.backward)
+                exact.append(
+                    pair._replace(forward=self.forward.exact(pair.forward), backward=other)
+                )
+        best = min((pair.seconds for pair in exact), default=0.0)
+        others = (pair for pair in ranked if pair not in finalists[: len(exact)])
+        return exact + [x for x in others if not x.sampled or x.seconds >= best]
 
-    def _others(self, found: list[Pair]) -> list[Pair]:
-        """For the table, with the messages left: of each kind not found what has the lowest bound.
+    def _others(self, pairs: list[Pair]) -> list[Pair]:
+        """For the table: of each kind that was not simulated the option with the lowest bound.
 
-        And the ring, which all are compared with.
+        They are simulated while messages are left, and the ring is in any case.
         """
-        known = {trial.option.kind for pair in found for trial in pair[:2]}
-        best = min(pair.seconds for pair in found) if self.forward.model.rough else 0.0
-        parts = self.forward, self.backward["replay"]
-        nearest = sorted(self.options[1:], key=lambda option: self._bound(Entry(option.order)))
-        pairs = []
-        for option in (self.options[0], *nearest):
-            if option.order and (option.kind in known or option.backward is not None):
-                continue
-            if min(trials.messages_left for trials in parts) <= 0:
+        ring = self.ring()
+        known = {pair.forward.option.kind for pair in pairs if pair.one_plan}
+        found = [ring] if ring else []
+        if self.forward.model.sampled:
+            return found  # one more takes seconds
+        passes = self.forward, self.backward["replay"]
+        nearest = sorted(
+            (option for option in self.options[1:] if option.backward is None),
+            key=lambda option: sum(trials.bound(option) for trials in passes),
+        )
+        before = self._num_messages
+        for option in nearest:
+            if self._num_messages - before >= self.max_messages:
                 break
-            known.add(option.kind)
-            first, other = (trials.trial(option.order) for trials in parts)
-            pair = Pair(first, other, "replay")
-            if pair.seconds >= best:
-                pairs.append(pair)
-        return pairs
+            if option.kind not in known:
+                known.add(option.kind)
+                found.append(self._pair(option))
+        return found
 
-    def _too_little(self, found: list[Pair]) -> str:
-        least = min(found, key=lambda pair: pair.peak_bytes)
+    @property
+    def _num_messages(self) -> int:
+        """Messages that were simulated so far."""
+        return sum(trials.num_messages for trials in (self.forward, *self.backward.values()))
+
+    def _best_of_families(self, pairs: list[Pair]) -> list[Pair]:
+        """The best pair, the simplest of equally fast ones, and the best plan of each family."""
+        ranked = sorted(pairs, key=lambda pair: (pair.seconds, pair.complexity))
+        best = next((pair for pair in ranked if pair.fits(self.memory)), None)
+        if best is None:
+            raise ValueError(self._too_little(ranked))
+        tied = [pair for pair in ranked if best.seconds <= pair.seconds <= TIE * best.seconds]
+        tied.sort(key=lambda pair: pair.complexity)
+        simplest = next(pair for pair in tied if pair.fits(self.memory))
+        rows = {simplest.strategy: simplest}
+        for pair in ranked:
+            if pair.one_plan and pair.strategy not in rows and pair.fits(self.memory):
+                rows[pair.strategy] = pair
+        return [*rows.values()]
+
+    def _too_little(self, pairs: list[Pair]) -> str:
+        least = min(pairs, key=lambda pair: pair.peak_bytes)
         names = least.forward.plan.name
         if least.backward.option != least.forward.option:
             names += f" with {least.backward.plan.name} in backward"

@@ -1,24 +1,31 @@
 """One pass of a workload on a machine, seen by those who weigh plans for it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
 
 from tilewise.compiler.pruning import all_alike
-from tilewise.layouts.layout import Layout
+from tilewise.compiler.resolved import ResolvedPass
+from tilewise.layouts.cells import Cell, cells
+from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Full
-from tilewise.plan.ir import Item, Plan, Role, Side
-from tilewise.plan.payload import Payload, head_groups
-from tilewise.planning.options import Option
+from tilewise.plan.payload import Payload
+from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
-from tilewise.simulation.network import BETWEEN, INSIDE, blocks
-from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.network import blocks
 from tilewise.simulation.tracks import EXACT_RANKS
 from tilewise.strategies.ring import ring
 from tilewise.workload import LAYOUTS, Workload
 
+Pair = tuple[int, int]
+"""A query shard and a KV shard."""
+
+Reach = Mapping[Pair, Pair]
+"""Queries and keys of pairs of shards that the mask lets attend."""
+
 EXACT_UNLIKE_RANKS = 16
-"""The same under masks for which ranks differ."""
+"""Up to so many ranks trials simulate every rank where a mask leaves them different work."""
 
 
 @dataclass(frozen=True)
@@ -40,43 +47,30 @@ class PassModel:
 
     @cached_property
     def alike(self) -> bool | None:
-        """As shards.all_alike, for plans that are made for no mask."""
+        """The value of shards.all_alike for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
-    @property
-    def rough(self) -> bool:
-        """Whether trials are first simulated roughly: exactly that takes seconds.
+    @cached_property
+    def sampled(self) -> bool:
+        """True if a trial simulates a sample of the ranks, because all would take seconds.
 
-        Of causal ranks, which compute alike, all are taken to send equally much; where nodes are
-        not all full, that is too far off to choose by. Of other masks see teams.py.
+        Of ranks that compute alike it is one of each class. Under a causal mask all are then taken
+        to send as much as the one that sends most: too far off where nodes are not all full. Where
+        the mask leaves ranks different work, it is one rank of each team: see teams.py.
         """
         if self.alike is None:
             return self.world_size > EXACT_UNLIKE_RANKS
         whole = all(self.world_size % block == 0 for block in blocks(self.machine, self.world_size))
-        return self.alike and whole and self.world_size > EXACT_RANKS
+        return whole and self.world_size > EXACT_RANKS
 
-    def share(self, option: Option) -> float:
-        """The least share of a shard's bytes that is left after pruning, of any that is read.
-
-        Under a causal mask on zigzag shards that is half; the simulator prunes unless it finds
-        ranks that are alike on the machine too.
-        """
-        exact = self.world_size <= EXACT_RANKS
-        return 0.5 if self.alike and (exact or not self._symmetric(option)) else 1.0
-
-    def _symmetric(self, option: Option) -> bool:
-        """Whether groups of ranks that are alike and those who share NICs or nodes nest."""
-        groups = [option.degree * place for place in option.shape.places]
-        shared = [b for b in blocks(self.machine, self.world_size) if b < self.world_size]
-        return bool(groups) and all(
-            self.world_size % block == 0 and (block % group == 0 or group % block == 0)
-            for group in (option.degree, *groups)
-            for block in shared
-        )
+    @property
+    def least_share(self) -> float:
+        """The least share of a whole shard that travels: half under a causal mask on zigzag."""
+        return 0.5 if self.alike and not self.sampled else 1.0
 
     @cached_property
     def flop(self) -> float:
-        """Of all ranks together."""
+        """FLOPs of all ranks together."""
         tokens = (0, self.work.num_tokens)
         return float(self.payload(1).flop) * int(self.work.mask.area(tokens, tokens))
 
@@ -85,38 +79,49 @@ class PassModel:
         return self.machine.kernel(self.work.dtype, self.backward, self.work.head_dim)
 
     def payload(self, degree: int) -> Payload:
-        """What travels where heads are split by a degree."""
+        """The payload of one head group where heads are split by a degree."""
         payload = self.work.call_shape(self.world_size).payload(degree)
         saved = self.backward and self.work.save == "gathered"
         return payload._replace(backward=self.backward, saved=saved)
 
-    def shard_bytes(self, degree: int, kept: bool = False) -> dict[Side, int]:
-        """The operand and the partial of a whole shard, for one head group, by side.
+    def team_layout(self, degree: int) -> Layout:
+        """The layout of teams under a split by heads: the rows of the ranks of a team, joined."""
+        if degree not in self._team_layouts:
+            tokens, num_teams = self.work.num_tokens, self.world_size // degree
+            if self.alike is None:
+                runs = self.layout.runs
+                teams = (runs[i : i + degree] for i in range(0, self.world_size, degree))
+                layout = Layout(tokens, map(chain.from_iterable, teams), self.layout.name)
+            else:
+                layout = (zigzag if self.alike else contiguous)(tokens, num_teams)
+            self._team_layouts[degree] = layout
+        return self._team_layouts[degree]
 
-        Args:
-            kept: counts operands that forward kept, too.
+    @cached_property
+    def _team_layouts(self) -> dict[int, Layout]:
+        return {}
+
+    def cells(self, degree: int, resolved: ResolvedPass) -> tuple[Mapping[Pair, Cell], Reach]:
+        """The non-empty cells of an inner plan's shards, and the rows of each that are reached.
+
+        They are those of the degree, unless the plan cuts its shards.
         """
-        payload, rows = self.payload(degree), max(self.layout.sizes)
-        payload = payload._replace(saved=payload.saved and not kept)
-        return {
-            side: rows * sum(payload.row_bytes(Item(side, role, 0)) for role in list(Role)[:2])
-            for side in Side
-        }
+        known = self._cells.get(degree)
+        if known is None or resolved.plan.cuts is not None:
+            table = cells(resolved.mask, *resolved.layouts)
+            sizes = [layout.sizes for layout in resolved.layouts]
+            reach = {
+                (q, kv): (count(cell.q_rows, sizes[0][q]), count(cell.k_rows, sizes[1][kv]))
+                for (q, kv), cell in table.items()
+            }
+            known = table, reach
+            if resolved.plan.cuts is None:
+                self._cells[degree] = known
+        return known
 
-    def of_heads(self, degree: int, **changes: Any) -> Workload:
-        """The workload of one head group, with other values of some of its fields."""
-        work = self.work
-        num_heads, num_kv_heads = head_groups(work.num_heads, work.num_kv_heads, degree).size
-        return replace(work, num_heads=num_heads, num_kv_heads=num_kv_heads, **changes)
-
-    def costs(self, plan: Plan) -> PassCosts:
-        """Prices of whole shards: for plans and masks whose cells are alike."""
-        resolved = self.work.resolve(plan)[self.backward]
-        return PassCosts(resolved, self.machine, None, bool(self.alike))
-
-    def bandwidths(self) -> dict[str, float]:
-        """Bytes per second of one message by its link, if it has that to itself."""
-        return {INSIDE: self.machine.inside.bandwidth, BETWEEN: self.machine.nic_bandwidth}
+    @cached_property
+    def _cells(self) -> dict[int, tuple[Mapping[Pair, Cell], Reach]]:
+        return {}
 
     def best_speed(self, queries: float, keys: float) -> float:
         """The highest FLOP per second of a kernel of at most so many rows."""
@@ -136,7 +141,7 @@ class PassModel:
 
 
 def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:
-    """The workload with the next multiple of twice the ranks as its number of tokens.
+    """Return the workload with the next multiple of twice the ranks as its number of tokens.
 
     Ranks whose shards are equal are simulated once for all; a token more or less changes no choice.
     As it is if that makes ranks no more alike: for other masks than full and causal ones, and for

@@ -22,11 +22,11 @@ LINKS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
-    """Of a row of a ranked table.
+def reason(row: Row, rows: Sequence[Row], ring: float | None) -> str:
+    """Why the first row of a ranked table wins, or why another is slower.
 
     Args:
-        ring: seconds of the ring, and whether they are a lower bound only.
+        ring: seconds of the ring; None if it was not simulated.
     """
     best = rows[0]
     if row is not best and row != best:
@@ -49,19 +49,18 @@ def reason(row: Row, rows: Sequence[Row], ring: tuple[float, bool]) -> str:
             return first
         longer = _longer(second.seconds / row.seconds)
         return f"{first} Next is {second.strategy}, {longer}: it {_against(second, row)}."
-    seconds, at_least = ring
     known = next((other for other in rows if other.strategy == "ring"), None)
-    if known is None or at_least:
-        least = "at least " if at_least else ""
-        times = seconds / row.seconds
-        longer = f", {least}{_longer(times)}" if times >= HARDLY else ""
-        return f"{first} A ring would take {least}{_time(seconds)}{longer}."
+    if known is None and ring is None:
+        return first
+    if known is None:
+        assert ring is not None
+        return f"{first} A ring would take {_time(ring)}, {_longer(ring / row.seconds)}."
     longer = _longer(known.seconds / row.seconds)
     return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
 
 
 def _longer(times: float, than: str = "") -> str:
-    """How much longer it takes: in percent, from twice as long on in times.
+    """Say how much longer it takes: in percent, from twice as long on in times.
 
     Args:
         than: what it is compared with, if that is to be named.
@@ -76,7 +75,7 @@ def _longer(times: float, than: str = "") -> str:
 
 
 def _against(row: Row, best: Row) -> str:
-    """What sets a slower row apart from the best: the larger of its two costs, and its cause."""
+    """Say what a slower row loses by: the larger of its two costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
     work, least = (one.seconds - one.exposed_seconds for one in (row, best))
     computes = f"{_time(work)} against {_time(least)}"

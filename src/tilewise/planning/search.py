@@ -7,18 +7,18 @@ Forward and backward are searched apart, since they share nothing but who owns w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
 from tilewise.arguments import require_type
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
-from tilewise.planning.bounds import least_bytes, least_seconds
 from tilewise.planning.candidate import Candidate, Distances, PlanRow
 from tilewise.planning.candidate_format import with_save
+from tilewise.planning.distances import least_bytes, least_seconds
 from tilewise.planning.options import options
-from tilewise.planning.pairs import Pair, Pairs
+from tilewise.planning.pairs import Pair, PairSearch
 from tilewise.planning.pass_model import PassModel, pad_to_equal_shards
 from tilewise.planning.reasons import reason
 from tilewise.simulation.machine import Machine
@@ -38,36 +38,45 @@ def search(
     world_size: int,
     memory_bytes: int | None = None,
     wires: Sequence[AnyWire] = (),
+    progress: Callable[[str], None] | None = None,
 ) -> list[Candidate]:
     """Rank the ways to run a workload, the fastest first; equally fast ones by simplicity.
 
-    The first is the fastest of all options in both passes, simulated; of many causal ranks, the
-    fastest of those that are roughly the fastest, see docs/planner.md. The others are the best of
-    the other strategies, as far as they were needed to know that.
+    The first is the fastest of all options in both passes, simulated, if the bounds of the others
+    end the search, and of the most promising ones if its budget does: see docs/planner.md. The
+    others are the best of the other strategies, as far as they were simulated.
 
     Args:
         work: its layout is kept, and its save if it has one; save None leaves that to the search.
         memory_bytes: per rank; None: the machine's.
         wires: that are allowed beside the workload's own; none that rounds is tried unasked.
+        progress: is called with a few words when another part of the search begins.
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
     require_type(Workload, "work", work)
-    candidates = _of_one_wire(work, machine, world_size, memory_bytes)
+    tell = progress or (lambda text: None)
+    candidates = _of_one_wire(work, machine, world_size, memory_bytes, tell)
     for wire in wires:
         other = replace(work, wire=wire, wire_dtype=None)
-        found = _of_one_wire(other, machine, world_size, memory_bytes)
-        named = f" with {wires_of(wire)}"
-        candidates += [replace(one, strategy=one.strategy + named) for one in found]
+        suffix = f" with {wires_of(wire)}"
+        candidates += [
+            replace(candidate, strategy=candidate.strategy + suffix)
+            for candidate in _of_one_wire(other, machine, world_size, memory_bytes, tell)
+        ]
     if not wires:
         return candidates
-    candidates.sort(key=lambda one: one.seconds)
+    candidates.sort(key=lambda candidate: candidate.seconds)
     return [replace(one, make_rows=partial(_rows, candidates)) for one in candidates]
 
 
 @gc_paused()
 def _of_one_wire(
-    work: Workload, machine: Machine, world_size: int, memory_bytes: int | None
+    work: Workload,
+    machine: Machine,
+    world_size: int,
+    memory_bytes: int | None,
+    progress: Callable[[str], None],
 ) -> list[Candidate]:
     """The candidates whose wire is the workload's."""
     require_type(Machine, "machine", machine)
@@ -84,21 +93,30 @@ def _of_one_wire(
         )
     fixed = replace(work, layout=layout)
     even = pad_to_equal_shards(fixed, world_size) if world_size > EXACT_RANKS else fixed
-    tried = options(even, world_size, machine.node_size)
     model = PassModel(even, machine, world_size, backward=False)
-    found = Pairs(model, tried, memory)
-    pairs = found.ranked()
-    if found.lacks_memory:
+    tried = options(even, world_size, machine.node_size)
+    passes = PairSearch(model, tried, memory, progress=progress)
+    pairs = passes.ranked()
+    if passes.lacks_memory:
         tried = options(even, world_size, machine.node_size, held=True)
-        found = Pairs(model, tried, memory)
-        pairs = found.ranked()
-    ring = found.ring_seconds()
+        passes = PairSearch(model, tried, memory, progress=progress)
+        pairs = passes.ranked()
+    ring = passes.ring()
     distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
-    candidates = [_candidate(pair, fixed, machine, distances) for pair in pairs]
+    unlike = model.sampled and model.alike is None
+    candidates = [
+        _candidate(pair, fixed, machine, distances, memory_sampled=unlike and pair is not pairs[0])
+        for pair in pairs
+    ]
     rows = partial(_rows, candidates)
+    padded = _padded(even, fixed)
     return [
-        replace(one, make_rows=rows, reason=reason(one, candidates, ring) + _told(even, fixed))
-        for one in candidates
+        replace(
+            candidate,
+            make_rows=rows,
+            reason=reason(candidate, candidates, ring and ring.seconds) + padded,
+        )
+        for candidate in candidates
     ]
 
 
@@ -113,14 +131,14 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
     model = PassModel(even, machine, world_size, backward=False)
-    return _plans(Pairs(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
+    return _plans(PairSearch(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
 
 
 def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:
     return tuple(candidate.row for candidate in candidates)
 
 
-def _told(even: Workload, work: Workload) -> str:
+def _padded(even: Workload, work: Workload) -> str:
     if even.num_tokens == work.num_tokens:
         return ""
     return (
@@ -135,10 +153,12 @@ def _plans(pair: Pair) -> tuple[Plan, Plan]:
     return plan, plan if backward.option == forward.option else with_save(backward.plan, pair.save)
 
 
-def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distances) -> Candidate:
+def _candidate(
+    pair: Pair, work: Workload, machine: Machine, distances: Distances, *, memory_sampled: bool
+) -> Candidate:
     forward, backward = pair.forward, pair.backward
     plan, other = _plans(pair)
-    found = Simulation(
+    simulation = Simulation(
         forward.timeline,
         backward.timeline,
         (forward.symmetry, backward.symmetry),
@@ -154,10 +174,13 @@ def _candidate(pair: Pair, work: Workload, machine: Machine, distances: Distance
         work.layout_for(plan.world_size),
         pair.save,
         wires_of(work.wire, work.wire_dtype),
-        found.forward_seconds,
-        found.backward_seconds,
-        found.exposed_seconds,
-        found.bytes_by_link,
-        partial(getattr, pair, "peak_bytes"),
+        simulation.forward_seconds,
+        simulation.backward_seconds,
+        simulation.exposed_seconds,
+        simulation.bytes_by_link,
+        simulation.sent_bytes,
+        pair.sampled_peak_bytes if memory_sampled else partial(getattr, pair, "peak_bytes"),
         distances,
+        sampled=pair.sampled,
+        memory_sampled=memory_sampled,
     )

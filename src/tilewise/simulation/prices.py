@@ -61,7 +61,8 @@ class PassCosts:
         return self.machine.kernel(payload.dtype, payload.backward, payload.head_dim)
 
     @cached_property
-    def _row_bytes(self) -> dict[tuple[Side, Role], int]:
+    def row_bytes(self) -> dict[tuple[Side, Role], int]:
+        """Bytes of a row of an item as it travels."""
         parts = ((side, role) for side in Side for role in Role)
         return {part: self.payload.row_bytes(Item(*part, 0)) for part in parts}
 
@@ -96,7 +97,7 @@ class PassCosts:
     def item_bytes(self, item: Item, rows: Rows | None = None) -> int:
         """Bytes of an item as it travels."""
         side, role, shard, _ = item
-        return count(rows, self.layouts[side].sizes[shard]) * self._row_bytes[side, role]
+        return count(rows, self.layouts[side].sizes[shard]) * self.row_bytes[side, role]
 
     def partial_bytes(self, item: Item) -> int:
         """A partial as it is accumulated: the whole shard, in the accumulator's dtype."""
@@ -154,7 +155,7 @@ class PassCosts:
         )
         if len(tile.kv) == 1 or area >= q * kv:
             return 0.0
-        return self.pack_seconds(kv * self._row_bytes[Side.KV, Role.OPERAND])
+        return self.pack_seconds(kv * self.row_bytes[Side.KV, Role.OPERAND])
 
     def _expanding_seconds(self, tile: Tile) -> float:
         """Making keys and values of a tile's latents; in backward again, and two gradients."""

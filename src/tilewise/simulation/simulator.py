@@ -89,16 +89,20 @@ class Simulation:
 
     @property
     def bytes_by_link(self) -> dict[str, int]:
-        """Bytes that the busiest rank sends in both passes, by the class of the link.
+        """Bytes that a rank sends at most in both passes over each class of link.
 
-        The busiest rank sends most bytes in all; among equals, most over the outer links.
+        Another rank may send most inside its node than between nodes; sent_bytes is of one rank.
         """
+        links = {
+            link for timeline in self._passes for x in timeline.ranks for link in x.bytes_by_link
+        }
         uses = [self._bytes(rank) for rank in range(self.world_size)]
+        return {x: max(use.get(x, 0) for use in uses) for x in LINKS if x in links}
 
-        def load(links: dict[str, int]) -> tuple[int, ...]:
-            return sum(links.values()), *(links.get(link, 0) for link in reversed(LINKS))
-
-        return max(uses, key=load)
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the rank that sends most sends in both passes."""
+        return max(sum(self._bytes(rank).values()) for rank in range(self.world_size))
 
     @property
     def total_bytes_by_link(self) -> dict[str, int]:

@@ -59,11 +59,8 @@ class Shape(NamedTuple):
     q: int = 0  # shards that a rank's tiles read; 0: not known
     kv: int = 0
     call: tuple[int, int] = (0, 0)  # query and KV shards of its largest call
-    nodes: tuple[int, int] = (
-        1,
-        1,
-    )  # tile of the plan between nodes, whose transfers all cross nodes
-    places: tuple[int, ...] = ()  # sizes of groups of neighbours that are alike; (): none are
+    # tile of the plan between nodes, whose transfers all cross nodes
+    nodes: tuple[int, int] = (1, 1)
 
 
 class Variant(NamedTuple):
@@ -78,14 +75,14 @@ class Variant(NamedTuple):
 
 
 def _rings(n: int) -> Iterator[Variant]:
-    yield Variant("ring", partial(ring, n), Shape(1, n, (1, 1), places=(1,)))
-    moves_q, shape = partial(ring, n, moves="q"), Shape(n, 1, (1, 1), places=(1,))
+    yield Variant("ring", partial(ring, n), Shape(1, n, (1, 1)))
+    moves_q, shape = partial(ring, n, moves="q"), Shape(n, 1, (1, 1))
     yield Variant("ring of q", moves_q, shape, degenerate=n == 1)
 
 
 def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
     """A tile in every schedule, those that weigh bytes also for these bytes and for each pass."""
-    shape, thin = Shape(a, b, (a, b), places=(a,)), 1 in (a, b)
+    shape, thin = Shape(a, b, (a, b)), 1 in (a, b)
     for schedule in SCHEDULES:
         make = partial(mesh, a * b, a, schedule)
         if schedule in ("kv_first", "gather"):
@@ -124,6 +121,7 @@ class StrategyEntry(NamedTuple):
         layout: on which a causal mask leaves its ranks, or its calls, even.
         levels: whether it levels by itself what that layout leaves uneven.
         nests: whether the planner tries it between nodes, and inside them, under hierarchical.
+        uneven: whether ranks differ under any mask, so that each has to be simulated.
         decodes: whether its queries are the same few tokens on every rank.
     """
 
@@ -134,6 +132,7 @@ class StrategyEntry(NamedTuple):
     layout: Callable[[int, int], Layout] = zigzag
     levels: bool = False
     nests: bool = False
+    uneven: bool = False
     decodes: bool = False
 
     @property
@@ -175,12 +174,18 @@ class MaskAwareEntry(NamedTuple):
 
 STRATEGIES = (
     StrategyEntry(ring, forms=lambda a, b, _: _rings(a * b), nests=True),
-    StrategyEntry(all_gather, lambda a, b: Shape(1, a * b, (1, a * b), places=(1,)), nests=True),
-    StrategyEntry(double_ring, lambda a, b: Shape(1, a * b, (1, 1), places=(b,)), cut="nodes"),
+    StrategyEntry(all_gather, lambda a, b: Shape(1, a * b, (1, a * b)), nests=True),
+    StrategyEntry(double_ring, lambda a, b: Shape(1, a * b, (1, 1)), cut="nodes"),
     StrategyEntry(
-        balanced_ring, lambda a, b: Shape(1, a * b, (1, 1)), layout=contiguous, levels=True
+        balanced_ring,
+        lambda a, b: Shape(1, a * b, (1, 1)),
+        layout=contiguous,
+        levels=True,
+        uneven=True,
     ),
-    StrategyEntry(attention2d, forms=lambda a, b, _: _grids(a, b), cut="grid", layout=striped),
+    StrategyEntry(
+        attention2d, forms=lambda a, b, _: _grids(a, b), cut="grid", layout=striped, uneven=True
+    ),
     StrategyEntry(mesh, forms=_meshes, cut="tile", nests=True),
     StrategyEntry(hierarchical),
     StrategyEntry(ulysses),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from threading import Timer
 from typing import Any, TypeVar
 
 import typer
@@ -27,6 +28,7 @@ from tilewise.tools.report.words import quantity
 T = TypeVar("T")
 FAILED, BAD_INPUT = 1, 2
 PIPED_WIDTH = 120
+PATIENCE = 2.0  # seconds without a word where nobody watches a terminal
 
 
 @contextmanager
@@ -97,14 +99,38 @@ def counting_bar() -> Progress:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is done and since when, on the error stream; call it to say what comes next."""
+    """Show what is done and since when, on the error stream; call it to say what comes next.
+
+    Where the error stream is no terminal, it shows lines, of work that takes PATIENCE or more.
+    """
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    if not console.is_terminal:
+        with _telling_late(what) as tell:
+            yield tell
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda text: progress.update(task, description=text)
+
+
+@contextmanager
+def _telling_late(what: str) -> Iterator[Callable[[str], None]]:
+    """Print lines on the error stream, the first after PATIENCE seconds."""
+    latest = [what]
+    timer = Timer(PATIENCE, lambda: print_error(latest[-1]))
+    timer.daemon = True
+    timer.start()
+
+    def tell(text: str) -> None:
+        latest.append(text)
+        if not timer.is_alive():
+            print_error(text)
+
+    try:
+        yield tell
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -53,9 +53,19 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         work = workload_of(about, options.world_size)
         check_writable(options.output)
-        with working(f"searching plans for {options.world_size} ranks"):
-            found = search(work, machine, world_size=options.world_size, memory_bytes=memory)
-    best, shown = found[0], found[: options.top]
+        what = f"searching plans for {options.world_size} ranks"
+        with working(what) as tell:
+            candidates = search(
+                work,
+                machine,
+                world_size=options.world_size,
+                memory_bytes=memory,
+                progress=lambda part: tell(f"{what}: {part}"),
+            )
+            best, shown = candidates[0], candidates[: options.top]
+            for number, candidate in enumerate(shown, 1):
+                tell(f"{what}: memory of plan {number} of {len(shown)}")
+                _ = candidate.peak_bytes  # counted when it is first read
     if options.output is not None:
         write_output(options.output, best.to_json())
     if options.as_json:
@@ -68,10 +78,10 @@ plan_command = command_of(plan, PlanOptions, WorkOptions)
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
-    distances, sent = best.distances, sum(best.bytes_by_link.values())
+    distances, sent = best.distances, best.sent_bytes
     return {
         "candidates": [
-            {"rank": number, **one.row._asdict(), "reason": one.reason}
+            {"rank": number, **one.row._asdict(), "sampled": one.sampled, "reason": one.reason}
             for number, one in enumerate(shown, 1)
         ],
         "reason": best.reason,
@@ -97,14 +107,17 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
         highlight=False,
     )
     console.print(_table(shown, console.width >= NARROW))
+    if any(candidate.sampled or candidate.memory_sampled for candidate in shown):
+        plain("~ is of a sample of the ranks; figures of the first plan are of all.")
     plain(best.reason)
     plain(_distance(best))
     plain(f"forward   {best.plan.name}", soft_wrap=True)
     plain(f"backward  {best.backward_plan.name}", soft_wrap=True)
     for setting in nearest_settings(best):
         plain(
-            f"{setting.library}: {setting.options}\n  does nearest, {setting.plan}: "
-            f"{setting.seconds * 1e3:.4g} ms, {setting.seconds / best.seconds - 1:+.1%}",
+            f"{setting.library}: {setting.options}\n  does nearest, {setting.plan} with "
+            f"save={setting.save}: {'~' * setting.sampled}{setting.seconds * 1e3:.4g} ms, "
+            f"{setting.seconds / best.seconds - 1:+.1%}",
             soft_wrap=True,
         )
     if output is not None:
@@ -112,7 +125,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
 
 
 def _table(shown: list[Candidate], is_wide: bool) -> Table:
-    """Time and memory; where there is room also waiting, bytes by link and save."""
+    """Time and memory; where there is room also waiting, bytes over each link, and save."""
     links = [x for x in LINKS if is_wide and any(x in one.bytes_by_link for one in shown)]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
@@ -125,10 +138,10 @@ def _table(shown: list[Candidate], is_wide: bool) -> Table:
     for number, one in enumerate(shown, 1):
         sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
         table.add_row(
-            *(str(number), one.strategy, f"{one.seconds * 1e3:.4g}"),
+            *(str(number), one.strategy, f"{'~' * one.sampled}{one.seconds * 1e3:.4g}"),
             *[f"{one.exposed_seconds * 1e3:.3g}"] * is_wide,
             *sent,
-            as_bytes(one.peak_bytes),
+            f"{'~' * one.memory_sampled}{as_bytes(one.peak_bytes)}",
             *[one.save] * is_wide,
             style="green" if number == 1 else None,
         )
@@ -136,7 +149,7 @@ def _table(shown: list[Candidate], is_wide: bool) -> Table:
 
 
 def _distance(best: Candidate) -> str:
-    least, sent = best.distances, sum(best.bytes_by_link.values())
+    least, sent = best.distances, best.sent_bytes
     text = (
         f"Kernels alone, at their best and equally shared, take {least.compute_seconds * 1e3:.4g} "
         f"ms, {least.compute_seconds / best.seconds:.1%} of it."

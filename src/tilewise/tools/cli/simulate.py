@@ -74,7 +74,7 @@ simulate_command = command_of(_simulate, SimulateOptions, WorkOptions)
 
 NAMES = (
     *("seconds", "forward_seconds", "backward_seconds", "compute_seconds", "exposed_seconds"),
-    *("idle_seconds", "bytes_by_link", "peak_bytes"),
+    *("idle_seconds", "bytes_by_link", "sent_bytes", "peak_bytes"),
 )
 
 

@@ -71,7 +71,7 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
 
 
 def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
-    """Chart of the bytes that the busiest rank sends, by strategy and class of link."""
+    """Chart of the bytes that a rank sends at most over each class of link, by strategy."""
     entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
     sent = {
         link: [float(entry.simulation.bytes_by_link.get(link, 0)) for entry in entries]
@@ -83,8 +83,8 @@ def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
     )
     header = ("strategy", "plan", *(LINK_NAMES[link] for link in LINKS))
     caption = (
-        "Bytes that the busiest rank sends in forward and backward. Bytes between nodes cost most: "
-        "the ranks of a node share its network cards."
+        "Bytes that a rank sends at most over each kind of link in forward and backward. Bytes "
+        "between nodes cost most: the ranks of a node share its network cards."
     )
     parts = {link: values for link, values in sent.items() if any(values)}
     drawing = _stacked(entries, "sent by one rank", "B", parts)

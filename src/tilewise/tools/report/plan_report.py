@@ -62,7 +62,7 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
             quantity(row.seconds, "s"),
             times(row.seconds / best),
             quantity(row.exposed_seconds, "s"),
-            quantity(sum(row.bytes_by_link.values()), "B"),
+            quantity(row.sent_bytes, "B"),
             quantity(row.peak_bytes, "B"),
             row.save,
             short(row.plan),
@@ -126,8 +126,8 @@ def page_of(
 
 def _facts(subject: ReportedPlan, others: list[StudyEntry]) -> Iterator[Fact]:
     mine = subject.entry.simulation
-    sent = sum(mine.bytes_by_link.values())
-    outside = sent - mine.bytes_by_link.get("inside", 0)
+    sent, by_link = mine.sent_bytes, mine.bytes_by_link
+    outside = sum(num_bytes for link, num_bytes in by_link.items() if link != "inside")
     passes = quantity(mine.forward_seconds, "s"), quantity(mine.backward_seconds, "s")
     yield Fact(
         "Time per layer", quantity(mine.seconds, "s"), "{} forward, {} backward".format(*passes)
