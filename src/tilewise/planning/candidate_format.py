@@ -58,8 +58,7 @@ def read_workload(data: Any, layout: Layout) -> Workload:
 
 
 def write_layout(layout: Layout) -> dict[str, Any]:
-    """Return the layout as a value: its name where the library makes it from that, else its runs.
-    """
+    """Return the layout as a value: its name if the library makes it from that, else its runs."""
     named = dict(LAYOUTS).get(layout.name)
     is_named = named is not None and named(layout.num_tokens, layout.world_size) == layout
     return {"name": layout.name} | ({} if is_named else {"runs": layout.runs})
