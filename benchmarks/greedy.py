@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from mesh_optimum import optimum
 
+from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)

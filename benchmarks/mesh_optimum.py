@@ -21,14 +21,8 @@ from itertools import pairwise
 from math import inf, lcm
 from typing import Any, NamedTuple
 
-from tilewise.strategies.mesh_schedules.model import (
-    Block,
-    Line,
-    Move,
-    ShardWeights,
-    TileStep,
-    written,
-)
+from tilewise.plan.payload import ShardWeights
+from tilewise.strategies.mesh_schedules.model import Block, Line, Move, TileStep, written
 
 WIDTHS = (8, 128)
 NEARLY = 1e-6

@@ -9,11 +9,12 @@ import tilewise as tw
 from benchmarks.mesh_optimum import least, search
 from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
+from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short

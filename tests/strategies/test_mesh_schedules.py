@@ -16,6 +16,7 @@ import tilewise as tw
 from benchmarks.mesh_optimum import least, optimum, relaxed, search
 from tilewise.compiler.program import Free, Launch
 from tilewise.plan.ir import Item, Plan, PlanError, Role, Side
+from tilewise.plan.payload import ShardWeights
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.simulator import simulate_pass
 from tilewise.strategies.mesh_schedules.greedy import (
@@ -23,7 +24,7 @@ from tilewise.strategies.mesh_schedules.greedy import (
     least_held,
     stepwise_tile_steps,
 )
-from tilewise.strategies.mesh_schedules.model import ShardWeights, moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 
 FORWARD, BACKWARD = ShardWeights(1, 2, 1, 0), ShardWeights(2, 2, 1, 2)
 GQA, GQA_BACKWARD = ShardWeights(1, 0.5, 1, 0), ShardWeights(2, 0.5, 1, 0.5)

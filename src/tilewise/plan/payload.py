@@ -10,6 +10,7 @@ volume and simulator, so that what is counted is what travels. Rows of operands 
 bytes where kernels load so many at once (see `Payload.row_format`).
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES
@@ -158,6 +159,36 @@ class Payload(NamedTuple):
     def row_bytes(self, item: Item) -> int:
         """Bytes of one token of an item, padding counted."""
         return self.row_format(item.side, item.role).num_bytes
+
+
+class ShardWeights(NamedTuple):
+    """Relative bytes: a query shard, a KV shard, a query partial, a KV partial."""
+
+    q: float
+    kv: float
+    q_partial: float
+    kv_partial: float
+
+
+@lru_cache
+def shard_weights(kv_bytes: float, backward: bool) -> ShardWeights:
+    """Bytes of what travels of a shard in one pass, in those of its q.
+
+    Plans are made before head_dim and dtype are known: lse and delta are those of 16 bits and a
+    head_dim of 128, 1 / 64 of q.
+
+    Args:
+        kv_bytes: bytes of k and v beside those of q, 2 num_kv_heads / num_heads.
+    """
+    usual = Payload(backward, 1, 1, 128, 128, "bfloat16", Wires())
+    q = usual.inputs(Side.Q)[0][1] * ITEM_BYTES(usual.dtype)
+
+    def weight(role: Role) -> float:
+        return sum(field.row_bytes for field in usual.fields(Side.Q, role)) / q
+
+    return ShardWeights(
+        weight(Role.OPERAND), kv_bytes, weight(Role.PARTIAL), kv_bytes if backward else 0.0
+    )
 
 
 def accumulator(dtype: str) -> str:

@@ -15,10 +15,10 @@ from itertools import pairwise
 from tilewise.arguments import whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import MHA, Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.payload import ShardWeights
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh import pass_round
 from tilewise.strategies.mesh_schedules.greedy import stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import ShardWeights
 
 
 def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:

@@ -15,13 +15,14 @@ from typing import get_args
 from tilewise.arguments import Schedule, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import MHA, HeadTuning, Plan, RankStep, Side, Traits, own_shards
+from tilewise.plan.payload import ShardWeights, shard_weights
 from tilewise.plan.shifts import Shift
 from tilewise.strategies.mesh_schedules.greedy import (
     greedy_tile_steps,
     least_held,
     stepwise_tile_steps,
 )
-from tilewise.strategies.mesh_schedules.model import ShardWeights, TileStep
+from tilewise.strategies.mesh_schedules.model import TileStep
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -103,16 +104,17 @@ def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
     """Query shards of the tile with which a rank sends least in both passes together.
 
     Of x query and y KV shards: forward x (2 + l) + y kv_bytes, backward x (3 + 2 l) + 2 y kv_bytes,
-    with lse and delta l = 1 / 64 of a query shard, as in 16 bits and heads of 128.
+    where l is lse beside q.
 
     Args:
         world_size, kv_bytes: as for mesh.
         backward: in the backward pass alone.
     """
-    per_q, per_kv = (3 + 2 / 64, 2) if backward else (5 + 3 / 64, 3)
+    passes = [shard_weights(kv_bytes, x) for x in ((True,) if backward else (False, True))]
+    per_q, per_kv = (sum(w[side] + w[2 + side] for w in passes) for side in Side)
 
     def sent(a: int) -> float:
-        return per_q * (a - 1) + per_kv * kv_bytes * (world_size // a - 1)
+        return per_q * (a - 1) + per_kv * (world_size // a - 1)
 
     return min(divisors(world_size), key=sent)
 

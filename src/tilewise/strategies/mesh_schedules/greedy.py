@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.model import (
     Block,
     Line,
@@ -23,7 +24,6 @@ from tilewise.strategies.mesh_schedules.model import (
     Need,
     Order,
     Port,
-    ShardWeights,
     TileStep,
     moved,
     rectangles,

@@ -10,23 +10,16 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from tilewise.plan.payload import ShardWeights
+
 Block = tuple[int, int]
 Move = tuple[int, int]
-"""(kind, local index); the kind is a place in Costs."""
+"""(kind, local index); the kind is a place in ShardWeights."""
 Line = tuple[int, int]
 """(side, local index): a row of the tile (side 0) or a column."""
 Need = tuple[Move, Line | None]
 """A move, and the line whose blocks are all done before it."""
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class ShardWeights(NamedTuple):
-    """Relative bytes: a query shard, a KV shard, a query partial, a KV partial."""
-
-    q: float
-    kv: float
-    q_partial: float
-    kv_partial: float
 
 
 def moved(shape: tuple[int, int], costs: ShardWeights) -> float:
