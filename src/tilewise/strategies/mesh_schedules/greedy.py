@@ -66,7 +66,7 @@ NEVER = 1 << 60
 
 
 class Pace(NamedTuple):
-    """How a rank spends its time.
+    """Rules by which a rank posts transfers, waits and computes.
 
     Attributes:
         block: seconds of a block, where one of ShardWeights is one second of the port.
@@ -146,14 +146,14 @@ class Pacer:
         return True
 
     def _rather_waits(self, moves: list[Need]) -> bool:
-        """Whether a message follows soon on the same way, so that posting it waits."""
+        """Return whether a transfer follows soon on the same way, so that posting it waits."""
         if not self._possible(moves):
             return False
         soon = self.port.left() <= self.pace.block * self.pace.patience
         return bool(soon and self.port.queues[moves[-1][0][0] % 2])
 
     def _saves(self) -> bool:
-        """Whether the next block is kept for later, while shards are under way."""
+        """Return whether the next block is kept for later, while shards are under way."""
         arriving = any(kind < 2 for queue in self.port.queues for (kind, _), _ in queue)
         few = self.unawaited <= self.pace.saved
         return bool(arriving and few and self.ready and self.ready[0][0] == NEVER)
@@ -187,7 +187,7 @@ class Pacer:
 
 
 KV_PRIORITY_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
-"""How dear a KV shard's arrival is taken to be, beside its bytes; the likeliest first."""
+"""Weights of a KV shard relative to its bytes, in the order in which they are tried."""
 
 
 def least_held(rows: int, columns: int) -> int:

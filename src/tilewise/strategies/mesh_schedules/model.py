@@ -1,9 +1,9 @@
 """A model of a mesh tile's rank: one port, two neighbours, one block at a time.
 
-The model is the simulator's where all ranks do the same: a rank runs its program in order, messages
-to one neighbour go one after the other, and those to both share the port evenly. It knows shards by
-local index only and takes microseconds a step, so that many orders can be tried while a plan is
-built.
+The model is the simulator's where all ranks do the same: a rank runs its program in order,
+transfers to one neighbour go one after the other, and those to both share the port evenly. It knows
+shards by local index only and takes microseconds a step, so that many orders can be tried while a
+plan is built.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def moved(shape: tuple[int, int], costs: ShardWeights) -> float:
-    """What all messages of a tile cost; 1 if there are none."""
+    """Return the bytes of all transfers of a tile; 1 if there are none."""
     lengths = [size - 1 for size in (*shape, *shape)]
     return sum(length * cost for length, cost in zip(lengths, costs, strict=True)) or 1.0
 
@@ -39,14 +39,14 @@ class TileStep(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What arrives and what leaves, each in order."""
+    """The receives and the sends of a rank, each in order."""
 
     receives: tuple[Need, ...]
     sends: tuple[Need, ...]
 
 
 class Port:
-    """Two queues of messages that share one port, side by side, each in order."""
+    """Two queues of transfers that share one port, side by side, each in order."""
 
     def __init__(self) -> None:
         self.queues: tuple[list[tuple[Move, float]], ...] = ([], [])
@@ -64,7 +64,7 @@ class Port:
         return sum(seconds for queue in self.queues for _, seconds in queue)
 
     def next_end(self) -> float:
-        """Seconds until the next message is through."""
+        """Seconds until the next transfer is through."""
         heads = [queue[0][1] for queue in self.queues if queue]
         return min(heads) * len(heads)
 
@@ -93,7 +93,7 @@ class Port:
 
 
 def seconds_of(tile_steps: Iterable[TileStep], costs: ShardWeights, block: float) -> float:
-    """How long the steps take if a block takes so long."""
+    """Return the seconds that the steps take if a block takes so long."""
     port, arrived = Port(), {(kind, 0) for kind in range(4)}
 
     def wait(move: Move) -> None:

@@ -191,7 +191,7 @@ class TooSmallError(ValueError):
 
 
 class Prices(NamedTuple):
-    """What a row costs to move (one unit: a row of q), and the mean area of a rank."""
+    """Prices of moving a row (one unit: a row of q), and the mean area of a rank."""
 
     q: float
     kv: float

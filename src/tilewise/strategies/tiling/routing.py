@@ -31,7 +31,7 @@ class RowReaders(NamedTuple):
 
 
 class RoutedTransfer(NamedTuple):
-    """One transfer; level: how many hops of its tree have to be over before it."""
+    """One transfer; level: how many transfers of its tree have to be over before it."""
 
     item: Item
     rows: Rows | None
@@ -41,7 +41,7 @@ class RoutedTransfer(NamedTuple):
 
 
 def received(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> np.ndarray:
-    """Units (a row of q) every rank receives in forward, with trees as `hops` builds them."""
+    """Units (a row of q) every rank receives in forward, with trees as `transfers` builds them."""
     load = _fixed(flows, n, kv_bytes)[0]
     for f in sorted(flows, key=lambda f: -f.size * len(f.q)):
         if f.q:
@@ -49,7 +49,7 @@ def received(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> np.ndarray
     return np.array(load)
 
 
-def hops(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[RoutedTransfer]:
+def transfers(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[RoutedTransfer]:
     """Every transfer of both passes: copies from the owner down a tree, partials up another."""
     into, out, back = _fixed(flows, n, kv_bytes)
     q, kv = Side.Q, Side.KV
@@ -167,9 +167,11 @@ def assemble(
         kv_bytes: bytes of a row's k and v beside those of its q.
     """
     n = made_for[1].world_size
-    moves = hops(flows, n, kv_bytes)
+    moves = transfers(flows, n, kv_bytes)
     mine = touching(moves, n)
-    last = max((hop.level + 1 for hop in moves if hop.item.role is Role.OPERAND), default=0)
+    last = max(
+        (transfer.level + 1 for transfer in moves if transfer.item.role is Role.OPERAND), default=0
+    )
 
     def script(rank: int) -> tuple[RankStep, ...]:
         return _steps(rank, mine[rank], work.cells[rank], last)
@@ -179,27 +181,27 @@ def assemble(
     return Plan(name, n, 1, (owners, owners), script=script, cuts=work.cuts, traits=traits)
 
 
-def touching(hops: Sequence[Any], n: int) -> list[list[Any]]:
-    """By rank the hops that it sends or receives."""
+def touching(transfers: Sequence[Any], n: int) -> list[list[Any]]:
+    """By rank the transfers that it sends or receives."""
     mine: list[list[Any]] = [[] for _ in range(n)]
-    for hop in hops:
-        mine[hop.src].append(hop)
-        mine[hop.dst].append(hop)
+    for transfer in transfers:
+        mine[transfer.src].append(transfer)
+        mine[transfer.dst].append(transfer)
     return mine
 
 
 def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last: int):
-    """One rank's part: its hops and its tiles; last: the step at which every operand is there."""
+    """One rank's part: its transfers and its tiles; last: the step by which operands are there."""
     s, arrived = RankBuilder(rank), ({}, {})
-    for hop in touching:
-        side, role, shard, _ = hop.item
-        s.at(hop.level if role is Role.OPERAND else last + 1 + side + hop.level)
-        if hop.src == rank:
-            s.send(hop.item, hop.dst, hop.rows)
+    for transfer in touching:
+        side, role, shard, _ = transfer.item
+        s.at(transfer.level if role is Role.OPERAND else last + 1 + side + transfer.level)
+        if transfer.src == rank:
+            s.send(transfer.item, transfer.dst, transfer.rows)
         else:
-            s.recv(hop.item, hop.src, hop.rows)
+            s.recv(transfer.item, transfer.src, transfer.rows)
             if role is Role.OPERAND:
-                arrived[side][shard] = hop.level + 1
+                arrived[side][shard] = transfer.level + 1
     for step, q, kv in _tiles(cells, arrived, last):
         s.at(step).tile(q, kv)
     return s.done()

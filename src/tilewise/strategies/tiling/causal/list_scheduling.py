@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
     """What travels when, and by step and rank the tiles: some Q pieces by some KV pieces."""
 
     pieces: tuple[ChunkRun, ...]
-    hops: tuple[TimedTransfer, ...]
+    transfers: tuple[TimedTransfer, ...]
     tiles: tuple[tuple[tuple[Cell, ...], ...], ...]
 
 
@@ -59,7 +59,7 @@ def schedule(
         ]
     )
     run = _Scheduler(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
-    hops: list[TimedTransfer] = []
+    transfers: list[TimedTransfer] = []
     tiles: list[tuple[tuple[Cell, ...], ...]] = []
     while run.unfinished():
         room = _Room(len(blocks), step_bytes)
@@ -67,10 +67,10 @@ def schedule(
         tiles.append(tuple(rank.compute() for rank in run.ranks))
         assert sends or any(tiles[-1]), "every step must move or compute something"
         run.arrive(sends)
-        hops += sends
+        transfers += sends
     for most in (step_bytes, 2 * step_bytes):  # first what fits the steps, then the rest
-        hops = level(hops, [p.owner for p in pieces], weights, len(blocks), most)
-    return Schedule(pieces, tuple(hops), tuple(tiles))
+        transfers = level(transfers, [p.owner for p in pieces], weights, len(blocks), most)
+    return Schedule(pieces, tuple(transfers), tuple(tiles))
 
 
 class _Room:
@@ -113,13 +113,13 @@ class _Scheduler:
 
     def operands(self, room: _Room, step: int) -> list[TimedTransfer]:
         """In rounds, each rank takes the best it can get, from the holder that sends least."""
-        hops: list[TimedTransfer] = []
+        transfers: list[TimedTransfer] = []
         asking = [r for r, rank in enumerate(self.ranks) if rank.missing.any()]
         while asking:
-            served = [hop for r in asking if (hop := self._serve(r, room, step))]
-            asking = [hop.dst for hop in served]
-            hops += served
-        return hops
+            served = [transfer for r in asking if (transfer := self._serve(r, room, step))]
+            asking = [transfer.dst for transfer in served]
+            transfers += served
+        return transfers
 
     def _serve(self, r: int, room: _Room, step: int) -> TimedTransfer | None:
         for piece in self.ranks[r].wishes() if room.into[r] > 0 else ():
@@ -135,7 +135,7 @@ class _Scheduler:
 
     def partials(self, room: _Room, step: int) -> list[TimedTransfer]:
         """Each finished partial goes to the owner or a reader yet to send, who receives least."""
-        hops: list[TimedTransfer] = []
+        transfers: list[TimedTransfer] = []
         for piece, waiting in enumerate(self.unsent):
             ready = [r for r in waiting if piece in self.ranks[r].finished]
             takers: set[int] = set()
@@ -146,8 +146,8 @@ class _Scheduler:
                     if dst in waiting:
                         waiting[dst] += rounded
                     takers.add(dst)
-                    hops.append(TimedTransfer(step, piece, True, r, dst))
-        return hops
+                    transfers.append(TimedTransfer(step, piece, True, r, dst))
+        return transfers
 
     def _taker(self, piece: int, r: int, room: _Room) -> int | None:
         """Who takes a partial from a reader, None if nobody has room."""
@@ -161,11 +161,11 @@ class _Scheduler:
             room.take(r, dst, cost)
         return dst
 
-    def arrive(self, hops: Iterable[TimedTransfer]) -> None:
-        for hop in hops:
-            if not hop.partial:
-                self.holders[hop.piece].append(hop.dst)
-                self.ranks[hop.dst].arrive(hop.piece)
+    def arrive(self, transfers: Iterable[TimedTransfer]) -> None:
+        for transfer in transfers:
+            if not transfer.partial:
+                self.holders[transfer.piece].append(transfer.dst)
+                self.ranks[transfer.dst].arrive(transfer.piece)
 
 
 Cell = tuple[tuple[int, ...], tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Give hops of the busiest ranks to others that can do them in the same step.
+"""Give transfers of the busiest ranks to others that can do them in the same step.
 
 An operand may come from any rank that had it when the step began; a partial may go to its owner, or
 to any rank that sends its own later and has not gathered too many.
@@ -26,7 +26,7 @@ class TimedTransfer(NamedTuple):
 
 
 def level(
-    hops: Sequence[TimedTransfer],
+    transfers: Sequence[TimedTransfer],
     owners: Sequence[int],
     weights: np.ndarray,
     world_size: int,
@@ -35,13 +35,13 @@ def level(
     """Lower the most bytes sent by choice of sources, then the most received by choice of takers.
 
     Args:
-        hops: in the order of their steps.
+        transfers: in the order of their steps.
         owners: of each piece.
         weights: bytes [passes, pieces, (operand, partial)]; a rank is as busy as in its busiest
             pass, compared with the mean of that pass.
         room: no rank is given more bytes than that in one step, all passes together.
     """
-    out = list(hops)
+    out = list(transfers)
     for partial in (False, True) if out else ():
         search = _Search(out, partial, owners, _Load(out, partial, weights, world_size), room)
         search.descend(weights[:, :, int(partial)].sum(0).tolist())
@@ -51,8 +51,10 @@ def level(
 class _Load:
     """Bytes that ranks send, or receive: by step, and by pass as a multiple of that pass's mean."""
 
-    def __init__(self, hops: list[TimedTransfer], into: bool, weights: np.ndarray, world_size: int):
-        step, piece, late, src, dst = np.array(hops, np.int64).T
+    def __init__(
+        self, transfers: list[TimedTransfer], into: bool, weights: np.ndarray, world_size: int
+    ):
+        step, piece, late, src, dst = np.array(transfers, np.int64).T
         end, cost = (dst if into else src), weights[:, piece, late]
         by_step = np.zeros((step.max() + 1, world_size))
         np.add.at(by_step, (step, end), cost.sum(0))
@@ -65,13 +67,13 @@ class _Load:
         self.busy = [max(shares) for shares in self.shares]
 
     def after(self, rank: int, piece: int) -> float:
-        """How busy the rank would be with a hop of this piece more."""
+        """How busy the rank would be with a transfer of this piece more."""
         return max(map(sum, zip(self.shares[rank], self.costs[piece], strict=True)))
 
-    def move(self, hop: TimedTransfer, cost: float, src: int, dst: int) -> None:
+    def move(self, transfer: TimedTransfer, cost: float, src: int, dst: int) -> None:
         for rank, sign in ((src, -1), (dst, 1)):
-            self.by_step[hop.step][rank] += sign * cost
-            mine, change = self.shares[rank], self.costs[hop.piece]
+            self.by_step[transfer.step][rank] += sign * cost
+            mine, change = self.shares[rank], self.costs[transfer.piece]
             mine[:] = [x + sign * y for x, y in zip(mine, change, strict=True)]
             self.busy[rank] = max(mine)
 
@@ -79,51 +81,55 @@ class _Load:
 class _Trees:
     """The ways of the partials home, and how often each value was rounded on its way."""
 
-    def __init__(self, hops: list[TimedTransfer], num_pieces: int):
+    def __init__(self, transfers: list[TimedTransfer], num_pieces: int):
         self.next: list[dict[int, int]] = [{} for _ in range(num_pieces)]
         self.rounded: list[dict[int, int]] = [{} for _ in range(num_pieces)]
-        for hop in hops:
-            if hop.partial:
-                rounded = self.rounded[hop.piece]
-                rounded[hop.src] = rounded.get(hop.src, 0) + 1
-                rounded[hop.dst] = rounded.get(hop.dst, 0) + rounded[hop.src]
-                self.next[hop.piece][hop.src] = hop.dst
+        for transfer in transfers:
+            if transfer.partial:
+                rounded = self.rounded[transfer.piece]
+                rounded[transfer.src] = rounded.get(transfer.src, 0) + 1
+                rounded[transfer.dst] = rounded.get(transfer.dst, 0) + rounded[transfer.src]
+                self.next[transfer.piece][transfer.src] = transfer.dst
 
     def _way(self, piece: int, rank: int) -> Iterator[int]:
         while rank in self.next[piece]:
             yield rank
             rank = self.next[piece][rank]
 
-    def fits(self, hop: TimedTransfer, dst: int) -> bool:
+    def fits(self, transfer: TimedTransfer, dst: int) -> bool:
         """Whether no value on the way from dst home would gather too many roundings."""
-        rounded, before = self.rounded[hop.piece], set(self._way(hop.piece, hop.dst))
-        limit = REACH - rounded[hop.src]
-        return all(r in before or rounded[r] <= limit for r in self._way(hop.piece, dst))
+        rounded, before = self.rounded[transfer.piece], set(self._way(transfer.piece, transfer.dst))
+        limit = REACH - rounded[transfer.src]
+        return all(r in before or rounded[r] <= limit for r in self._way(transfer.piece, dst))
 
-    def move(self, hop: TimedTransfer, dst: int) -> None:
-        rounded = self.rounded[hop.piece]
-        for start, sign in ((hop.dst, -1), (dst, 1)):
-            for rank in self._way(hop.piece, start):
-                rounded[rank] += sign * rounded[hop.src]
-        self.next[hop.piece][hop.src] = dst
+    def move(self, transfer: TimedTransfer, dst: int) -> None:
+        rounded = self.rounded[transfer.piece]
+        for start, sign in ((transfer.dst, -1), (dst, 1)):
+            for rank in self._way(transfer.piece, start):
+                rounded[rank] += sign * rounded[transfer.src]
+        self.next[transfer.piece][transfer.src] = dst
 
 
 class _Search:
-    """Local search over one end of the hops of one role."""
+    """Local search over one end of the transfers of one role."""
 
-    def __init__(self, hops: list, partial: bool, owners: Sequence[int], load: _Load, room: float):
-        self.hops, self.load, self.room, self.partial = hops, load, room, partial
-        self.trees = _Trees(hops, len(owners)) if partial else None
+    def __init__(
+        self, transfers: list, partial: bool, owners: Sequence[int], load: _Load, room: float
+    ):
+        self.transfers, self.load, self.room, self.partial = transfers, load, room, partial
+        self.trees = _Trees(transfers, len(owners)) if partial else None
         self.mine: list[set[int]] = [set() for _ in load.busy]
         at_home = len(load.by_step) if partial else -1
         self.since: list[dict[int, int]] = [{home: at_home} for home in owners]
-        for index, hop in enumerate(hops):
-            if hop.partial == partial:
-                self.mine[hop.dst if partial else hop.src].add(index)
-                self.since[hop.piece][hop.src if partial else hop.dst] = hop.step
+        for index, transfer in enumerate(transfers):
+            if transfer.partial == partial:
+                self.mine[transfer.dst if partial else transfer.src].add(index)
+                self.since[transfer.piece][transfer.src if partial else transfer.dst] = (
+                    transfer.step
+                )
 
     def descend(self, costs: list[float]) -> None:
-        """Move hops of the busiest rank to the least busy ranks able to do them, while that helps.
+        """Move transfers of the busiest rank to less busy ranks that can do them, while that helps.
 
         Args:
             costs: bytes of each piece, all passes together.
@@ -145,30 +151,32 @@ class _Search:
     def _options(self, rank: int, costs: list[float]) -> Iterator[tuple[float, int, int]]:
         busy, late = self.load.busy, self.partial
         for index in self.mine[rank]:
-            hop = self.hops[index]
-            room = self.room - costs[hop.piece]
-            below = busy[rank] - self.load.least[hop.piece]
-            loads = self.load.by_step[hop.step]
-            for other, at in self.since[hop.piece].items():
-                able = busy[other] < below and (at > hop.step if late else at < hop.step)
-                if able and loads[other] <= room and other not in (hop.src, hop.dst):
+            transfer = self.transfers[index]
+            room = self.room - costs[transfer.piece]
+            below = busy[rank] - self.load.least[transfer.piece]
+            loads = self.load.by_step[transfer.step]
+            for other, at in self.since[transfer.piece].items():
+                able = busy[other] < below and (at > transfer.step if late else at < transfer.step)
+                if able and loads[other] <= room and other not in (transfer.src, transfer.dst):
                     yield busy[other], index, other
 
     def _move(self, index: int, rank: int, other: int, costs: list[float]) -> bool:
-        """Let other do a hop of rank's, if it still can and would be less busy than rank is."""
-        hop = self.hops[index]
-        cost = costs[hop.piece]
+        """Let other do a transfer of rank's, if it can and would be less busy than rank is."""
+        transfer = self.transfers[index]
+        cost = costs[transfer.piece]
         if (
-            (hop.dst if self.partial else hop.src) != rank
-            or self.load.by_step[hop.step][other] + cost > self.room
-            or self.load.after(other, hop.piece) >= self.load.busy[rank] - 1e-9
-            or (self.trees is not None and not self.trees.fits(hop, other))
+            (transfer.dst if self.partial else transfer.src) != rank
+            or self.load.by_step[transfer.step][other] + cost > self.room
+            or self.load.after(other, transfer.piece) >= self.load.busy[rank] - 1e-9
+            or (self.trees is not None and not self.trees.fits(transfer, other))
         ):
             return False
         if self.trees is not None:
-            self.trees.move(hop, other)
-        self.hops[index] = hop._replace(dst=other) if self.partial else hop._replace(src=other)
+            self.trees.move(transfer, other)
+        self.transfers[index] = (
+            transfer._replace(dst=other) if self.partial else transfer._replace(src=other)
+        )
         self.mine[rank].discard(index)
         self.mine[other].add(index)
-        self.load.move(hop, cost, rank, other)
+        self.load.move(transfer, cost, rank, other)
         return True

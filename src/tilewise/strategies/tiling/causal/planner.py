@@ -24,19 +24,19 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
     @cache
     def by_rank():
         made = schedule()
-        return made, touching(made.hops, n)
+        return made, touching(made.transfers, n)
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        (pieces, _, tiles), hops = by_rank()
+        (pieces, _, tiles), transfers = by_rank()
         s = RankBuilder(rank)
-        for hop in hops[rank]:
-            piece, s = pieces[hop.piece], s.at(hop.step)
+        for transfer in transfers[rank]:
+            piece, s = pieces[transfer.piece], s.at(transfer.step)
             for chunk in range(piece.start, piece.stop):
-                item = (partial if hop.partial else operand)(piece.side, chunk)
-                if hop.src == rank:
-                    s.send(item, hop.dst)
+                item = (partial if transfer.partial else operand)(piece.side, chunk)
+                if transfer.src == rank:
+                    s.send(item, transfer.dst)
                 else:
-                    s.recv(item, hop.src)
+                    s.recv(item, transfer.src)
         for step, row in enumerate(tiles):
             for cell in row[rank]:
                 q, kv = ([c for i in cell[x] for c in range(*pieces[i][1:3])] for x in Side)
