@@ -1,9 +1,7 @@
-"""`tilewise mask` and `tilewise masks`, as their users type them, and the figures behind them."""
+"""`tilewise mask` as its users type it, and the figures behind it."""
 
 import json
 import sys
-from functools import cache
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
@@ -21,20 +19,11 @@ from tilewise.tools.mask_report import figures
 from tilewise.tools.mask_report.figures import (
     PLANS,
     MaskCase,
-    RankLoad,
     imbalance,
     load,
     planned,
 )
 from tilewise.tools.mask_report.named import drawn
-from tilewise.tools.mask_report.table import (
-    PatternRow,
-    by_draw,
-    document_row,
-    joined,
-    pattern_row,
-    span,
-)
 from tilewise.tools.mask_report.view import view
 
 SMALL = ("--num-tokens", "1000", "--world-size", "3")
@@ -114,12 +103,6 @@ def test_a_terminal_gets_colours(cells: int):
         (["mask", "causal", "--corpus", "x"], "corpus 'x' is not known; take one of"),
         (["mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),
         (["mask", "causal", "--num-tokens", "9", "--png", "no/where/x.png"], "is no folder"),
-        (["masks", "--world-size", "0"], "world_size (0) must be from 1 to 512"),
-        (["masks", "--tokens-per-rank", "0"], "tokens_per_rank (0) must be from 1"),
-        (["masks", "--heads", "32:"], "must be query:KV heads such as 32:8, or 32"),
-        (["masks", "--heads", "32:5"], "num_heads (32) must be a multiple"),
-        (["masks", "--heads", "0:0"], "heads ('0:0') must be query:KV heads"),
-        (["masks", "--seeds", "0"], "seeds (0) must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(words: list[str], part: str):
@@ -127,34 +110,6 @@ def test_bad_input_is_one_line_and_code_2(words: list[str], part: str):
     assert ended.exit_code == 2
     assert part in ended.stderr and ended.stdout == ""
     assert ended.stderr.startswith("tilewise: ") and ended.stderr.count("\n") == 1
-
-
-def test_masks_has_a_line_for_every_pattern(monkeypatch: pytest.MonkeyPatch):
-    command = import_module("tilewise.tools.cli.masks")
-    monkeypatch.setattr(command, "pattern_row", cache(command.pattern_row))
-    small = ("--world-size", "2", "--tokens-per-rank", "128", "--seeds", "1")
-    shown = tilewise("masks", *small)
-    assert shown.exit_code == 0, shown.output
-    lines = [line.split()[0] for line in shown.stdout.splitlines() if line.strip()]
-    assert all(lines.count(name) == 2 for name in tw.masks.ALL_NAMES)
-    rows = json.loads(tilewise("masks", *small, "--json").stdout)
-    assert [row["mask"] for row in rows] == list(tw.masks.ALL_NAMES)
-    assert rows[0]["area"] == 1 and rows[0]["bytes"]["ring"] == {"mean": 1, "busiest": 1}
-
-
-def test_documents_has_a_line_for_every_corpus():
-    small = ("--documents", "--world-size", "4", "--tokens-per-rank", "512", "--seeds", "1")
-    shown = tilewise("masks", *small)
-    assert shown.exit_code == 0, shown.output
-    assert shown.stdout.count("64:64") == shown.stdout.count("64:8") == 4
-    rows = json.loads(tilewise("masks", *small, "--heads", "8:2", "--json").stdout)
-    assert [(row["corpus"], row["mix"]) for row in rows] == [
-        ("prolong512k", 0),
-        ("pile", 0),
-        ("prolong512k", 0.6),
-        ("pile", 0.6),
-    ]
-    assert all(row["heads"] == "8:2" and set(row["bytes"]) == set(PLANS) for row in rows)
 
 
 @pytest.mark.parametrize("name", ["causal_document", "sliding_window", "block_sparse_variable"])
@@ -181,44 +136,6 @@ def test_bytes_are_those_of_volume(name: str, who: str):
 def test_an_unknown_plan_is_refused():
     with pytest.raises(ValueError, match="plan 'x' is not known; take one of ring, mesh"):
         planned(tw.Full(), CASE, "x")
-
-
-def test_one_rank_sends_nothing():
-    row = pattern_row("causal_document", MaskCase(1, 500, 4, 4, 16), seed=0)
-    assert all(moved == RankLoad(0, 0) for moved in row.bytes.values())
-    assert set(row.imbalance.values()) == {1.0} and set(row.areas.values()) == {1.0}
-
-
-def test_seeds_are_joined():
-    def row(area: float, ratio: float, sent: float) -> PatternRow:
-        one = {"x": ratio}
-        return PatternRow("m", area, one, {"x": RankLoad(sent, 2 * sent)}, one, {"x": area}, one)
-
-    assert joined([row(0.2, 1.5, 0.1), row(0.4, 1.0, 0.3)]) == (
-        "m",
-        pytest.approx(0.3),
-        {"x": 1.5},
-        {"x": pytest.approx((0.2, 0.4))},
-        {"x": 1.5},
-        {"x": pytest.approx(0.3)},
-        {"x": 1.5},
-    )
-    assert span([0.1, 0.1]) == "0.100" and span([0.2, 0.1]) == "0.100-0.200"
-
-
-def test_draws_of_one_workload_are_put_together():
-    rows = [document_row(("pile", 4, 0.0), CASE, seed) for seed in (0, 1)]
-    other = document_row(("pile", 1, 0.6), CASE, 0)
-    assert list(by_draw([rows[0], other, rows[1]])) == [rows, [other]]
-
-
-def test_only_what_is_drawn_differs_by_seed():
-    from tilewise.tools.mask_report.table import FIXED, seeds_of
-
-    for name in tw.masks.ALL_NAMES:
-        same = drawn(name, 4096, 0) == drawn(name, 4096, 1)
-        assert same == (name in FIXED)
-        assert list(seeds_of(name, 3)) == ([0] if same else [0, 1, 2])
 
 
 def test_layouts_of_the_table_are_those_of_the_package():

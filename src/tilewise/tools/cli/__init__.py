@@ -11,7 +11,6 @@ from tilewise.tools.cli.demo import demo
 from tilewise.tools.cli.doctor import doctor
 from tilewise.tools.cli.lab import lab_app
 from tilewise.tools.cli.mask import mask_command
-from tilewise.tools.cli.masks import masks_command
 from tilewise.tools.cli.parity import parity
 from tilewise.tools.cli.plan import plan_command
 from tilewise.tools.cli.report import report_command
@@ -42,7 +41,6 @@ for command in (
     plan_command,
     simulate_command,
     mask_command,
-    masks_command,
     parity,
     doctor,
     report_command,
