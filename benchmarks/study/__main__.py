@@ -45,7 +45,16 @@ STUDIES = MappingProxyType(
     }
 )
 LEFT_OUT = ("layout", "wire_dtype", "wire", "save", "v_head_dim")
-USUAL_TOKENS = "1M"
+USUAL = MappingProxyType(
+    {
+        "num_tokens": "1M",
+        "heads": "32:32",
+        "head_dim": 128,
+        "mask": "full",
+        "dtype": "bfloat16",
+        "machine": "h100x8",
+    }
+)
 
 
 class StudyOptions(NamedTuple):
@@ -64,7 +73,7 @@ class StudyOptions(NamedTuple):
 def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies: scaling, memory, tiles, schedules, masks and a model's step.
 
-    All but the measured memory is simulated. Unless given: 1M tokens, 32:32 heads, full mask.
+    All but the measured memory is simulated.
     """
     with refusing_bad_input():
         for path in (options.output, options.page):
@@ -74,9 +83,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             raise ValueError(
                 f"study {unknown[0]!r} is not known; take some of {', '.join(STUDIES)}, or all"
             )
-        usual = {"num_tokens": USUAL_TOKENS, "heads": "32:32", "mask": "full"}
-        given = {name: value for name, value in about._asdict().items() if value is not None}
-        about = WorkOptions(**{**usual, **given})
+        about = about.filled(USUAL)
         machine = read_machine_option(about.machine)
         work = replace(workload_of(about, 1), layout="zigzag")
         if work.mask not in (Full(), Causal()):
@@ -107,7 +114,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
 
 
 app = typer.Typer(pretty_exceptions_show_locals=False)
-app.command()(command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT))
+app.command()(command_of(_study, StudyOptions, WorkOptions, without=LEFT_OUT, usual=USUAL))
 
 if __name__ == "__main__":
     app()

@@ -109,6 +109,31 @@ def test_strategies_that_see_the_mask_are_shown_and_simulated(name: str):
     assert ended.exit_code == 2 and "needs --world-size" in ended.stderr
 
 
+def test_the_code_of_a_candidate_is_that_of_its_workload(tmp_path: Path):
+    work = tw.Workload(96, 4, 2, 16, "float32", mask=tw.Causal())
+    best = tw.search(work, tw.Machine.preset("cpu-gloo"), world_size=2)[0]
+    path = tmp_path / "plan.json"
+    path.write_text(best.to_json())
+    shown = tilewise("show", str(path), "--code")
+    wanted = best.plan.code(best.own_work, 0, False)
+    assert shown.stdout.splitlines()[:-1] == list(wanted.listing()), shown.output
+
+
+def test_help_shows_what_is_usual_for_a_command():
+    pages = [tilewise(*words, "--help").stdout for words in (("simulate",), ("lab", "run"))]
+    assert "(32:8)" in pages[0] and "(causal)" in pages[0]
+    assert "(16:16)" in pages[1] and "(full)" in pages[1]
+    assert "--num-tokens" in pages[0] and "--num-tokens" not in pages[1]
+
+
+def test_the_code_of_a_rank_has_the_widths_and_wire_that_are_asked_for():
+    words = ("show", "ring(2)", "--code", "--heads", "4:2", "--head-dim", "16")
+    plain = tilewise(*words, "--dtype", "float32").stdout
+    coded = tilewise(*words, "--dtype", "float32", "--wire", "float8").stdout
+    sent = [int(text.rsplit("sent: ", 1)[1].split()[0]) for text in (plain, coded)]
+    assert sent[0] == 2 * 8 * 2 * 16 * 4 and 0 < sent[1] < sent[0]
+
+
 def test_one_ranks_steps_are_shown():
     shown = tilewise("show", "ring(4)", "--rank", "2").stdout
     assert "rank 2" in shown and "q2xkv1" in shown and "q1xkv" not in shown

@@ -120,7 +120,7 @@ def test_of_the_nics_the_first_free_is_taken():
 
 
 def test_without_a_lab_the_command_says_so_and_is_no_faster_than_its_nics():
-    words = ["--tokens-per-rank", "512", "--num-heads", "4", "--head-dim", "16", "--mbit", "20"]
+    words = ["--tokens-per-rank", "512", "--heads", "4", "--head-dim", "16", "--mbit", "20"]
     result = CliRunner().invoke(app, ["lab", "run", "--limited", "--json", *SMALL, *words])
     assert result.exit_code == 0
     rows = json.loads(result.stdout)["rows"]
@@ -148,7 +148,7 @@ def test_without_root_the_command_says_so_and_falls_back(monkeypatch: pytest.Mon
         ("--strategy rong(2)", "strategy 'rong' is not known"),
         ("--mbit 0", "mbit (0.0) must be from 1 to 100000"),
         ("--mask nothing", "mask 'nothing' is not known"),
-        ("--num-heads 3 --strategy ulysses(2)", "degree"),
+        ("--heads 3 --strategy ulysses(2)", "degree"),
         ("--layout spiral", "layout 'spiral' is not known; take one of own"),
     ],
 )

@@ -1,23 +1,25 @@
 """tilewise lab: strategies on a network made for it, and what such networks leave behind."""
 
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from tilewise.arguments import dtype_name
-from tilewise.expressions import WIRE
+from tilewise.expressions import WIRE, read_heads
 from tilewise.strategies.catalog import near_square
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise.tools.bench.our_strategies import Strategy, strategy
 from tilewise.tools.bench.worlds import Blamed, world_on
 from tilewise.tools.calibration.measure import TIMEOUT_SECONDS, Settings, last, on_rank
-from tilewise.tools.cli.options import AsJson, command_of, option
+from tilewise.tools.cli.options import AsJson, CaseOptions, command_of, option
 from tilewise.tools.cli.output import (
     as_bytes,
     check_writable,
@@ -37,7 +39,9 @@ from tilewise.tools.lab.site import LabError
 from tilewise.transport.processes import RankError
 from tilewise.workload import volume
 
-HEADS, HEAD_DIM = 16, 32
+USUAL: Mapping[str, Any] = MappingProxyType(
+    {"heads": "16:16", "head_dim": 32, "mask": "full", "layout": "zigzag", "dtype": "float32"}
+)
 
 lab_app = typer.Typer(
     help="A network on this machine: hosts as namespaces, NICs of a chosen speed (Linux, root).",
@@ -65,12 +69,6 @@ class LabOptions(NamedTuple):
     ] = None
     wire: Annotated[list[str] | None, option(f"Of every strategy in turn. {WIRE}")] = None
     tokens_per_rank: Annotated[int, option("Tokens of each rank.", min=1)] = 128
-    num_heads: Annotated[int, option("Query heads.")] = HEADS
-    num_kv_heads: Annotated[int | None, option("KV heads; as many unless given.")] = None
-    head_dim: Annotated[int, option("Elements of a head.")] = HEAD_DIM
-    dtype: Annotated[str, option("Of q, k and v.")] = "float32"
-    mask: Annotated[str, option("As in 'causal & window(63, 0)'; or a pattern.")] = "full"
-    layout: Annotated[str, option("contiguous, zigzag, striped, balanced or tiled.")] = "zigzag"
     backward: Annotated[bool, option("Forward and backward, or forward alone.")] = False
     prune: Annotated[bool, option("Leave out what the mask makes needless.")] = True
     repeats: Annotated[int, option("Timed rounds.", min=1)] = 5
@@ -80,10 +78,10 @@ class LabOptions(NamedTuple):
     as_json: AsJson = False
 
 
-def run(options: LabOptions) -> None:
+def run(options: LabOptions, about: CaseOptions) -> None:
     """Compare strategies on real sockets: interleaved, a ratio per repeat, bytes at the switch."""
     with refusing_bad_input():
-        case = _case(options)
+        case = _case(options, about.filled(USUAL))
         contenders = _contenders(options, case)
     timing = Timing(options.repeats, warmups=0, timeout_seconds=600.0, truth_pairs=1)
     with ExitStack() as stack:
@@ -136,26 +134,28 @@ def calibrate(
         write_output(output, machine.to_toml())
 
 
-lab_app.command("run")(command_of(run, LabOptions))
+lab_app.command("run")(
+    command_of(run, LabOptions, CaseOptions, without=["num_tokens"], usual=USUAL)
+)
 lab_app.command("clean")(clean_command)
 lab_app.command("calibrate")(calibrate)
 
 
-def _case(options: LabOptions) -> BenchCase:
+def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
+    assert about.heads and about.head_dim and about.mask and about.layout and about.dtype
     Lab(options.hosts, options.ranks_per_host, mbit=options.mbit)  # refuses numbers out of range
     name = "limited" if options.limited else "lab"
     network = LabNetwork(name, options.hosts, options.ranks_per_host, options.mbit)
     return BenchCase(
         "network",
-        options.mask,
+        about.mask,
         network.world_size * options.tokens_per_rank,
-        options.num_heads,
-        options.num_heads if options.num_kv_heads is None else options.num_kv_heads,
-        options.head_dim,
-        dtype_name(options.dtype),
+        *read_heads(about.heads),
+        about.head_dim,
+        dtype_name(about.dtype),
         which="both" if options.backward else "forward",
         world_size=network.world_size,
-        layout=options.layout,
+        layout=about.layout,
         network=network,
     )
 

@@ -3,10 +3,11 @@
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -61,15 +62,19 @@ def read_bytes(what: str, text: str) -> int:
 
 
 def command_of(
-    run: Callable[..., None], *options: Callable[..., Any], without: Collection[str] = ()
+    run: Callable[..., None],
+    *options: Callable[..., Any],
+    without: Collection[str] = (),
+    usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., None]:
-    """A command that makes values of its options and runs with them.
+    """Return a command that makes values of its options and runs with them.
 
     Args:
         run: its name and docstring are the command's.
-        options: NamedTuples, annotated as a command's arguments are, in a file without postponed
-            annotations.
+        options: NamedTuples or dataclasses, annotated as a command's arguments are, in a file
+            without postponed annotations.
         without: options that the command does not have.
+        usual: what --help shows as the default of options that are None where they are not given.
     """
     signatures = [inspect.signature(one) for one in options]
 
@@ -78,11 +83,15 @@ def command_of(
         run(*(one(**{n: words[n] for n in part}) for one, part in zip(options, parts, strict=True)))
 
     every = {name: p for signature in signatures for name, p in signature.parameters.items()}
-    kept = [p for name, p in every.items() if name not in without]
+    hints = {name: p.annotation for name, p in every.items() if name not in without}
+    for name, value in usual.items():
+        shown = copy(hints[name].__metadata__[0])
+        shown.show_default = str(value)
+        hints[name] = Annotated[hints[name].__origin__, shown]
+    kept = [every[name].replace(annotation=hint) for name, hint in hints.items()]
     command.__name__, command.__doc__ = run.__name__.removeprefix("_"), run.__doc__
     command.__signature__ = inspect.Signature(kept)  # pyright: ignore[reportFunctionMemberAccess]
-    hints = (get_type_hints(one, include_extras=True) for one in options)
-    command.__annotations__ = {name: hint for part in hints for name, hint in part.items()}
+    command.__annotations__ = hints
     return command
 
 
@@ -104,42 +113,53 @@ WorldSize = Annotated[int | None, option("Ranks, where only a name is given.", m
 TOKENS = "Of the whole sequence: 4096, 128K or 1M (in powers of 1024)."
 
 
-class WorkOptions(NamedTuple):
-    """A workload and a machine; what is None is a plan file's, or the usual."""
+@dataclass(frozen=True)
+class CaseOptions:
+    """The attention problem of a command; None is a plan file's, or usual for the command."""
 
     num_tokens: Annotated[str | None, option(TOKENS)] = None
-    heads: Annotated[str | None, option("Query:KV heads, as in 32:8, which is the default.")] = None
-    head_dim: Annotated[int | None, option("Numbers per head; 128 unless given.", min=1)] = None
-    v_head_dim: Annotated[int | None, option("Of v and out; head_dim unless given.", min=1)] = None
+    heads: Annotated[str | None, option("Query:KV heads, as in 32:8.")] = None
+    head_dim: Annotated[int | None, option("Numbers per head of q and k.", min=1)] = None
     mask: Annotated[
         str | None,
         option(
             f"As in 'causal & window(4095, 0)'. Known: {', '.join(MASKS)}, & and |; or a "
-            f"pattern, drawn with seed 0: {', '.join(masks.ALL_NAMES[2:])}. Causal unless given."
+            f"pattern, drawn with seed 0: {', '.join(masks.ALL_NAMES[2:])}."
         ),
     ] = None
-    machine: Annotated[
-        str | None, option("A preset, or the path of a TOML file; h100x8 unless given.")
-    ] = None
-    layout: Annotated[
-        str | None,
-        option(
-            f"{', '.join(LAYOUTS)} or tiled; unless given, the one that gives every rank "
-            "the same work under the mask."
-        ),
-    ] = None
-    dtype: Annotated[str | None, option("Of q, k and v; bfloat16 unless given.")] = None
-    wire_dtype: Annotated[
-        str | None, option("Of out, dq, dk and dv under way; that of q unless given.")
-    ] = None
+    layout: Annotated[str | None, option(f"{', '.join(LAYOUTS)} or tiled.")] = None
+    dtype: Annotated[str | None, option("Of q, k and v.")] = None
+
+    def filled(self, usual: Mapping[str, Any]) -> Self:
+        """Return these options with usual values in place of those that are None."""
+        return replace(self, **{k: v for k, v in usual.items() if getattr(self, k) is None})
+
+
+@dataclass(frozen=True)
+class WorkOptions(CaseOptions):
+    """A workload and a machine; what is None is a plan file's, or the usual."""
+
+    v_head_dim: Annotated[int | None, option("Numbers per head of v and out.", min=1)] = None
+    machine: Annotated[str | None, option("A preset, or the path of a TOML file.")] = None
+    wire_dtype: Annotated[str | None, option("Of out, dq, dk and dv under way.")] = None
     wire: Annotated[str | None, option(WIRE)] = None
-    save: Annotated[
-        str | None, option("replay or gathered: what backward does; the best unless given.")
-    ] = None
+    save: Annotated[str | None, option("replay or gathered: what backward does.")] = None
 
 
 MACHINE = "h100x8"
 USUAL: Mapping[str, Any] = MappingProxyType({"heads": "32:8", "head_dim": 128, "mask": "causal"})
+SHOWN_USUAL: Mapping[str, Any] = MappingProxyType(
+    {
+        **USUAL,
+        "layout": "the one that gives every rank the same work under the mask",
+        "dtype": "bfloat16",
+        "v_head_dim": "as --head-dim",
+        "machine": MACHINE,
+        "wire_dtype": "that of q",
+        "save": "the best",
+    }
+)
+"""What --help says of options that may be left out where a workload and a machine are asked for."""
 
 
 def workload_of(
@@ -154,7 +174,7 @@ def workload_of(
         planned: of a plan file: what the options leave open is as there.
         made_for: of a plan that sees the mask: its layout is the workload's.
     """
-    words: dict[str, Any] = {k: v for k, v in options._asdict().items() if v is not None}
+    words: dict[str, Any] = {k: v for k, v in asdict(options).items() if v is not None}
     words = words if planned else dict(USUAL) | words
     words.pop("machine", None)
     if words.get("save", "replay") not in ("replay", "gathered"):

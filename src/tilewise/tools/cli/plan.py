@@ -12,6 +12,7 @@ from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
+    SHOWN_USUAL,
     AsJson,
     WorkOptions,
     command_of,
@@ -74,7 +75,7 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         _print(Console(), best, shown, options.output)
 
 
-plan_command = command_of(plan, PlanOptions, WorkOptions)
+plan_command = command_of(plan, PlanOptions, WorkOptions, usual=SHOWN_USUAL)
 
 
 def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:

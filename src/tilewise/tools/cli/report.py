@@ -9,6 +9,7 @@ from rich.console import Console
 from tilewise.plan.ir import Plan
 from tilewise.simulation.machine import Machine
 from tilewise.tools.cli.options import (
+    SHOWN_USUAL,
     AsJson,
     WorkOptions,
     command_of,
@@ -85,4 +86,4 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
 
 
-report_command = command_of(_report, ReportOptions, WorkOptions)
+report_command = command_of(_report, ReportOptions, WorkOptions, usual=SHOWN_USUAL)

@@ -1,34 +1,32 @@
 """tilewise show: the grid of a plan."""
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tilewise.arguments import dtype_name, require_range
+from tilewise.arguments import require_range
 from tilewise.compiler.code import Code
 from tilewise.compiler.pruning import prune
-from tilewise.expressions import MASKS
-from tilewise.masks.base import Full
+from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import to_json
 from tilewise.plan.text import show as grid_text
+from tilewise.planning.candidate import Candidate
 from tilewise.tools.cli.options import (
-    MOST_TOKENS,
     AsJson,
     PlanText,
     WorkOptions,
     WorldSize,
     command_of,
-    layout_of,
     option,
     read_plans,
+    workload_of,
 )
 from tilewise.tools.cli.output import print_plain, refusing_bad_input
-from tilewise.tools.mask_report.figures import LAYOUTS
-from tilewise.tools.mask_report.named import mask_of
 from tilewise.workload import Workload
 
 STYLES = (("x", "bold cyan"), ("*", "yellow"), ("!", "magenta"))  # a word that holds the sign
@@ -92,86 +90,71 @@ def _cell(words: str) -> Text:
 MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 
+SIZES: Mapping[str, Any] = MappingProxyType({"heads": "8:8", "head_dim": 64, "dtype": "bfloat16"})
+USUAL: Mapping[str, Any] = MappingProxyType(
+    {**SIZES, "num_tokens": "8 a rank", "mask": "none, but full with --code", "layout": "zigzag"}
+)
+
+
 class ShowOptions(NamedTuple):
     """Options of `tilewise show`: which plan is drawn, and what of it."""
 
     strategy: PlanText
     world_size: WorldSize = None
-    mask: Annotated[
-        str | None,
-        option(
-            "Draw the plan pruned by this mask, as in 'causal & window(63, 0)'. "
-            f"Known: {', '.join(MASKS)}, & and |; or a pattern of tilewise mask."
-        ),
-    ] = None
-    layout: Annotated[
-        str | None,
-        option(f"Of the pruned plan: {', '.join(LAYOUTS)} or tiled; zigzag unless given."),
-    ] = None
-    num_tokens: Annotated[
-        int | None, option("Of the pruned plan; 8 a rank unless given.", min=1, max=MOST_TOKENS)
-    ] = None
     rank: Annotated[int | None, option("Show this rank's steps alone.", min=0)] = None
     code: Annotated[
         bool,
         option("List what the rank (0 unless given) runs: every copy, message, call and merge."),
     ] = False
     backward: Annotated[bool, option("With --code: of the backward pass.")] = False
-    num_heads: Annotated[int, option("With --code: query heads.", min=1)] = 8
-    num_kv_heads: Annotated[int, option("With --code: KV heads.", min=1)] = 8
-    head_dim: Annotated[int, option("With --code: of q, k and v.", min=1)] = 64
-    dtype: Annotated[str, option("With --code: of q, k and v.")] = "bfloat16"
     as_json: AsJson = False
 
 
-def show(options: ShowOptions) -> None:
-    """Draw a strategy's plan: what each rank computes and sends in each step."""
-    strategy, world_size, mask, layout, num_tokens, rank = options[:6]
+def show(options: ShowOptions, about: WorkOptions) -> None:
+    """Draw a strategy's plan: what each rank computes and sends in each step.
+
+    With --mask the plan is pruned, for --num-tokens tokens that lie by --layout. The other options
+    of the workload are for --code.
+    """
+    rank = options.rank
     with refusing_bad_input():
-        tokens = str(num_tokens or 8 * (world_size or 1))
-        about = WorkOptions(num_tokens=tokens, mask=mask, layout=layout)
-        plan, _ = read_plans(strategy, world_size, about)
+        eight_a_rank = {"num_tokens": str(8 * (options.world_size or 1))}
+        plan, planned = read_plans(options.strategy, options.world_size, about.filled(eight_a_rank))
         if options.code:
-            for line in code_lines(plan, options, tokens):
+            for line in code_lines(_work(plan, planned, about), plan, options):
                 print_plain(line)
             return
-        if mask is None and not plan.made_for and (num_tokens or layout):
+        if about.mask is None and not plan.made_for and (about.num_tokens or about.layout):
             raise ValueError("--layout and --num-tokens are of a plan pruned by --mask; add it")
         if plan.world_size > MOST_RANKS:
             raise ValueError(f"{plan.world_size} ranks cannot be shown, at most {MOST_RANKS} can")
         if rank is not None:
             require_range("--rank", rank, 0, plan.world_size - 1)
-        if mask is not None and not plan.made_for:
-            num_tokens = num_tokens or 8 * plan.world_size
-            seen = mask_of(mask, num_tokens)
-            where = layout_of(layout or "zigzag", seen, num_tokens, plan.world_size)
-            plan = prune(plan, seen, where)
+        if about.mask is not None and not plan.made_for:
+            work = _work(plan, None, about)
+            assert isinstance(work.layout, Layout)
+            plan = prune(plan, work.mask, work.layout)
     if options.as_json:
         print_plain(to_json(plan))
     else:
         draw(plan, Console(), rank)
 
 
-def code_lines(plan: Plan, options: ShowOptions, tokens: str) -> Iterator[str]:
+def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload:
+    """The workload for which a plan is shown: a file's, or that of the options."""
+    if planned is not None:
+        return workload_of(about, plan.world_size, planned.own_work, plan.made_for)
+    usual = {**SIZES, "num_tokens": str(8 * plan.world_size)}
+    if not plan.made_for:  # one that sees the mask is made for a causal one, unless told
+        usual |= {"mask": "full", "layout": "zigzag"}
+    return workload_of(about.filled(usual), plan.world_size, made_for=plan.made_for)
+
+
+def code_lines(work: Workload, plan: Plan, options: ShowOptions) -> Iterator[str]:
     """The listing of a rank's code, and what it takes."""
-    num_tokens = int(tokens) if options.num_tokens else 8 * plan.world_size
-    if plan.made_for:
-        mask, layout = plan.made_for
-    else:
-        mask = Full() if options.mask is None else mask_of(options.mask, num_tokens)
-        layout = layout_of(options.layout or "zigzag", mask, num_tokens, plan.world_size)
-    work = Workload(
-        num_tokens=layout.num_tokens,
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        dtype=dtype_name(options.dtype),
-        mask=mask,
-        layout=layout,
-    )
     code: Code = plan.code(work, options.rank or 0, options.backward)
     yield from code.listing()
     yield f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes"
 
 
-show_command = command_of(show, ShowOptions)
+show_command = command_of(show, ShowOptions, WorkOptions, without=["machine"], usual=USUAL)

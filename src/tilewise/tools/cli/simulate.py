@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tilewise.simulation.simulator import Simulation, simulate
 from tilewise.tools.cli.options import (
+    SHOWN_USUAL,
     AsJson,
     PlanText,
     WorkOptions,
@@ -69,7 +70,7 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     console.print(_table(found))
 
 
-simulate_command = command_of(_simulate, SimulateOptions, WorkOptions)
+simulate_command = command_of(_simulate, SimulateOptions, WorkOptions, usual=SHOWN_USUAL)
 
 
 NAMES = (
