@@ -3,7 +3,6 @@
 import pickle
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from benchmarks.peers.adapter import CannotRunError, Words, words
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.case import BenchCase, LabNetwork, Timing
 from tilewise.tools.bench.contender import Contender
-from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
+from tilewise.tools.bench.engine import planned_rows, run_cases
 from tilewise.tools.bench.grid import contenders_of
 from tilewise.tools.bench.our_strategies import strategy
-from tilewise.tools.bench.results import Results
 
 RING, LLAMA3, USP, *WHOLE, TORCH_GATHERS, TORCH_EXCHANGES = contenders()
 TORCH = TORCH_GATHERS, TORCH_EXCHANGES
@@ -193,22 +191,21 @@ def test_a_missing_package_is_said(monkeypatch):
     assert RING.version == "not installed"
 
 
-def rows(path: Path, *cases: BenchCase) -> dict[tuple[str, str, str], dict]:
+def rows(*cases: BenchCase) -> dict[tuple[str, str, str], dict]:
     """What a run of our ring and all peers says, by mask, dtype and contender."""
     everyone = (strategy("ring"), *contenders())
-    settings = EngineSettings(Timing(repeats=1, warmups=0), Machine.preset("cpu-gloo"))
-    with Results(path) as results:
-        events = list(run_cases([(one, everyone) for one in cases], results, settings))
-    found = [event for event in events if not isinstance(event, Started)]
+    plan = [(one, everyone) for one in cases]
+    timing, machine = Timing(repeats=1, warmups=0), Machine.preset("cpu-gloo")
+    found = run_cases(planned_rows(plan, timing, machine))
     return {(row["mask"], row["dtype"], row["contender"]): row for row in found}
 
 
 @installed
 @pytest.mark.slow
-def test_errors_of_peers_show_and_ours_has_none(tmp_path: Path):
+def test_errors_of_peers_show_and_ours_has_none():
     masks = "causal", "full", "sliding_window_causal", "causal_document"
     asked = [case(mask) for mask in masks]
-    found = rows(tmp_path / "r.jsonl", *asked, case("causal", dtype="bfloat16"))
+    found = rows(*asked, case("causal", dtype="bfloat16"))
     for (_, _, name), row in found.items():
         assert row["outcome"] in ("ok", "unsupported"), row["message"]
         if name == "ring":
@@ -236,9 +233,9 @@ def test_errors_of_peers_show_and_ours_has_none(tmp_path: Path):
 
 @installed
 @pytest.mark.slow
-def test_bytes_of_peers_are_counted_alike(tmp_path: Path):
+def test_bytes_of_peers_are_counted_alike():
     """In shares of keys and values: of fp32 gradients two to a half-precision one."""
-    found = rows(tmp_path / "r.jsonl", case("full"), case("full", dtype="bfloat16"))
+    found = rows(case("full"), case("full", dtype="bfloat16"))
     share = 2 * 64 * 2 * 8 * 4
     for dtype, wide in (("float32", 1), ("bfloat16", 2)):
         unit = share / wide

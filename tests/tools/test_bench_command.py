@@ -81,6 +81,11 @@ def test_rows_are_printed_and_not_measured_twice(tmp_path: Path):
     }
     assert {row["key"] for row in rows} == {row["key"] for row in read_results(path).rows}
     assert json.loads(again.stdout)["rows"] == sorted(rows, key=lambda row: row["contender"])
+    assert len(path.read_text().splitlines()) == 2
+    retried = CliRunner().invoke(app, [*words, "-o", str(path), "--json", "--retry"])
+    assert json.loads(retried.stdout)["rows"][0] == json.loads(again.stdout)["rows"][0]
+    contenders = [json.loads(line)["contender"] for line in path.read_text().splitlines()]
+    assert contenders[2:] == ["cuda"]  # what was not ok, and only that, was run again
     table = CliRunner().invoke(app, [*words, "-o", str(path)])
     assert "1 ok" in table.stdout and "1 unsupported" in table.stdout and "causal" in table.stdout
 

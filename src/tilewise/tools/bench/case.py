@@ -138,7 +138,7 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """How often a case is run, and for how long.
+    """Number and length of the runs of a case.
 
     Args:
         truth_pairs: pairs of (sampled query, key) that the fp64 truth is computed for, at most.

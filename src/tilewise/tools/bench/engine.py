@@ -1,9 +1,9 @@
-"""Running cases: who is done, who cannot, who would not fit; then the rest side by side."""
+"""Running cases: who cannot, who would not fit; then the rest side by side."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -20,53 +20,47 @@ from tilewise.tools.bench.grid import Plan
 from tilewise.tools.bench.inputs import needed_bytes, write_inputs
 from tilewise.tools.bench.launched import Launched, LaunchedWorld
 from tilewise.tools.bench.measure import Job
-from tilewise.tools.bench.results import Results, Row
+from tilewise.tools.bench.results import Row
 from tilewise.tools.bench.rows import PlannedRow, finished_row, unfinished_row
 from tilewise.tools.bench.worlds import Blamed, World, world_on
 from tilewise.tools.lab.rate_limited import LINE_SHARE
 from tilewise.tools.outside import is_outside, version
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings that all cases of a run share.
+def planned_rows(plan: Plan, timing: Timing, machine: Machine | None = None) -> list[PlannedRow]:
+    """Return the rows that a plan asks for; those of one network follow each other.
 
     Args:
         machine: what predictions are for; None: assumed processors, and links as the network's.
     """
-
-    timing: Timing
-    machine: Machine | None = None
-    retry: bool = False  # rows that are not ok count as not finished
-    launched: Launched | None = None  # whose ranks run the cases; None: processes made here
-
-
-@dataclass(frozen=True)
-class Started:
-    """A case whose turn it is: the keys of all its rows, and how many are there already."""
-
-    case: BenchCase
-    keys: tuple[str, ...]
-    num_known: int
+    return [
+        PlannedRow(
+            _key(case, contender, timing),
+            case,
+            timing,
+            contender,
+            machine or assumed_machine(case.network, case.device),
+            Prediction(),
+        )
+        for case, contenders in sorted(plan, key=lambda entry: _network(entry[0]))
+        for contender in contenders
+    ]
 
 
-def run_cases(plan: Plan, results: Results, settings: EngineSettings) -> Iterator[Started | Row]:
-    """Run what is not in the results yet; yields each case before it runs, each row once written.
+def run_cases(planned: Iterable[PlannedRow], launched: Launched | None = None) -> Iterator[Row]:
+    """Measure rows, each yielded once it is known; contenders of one case run side by side.
 
-    Cases of one network follow each other, as its processes stay.
+    Args:
+        planned: in the order of planned_rows, since the processes of a network and the inputs of a
+            case are kept until another one comes.
+        launched: whose ranks run the cases; None: processes that are made here.
     """
-
-    def network(entry: tuple[BenchCase, tuple[Contender, ...]]) -> tuple[Any, ...]:
-        return entry[0].world_size, entry[0].device, *astuple(entry[0].network)
-
-    for _, same in groupby(sorted(plan, key=network), key=network):
-        yield from _on_one_network(list(same), results, settings)
+    for _, same in groupby(planned, key=lambda row: _network(row.case)):
+        yield from _on_one_network(list(same), launched)
 
 
-def _on_one_network(
-    plan: Plan, results: Results, settings: EngineSettings
-) -> Iterator[Started | Row]:
-    first, timeout, launched = plan[0][0], settings.timing.timeout_seconds, settings.launched
+def _on_one_network(planned: list[PlannedRow], launched: Launched | None) -> Iterator[Row]:
+    first, timeout = planned[0].case, planned[0].timing.timeout_seconds
     with ExitStack() as stack:
         made = (
             closing(LaunchedWorld(launched, timeout, first.device))
@@ -74,22 +68,17 @@ def _on_one_network(
             else world_on(first.network, timeout, first.device)
         )
         world = cache(lambda: stack.enter_context(made))  # a lab is made if a case must run
-        for case, contenders in plan:
-            entries = [_entry(case, contender, settings) for contender in contenders]
-            rows = [results.rows.get(entry.key) for entry in entries]
-            done = [row and (row["outcome"] == "ok" or not settings.retry) for row in rows]
-            todo = [entry for entry, is_done in zip(entries, done, strict=True) if not is_done]
-            yield Started(case, tuple(e.key for e in entries), len(entries) - len(todo))
-            for row in _case_rows(todo, world) if todo else ():
-                results.append(row)
-                yield row
+        for _, rows in groupby(planned, key=lambda row: row.case):
+            yield from _case_rows(list(rows), world)
 
 
-def _entry(case: BenchCase, contender: Contender, settings: EngineSettings) -> PlannedRow:
+def _network(case: BenchCase) -> tuple[Any, ...]:
+    return case.world_size, case.device, *astuple(case.network)
+
+
+def _key(case: BenchCase, contender: Contender, timing: Timing) -> str:
     who = {"name": contender.name, "library": contender.library, "version": contender.version}
-    key = key_of(case, settings.timing, who, versions(case.device) | _files(case))
-    machine = settings.machine or assumed_machine(case.network, case.device)
-    return PlannedRow(key, case, settings.timing, contender, machine, Prediction())
+    return key_of(case, timing, who, versions(case.device) | _files(case))
 
 
 def _files(case: BenchCase) -> dict[str, str]:
@@ -102,11 +91,12 @@ def _files(case: BenchCase) -> dict[str, str]:
     return found
 
 
-def _case_rows(todo: list[PlannedRow], world: Callable[[], World]) -> Iterator[Row]:
+def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterator[Row]:
     """The rows of one case: first those that need no run, then the measured ones."""
-    case, timing, about = todo[0].case, todo[0].timing, environment(todo[0].case.device)
+    case, timing = planned[0].case, planned[0].timing
+    about = environment(case.device)
     ready: list[PlannedRow] = []
-    for entry in todo:
+    for entry in planned:
         outcome, message, prediction = _foreseen(entry)
         entry = replace(entry, prediction=prediction)
         if outcome:

@@ -37,7 +37,7 @@ class Results:
     """A results file that is being written; only one run may write it at a time.
 
         with Results(path) as results:
-            if key not in results.finished:
+            if not results.has(row["key"]):
                 results.append(row)
 
     Attributes:
@@ -84,6 +84,10 @@ class Results:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def has(self, key: str, only_ok: bool = False) -> bool:
+        """Return whether the file holds a row of this key; with only_ok, one that is ok."""
+        return key in self.rows and (not only_ok or self.rows[key]["outcome"] == "ok")
 
     def append(self, row: Row) -> None:
         """Write a row and return once it is on disk."""

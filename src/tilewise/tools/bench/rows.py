@@ -20,7 +20,7 @@ HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One contender of one case, before it is run."""
+    """A row before it is measured: one contender of one case."""
 
     key: str  # of its row
     case: BenchCase

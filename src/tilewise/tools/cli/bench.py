@@ -10,12 +10,11 @@ import typer
 from rich.console import Console
 
 from tilewise.tools.bench.case import BenchCase
-from tilewise.tools.bench.engine import EngineSettings, Started, run_cases
+from tilewise.tools.bench.engine import planned_rows, run_cases
 from tilewise.tools.bench.grid import (
     FIELDS,
     BenchRun,
     GridField,
-    Plan,
     contenders_of,
     entered,
     preset,
@@ -23,9 +22,10 @@ from tilewise.tools.bench.grid import (
 )
 from tilewise.tools.bench.launched import Launched
 from tilewise.tools.bench.results import Results, Row
+from tilewise.tools.bench.rows import PlannedRow
 from tilewise.tools.cli.options import AsJson, command_of, option, read_machine_option
 from tilewise.tools.cli.output import (
-    counting_bar,
+    counted,
     ending_on,
     print_json,
     refusing_bad_input,
@@ -38,30 +38,20 @@ from tilewise.tools.report.bench_cases import ReportCase, cases
 INTERRUPTED = 130
 
 
-def follow(plan: Plan, results: Results, settings: EngineSettings) -> list[str]:
-    """Run a plan under a progress bar; the keys of its rows."""
+def follow(todo: list[PlannedRow], results: Results, launched: Launched | None) -> None:
+    """Run what is to be done under a progress bar, and write each row."""
     console = Console(stderr=True)
     if results.num_lost:
         console.print(f"{results.path}: {results.num_lost} incomplete rows dropped")
-    total = sum(len(contenders) for _, contenders in plan)
-    keys: list[str] = []
     try:
-        with ending_on(LabError), counting_bar() as progress:
-            task = progress.add_task("starting", total=total)
-            for event in run_cases(plan, results, settings):
-                if isinstance(event, Started):
-                    keys += event.keys
-                    progress.update(task, description=_title(event.case))
-                    progress.advance(task, event.num_known)
-                else:
-                    progress.advance(task)
-            progress.update(task, description="done")
+        with ending_on(LabError):
+            for row in counted(run_cases(todo, launched), [_title(one.case) for one in todo]):
+                results.append(row)
     except KeyboardInterrupt:
         console.print(
             f"\nstopped; {results.path} has {len(results.rows)} rows. The same command goes on."
         )
         raise typer.Exit(INTERRUPTED) from None
-    return keys
 
 
 def _title(case: BenchCase) -> str:
@@ -155,10 +145,14 @@ def _bench(kind: str, options: BenchOptions, lists: Any) -> None:
         machine = read_machine_option(options.machine) if options.machine else None
         if launched is not None:
             plan = [(replace(case, network=launched.network), who) for case, who in plan]
-        settings = EngineSettings(run.timing, machine, options.retry, launched)
+        planned = planned_rows(plan, run.timing, machine)
         with Results(options.output) as results:
-            keys = follow(plan, results, settings)
-            rows = [results.rows[key] for key in keys]
+            follow(
+                [one for one in planned if not results.has(one.key, options.retry)],
+                results,
+                launched,
+            )
+            rows = [results.rows[one.key] for one in planned]
     if options.as_json:
         print_json({"results": str(options.output), "lost": results.num_lost, "rows": rows})
     else:
