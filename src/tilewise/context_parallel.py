@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
+from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
@@ -328,7 +329,7 @@ class ContextParallel:
             num_kv_heads=kv[0],
             head_dim=q.shape[-1],
             v_head_dim=kv[1],
-            dtype=dtype_name(q.dtype),
+            dtype=dtype_name(operand_dtype(q, autocast_dtype(q))),
             mask=mask,
             layout=self.layout,
             wire=wires,

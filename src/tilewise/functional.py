@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
 from tilewise.execution.call import Call, known_of
+from tilewise.execution.mixed_precision import autocast_dtype, lowered, without_autocast
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import attend
 from tilewise.kernels.protocol import Kernel
@@ -87,6 +88,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     Args:
         q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
             rank's rows under layout; with a plan of replicated queries (tree) the same few on all.
+            Under torch.autocast q, k and v are cast as SDPA casts its operands, and out has
+            autocast's dtype.
         k, v: as q with num_kv_heads, a divisor of num_heads; v, and out, of any head_dim. With
             wire=tw.wire.Latent(...) the latents [(batch,) num_tokens, width], and None.
         plan: from a strategy; of the backward pass too, unless backward_plan is given. Or what
@@ -135,6 +138,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
     layout, mask = known_of(plan, layout, mask)
+    region = autocast_dtype(q)
+    q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
+    sink = sink if region is None or sink is None else _sink_under_autocast(sink)
     call = Call(
         plan=plan,
         backward_plan=backward_plan,
@@ -156,14 +162,24 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         group=group,
         validate=validate,
         kernel=kernel,
+        autocast=region,
         needs_grad=torch.is_grad_enabled()
         and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
     )
-    out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None)
-    if sink is not None:
-        out, lse = with_sink(out, lse, sink)
+    with without_autocast(q, region):
+        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None)
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + largest
     return (out, *extras) if extras else out
+
+
+def _sink_under_autocast(sink: Tensor) -> Tensor:
+    """Return a sink of half precision as fp32, which holds the same numbers: autocast may compute in
+    the other half precision.
+    """
+    halves = torch.float16, torch.bfloat16
+    return sink.float() if isinstance(sink, Tensor) and sink.dtype in halves else sink
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:

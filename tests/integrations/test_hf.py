@@ -70,6 +70,21 @@ def test_in_bfloat16_a_split_model_errs_at_most_twice_as_much(name: str):
     assert not {n: (e, allowed[n]) for n, e in got.items() if e > 2 * allowed[n]}
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_under_autocast_a_split_model_errs_at_most_twice_as_much(name: str, autocast, weights):
+    """RoPE leaves q and k in fp32 there, and v in autocast's dtype."""
+    given = case((0, 64) if name == "gpt_oss" else (0, 20, 64))
+    want = run_whole(build(name, dtype=weights).float(), given)
+    with torch.autocast("cpu", dtype=autocast):
+        dense = run_whole(build(name, "eager" if name == "gpt_oss" else "sdpa", weights), given)
+    split = split_in_threads(name, given, dtype=weights, autocast=autocast)
+    allowed, got = errors(dense, want, mean=True), errors(split, want, mean=True)
+    many = {"logits"} | {name for name, x in want.grads.items() if x.numel() >= 32}  # not by chance
+    assert not {n: (e, allowed[n]) for n, e in got.items() if n in many and e > 2 * allowed[n]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

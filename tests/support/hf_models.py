@@ -206,9 +206,20 @@ def errors(got: Result, want: Result, *, mean: bool = False) -> dict[str, float]
 
 
 def split_in_threads(
-    name: str, given: Case, *, world_size: int = 4, dtype: Any = torch.float32, **options: Any
+    name: str,
+    given: Case,
+    *,
+    world_size: int = 4,
+    dtype: Any = torch.float32,
+    autocast: torch.dtype | None = None,
+    **options: Any,
 ) -> Result:
-    """The split run on a loopback world: every rank with a model and a name of its own."""
+    """The split run on a loopback world: every rank with a model and a name of its own.
+
+    Args:
+        dtype: of the weights.
+        autocast: dtype of a torch.autocast region around each rank's run.
+    """
     whole = build(name, dtype=dtype)
 
     def on_rank(rank: int, group: Any) -> Result:
@@ -216,6 +227,7 @@ def split_in_threads(
         cp = tw.ContextParallel(group, **{"num_tokens": tokens, "mask": tw.Causal(), **options})
         model = copy.deepcopy(whole)
         model.set_attn_implementation(hf.register(cp, f"tilewise_{rank}"))
-        return run_split(model, cp, given)
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            return run_split(model, cp, given)
 
     return summed(tw.loopback(world_size, on_rank))

@@ -12,6 +12,7 @@ from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.execution.call import ResolvedCall
+from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
 from tilewise.execution.sinks import check_sink, kind_of
 from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
@@ -265,21 +266,22 @@ class KVCache:
             self._refuse(error)
         self._storage.write_rows(chunk, k, v)
         held = self._storage.packed(chunk.ends)
-        out = attention(
-            q,
-            *held,
-            plan=plan,
-            layout=chunk.layout,
-            kv_layout=chunk.kv_layout,
-            mask=chunk.mask(mask),
-            group=self.transport,
-            softmax_scale=self.softmax_scale,
-            softcap=self.softcap,
-            wire_dtype=self.wire_dtype,
-            validate=self.validate,
-            kernel=self.kernel,
-            sink=sink,
-        )
+        with without_autocast(q, autocast_dtype(q)):  # the cache has a dtype of its own
+            out = attention(
+                q,
+                *held,
+                plan=plan,
+                layout=chunk.layout,
+                kv_layout=chunk.kv_layout,
+                mask=chunk.mask(mask),
+                group=self.transport,
+                softmax_scale=self.softmax_scale,
+                softcap=self.softcap,
+                wire_dtype=self.wire_dtype,
+                validate=self.validate,
+                kernel=self.kernel,
+                sink=sink,
+            )
         self.lengths = chunk.ends
         return out
 
@@ -355,7 +357,8 @@ class KVCache:
     def _attend(self, q: Tensor, asked: CheckedQueries, sink: Tensor | None) -> Tensor:
         chunk, mask, run = asked
         places = [QuerySpan(*place) for place in zip(chunk.starts, chunk.ends, strict=True)]
-        return run.attend(q, self._storage.rows_first, places, mask, sink)
+        with without_autocast(q, autocast_dtype(q)):
+            return run.attend(q, self._storage.rows_first, places, mask, sink)
 
     def _known(self, mask: Mask | None) -> Mask:
         """The mask of this value that was seen first: it has what was derived from it."""

@@ -38,6 +38,7 @@ class Call(OpaqueValue):
 
     Attributes:
         sink: its kind; the tensor takes part in no constant.
+        autocast: dtype of the torch.autocast region in which attention was called, if in one.
         needs_grad: a backward pass may follow.
         resolved: the call, if it is resolved already; group is then its transport.
     """
@@ -62,6 +63,7 @@ class Call(OpaqueValue):
     group: Group = None
     validate: Validate = "first"
     kernel: Kernel | str | None = None  # what ranks exchange does not depend on who computed it
+    autocast: torch.dtype | None = None
     needs_grad: bool = False
     resolved: ResolvedCall | None = field(default=None, compare=False, repr=False)
 

@@ -39,13 +39,21 @@ class Expansion:
         latent: with its width; of a call on shapes alone without expand.
         like: a tensor of the call's dtype and device.
         learns: gradients may be asked for.
+        autocast: dtype of the torch.autocast region in which attention was called, if in one.
 
     Attributes:
         leaves: the tensors that get gradients: params that require one, an nn.Module's own, and
             what else expand was seen to use; known after `probe`.
     """
 
-    def __init__(self, latent: Latent, like: Tensor, *, learns: bool):
+    def __init__(
+        self,
+        latent: Latent,
+        like: Tensor,
+        *,
+        learns: bool,
+        autocast: torch.dtype | None = None,
+    ):
         self.latent, self.dtype = latent, like.dtype
         self._keeps = latent.keep and learns
         self.leaves: tuple[Tensor, ...] = ()
@@ -56,10 +64,7 @@ class Expansion:
             x.detach().requires_grad_(x.requires_grad and learns) if isinstance(x, Tensor) else x
             for x in latent.params
         ]
-        kind = like.device.type
-        self._autocast = None
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            self._autocast = kind, torch.get_autocast_dtype(kind)
+        self._autocast = None if autocast is None else (like.device.type, autocast)
 
     def probe(self, rows: Tensor, positions: Tensor, *, twice: bool) -> None:
         """Try expand on some rows, and find what it uses.

@@ -162,7 +162,7 @@ def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansi
     That expand is deterministic is tried where it costs no wait for a device.
     """
     learns = torch.is_grad_enabled()
-    expansion = Expansion(latent, x, learns=learns)
+    expansion = Expansion(latent, x, learns=learns, autocast=call.autocast)
     rows = (x if x.ndim == 3 else x[:1].flatten(0, 1))[:PROBED_ROWS, 0]
     rows = rows[: len(rows) - 1 + len(rows) % 2]  # an odd number
     positions = torch.from_numpy(places[: len(rows)]).to(x.device)

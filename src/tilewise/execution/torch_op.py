@@ -21,6 +21,7 @@ from tilewise.arguments import Validate, dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
+from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
 from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
@@ -332,7 +333,7 @@ def _agreed_backward(
     """
     q, *kv, _, _ = saved
     _agree_backward(resolved, transport, call, q, grads[0], *kv)
-    with _Explained(call):
+    with without_autocast(q, autocast_dtype(q)), _Explained(call):
         return backward_pass(resolved, transport, saved, kept[resolved.scores.max_logit :], grads)
 
 
