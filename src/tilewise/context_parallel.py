@@ -21,6 +21,7 @@ from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Document, Full, Mask
+from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.transport.agreement import agree
@@ -209,6 +210,7 @@ class ContextParallel:
         return_max_logit: bool = False,
         **options: Any,
     ) -> Tensor | tuple[Tensor, ...]: ...
+    @explains_other_names
     def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         self,
         q: Tensor,
@@ -296,6 +298,8 @@ class ContextParallel:
         """
         if self._plan is None:
             _refuse_compiling()
+            if not isinstance(q, Tensor):
+                return ring(self.world_size)  # attention refuses it, on all ranks alike
             try:
                 work = self._workload((q, k, k if v is None else v), self.mask, wire)
             except (ValueError, IndexError, AttributeError):

@@ -14,6 +14,7 @@ from tilewise.execution.torch_op import attend
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
+from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
@@ -53,6 +54,7 @@ def attention(
     return_max_logit: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]: ...
+@explains_other_names
 def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     q: Tensor,
     k: Tensor,
@@ -113,7 +115,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         kernel: what computes the tiles: a name from `tilewise doctor`, or any object that has the
             Kernel protocol; default: the device's first choice. Where no input requires a gradient
             it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.
-        sink: [num_heads], q's dtype or fp32, the same on every rank: a logit a head that takes part
+        sink: [num_heads], q's dtype or fp32, the same on every rank (compared where the kind of
+            call is, but not in compiled code): a logit a head that takes part
             in the softmax and has no value. Its gradient is this rank's share, to be summed over
             ranks as any replicated parameter's (complete on every rank under tree).
         softcap: scores become softcap * tanh(score / softcap) before the mask.
@@ -167,7 +170,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
     )
     with without_autocast(q, region):
-        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None)
+        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None, sink)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + largest
@@ -175,8 +178,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
 
 
 def _sink_under_autocast(sink: Tensor) -> Tensor:
-    """Return a sink of half precision as fp32, which holds the same numbers: autocast may compute in
-    the other half precision.
+    """Return a sink of half precision as fp32, which holds the same numbers.
+
+    Autocast may compute in the other half precision, which does not.
     """
     halves = torch.float16, torch.bfloat16
     return sink.float() if isinstance(sink, Tensor) and sink.dtype in halves else sink

@@ -16,7 +16,7 @@ from tilewise.execution import torch_op
 from tilewise.execution.call import Call
 from tilewise.execution.resolve import agreement_fields, resolve, resolve_once
 
-DERIVED = {"needs_grad", "resolved"}
+DERIVED = {"autocast", "needs_grad", "resolved"}
 """Fields of a call that are no options."""
 OPTIONS = {x.name: x.default for x in fields(Call) if x.name not in DERIVED}
 PREPARED = {"mask": None, "layout": None}
@@ -73,7 +73,7 @@ def test_overloads_name_parameters_of_the_signature(function: Any):
 def test_attention_passes_every_option_on(monkeypatch: pytest.MonkeyPatch):
     calls: list[Call] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, seed: int | None) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, *_: Any) -> Any:
         calls.append(call)
         return q, q, []
 

@@ -1,6 +1,7 @@
 """KVCache: keys and values of growing sequences, spread over the ranks of a group."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
-from tilewise.execution.sinks import check_sink, kind_of
+from tilewise.execution.sinks import check_sink, kind_of, values_of
 from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel, Scores
@@ -207,7 +208,7 @@ class KVCache:
             chosen = self._counts(counts, tokens)
             return self._asking(q, self.shape.latest(self.lengths, chosen), mask, sink)
 
-        return self._attend(q, self._agreed("attention", check, sends=True), sink)
+        return self._attend(q, self._agreed("attention", check, True, sink), sink)
 
     def decode(
         self,
@@ -230,7 +231,7 @@ class KVCache:
                 )
             return asked, {**fields, **more}
 
-        asked = self._agreed("decode", check, sends=True)
+        asked = self._agreed("decode", check, True, sink)
         self._storage.write(asked.chunk, k, v)
         out = self._attend(q, asked, sink)
         self.lengths = asked.chunk.ends
@@ -366,13 +367,18 @@ class KVCache:
         return self._masks.get(mask, lambda: mask)
 
     def _agreed(
-        self, call: str, check: Callable[[], tuple[Settled, Fields]], *, sends: bool = False
+        self,
+        call: str,
+        check: Callable[[], tuple[Settled, Fields]],
+        sends: bool = False,
+        sink: Tensor | None = None,
     ) -> Settled:
         """Return what check returns, once it has passed on every rank, with the same fields.
 
         Args:
             sends: messages follow, by which ranks whose call is of a known kind hear what another
                 one refuses; where none do, all ranks compare.
+            sink: its values are compared where the kind of call is.
         """
         try:
             if self.validate not in ("always", "first", "never"):
@@ -387,7 +393,8 @@ class KVCache:
             return settled
         named = {"call": call, **{name: str(value) for name, value in fields.items()}}
         values = {name: named.pop(name) for name in _CHANGING if name in named}
-        agree(self.transport, named, None, self.validate if sends else "always", values)
+        mode: Validate = self.validate if sends else "always"
+        agree(self.transport, named, None, mode, values, partial(values_of, sink))
         return settled
 
     def _refuse(self, error: Exception) -> NoReturn:

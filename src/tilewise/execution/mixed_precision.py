@@ -25,8 +25,9 @@ def operand_dtype(x: Tensor, autocast: torch.dtype | None) -> torch.dtype:
     Args:
         autocast: as `autocast_dtype` gives it; tensors of fp64 and of whole numbers keep theirs.
     """
-    keeps = autocast is None or not x.is_floating_point() or x.dtype == torch.float64
-    return x.dtype if keeps else autocast
+    if autocast is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return autocast
 
 
 def lowered(x: Operand, autocast: torch.dtype | None) -> Operand:

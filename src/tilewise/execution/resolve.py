@@ -25,6 +25,7 @@ from tilewise.execution.validation import (
     check_ranks,
     check_rows,
     check_tensors,
+    check_token_dimension,
     checked_scores,
     named_operands,
     query_positions,
@@ -116,6 +117,8 @@ def resolve(
     check_tensors(q, k, v, latent)
     call.check_kinds()
     check_ranks(call, rank, world_size)
+    if latent is None:
+        check_token_dimension(q, k, call, rank)
     # int: a compiler's symbolic sizes become plain numbers.
     num_queries, num_heads, head_dim = map(int, q.shape[-3:])
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tilewise.arguments import dtype_name
 
@@ -29,6 +30,17 @@ def kind_of(sink: Tensor | None) -> SinkKind | None:
     if not isinstance(sink, Tensor):
         return SinkKind((), type(sink).__name__, "no device")
     return SinkKind(tuple(sink.shape), dtype_name(sink.dtype), sink.device.type)
+
+
+def values_of(sink: Tensor | None) -> dict[str, str]:
+    """Return a sink's numbers for the ranks to compare, where they can be read: not those of a
+    tensor that stands for others (of vmap, of a compiler), or of a tensor without numbers.
+    """
+    if sink is None or type(sink) not in (Tensor, torch.nn.Parameter):
+        return {}
+    if sink.device.type == "meta" or is_functorch_wrapped_tensor(sink):
+        return {}
+    return {"values of sink": str(sink.tolist())}
 
 
 def check_sink(sink: SinkKind, num_heads: int, dtype: str, device: str) -> None:

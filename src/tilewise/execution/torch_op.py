@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from tilewise.execution.call import Call, ResolvedCall
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
 from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
 from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
+from tilewise.execution.sinks import values_of
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
@@ -45,9 +47,12 @@ MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead,
 
 
 def agreed_call(
-    q: Tensor, k: Tensor, v: Tensor | None, call: Call
+    q: Tensor, k: Tensor, v: Tensor | None, call: Call, sink: Tensor | None = None
 ) -> tuple[ResolvedCall, Transport]:
     """The checked call, which all ranks have agreed on.
+
+    Args:
+        sink: its values are compared where the call's kind is; None: none is known here.
 
     Raises:
         ValueError: the same on every rank, before any tensor is sent.
@@ -64,7 +69,7 @@ def agreed_call(
         if _mode(q, call) == "never":
             raise
         error = str(raised)
-    number = _agree(q, call, transport, problem, error)
+    number = _agree(q, call, transport, problem, error, sink=sink)
     assert problem is not None
     return problem._replace(number=number), transport
 
@@ -81,13 +86,14 @@ def _mode(q: Tensor, call: Call) -> Validate:
     return "first" if rounds and not is_capturing(q.device) else "never"
 
 
-def _agree(
+def _agree(  # noqa: PLR0913 - all that is compared
     q: Tensor,
     call: Call,
     transport: Transport,
     problem: ResolvedCall | None,
     error: str | None,
     backward: bool = False,
+    sink: Tensor | None = None,
 ) -> int | None:
     """Let ranks compare what they are about to run; returns its number among the group's calls."""
     if transport.world_size == 1:
@@ -102,7 +108,8 @@ def _agree(
             # which forward pass it follows.
             values[PASS] = f"backward of call {problem.number}"
     with _Explained(call):
-        return agreement_of(transport).call(transport, kind, error, mode, values)
+        read_sink = None if sink is None else partial(values_of, sink)
+        return agreement_of(transport).call(transport, kind, error, mode, values, read_sink)
 
 
 class _Explained:
@@ -134,12 +141,20 @@ def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
     return make() if problem.kept is None else problem.kept.kinds.get(backward, make)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None = None) -> Results:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    call: Call,
+    seed: int | None = None,
+    sink: Tensor | None = None,
+) -> Results:
     """out, lse, and the largest score of every head if it is asked for.
 
     Args:
         k, v: where the call has a latent, latents [(batch,) tokens, width] and None.
         seed: of dropout in compiled code, where it is no constant.
+        sink: only to be compared among ranks; compiled code does not compare it.
     """
     latent = call.wire is not None and latent_of(call.wire) is not None
     if torch.compiler.is_compiling():
@@ -151,7 +166,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor | None, call: Call, seed: int | None 
         return _through_dispatcher(q, k, v, call, seed)
     if latent and isinstance(k, Tensor) and k.ndim:
         k = k.unsqueeze(-2)
-    resolved, transport = agreed_call(q, k, v, call)
+    resolved, transport = agreed_call(q, k, v, call, sink)
     if not latent and _watched(q, k, v):
         return _through_dispatcher(q, k, v, call.with_resolved(resolved, transport), None)
     kv = (k,) if v is None else (k, v)

@@ -27,7 +27,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor | None, latent: Latent | None 
     """
     named = (("q", q), ("k", k), ("v", v)) if latent is None else (("q", q), ("the latent", k))
     for name, x in named:
-        x = require_type(Tensor, name, x, "torch.randn(tokens, heads, head_dim)")
+        array = type(x).__module__ == "numpy"
+        example = f"torch.from_numpy({name})" if array else "torch.randn(tokens, heads, head_dim)"
+        x = require_type(Tensor, name, x, example)
         if x.is_nested:
             raise ValueError(
                 f"{name} is nested; pass all its rows as one tensor, {name}.values(), and the "
@@ -177,6 +179,27 @@ def check_rows(q: Tensor, k: Tensor, layouts: tuple[Layout, Layout], plan: Plan,
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} "
                 f"of {layouts[side].num_tokens}; pass layout.shard(x, rank)"
+            )
+
+
+def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:
+    """Refuse q and k whose heads come before their tokens, the order of torch's own attention.
+
+    It comes before checks of heads, which would take one number for the other.
+    """
+    kv_layout = call.kv_layout or call.layout
+    for name, x, layout, side in (("q", q, call.layout, Side.Q), ("k", k, kv_layout, Side.KV)):
+        owners = call.plan.owners[side]
+        replicated = side is Side.Q and call.plan.replicated_queries
+        if replicated or len(owners) != layout.world_size:
+            continue
+        rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
+        if x.shape[-3] != rows == x.shape[-2]:
+            order = "[tokens, heads, head_dim]"
+            raise ValueError(
+                f"{name} {tuple(x.shape)} must be {order}, after a batch if there is one: the "
+                f"layout gives rank {rank} {rows} tokens, which stand in dimension {x.ndim - 2} "
+                f"here; pass {name}.transpose({x.ndim - 3}, {x.ndim - 2})"
             )
 
 

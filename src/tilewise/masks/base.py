@@ -73,6 +73,14 @@ class Mask(OpaqueValue, ABC):
             "and mask is None to ask whether there is one"
         )
 
+    def __add__(self, other: object) -> NoReturn:
+        raise TypeError(
+            "masks are not added; write a & b for the pairs that both allow, such as tw.Causal() & "
+            "tw.Window(8, 0), or a | b for those that one allows"
+        )
+
+    __radd__ = __add__
+
     def __and__(self, other: Mask) -> Mask:
         return self._with(other, And)
 

@@ -7,7 +7,7 @@ apart: see `Agreement`.
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
@@ -120,6 +120,7 @@ class Agreement:
         error: str | None = None,
         mode: Validate = "first",
         values: Mapping[str, str] = _NONE,
+        compared_values: Callable[[], Mapping[str, str]] | None = None,
     ) -> int:
         """Return the call's number if all ranks make the same call without error; else raise.
 
@@ -133,6 +134,8 @@ class Agreement:
             mode: "first": compare new kinds; "always": compare; "never": go on.
             values: what is equal on all ranks, too, but changes from call to call of a kind. They
                 are compared where the kind is, and always part of the digest.
+            compared_values: makes values that cost time to read, such as those of a tensor. It is
+                called, and they are compared, only where the kind is.
         Raises:
             ValueError: "rank 2: ..." for the lowest rank with an error, else "ranks disagree on
                 ..." for the first field that differs, with both values. A world of one, or
@@ -153,6 +156,8 @@ class Agreement:
         ):
             self._step(kind, values)
         else:
+            if compared_values is not None and error is None:
+                values = {**values, **compared_values()}
             self._compare(transport, kind or _REFUSED, error, values)
         return self._now.number
 
@@ -274,6 +279,7 @@ def agree(
     error: str | None = None,
     mode: Validate = "always",
     values: Mapping[str, str] = _NONE,
+    compared_values: Callable[[], Mapping[str, str]] | None = None,
 ) -> None:
     """Return if all ranks pass the same fields and no error; else raise the same on every rank.
 
@@ -283,7 +289,7 @@ def agree(
         fields: of the call's kind; None where there is an error.
     """
     kind = None if fields is None else Kind(fields)
-    agreement_of(transport).call(transport, kind, error, mode, values)
+    agreement_of(transport).call(transport, kind, error, mode, values, compared_values)
 
 
 def agree_on_largest(transport: Transport, name: str, value: int) -> int:

@@ -1,4 +1,4 @@
-"""Nodes: which ranks of a group share one."""
+"""Processes as the launcher counts them, and which ranks of a group share a node."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 def local_world_size() -> int | None:
     """Processes on this node, as torchrun tells each of them; None without torchrun."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return _number("LOCAL_WORLD_SIZE")
+
+
+def launched_world_size() -> int | None:
+    """Processes on all nodes, as torchrun tells each of them; None without torchrun."""
+    return _number("WORLD_SIZE")
+
+
+def _number(variable: str) -> int | None:
+    """The value of an environment variable that holds a number above 0; None if it does not."""
+    text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) else None
 
 

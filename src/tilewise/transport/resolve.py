@@ -6,6 +6,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.transport.nodes import launched_world_size
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, Transport, travelling
 
@@ -56,12 +57,14 @@ def transport_for(group: Group = None) -> Transport:
     On an NCCL group the first call is collective: see DistTransport.
 
     Raises:
-        ValueError: if group is something else, or this process is not in it.
+        ValueError: if group is something else, or this process is not in it; if group is None, the
+            launcher started several processes (WORLD_SIZE), and they have no process group yet.
     """
     if isinstance(group, DistTransport):
         return group
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            _refuse_lone_process_of_several()
             return LocalTransport()
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
@@ -72,3 +75,15 @@ def transport_for(group: Group = None) -> Transport:
         f"group ({type(group).__name__}) must be None, a ProcessGroup that this process is in, "
         "or the group that loopback passes"
     )
+
+
+def _refuse_lone_process_of_several() -> None:
+    """Raise ValueError where a world of one would be a whole copy of the work on every process."""
+    started = launched_world_size() or 1
+    if started > 1:
+        raise ValueError(
+            "group is None and torch.distributed has no process group yet, but WORLD_SIZE is "
+            f"{started}: each of the {started} processes would work alone. Call "
+            "torch.distributed.init_process_group(), or make TrainingArguments, which calls it, "
+            "before; unset WORLD_SIZE for a process that is to be alone"
+        )
