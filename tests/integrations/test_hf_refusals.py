@@ -20,6 +20,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     T5Config,
 )
 from transformers import masking_utils as mu
@@ -282,3 +284,60 @@ def test_a_mask_function_that_is_not_known_is_refused_by_name(function: Any, nam
 def test_names_that_transformers_treats_its_own_way(name: str):
     with pytest.raises(ValueError, match="must not be empty or hold any of"):
         hf.register(tw.ContextParallel(num_tokens=3), name)
+
+
+@pytest.mark.parametrize("given", ["labels alone", "with num_items_in_batch"])
+def test_labels_sharded_by_hand(given: str):
+    def on_rank(rank: int, group) -> str:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal())
+        model = hf.parallelize(build("llama"), cp, f"tilewise_{rank}")
+        more = {"num_items_in_batch": 21} if given != "labels alone" else {}
+        with pytest.raises(ValueError) as raised:
+            model(**plain(cp, labels=cp.shard(IDS, 1), **more))
+        model(**hf.shard(cp, IDS, labels=IDS)).loss.backward()  # the right way goes on
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(N, on_rank))
+    assert "labels are given without shift_labels" in message
+    assert "hf.shard(cp, input_ids, labels=labels)" in message
+
+
+def test_labels_of_a_masked_language_model():
+    def on_rank(rank: int, group) -> str:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS)
+        options = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        model = ModernBertForMaskedLM(
+            ModernBertConfig(**TINY, **options, pad_token_id=0, cls_token_id=1, sep_token_id=2)
+        )
+        model = hf.parallelize(model, cp, f"tilewise_{rank}")
+        model(**hf.shard(cp, IDS, labels=IDS, shift_labels=False))
+        with pytest.raises(ValueError) as raised:
+            model(**plain(cp, labels=cp.shard(IDS, 1)))
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(N, on_rank))
+    assert "labels are given without num_items_in_batch" in message
+
+
+def test_generate_says_how_the_model_becomes_whole_again():
+    def on_rank(rank: int, group) -> str:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=tw.Causal())
+        model = hf.parallelize(build("llama"), cp, f"tilewise_{rank}").eval()
+        with pytest.raises(ValueError) as raised:
+            model.generate(IDS[:, :3], max_new_tokens=2, do_sample=False)
+        model.set_attn_implementation("sdpa")
+        assert model.generate(IDS[:, :3], max_new_tokens=2, do_sample=False).shape == (1, 5)
+        return str(raised.value)
+
+    (message,) = set(tw.loopback(N, on_rank))
+    assert "set_attn_implementation('sdpa')" in message
+
+
+def test_documents_that_differ_name_the_trainers_arguments():
+    def call(cp: tw.ContextParallel, model: Any) -> None:
+        split = 5 + cp.rank
+        model(**hf.shard(cp, IDS, cu_seqlens=[0, split, NUM_TOKENS]))
+
+    message = refusal(call, llama)
+    assert "ranks disagree on cu_seq_lens_q" in message
+    assert "hf.trainer_args" in message

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
+from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
 from tilewise.integrations.hf_masks import refused_model
 from tilewise.integrations.hf_proof import ModelUnderTest, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
@@ -38,14 +39,37 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     """Make a model's attention run over cp, after check_model, and return the model.
 
     It registers cp under the name and, where RoPE depends on the largest position ("dynamic",
-    "longrope"), makes the ranks agree on it.
+    "longrope"), makes the ranks agree on it. Labels that were sharded by hand, which the model
+    would shift over the borders of shards, are refused when it is called.
 
+    Args:
+        model: of transformers, or one that PEFT made of it (LoRA, say).
     Raises:
         ValueError: as of check_model and register.
     """
-    check_model(model)
-    _attach(model, cp, name)
+    base = base_model(model)
+    check_model(base)
+    _attach(base, cp, name)
+    for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
+        refuse_labels_sharded_by_hand(called, cp, masked=is_masked(type(base)))
     return model
+
+
+def base_model(model: nn.Module) -> Any:
+    """The model of transformers that PEFT put its adapters into; others as they are.
+
+    Raises:
+        ValueError: if PEFT adds tokens to the sequence (prompt tuning and the like).
+    """
+    if not type(model).__module__.startswith("peft."):
+        return model
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
+            "layout does not know; use adapters that change weights alone, such as LoRA"
+        )
+    return model.get_base_model()  # pyright: ignore[reportCallIssue]
 
 
 def trainer_args(
@@ -64,6 +88,7 @@ def trainer_args(
     data-parallel rank, in an order of their own each epoch, the same on all ranks of cp.
 
     Args:
+        model: as parallelize takes it.
         args: TrainingArguments; a changed copy is returned: one sequence a device, losses averaged
             by tokens over all devices, no logits from evaluation.
         train_dataset, eval_dataset: examples by index, as ShardingCollator takes them.
@@ -71,10 +96,11 @@ def trainer_args(
         ValueError: as of parallelize; for args that a split sequence cannot honour.
     """
     parallelize(model, cp)
+    base = base_model(model)
     # Some models tell the Trainer that they do not, for their images' sake; check_model saw it.
-    model.accepts_loss_kwargs = True  # pyright: ignore[reportArgumentType]
+    base.accepts_loss_kwargs = True
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    return {"model": model, **trainer_arguments(cp, args, datasets, is_masked(type(model)))}
+    return {"model": model, **trainer_arguments(cp, args, datasets, is_masked(type(base)))}
 
 
 def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:

@@ -119,7 +119,15 @@ class LayerMask:
             "mask": repr(self.mask),
             "position_ids": "none" if position_ids is None else "given",
         }
-        agree(transport_for(self.cp.group), fields, error, "first", documents)
+        try:
+            agree(transport_for(self.cp.group), fields, error, "first", documents)
+        except ValueError as differ:
+            if "ranks disagree on cu_seq_lens_q" not in str(differ):
+                raise
+            raise ValueError(
+                f"{differ}: a Trainer gives each process other examples, unless its arguments come "
+                "from hf.trainer_args"
+            ) from None
         if isinstance(self.cp.mask, Slices):
             return self.cp.mask
         return self._with_documents(_documents(self, batch, position_ids, cu_seqlens))
@@ -281,7 +289,8 @@ def _refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: 
         one = " (models cannot run on none: hf.shard pads to one)" if rows == 0 else ""
         return (
             f"the model runs on {q_length} tokens, but the layout gives this rank {rows}{one}; "
-            "call it with what hf.shard returns"
+            "call it with what hf.shard returns, or hand it to a Trainer by hf.trainer_args. It "
+            "runs on whole rows, in generate() too, after model.set_attn_implementation('sdpa')"
         )
     return None
 

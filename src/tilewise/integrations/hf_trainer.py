@@ -7,7 +7,9 @@ same item, the dataset here has each packed sequence once for each of them.
 """
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -72,6 +74,11 @@ class _SequenceCollator(ShardingCollator):
 
 
 def _length(document: Example) -> int:
+    if "input_ids" not in document:
+        raise ValueError(
+            f"an example has the columns {', '.join(map(str, document)) or '(none)'}, but needs "
+            "input_ids, and labels if they are not the same: tokenise the dataset first"
+        )
     mask = document.get("attention_mask")
     return len(document["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 
@@ -90,7 +97,15 @@ def arguments(
     args.accelerator_config = copy.copy(args.accelerator_config)
     args.accelerator_config.dispatch_batches = False  # every process reads for itself
     args.accelerator_config.split_batches = False
-    args.per_device_train_batch_size = args.per_device_eval_batch_size = 1
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(args, name) not in (1, _default(args, name)):
+            warnings.warn(
+                f"{name} ({getattr(args, name)}) becomes 1: a step has one sequence of "
+                f"{cp.layout.num_tokens} tokens, into which documents are packed; for more tokens "
+                "a step raise num_tokens or gradient_accumulation_steps",
+                stacklevel=4,
+            )
+        setattr(args, name, 1)
     args.average_tokens_across_devices = True  # ranks' shares of the loss add up
     if args.neftune_noise_alpha is not None:  # transformers divides by the root of a rank's rows
         share = max(1, cp.layout.size(cp.rank)) / cp.layout.num_tokens
@@ -111,6 +126,11 @@ def arguments(
     }
     collator = _SequenceCollator(cp.layout, cp.rank, shift_labels=not masked)
     return {"args": args, "data_collator": collator, **packed}
+
+
+def _default(args: Any, name: str) -> Any:
+    """The default of a field of TrainingArguments."""
+    return next(field.default for field in fields(args) if field.name == name)
 
 
 def _check(cp: ContextParallel, args: Any) -> None:
