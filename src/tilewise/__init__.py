@@ -14,6 +14,7 @@ from tilewise import wires as _wires
 from tilewise.context_parallel import ContextParallel
 from tilewise.functional import attention
 from tilewise.layouts.balanced import balanced
+from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
@@ -83,6 +84,7 @@ __all__ = [
     "ulysses",
     "volume",
     "zigzag",
+    "zigzag_documents",
 ]
 
 # What most programs need a part of is imported when its name is first asked for.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.drawn_masks import NUM_TOKENS, boundaries, layouts, masks
 
 from tilewise.layouts import cells as shard_cells
-from tilewise.layouts.layout import Layout, Run, contiguous, from_positions, striped, zigzag
+from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.patterns import block_sparse
 from tilewise.masks.tables import PerHead
@@ -47,7 +47,7 @@ def test_cells_equal_brute_force_across_two_layouts(mask: Mask, q: Layout, k: La
 
 @given(masks(), layouts(), st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5))
 def test_few_queries_in_any_order_on_every_rank(mask: Mask, k: Layout, positions: list[int]):
-    q = from_positions(NUM_TOKENS, [positions] * k.world_size)
+    q = Layout.from_positions([positions] * k.world_size, NUM_TOKENS)
     assert shard_cells.cells(mask, q, k) == brute_force(mask, q, k)
 
 
@@ -160,6 +160,6 @@ def test_a_run_of_other_kinds_is_named(run):
 
 
 def test_descending_rows_are_runs_of_one_token():
-    layout = from_positions(6, [[5, 4, 3], [2, 0, 1]])
+    layout = Layout.from_positions([[5, 4, 3], [2, 0, 1]])
     assert layout.is_partition
     assert layout.rows(0).tolist() == [5, 4, 3]

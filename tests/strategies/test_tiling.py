@@ -13,7 +13,6 @@ from support.drawn_masks import NUM_TOKENS, layouts, masks
 
 import tilewise as tw
 from tilewise.layouts.balanced import balanced
-from tilewise.layouts.layout import from_positions
 from tilewise.masks.base import Mask
 from tilewise.masks.components import documents
 from tilewise.plan.ir import Plan
@@ -33,7 +32,7 @@ def layout_of(kind: str, mask: Mask, num_tokens: int, n: int) -> tw.Layout:
             return tiled_layout(mask, num_tokens, n)
         case "any rows":
             order = np.random.default_rng(0).permutation(num_tokens).tolist()
-            return from_positions(num_tokens, [order[r::n] for r in range(n)])
+            return tw.Layout.from_positions([order[r::n] for r in range(n)])
     return {"contiguous": tw.contiguous, "zigzag": tw.zigzag, "striped": tw.striped}[kind](
         num_tokens, n
     )

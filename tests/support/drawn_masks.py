@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from tilewise.layouts.layout import Layout, Run, contiguous, from_positions, striped, zigzag
+from tilewise.layouts.layout import Layout, Run, contiguous, striped, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
 from tilewise.masks.tables import KINDS, Blocks, Slices
 
@@ -65,7 +65,7 @@ def layouts(draw: st.DrawFn, num_tokens: int = NUM_TOKENS) -> Layout:
     kind = draw(st.sampled_from(("contiguous", "zigzag", "striped", "chunks", "rows")))
     if kind == "rows":
         order = draw(st.permutations(range(num_tokens)))
-        return from_positions(num_tokens, [order[r::n] for r in range(n)])
+        return Layout.from_positions([order[r::n] for r in range(n)])
     if kind == "chunks":
         chunk = draw(st.integers(1, 4))
         starts = range(0, num_tokens, chunk)

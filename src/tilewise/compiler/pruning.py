@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tilewise.arguments import require_type
 from tilewise.layouts.cells import Cell, cells
-from tilewise.layouts.layout import Layout, from_positions, zigzag
+from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.builder import operand, partial
 from tilewise.plan.ir import (
@@ -55,7 +55,7 @@ def shard_layouts(
             )
     if plan.replicated_queries:
         last = [kv_layout.num_tokens - 1] if q_positions is None else q_positions
-        layout = from_positions(kv_layout.num_tokens, [last], "queries")
+        layout = Layout.from_positions([last], kv_layout.num_tokens, "queries")
     if plan.cuts is None:
         q_layout = layout if plan.replicated_queries else _by_home(plan, layout, Side.Q)
         return q_layout, _by_home(plan, kv_layout, Side.KV)

@@ -7,25 +7,18 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.arguments import MOST_RANKS, whole_number
+from tilewise.layouts.runs import Run, canonical_runs, runs_of_positions
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.row_ranges import to_ranges
 
 if TYPE_CHECKING:
     import torch
-
-
-class Run(NamedTuple):
-    """The positions start, start + stride, ... (count of them)."""
-
-    start: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    stride: int = 1
 
 
 def _run(shard: int, run: Any) -> Run:
@@ -44,7 +37,8 @@ class Layout(OpaqueValue):
     Args:
         num_tokens: length of the whole sequence, at least 1.
         runs: per shard its rows as ascending arithmetic progressions; a shard may be empty.
-        name: for messages; equality and hash ignore it.
+        name: for messages; equality and hash ignore it. They ignore into which runs rows are cut,
+            too.
     Raises:
         ValueError: if a run descends, repeats a position or leaves the sequence.
     """
@@ -63,6 +57,38 @@ class Layout(OpaqueValue):
                     f"{name}: shard {shard} has {run}, but a run ascends within the positions "
                     f"0..{self.num_tokens - 1}; write descending rows as runs of one token each"
                 )
+
+    @classmethod
+    def from_positions(
+        cls,
+        positions_by_rank: Iterable[Any],
+        num_tokens: int | None = None,
+        name: str = "positions",
+    ) -> Layout:
+        """The layout of any positions, each rank's rows in the order given.
+
+            tw.Layout.from_positions([[0, 1, 6, 7], [2, 3, 4, 5]]) == tw.zigzag(8, 2)
+
+        Args:
+            positions_by_rank: for every rank a sequence, array or tensor of whole numbers.
+            num_tokens: length of the whole sequence; None: every token belongs to exactly one rank,
+                so it is the number of positions.
+        Raises:
+            ValueError: if something else than whole numbers is among the positions, or without
+                num_tokens, if a position is missing or given twice.
+        """
+        rows = [_as_rows(rank, given) for rank, given in enumerate(positions_by_rank)]
+        if num_tokens is None:
+            everything = np.sort(np.concatenate(rows)) if rows else np.empty(0, np.int64)
+            wrong = np.flatnonzero(everything != np.arange(len(everything)))
+            if len(wrong):
+                raise ValueError(
+                    f"positions_by_rank has {len(everything)} positions, which must be "
+                    f"0..{len(everything) - 1}, each once, but has {everything[wrong[0]]} in place "
+                    f"of {wrong[0]}; give every token to exactly one rank, or pass num_tokens"
+                )
+            num_tokens = len(everything)
+        return Layout(num_tokens, map(runs_of_positions, rows), name)
 
     @property
     def world_size(self) -> int:
@@ -154,7 +180,7 @@ class Layout(OpaqueValue):
 
     @cached_property
     def _key(self) -> tuple[int, tuple[tuple[Run, ...], ...]]:
-        return self.num_tokens, self.runs
+        return self.num_tokens, tuple(map(canonical_runs, self.runs))
 
     @cached_property
     def _hash(self) -> int:
@@ -189,11 +215,15 @@ def striped(num_tokens: int, n: int) -> Layout:
     )
 
 
-def from_positions(
-    num_tokens: int, shards: Iterable[Iterable[int]], name: str = "positions"
-) -> Layout:
-    """A layout of any positions, each shard's in the order given (decoding's few queries)."""
-    return Layout(num_tokens, [[Run(int(p), 1) for p in shard] for shard in shards], name)
+def _as_rows(rank: int, positions: Any) -> NDArray[np.int64]:
+    """Return one rank's positions as int64 [num_rows]."""
+    rows = np.asarray(positions if hasattr(positions, "__array__") else list(positions))
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise ValueError(
+            f"positions of rank {rank} are {rows.dtype} {list(rows.shape)}, but must be whole "
+            "numbers, [num_rows]"
+        )
+    return rows.astype(np.int64)
 
 
 def _parts(num_tokens: int, n: int) -> list[Run]:
