@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.latents import draw_layer
+from support.latents import Layer, draw_layer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -273,3 +275,132 @@ def test_a_workload_holds_no_weights():
     work = tw.Workload(TOKENS, HEADS, HEADS, HEAD_DIM, v_head_dim=V_DIM, wire=wire)
     assert work.wires.latent == wire and hash(work.wires.latent) == hash(wire)
     assert work.wire.latent.expand is None and not work.wire.latent.params  # pyright: ignore
+
+
+def checkpointed(function: Any, *tensors: Tensor, reentrant: bool) -> Tensor:
+    return checkpoint(function, *tensors, use_reentrant=reentrant)  # pyright: ignore
+
+
+def offloaded(function: Any, *tensors: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return function(*tensors)
+
+
+def compiled(function: Any, *tensors: Tensor) -> Tensor:
+    """A block that is compiled around attention, which runs outside."""
+    inside = torch.compiler.disable(function)
+    return torch.compile(lambda *x: inside(*(y * 1.0 for y in x)) * 1.0, backend="eager")(*tensors)
+
+
+HOOKS: dict[str, Callable[..., Tensor]] = {
+    "checkpoint": partial(checkpointed, reentrant=False),
+    "reentrant checkpoint": partial(checkpointed, reentrant=True),
+    "offloading": offloaded,
+    "checkpoint in offloading": lambda f, *x: offloaded(partial(HOOKS["checkpoint"], f), *x),
+    "compiled": compiled,
+}
+
+
+class Drawn(NamedTuple):
+    """Two layers of latents and a way to split them."""
+
+    layers: list[Layer]
+    plan: tw.Plan
+    layout: tw.Layout
+    mask: tw.Mask
+
+    def attend(self, layer: Layer, group: Any, keep: bool, *given: Tensor) -> Tensor:
+        """Args: given: q, the latents, w_k and w_v."""
+        wire = layer.wire(given[2:], keep=keep)
+        call = {"plan": self.plan, "layout": self.layout, "mask": self.mask, "group": group}
+        return tw.attention(*given[:2], None, **call, wire=wire)
+
+    def gradients(self, keep: bool, through: Any) -> list[list[Tensor]]:
+        """By rank those of both layers, whose messages must not meet."""
+
+        def on_rank(rank: int, group: Any) -> list[Tensor]:
+            leaves: list[Tensor] = []
+            total = torch.zeros((), dtype=torch.float64)
+            for layer in self.layers:
+                rows = (self.layout.shard(x, rank) for x in (layer.q, layer.latent))
+                given = [x.clone().requires_grad_() for x in (*rows, layer.w_k, layer.w_v)]
+                out = through(partial(self.attend, layer, group, keep), *given)
+                total = total + (out * self.layout.shard(layer.dout, rank)).sum()
+                leaves += given
+            total.backward()
+            return [x.grad for x in leaves if x.grad is not None]
+
+        return tw.loopback(self.plan.world_size, on_rank)
+
+
+def drawn(draw: Random) -> Drawn:
+    n = draw.choice((1, 2, 4))
+    makers = (tw.ring, tw.all_gather, tw.ulysses, tw.mesh, lambda n: tw.double_ring(n, 1))
+    layout = draw.choice((tw.contiguous, tw.zigzag, tw.striped))(draw.choice((5, 12, 17)), n)
+    mask = draw.choice((tw.Full(), tw.Causal(), tw.Causal() & tw.Window(3, 0)))
+    layers = [draw_layer(layout.num_tokens, seed=draw.randrange(99)) for _ in range(2)]
+    return Drawn(layers, draw.choice(makers)(n), layout, mask)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_saved_tensors_hooks_of_the_caller_change_nothing(hooks: str, keep: bool):
+    draw = Random(f"{hooks} {keep}")
+    for _ in range(8):
+        case = drawn(draw)
+        want = case.gradients(False, lambda function, *given: function(*given))
+        found = case.gradients(keep, HOOKS[hooks])
+        for mine, wanted in zip(found, want, strict=True):
+            assert len(mine) == len(wanted) == 8
+            assert all(torch.allclose(*x, rtol=1e-12) for x in zip(mine, wanted, strict=True))
+
+
+DEPENDENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda r, at: r - r.mean(0),
+    "largest": lambda r, at: r / r.abs().max(),
+    "smallest": lambda r, at: r - r.min(),
+    "running sum": lambda r, at: r.cumsum(0),
+    "number of the row": lambda r, at: r * torch.arange(len(r))[:, None],
+    "number of rows": lambda r, at: r * len(r),
+    "table by number": lambda r, at: r + torch.linspace(0, 1, 99)[: len(r), None],
+    "neighbour": lambda r, at: r + r.roll(1, 0),
+    "first row": lambda r, at: r + r[:1],
+    "softmax over rows": lambda r, at: r.softmax(0),
+    "first position": lambda r, at: r * (1 + at - at[0])[:, None],
+}
+
+
+@pytest.mark.parametrize("what", DEPENDENT)
+@pytest.mark.parametrize("tokens_alike", [False, True])
+def test_rows_that_depend_on_one_another_are_refused(what: str, tokens_alike: bool):
+    def expand(rows: Tensor, positions: Tensor) -> Any:
+        made = DEPENDENT[what](rows, positions)[:, None, :HEAD_DIM].expand(-1, HEADS, -1)
+        return made, rows.new_ones(len(rows), HEADS, V_DIM)
+
+    def on_rank(rank: int, group: Any) -> str:
+        more = {"latent": tw.zigzag(TOKENS, N).shard(torch.ones(TOKENS, WIDTH).double(), rank)}
+        with pytest.raises(ValueError) as error:
+            attend(rank, group, **latent(expand), **(more if tokens_alike else {}))
+        return str(error.value)
+
+    (message,) = set(tw.loopback(N, on_rank))
+    assert "other k and v of a row where other rows stand beside it" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_that_round_differently_are_taken(dtype: torch.dtype):
+    """A large layer after a norm, with rotary parts: single rows differ in their last bits."""
+    torch.manual_seed(0)
+    weight, norm = torch.randn(512, 8 * 96).to(dtype) / 16, nn.RMSNorm(512, dtype=dtype)
+    frequencies = 1e4 ** -torch.linspace(0, 1, 32)
+
+    def expand(rows: Tensor, positions: Tensor) -> Any:
+        k, v = (norm(rows) @ weight).unflatten(-1, (8, 96)).split([64, 32], -1)
+        angle = positions[:, None] * frequencies
+        turn = torch.cat([angle.cos(), angle.sin()], -1)[:, None].to(dtype)
+        return k * turn, v
+
+    layout = tw.zigzag(TOKENS, 1)
+    wire = tw.wire.Latent(expand, num_kv_heads=8, head_dim=64, v_head_dim=32)
+    q, rows = torch.randn(TOKENS, 8, 64).to(dtype), 30 * torch.randn(TOKENS, 512).to(dtype)
+    tw.attention(q, rows, None, plan=tw.ring(1), layout=layout, mask=tw.Causal(), wire=wire)

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from tilewise.arguments import dtype_name
 from tilewise.compiler.code import ExpandKey
 from tilewise.kernels.protocol import accumulator_dtype, loadable
 from tilewise.wires.latent import Latent
 
-PROBED_ROWS = 7
-"""Rows on which an expand is tried before a call, at most."""
+TRIED_ROWS = 3
+"""Rows on which an expand is tried before a call; an odd number, so that halves show."""
 
 
 class Expanded(NamedTuple):
@@ -66,25 +67,21 @@ class Expansion:
         ]
         self._autocast = None if autocast is None else (like.device.type, autocast)
 
-    def probe(self, rows: Tensor, positions: Tensor, *, twice: bool) -> None:
+    def probe(self, rows: Tensor, positions: Tensor, *, alone: bool) -> None:
         """Try expand on some rows, and find what it uses.
 
         Args:
-            rows, positions: [n, width] and [n]; of a rank that has none, any.
-            twice: whether it gives the same twice, too; a device is waited for.
+            rows, positions: [n, width], no two of them equal, and [n].
+            alone: also check that it makes k and v of each row by itself. It waits for a device.
         Raises:
             ValueError: if it does not make k and v of the rows as the latent says.
         """
         learns = torch.is_grad_enabled()
         probe = rows.detach().requires_grad_(learns)
         first = self._run(probe, positions)
-        if twice:
-            again = self._run(rows.detach(), positions)
-            if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
-                raise ValueError(
-                    "expand gave two answers for the same rows; it must be deterministic, since "
-                    "every rank and the backward pass call it again"
-                )
+        if alone:
+            with torch.no_grad():
+                self._check_rows_alone(rows.detach(), positions, first)
         if not learns:
             return
         pairs = zip(self._params, self.latent.params, strict=True)
@@ -94,6 +91,29 @@ class Expansion:
             own += [x for x in self.latent.expand.parameters() if x.requires_grad]
         own += [x for x in _used(first) if x is not probe and id(x) not in given]
         self.leaves = tuple({id(x): x for x in own}.values())
+
+    def _check_rows_alone(
+        self, rows: Tensor, positions: Tensor, together: tuple[Tensor, Tensor]
+    ) -> None:
+        """Raise ValueError unless rows in another order, and one by one, give what they gave."""
+        backwards = self._run(rows.flip(0), positions.flip(0))
+        one_by_one = [self._run(rows[i : i + 1], positions[i : i + 1]) for i in range(len(rows))]
+        pairs = [
+            *zip(together, [x.flip(0) for x in backwards], strict=True),
+            *zip(together, [torch.cat(x) for x in zip(*one_by_one, strict=True)], strict=True),
+        ]
+        if all(_nearly_equal(a, b) for a, b in pairs):
+            return
+        repeats = [self._run(rows, positions) for _ in range(2)]
+        same = all(torch.equal(a, b) for x in repeats for a, b in zip(together, x, strict=True))
+        raise ValueError(
+            "expand makes other k and v of a row where other rows stand beside it; it must be a "
+            "function of single rows and their positions, without means, sums or indices over the "
+            "rows that it is called with, since every rank calls it with others"
+            if same
+            else "expand gave two answers for the same rows; it must be deterministic, since every "
+            "rank and the backward pass call it again"
+        )
 
     def expand(
         self, key: ExpandKey, rows: Tensor, positions: Tensor, heads: slice, learns: bool
@@ -153,7 +173,7 @@ class Expansion:
     def _run(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of rows, checked."""
         assert self.latent.expand is not None
-        with self._region():
+        with self._region(), saved_tensors_hooks(_as_it_is, _as_it_is):
             made: Any = self.latent.expand(rows, positions, *self._params)
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise ValueError(f"expand returned {type(made).__name__}, but must return k and v")
@@ -178,6 +198,22 @@ class Expansion:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(*self._autocast)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    """Hook of the graph that expand makes, which is this pass's own.
+
+    Hooks of the caller (activation checkpointing, offloading) would recompute a forward pass, with
+    its messages, in the middle of the backward pass that uses the graph.
+    """
+    return x.detach()
+
+
+def _nearly_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors differ by no more than products of other shapes round."""
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    most = float(a.detach().abs().nan_to_num(0, 0, 0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
 
 
 def _used(made: Sequence[Tensor]) -> Iterator[Tensor]:

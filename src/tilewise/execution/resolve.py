@@ -17,7 +17,7 @@ from tilewise.arguments import dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
-from tilewise.execution.expansion import PROBED_ROWS, Expansion
+from tilewise.execution.expansion import TRIED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
 from tilewise.execution.validation import (
     check_mask_heads,
@@ -160,19 +160,22 @@ def resolve(
 
 
 def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansion:
-    """The expansion of this rank's latents [(batch,) tokens, 1, width], tried on a few of them.
+    """The expansion of this rank's latents [(batch,) tokens, 1, width], tried on three rows.
 
-    That expand is deterministic is tried where it costs no wait for a device.
+    That expand works on each row by itself is tried where it costs no wait for a device.
     """
-    learns = torch.is_grad_enabled()
-    expansion = Expansion(latent, x, learns=learns, autocast=call.autocast)
-    rows = (x if x.ndim == 3 else x[:1].flatten(0, 1))[:PROBED_ROWS, 0]
-    rows = rows[: len(rows) - 1 + len(rows) % 2]  # an odd number
-    positions = torch.from_numpy(places[: len(rows)]).to(x.device)
-    if not len(rows):
-        rows, positions = x.new_zeros(1, x.shape[-1]), torch.zeros(1, dtype=torch.int64)
-    twice = call.validate != "never" and x.device.type == "cpu"
-    expansion.probe(rows, positions.to(x.device), twice=twice)
+    expansion = Expansion(latent, x, learns=torch.is_grad_enabled(), autocast=call.autocast)
+    # Numbers without a pattern, to which rows of this rank are added if it has any.
+    rows = torch.arange(TRIED_ROWS * x.shape[-1], device=x.device).cos().to(x.dtype)
+    rows = rows.unflatten(0, (TRIED_ROWS, -1))
+    positions = torch.zeros(TRIED_ROWS, dtype=torch.int64)
+    latents = (x if x.ndim == 3 else x[:1].flatten(0, 1))[:, 0]
+    if len(latents):
+        chosen = torch.linspace(0, len(latents) - 1, TRIED_ROWS).long()
+        rows = rows + latents.detach()[chosen.to(x.device)]
+        positions = torch.from_numpy(places)[chosen]
+    alone = call.validate != "never" and x.device.type == "cpu"
+    expansion.probe(rows, positions.to(x.device), alone=alone)
     return expansion
 
 
