@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
 from tilewise.functional import attention
 from tilewise.kernels.protocol import Kernel
@@ -24,8 +24,12 @@ from tilewise.masks.base import Document, Full, Mask
 from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
-from tilewise.transport.agreement import agree
-from tilewise.transport.gather_shards import gather_shards, mean_over_ranks
+from tilewise.tokens.conv import causal_conv1d
+from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
+from tilewise.tokens.pieces import Piece, pieces_of
+from tilewise.tokens.rows import move_rows, settled
+from tilewise.tokens.scan import scan
+from tilewise.transport.gather_shards import mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of, wires_of
 from tilewise.workload import Workload
@@ -125,42 +129,201 @@ class ContextParallel:
 
     def unshard(self, x: Tensor, dim: int = -3) -> Tensor:
         """The whole tensor on every rank; its backward sums over ranks, then shards."""
-        return gather_shards(x, self.layout, transport_for(self.group), dim)
+        return self.gather(x, dim)
+
+    def gather(self, x: Tensor, dim: int = 0, mask: Mask | None = None) -> Tensor:
+        """All rows of the sequence in order, on every rank; its backward sums into their owners.
+
+        Args:
+            x: this rank's rows.
+            dim: of its tokens.
+            mask: only the rows that this rank's queries see travel, the others are 0; None: all.
+        Raises:
+            ValueError: the same on every rank, if one rank's rows do not fit, or the ranks differ.
+        """
+
+        def moves() -> RowMoves:
+            if mask is not None:
+                require_type(Mask, "mask", mask).check_tokens(self.layout.num_tokens)
+            return gather_moves(self.layout, mask)
+
+        transport = transport_for(self.group)
+        return move_rows(x, settled(transport, moves), transport, dim)
+
+    def relayout(self, x: Tensor, to: Layout, dim: int = 0) -> Tensor:
+        """This rank's rows under another layout of the same tokens; what changes owner travels.
+
+            x = cp.relayout(x, tw.contiguous(num_tokens, cp.world_size))
+
+        Args:
+            x: this rank's rows under cp.layout.
+            to: gives every token to exactly one rank of this group.
+            dim: of the tokens.
+        Raises:
+            ValueError: the same on every rank, if the layout is for others, or as gather does.
+        """
+
+        def moves() -> RowMoves:
+            require_type(Layout, "to", to)
+            mine, other = self.layout, to
+            sizes = (mine.num_tokens, mine.world_size), (other.num_tokens, other.world_size)
+            if sizes[0] != sizes[1] or not other.is_partition:
+                raise ValueError(
+                    f"to is {other!r}, but must give each of {mine.num_tokens} tokens to one of "
+                    f"{mine.world_size} ranks, as {mine!r} does"
+                )
+            return relayout_moves(mine, other)
+
+        transport = transport_for(self.group)
+        return move_rows(x, settled(transport, moves), transport, dim)
+
+    def pieces(self, cu_seqlens: Any = None) -> list[Piece]:
+        """The contiguous pieces of this rank's tokens, cut at document borders, as (start, stop).
+
+        They are global positions, in the order of this rank's rows.
+
+        Args:
+            cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
+        """
+        return pieces_of(self.layout, self.rank, self._boundaries(cu_seqlens))
+
+    def halo(
+        self,
+        x: Tensor,
+        left: int,
+        right: int = 0,
+        dim: int = 0,
+        cu_seqlens: Any = None,
+        fill: float = 0,
+    ) -> list[Tensor]:
+        """Each piece of this rank's tokens with the rows before and after it in the sequence.
+
+            for rows in cp.halo(x, left=3):         # [3 + tokens of the piece, ...]
+                out = convolution(rows)
+
+        Only rows that other ranks have and this one needs travel. Differentiable.
+
+        Args:
+            x: this rank's rows.
+            left, right: number of rows before and after, at least 0.
+            dim: of the tokens.
+            cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
+            fill: in place of rows beyond the border of a piece's document.
+        Returns:
+            One tensor for each of `pieces(cu_seqlens)`, left + right rows longer than that.
+        Raises:
+            ValueError: the same on every rank, if a rank has more than 64 pieces (striped layouts;
+                relayout before), or as gather does.
+        """
+
+        def moves() -> RowMoves:
+            sizes = whole_number("left", left, 0), whole_number("right", right, 0)
+            return halo_moves(self.layout, *sizes, self._boundaries(cu_seqlens))
+
+        transport = transport_for(self.group)
+        rows = move_rows(x, settled(transport, moves), transport, dim, fill)
+        pieces = self.pieces(cu_seqlens)
+        return [*rows.split([left + stop - start + right for start, stop in pieces], dim)]
+
+    def conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seqlens: Any = None,
+    ) -> Tensor:
+        """Short causal depthwise convolution along the whole sequence, as causal_conv1d's.
+
+        out[t] = activation(bias + sum over w of weight[:, w] x[t - width + 1 + w])
+
+        Args:
+            x: [(batch,) this rank's tokens, channels].
+            weight: [channels, width], the same on every rank.
+            bias: [channels].
+            activation: None, "silu" or "swish".
+            cu_seqlens: boundaries of packed documents; tokens of another document count as 0.
+        Returns:
+            As x. Gradients of weight and bias are this rank's share.
+        Raises:
+            ValueError: as halo, and for shapes that do not fit, with both.
+        """
+        transport = transport_for(self.group)
+        edges = settled(transport, lambda: self._boundaries(cu_seqlens))
+        return causal_conv1d(x, weight, bias, activation, self.layout, edges, transport)
+
+    def scan(
+        self,
+        decay: Tensor,
+        update: Tensor,
+        *,
+        matrix: bool = False,
+        cu_seqlens: Any = None,
+        dim: int | None = None,
+    ) -> Tensor:
+        """The state before each of this rank's pieces, where a piece maps S to decay * S + update.
+
+            before = cp.scan(decay, update)         # then each piece starts from its own
+
+        States begin at 0 in every document. Messages have the size of a state and a decay,
+        whatever the length, and their number grows with the logarithm of that of pieces.
+
+        Args:
+            decay, update: [(batch,) pieces, ...], of `pieces(cu_seqlens)` in order. decay may have
+                sizes of 1, or lack the last dimensions: it counts for all of the state there.
+            matrix: decay is [..., d, d] and update [..., d, e]: S becomes decay @ S + update.
+            cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
+            dim: of pieces, 0 or 1; None: the first, unless only the second has their number.
+        Returns:
+            As update, differentiable in both.
+        Raises:
+            ValueError: the same on every rank: as halo, and for shapes that do not fit, with both.
+        """
+        transport = transport_for(self.group)
+        edges = settled(transport, lambda: self._boundaries(cu_seqlens))
+        return scan(decay, update, self.layout, edges, transport, matrix=matrix, dim=dim)
 
     def roll(
-        self, x: Tensor, shifts: int, dim: int = 1, cu_seqlens: Any = None, fill: float = -100
+        self,
+        x: Tensor,
+        shifts: int,
+        dim: int = 1,
+        cu_seqlens: Any = None,
+        fill: float = -100,
+        wrap: bool = False,
     ) -> Tensor:
         """This rank's rows of the whole tensor rolled along its tokens, within each document.
 
         Row t gets row t - shifts of the whole sequence, wherever that lies: shifts=-1 makes labels
         of next tokens, -2 those of the second token ahead. Rows whose source lies in another
-        document, or outside the sequence, get fill. Every rank calls it; it gathers x, and is
-        differentiable.
+        document, or outside the sequence, get fill. Every rank calls it; rows that change owner
+        travel. Differentiable.
 
         Args:
             x: this rank's rows.
             cu_seqlens: boundaries of packed documents, of the whole sequence; None: one document.
+            wrap: rows that leave a document at one end come in at the other, in place of fill.
         Raises:
             ValueError: the same on every rank, if one rank's arguments do not fit, or they differ.
         """
-        n, error = self.layout.num_tokens, None
-        edges: tuple[int, ...] = (0, n)
-        try:
-            edges = edges if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
-            if edges[-1] != n:
-                error = f"cu_seqlens ends at {edges[-1]}, but the sequence has {n} tokens"
+
+        def moves() -> RowMoves:
             require_type(int, "shifts", shifts, "-1, for the labels of next tokens")
-        except ValueError as refused:
-            error = str(refused)
-        fields = {"shifts": str(shifts), "cu_seqlens": str(edges), "fill": str(fill)}
-        agree(transport_for(self.group), {"call": "roll"}, error, "first", fields)
-        whole = self.unshard(x, dim)
-        rows = self.layout.rows(self.rank)
-        documents = [np.searchsorted(edges, at, "right") for at in (rows, rows - shifts)]
-        kept = torch.from_numpy(documents[0] == documents[1]).to(x.device)
-        source = torch.from_numpy((rows - shifts).clip(0, n - 1)).to(x.device)
-        kept = kept.reshape([-1 if axis == dim % x.ndim else 1 for axis in range(x.ndim)])
-        return whole.index_select(dim, source).masked_fill(~kept, fill)
+            require_type(bool, "wrap", wrap, "True")
+            return roll_moves(self.layout, shifts, self._boundaries(cu_seqlens), wrap=wrap)
+
+        transport = transport_for(self.group)
+        return move_rows(x, settled(transport, moves), transport, dim, fill)
+
+    def _boundaries(self, cu_seqlens: Any) -> tuple[int, ...]:
+        """Boundaries of documents that end where the sequence does."""
+        n = self.layout.num_tokens
+        if cu_seqlens is None:
+            return 0, n
+        edges = Document(cu_seqlens).cu_seqlens
+        if edges[-1] != n:
+            raise ValueError(f"cu_seqlens ends at {edges[-1]}, but the sequence has {n} tokens")
+        return edges
 
     def mean(self, loss_sum: Tensor, count: Tensor | float) -> Tensor:
         """The whole sequence's mean loss, the same number on every rank.

@@ -59,7 +59,7 @@ def test_heads_before_tokens(batch: tuple[int, ...], plan, wrong: str):
 
     at = len(batch)
     (error,) = _refusals(call)
-    assert "must be [tokens, heads, head_dim]" in error
+    assert "if heads come before tokens here" in error
     assert f"pass {wrong}.transpose({at}, {at + 1})" in error
 
 

@@ -7,8 +7,9 @@ and runs it; nothing is decided then. Codes compare, print and pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -162,12 +163,16 @@ class ComputeDelta(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """One message: contiguous rows of bytes, the other end, and words for errors."""
+    """One message: contiguous rows of bytes, the other end, and words for errors.
+
+    Attributes:
+        item: what travels; of row moves a text.
+    """
 
     ref: Ref
     peer: int
     step: int
-    item: Item
+    item: Item | str
 
 
 class TeamBytes(NamedTuple):
@@ -510,5 +515,11 @@ def ref_shape(spec: TensorSpec, ref: Ref) -> tuple[int, ...]:
     return shape
 
 
+WHOLE_NUMBER_BYTES: Mapping[str, int] = MappingProxyType(
+    {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+)
+"""Bytes of the dtypes of tokens, labels and the like, which row moves carry, too."""
+
+
 def item_bytes(dtype: str) -> int:
-    return 1 if dtype == "uint8" else ITEM_BYTES(dtype)
+    return WHOLE_NUMBER_BYTES.get(dtype) or ITEM_BYTES(dtype)

@@ -232,4 +232,6 @@ class _Checker:
 
 def _is_result(code: Code, buffer: int) -> bool:
     name = code.buffers[buffer].name
-    return name in (("dq", "dk", "dv", "dlatent") if code.backward else ("out", "lse", "largest"))
+    return name in (
+        ("dq", "dk", "dv", "dlatent", "dx") if code.backward else ("out", "lse", "largest")
+    )

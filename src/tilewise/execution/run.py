@@ -7,7 +7,7 @@ of the call at the beginning of each pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Label:
 
     __slots__ = ("item", "step")
 
-    def __init__(self, step: int, item: Item):
+    def __init__(self, step: int, item: Item | str):
         self.step, self.item = step, item
 
     def __str__(self) -> str:
@@ -76,6 +76,7 @@ class BoundCode:
     """A code bound to a device, a kernel and what the kernel does to scores.
 
     Args:
+        kernel: None: of a code that attends nothing.
         pool: of workspaces, which codes share that never run at the same time.
     """
 
@@ -83,13 +84,13 @@ class BoundCode:
         self,
         code: Code,
         device: torch.device,
-        kernel: Kernel,
+        kernel: Kernel | None,
         scores: Scores,
         pool: WorkspacePool,
     ):
         self.code, self._device, self._pool = code, device, pool
         self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
-            kernel.backward if code.backward else kernel.forward
+            _no_kernel if kernel is None else kernel.backward if code.backward else kernel.forward
         )
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
@@ -521,6 +522,10 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def _no_kernel(*_: Any) -> NoReturn:
+    raise AssertionError("a code without a kernel attends nothing")
 
 
 def _no_step(_: list[Any], __: Pass) -> None:

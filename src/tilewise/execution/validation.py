@@ -195,11 +195,11 @@ def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:
             continue
         rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
         if x.shape[-3] != rows == x.shape[-2]:
-            order = "[tokens, heads, head_dim]"
             raise ValueError(
-                f"{name} {tuple(x.shape)} must be {order}, after a batch if there is one: the "
-                f"layout gives rank {rank} {rows} tokens, which stand in dimension {x.ndim - 2} "
-                f"here; pass {name}.transpose({x.ndim - 3}, {x.ndim - 2})"
+                f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {rows} "
+                f"of {layout.num_tokens}; pass layout.shard(x, rank). Dimension {x.ndim - 2} of "
+                f"{name} {tuple(x.shape)} has {rows}: if heads come before tokens here, pass "
+                f"{name}.transpose({x.ndim - 3}, {x.ndim - 2})"
             )
 
 

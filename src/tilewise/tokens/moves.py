@@ -1,0 +1,129 @@
+"""The row moves of each verb, from layouts alone; they are made once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import chain, pairwise
+
+import numpy as np
+
+from tilewise.compiler.row_moves import FILL, RowMoves
+from tilewise.layouts.cells import cells
+from tilewise.layouts.layout import Layout
+from tilewise.layouts.runs import Run, runs_of_positions
+from tilewise.masks.base import Mask
+from tilewise.plan.kept import RecentValues
+from tilewise.tokens.pieces import few_pieces
+
+_KEPT: RecentValues[Hashable, RowMoves] = RecentValues(64)
+
+
+def _kept(key: Hashable, make: Callable[[], RowMoves]) -> RowMoves:
+    return _KEPT.get(key, make)
+
+
+def _filled(num_rows: int) -> Run:
+    return Run(FILL, num_rows, 0)
+
+
+def halo_moves(layout: Layout, left: int, right: int, cu_seqlens: tuple[int, ...]) -> RowMoves:
+    """For each piece of a rank the rows before it, the piece and the rows after it.
+
+    Rows beyond the border of the piece's document are filled.
+    """
+
+    def make() -> RowMoves:
+        wanted: list[list[Run]] = []
+        for pieces in few_pieces(layout, cu_seqlens, "halo"):
+            runs: list[Run] = []
+            for start, stop in pieces:
+                document = int(np.searchsorted(cu_seqlens, start, "right")) - 1
+                first = max(start - left, cu_seqlens[document])
+                last = min(stop + right, cu_seqlens[document + 1])
+                runs += [_filled(left - (start - first)), Run(first, last - first)]
+                runs.append(_filled(right - (last - stop)))
+            wanted.append([run for run in runs if run.count])
+        return RowMoves("halo", layout, wanted, left=left, right=right, cu_seqlens=cu_seqlens)
+
+    return _kept(("halo", layout, left, right, cu_seqlens), make)
+
+
+def relayout_moves(layout: Layout, to: Layout) -> RowMoves:
+    """The rows of another layout of the same tokens: only rows that change owner travel."""
+    return _kept(("relayout", layout, to), lambda: RowMoves("relayout", layout, to.runs, to=to))
+
+
+def gather_moves(layout: Layout, mask: Mask | None) -> RowMoves:
+    """All rows in order on every rank; with a mask those that the rank's queries see."""
+
+    def make() -> RowMoves:
+        n, num_tokens = layout.world_size, layout.num_tokens
+        if mask is None:
+            return RowMoves("gather", layout, [[Run(0, num_tokens)]] * n)
+        seen = np.zeros((n, num_tokens), bool)
+        for (reader, owner), cell in cells(mask, layout, layout).items():
+            rows = layout.rows(owner)
+            for start, stop in [(0, len(rows))] if cell.k_rows is None else cell.k_rows:
+                seen[reader, rows[start:stop]] = True
+        wanted = [_runs_where(mine) for mine in seen]
+        return RowMoves("gather", layout, wanted, mask=mask)
+
+    return _kept(("gather", layout, mask), make)
+
+
+def _runs_where(chosen: np.ndarray) -> list[Run]:
+    """Positions that are chosen, and in place of the others filled rows."""
+    edges = [0, *(np.flatnonzero(np.diff(chosen)) + 1).tolist(), len(chosen)]
+    spans = pairwise(edges)
+    return [Run(a, b - a) if chosen[a] else _filled(b - a) for a, b in spans]
+
+
+def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap: bool) -> RowMoves:
+    """Row t of the result is row t - shifts of its document; filled, or wrapped within it."""
+
+    def make() -> RowMoves:
+        edges = np.array(cu_seqlens)
+        wanted: list[list[Run]] = []
+        for rank in range(layout.world_size):
+            rows = layout.rows(rank)
+            document = np.searchsorted(edges, rows, "right") - 1
+            first, stop = edges[document], edges[document + 1]
+            source = rows - shifts
+            if wrap:
+                source = first + (source - first) % (stop - first)
+            inside = (first <= source) & (source < stop)
+            wanted.append(_runs_with_fill(np.where(inside, source, FILL)))
+        return RowMoves("roll", layout, wanted, shifts=shifts, cu_seqlens=cu_seqlens, wrap=wrap)
+
+    return _kept(("roll", layout, shifts, cu_seqlens, wrap), make)
+
+
+def _runs_with_fill(positions: np.ndarray) -> list[Run]:
+    """Runs of positions in any order, of which some are FILL."""
+    filled = positions == FILL
+    edges = [0, *(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(positions)]
+    spans = [(a, b) for a, b in pairwise(edges) if a < b]
+    return [
+        *chain.from_iterable(
+            (_filled(b - a),) if filled[a] else runs_of_positions(positions[a:b]) for a, b in spans
+        )
+    ]
+
+
+def predecessor_moves(layout: Layout, first: tuple[int, ...], distance: int) -> RowMoves:
+    """The entry so many places before each one, filled where a sequence of its own begins between.
+
+    Args:
+        layout: of entries, such as the pieces of all ranks in the order of their tokens.
+        first: of each entry the first one of its sequence.
+    """
+
+    def make() -> RowMoves:
+        beginnings, wanted = np.array(first), list[list[Run]]()
+        for rank in range(layout.world_size):
+            rows = layout.rows(rank)
+            source = rows - distance
+            wanted.append(_runs_with_fill(np.where(source >= beginnings[rows], source, FILL)))
+        return RowMoves("scan", layout, wanted, first=first, distance=distance)
+
+    return _kept(("scan", layout, first, distance), make)

@@ -1,0 +1,54 @@
+"""Pieces: the contiguous tokens of a rank, cut at the borders of documents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.layouts.layout import Layout
+
+MOST_PIECES = 64
+"""Most pieces of a rank: what layers do for each would take longer than to move the tokens."""
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of the sequence, which lie side by side on one rank."""
+
+    start: int
+    stop: int
+
+
+def pieces_of(layout: Layout, rank: int, cu_seqlens: tuple[int, ...]) -> list[Piece]:
+    """Return a rank's pieces in the order of its rows.
+
+    Args:
+        cu_seqlens: boundaries of the documents, of the whole sequence.
+    """
+    rows = layout.rows(rank)
+    if not len(rows):
+        return []
+    document = np.searchsorted(np.array(cu_seqlens), rows, "right")
+    ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(document) != 0)) + 1
+    starts = np.concatenate([[0], ends])
+    stops = np.concatenate([ends, [len(rows)]])
+    pairs = zip(rows[starts].tolist(), (rows[stops - 1] + 1).tolist(), strict=True)
+    return [Piece(*pair) for pair in pairs]
+
+
+def few_pieces(layout: Layout, cu_seqlens: tuple[int, ...], verb: str) -> list[list[Piece]]:
+    """Return the pieces of every rank.
+
+    Raises:
+        ValueError: if a rank has more than MOST_PIECES.
+    """
+    pieces = [pieces_of(layout, rank, cu_seqlens) for rank in range(layout.world_size)]
+    rank = max(range(len(pieces)), key=lambda rank: len(pieces[rank]))
+    if len(pieces[rank]) > MOST_PIECES:
+        raise ValueError(
+            f"{verb} on {layout!r}: rank {rank} has {len(pieces[rank])} pieces of neighbouring "
+            f"tokens, more than {MOST_PIECES}; move the tokens to a layout with fewer before, "
+            f"cp.relayout(x, tw.contiguous({layout.num_tokens}, {layout.world_size})), and back "
+            "after"
+        )
+    return pieces
