@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type, whole_number
+from tilewise.arguments import (
+    DtypeName,
+    Save,
+    Validate,
+    dtype_name,
+    of_kind,
+    real_number,
+    require_type,
+    shown,
+    whole_number,
+)
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
 from tilewise.functional import attention
@@ -149,7 +159,8 @@ class ContextParallel:
             edges = edges if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
             if edges[-1] != n:
                 error = f"cu_seqlens ends at {edges[-1]}, but the sequence has {n} tokens"
-            require_type(int, "shifts", shifts, "-1, for the labels of next tokens")
+            shifts = max(-n, min(of_kind("shifts", shifts, int), n))
+            _check_fill(require_type(Tensor, "x", x, "this rank's labels"), fill)
         except ValueError as refused:
             error = str(refused)
         fields = {"shifts": str(shifts), "cu_seqlens": str(edges), "fill": str(fill)}
@@ -338,6 +349,15 @@ class ContextParallel:
             layout=self.layout,
             wire=wires,
         )
+
+
+def _check_fill(x: Tensor, fill: float) -> None:
+    """Raise ValueError unless x may hold the number."""
+    real_number("fill", fill)
+    try:
+        x.new_full((), fill)
+    except (RuntimeError, OverflowError):
+        raise ValueError(f"fill ({shown(fill)}) must be a number that {x.dtype} has") from None
 
 
 def _refuse_compiling() -> None:

@@ -143,7 +143,7 @@ class KVCache:
         self.shape, self.softmax_scale, self.softcap = shape, softmax_scale, softcap
         self.validate: Validate = validate
         self.kernel = kernel
-        self.wire_dtype: DtypeName = dtype_name(wire_dtype or dtype)
+        self.wire_dtype: DtypeName = dtype_name(dtype if wire_dtype is None else wire_dtype)
         self._plan = tree(world_size)
         self._passes: RecentValues[tuple[int, int], DecodingPass] = RecentValues(8)
         self._masks: RecentValues[Mask, Mask] = RecentValues(8)
