@@ -106,20 +106,27 @@ def require_range(what: str, value: float, least: float = 1, most: float | None 
         raise ValueError(f"{what} ({value!r:.40}) must be {bounds}")
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def whole_number(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """The value as an int; True and False are none.
 
+    Args:
+        least, most: None: any number of 64 bits.
     Raises:
         ValueError: "rows (1.5) must be a whole number, at least 1", or as require_range.
     """
     number = _as_index(value)
     if number is None:
-        raise ValueError(f"{name} ({shown(value)}) must be a whole number, at least {least}")
-    if not least <= number <= (MOST_NUMBER if most is None else most):
-        bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
-        bounds = "below 2^63" if most is None and number > MOST_NUMBER else bounds
-        raise ValueError(f"{name} ({number!r:.40}) must be {bounds}")
-    return number
+        bound = "" if least is None else f", at least {least}"
+        raise ValueError(f"{name} ({shown(value)}) must be a whole number{bound}")
+    if least is not None and number < least:
+        bounds = f"at least {least}"
+    elif not -MOST_NUMBER <= number <= MOST_NUMBER:
+        bounds = "a number of 64 bits"
+    elif most is not None and number > most:
+        bounds = f"at most {most}" if least is None else f"from {least} to {most}"
+    else:
+        return number
+    raise ValueError(f"{name} ({number!r:.40}) must be {bounds}")
 
 
 def _as_index(value: Any) -> int | None:
@@ -247,7 +254,7 @@ def of_kind(name: str, value: Any, kind: Any) -> Any:
     for one in kinds:
         fitting, result = _fitted(value, one)
         if one is int and fitting:
-            return whole_number(name, result, -MOST_NUMBER)
+            return whole_number(name, result, None)
         if fitting and get_origin(one) is tuple:
             return _parts(name, result, get_args(one))
         if fitting:

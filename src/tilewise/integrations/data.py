@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tilewise.arguments import (
-    MOST_TOKENS,
     checks_arguments,
     listed,
     shown,
@@ -235,7 +234,7 @@ class TokenDataset(Dataset[Inputs]):
     @checks_arguments
     def __init__(self, tokens: Any, layout: Layout, rank: int, cu_seqlens: Any = None):
         whole_number("rank", rank, 0, layout.world_size - 1)
-        if len(getattr(tokens, "shape", ())) != 1 and not isinstance(tokens, list | tuple):
+        if not hasattr(tokens, "__getitem__") or not _is_sized(tokens):
             raise ValueError(f"tokens ({shown(tokens)}) must be an array [num_tokens_in_all]")
         self.tokens, self.layout, self.rank = tokens, layout, rank
         given = (0, len(tokens)) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
@@ -249,7 +248,7 @@ class TokenDataset(Dataset[Inputs]):
         return len(self.tokens) // self.layout.num_tokens
 
     def __getitem__(self, index: int) -> Inputs:
-        if not 0 <= whole_number("index", index, -MOST_TOKENS) < len(self):
+        if not 0 <= whole_number("index", index, None) < len(self):
             raise IndexError(f"item ({index}) must be in 0..{len(self) - 1}")
         num_tokens = self.layout.num_tokens
         start = index * num_tokens
@@ -267,6 +266,13 @@ class TokenDataset(Dataset[Inputs]):
         stop = min(last + 1, self.layout.num_tokens)
         read = torch.from_numpy(whole_numbers("tokens", self.tokens[start + first : start + stop]))
         return read[: last - first], torch.cat([read, read[-1:]])[1 : last - first + 1]
+
+
+def _is_sized(tokens: Any) -> bool:
+    try:
+        return len(tokens) >= 0 and not isinstance(tokens, str | bytes | Mapping)
+    except TypeError:  # of an array of no dimensions, too
+        return False
 
 
 def _nothing() -> tuple[Tensor, Tensor]:

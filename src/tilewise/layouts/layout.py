@@ -141,7 +141,7 @@ class Layout(OpaqueValue):
         """The rows of the whole tensor x that a rank owns, along dim."""
         if not hasattr(x, "index_select"):
             raise ValueError(f"x ({shown(x)}) must be a torch.Tensor, as torch.as_tensor makes it")
-        if not -x.ndim <= whole_number("dim", dim, -x.ndim) < x.ndim:
+        if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
             raise ValueError(
                 f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; "
                 "name the one of its tokens"
@@ -197,7 +197,7 @@ class Layout(OpaqueValue):
         return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= whole_number("rank", rank, 0) < self.world_size:
+        if not 0 <= whole_number("rank", rank, None) < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
 
     @cached_property

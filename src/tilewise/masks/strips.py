@@ -301,14 +301,11 @@ def checked_range(what: str, bounds: tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: unless 0 <= start <= stop.
     """
-    ends = tuple(listed(what, bounds, "two positions"))
+    ends = listed(what, bounds, "two positions")
     if len(ends) != 2:
-        raise ValueError(f"{what} {ends!r:.60} must be (start, stop)")
-    start, stop = (
-        whole_number(f"{name} of {what}", x, 0)
-        for name, x in zip(("start", "stop"), ends, strict=True)
-    )
-    if start > stop:
+        raise ValueError(f"{what} {tuple(ends)!r:.60} must be (start, stop)")
+    start, stop = (whole_number(what, x, None) for x in ends)
+    if not 0 <= start <= stop:
         raise ValueError(f"{what} ({start}, {stop}) must be (start, stop) with 0 <= start <= stop")
     return min(start, LIMIT), min(stop, LIMIT)
 

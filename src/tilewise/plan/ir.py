@@ -387,7 +387,7 @@ class Plan(OpaqueValue):
 
     def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
         """One rank's steps, without building the others' where a script allows."""
-        if not 0 <= whole_number("rank", rank, 0) < self.world_size:
+        if not 0 <= whole_number("rank", rank, None) < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
         if self._script is None:
             return self._steps_by_rank()[rank]

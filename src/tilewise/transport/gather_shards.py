@@ -63,7 +63,7 @@ def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     require_type(Tensor, "x", x, "what cp.attention returned")
     wanted, others = layout.size(rank), list(x.shape)
-    if not -x.ndim <= whole_number("dim", dim, -x.ndim) < x.ndim:
+    if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
         raise ValueError(f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}")
     if x.shape[dim] != wanted:
         raise ValueError(
