@@ -17,6 +17,7 @@ from tilewise.arguments import (
     MOST_TOKENS,
     checks_arguments,
     listed,
+    require_type,
     shown,
     whole_number,
     whole_numbers,
@@ -67,7 +68,7 @@ class Layout(OpaqueValue):
         )
         read = (tuple(_run(s, run) for run in shard) for s, shard in enumerate(shards))
         self.runs = tuple(tuple(run for run in shard if run.count) for shard in read)
-        self.name = name
+        self.name = require_type(str, "name", name, "'layout'")
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
         whole_number("world_size", len(self.runs))
         for shard, run in ((s, run) for s, runs in enumerate(self.runs) for run in runs):

@@ -291,6 +291,8 @@ def random(
         whole_number("num_kv_heads", num_kv_heads, most=MOST_HEADS)
     if density is not None and not 0 < density <= 1:
         raise ValueError(f"density ({density}) must be above 0 and at most 1")
+    if cu_seqlens is not None:
+        Document(cu_seqlens).check_tokens(num_tokens)
     rng = np.random.default_rng(whole_number("seed", seed, 0))
     if name in BLOCK_NAMES:
         share = float(rng.choice(DENSITIES)) if density is None else density

@@ -319,6 +319,10 @@ class Plan(OpaqueValue):
             raise ValueError(f"default_save ({default_save!r}) must be one of {get_args(Save)}")
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
+        require_type(str, "name", name, "'ring(4)'")
+        for what, value in (("owners", owners), ("cuts", cuts)):
+            if value is not None:
+                require_type(tuple, what, value, "those of tw.ring(4)")
         require_type(Traits, "traits", traits, "tw.plan.ir.NO_TRAITS")
         require_type(bool, "replicated_queries", replicated_queries, "True")
         steps = None if steps is None else listed("steps", steps, "Step")
