@@ -314,7 +314,7 @@ def test_roll_refuses_on_all_ranks():
 
     for wrong, message in (
         ({"shifts": [-1, -1, -2, -1]}, "ranks disagree on shifts"),
-        ({"shifts": [-1, "1", -1, -1]}, r"rank 1: shifts \('1'\) must be a int"),
+        ({"shifts": [-1, "1", -1, -1]}, r"rank 1: shifts \('1'\) must be a whole number"),
         ({"cu_seqlens": [[0, 9]] * 4}, "cu_seqlens ends at 9, but the sequence has 22"),
         ({"dim": [5] * 4}, "dim"),
     ):

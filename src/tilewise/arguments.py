@@ -1,13 +1,35 @@
-"""Arguments of public calls: words that they take, and values of a wrong kind, refused alike."""
+"""Arguments of public calls: words that they take, and values of a wrong kind, refused alike.
+
+`checks_arguments` compares arguments with a function's annotations, `check_fields` fields of a
+dataclass. What a number may be beside a number (at least 1, a divisor) is the function's to say.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import lru_cache, wraps
+from inspect import Parameter, signature
 from numbers import Real
 from operator import index
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Save: TypeAlias = Literal["replay", "gathered"]
 Validate: TypeAlias = Literal["always", "first", "never"]
@@ -16,10 +38,23 @@ LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 Moves: TypeAlias = Literal["kv", "q"]
 Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather"]
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}.__getitem__
+
+class _Sizes(dict[str, int]):
+    def __missing__(self, name: str) -> int:
+        raise ValueError(f"dtype ({shown(name)}) must be float64, float32, bfloat16 or float16")
+
+
+ITEM_BYTES = _Sizes({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}).__getitem__
 
 MOST_RANKS = 1 << 17
 """More than any cluster has: a plan of a mistyped number of ranks would take minutes to make."""
+
+MOST_NUMBER = (1 << 63) - 1
+"""Positions, and whatever else is counted, are numbers of 64 bits."""
+
+MOST_TOKENS = 1 << 32
+"""Of one sequence, where every token or document of it is drawn or counted: 16 times the longest
+that anybody has trained on would take minutes."""
 
 # What makes one, by the name of the kind.
 EXAMPLES: Mapping[str, str] = MappingProxyType(
@@ -29,6 +64,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "Layout": "tw.zigzag(num_tokens, world_size)",
         "Machine": 'tw.Machine.preset("h100x8")',
         "Workload": "tw.Workload(num_tokens=..., ...)",
+        "ContextParallel": "tw.ContextParallel(group, num_tokens=...)",
     }
 )
 
@@ -36,6 +72,12 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 def dtype_name(dtype: object) -> DtypeName:
     """The name of a torch dtype, or a name as it is; check_dtype knows which there are."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
+
+
+def shown(value: object) -> str:
+    """The value as an error says it: itself if it is short, else its kind."""
+    is_short = isinstance(value, str | bytes | int | float | NoneType)
+    return f"{value!r:.60}" if is_short else type(value).__name__
 
 
 def require_type(kind: type[T], name: str, value: object, example: str | None = None) -> T:
@@ -47,9 +89,9 @@ def require_type(kind: type[T], name: str, value: object, example: str | None = 
         ValueError: "mask ('causal') must be a Mask, such as tw.Causal()".
     """
     if not isinstance(value, kind):
-        what = value if isinstance(value, str | int | float | None) else type(value).__name__
-        example = example or EXAMPLES[kind.__name__]
-        raise ValueError(f"{name} ({what!r}) must be a {kind.__name__}, such as {example}")
+        example = example or EXAMPLES.get(kind.__name__)
+        such = f", such as {example}" if example else ""
+        raise ValueError(f"{name} ({shown(value)}) must be a {kind.__name__}{such}")
     return value
 
 
@@ -59,22 +101,44 @@ def require_range(what: str, value: float, least: float = 1, most: float | None 
     Raises:
         ValueError: "hosts (0) must be at least 1", or "must be from 1 to 250".
     """
-    if not least <= value <= (math.inf if most is None else most):
+    if not least <= real_number(what, value) <= (math.inf if most is None else most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{what} ({value}) must be {bounds}")
+        raise ValueError(f"{what} ({value!r:.40}) must be {bounds}")
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def whole_number(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """The value as an int; True and False are none.
 
+    Args:
+        least, most: None: any number of 64 bits.
     Raises:
         ValueError: "rows (1.5) must be a whole number, at least 1", or as require_range.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name} ({value!r}) must be a whole number, at least {least}")
-    require_range(name, index(value), least)
-    require_range(name, index(value), least, most)
-    return index(value)
+    number = _as_index(value)
+    if number is None:
+        bound = "" if least is None else f", at least {least}"
+        raise ValueError(f"{name} ({shown(value)}) must be a whole number{bound}")
+    if least is not None and number < least:
+        bounds = f"at least {least}"
+    elif not -MOST_NUMBER <= number <= MOST_NUMBER:
+        bounds = "a number of 64 bits"
+    elif most is not None and number > most:
+        bounds = f"at most {most}" if least is None else f"from {least} to {most}"
+    else:
+        return number
+    raise ValueError(f"{name} ({number!r:.40}) must be {bounds}")
+
+
+def _as_index(value: Any) -> int | None:
+    """The value as an int; None if it is no whole number. An array of several is none."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def real_number(name: str, value: Any) -> float:
@@ -84,17 +148,187 @@ def real_number(name: str, value: Any) -> float:
         ValueError: "softcap ('30') must be a number, as tensor.item() gives it".
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} ({value!r}) must be a number, as tensor.item() gives it")
+        raise ValueError(f"{name} ({shown(value)}) must be a number, as tensor.item() gives it")
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
+
+
+def listed(name: str, values: Any, what: str) -> list[Any]:
+    """What an iterable has; a text is none.
+
+    Raises:
+        ValueError: "blocks (8) must be a list of (start, end)".
+    """
+    if not _is_iterable(values):
+        raise ValueError(f"{name} ({shown(values)}) must be a list of {what}")
+    return list(values)
+
+
+def whole_numbers(name: str, values: Any) -> NDArray[np.int64]:
+    """What a list, array or tensor (on any device) of whole numbers has, in one dimension.
+
+    Raises:
+        ValueError: "positions ([0.5]) must be a list of whole numbers".
+    """
+    try:
+        if not hasattr(values, "__array__") and _is_iterable(values):
+            values = list(values)
+        array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+        with np.errstate(invalid="ignore"):
+            numbers = array.astype(np.int64)
+        if (
+            array.ndim == 1
+            and (array.dtype.kind in "iuf" or not array.size)
+            and bool((numbers == array).all())
+        ):
+            return numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise ValueError(f"{name} ({values!r:.60}) must be a list of whole numbers") from None
+
+
+def _is_iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:  # of a tensor of no dimensions, too
+        return False
+    return not isinstance(value, str | bytes | Mapping)
 
 
 def check_dtype(what: str, name: str) -> None:
-    try:
-        ITEM_BYTES(name)
-    except KeyError:
-        raise ValueError(
-            f"{what} ({name!r}) must be float64, float32, bfloat16 or float16"
-        ) from None
+    if name not in get_args(DtypeName):
+        raise ValueError(f"{what} ({shown(name)}) must be float64, float32, bfloat16 or float16")
+
+
+def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse arguments that are of another kind than the function's annotations say.
+
+    Whole numbers arrive as int, whatever they were (numpy's, too), and numbers as they are.
+
+    Raises:
+        ValueError: "moves ('k') must be 'kv' or 'q'", from the function that it returns.
+    """
+    names = [
+        name
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        kinds = _kinds(function)
+        # more than there are names for are the function's to refuse
+        first = [of_kind(n, x, kinds.get(n, Any)) for n, x in zip(names, args, strict=False)]
+        named = {name: of_kind(name, x, kinds.get(name, Any)) for name, x in kwargs.items()}
+        return function(*first, *args[len(first) :], **named)  # pyright: ignore[reportCallIssue]
+
+    return call
+
+
+def check_fields(value: Any) -> None:
+    """Refuse fields of a frozen dataclass that are of another kind than their annotations say.
+
+    Raises:
+        ValueError: as `checks_arguments`.
+    """
+    kinds = _kinds(type(value))
+    for field in fields(value):
+        given = getattr(value, field.name)
+        object.__setattr__(value, field.name, of_kind(field.name, given, kinds[field.name]))
+
+
+@lru_cache(maxsize=1024)
+def _kinds(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated)
+
+
+def of_kind(name: str, value: Any, kind: Any) -> Any:
+    """The value, as one of this kind; a tuple with all its parts.
+
+    Raises:
+        ValueError: if it is of another.
+    """
+    kinds = _alternatives(kind)
+    for one in kinds:
+        fitting, result = _fitted(value, one)
+        if one is int and fitting:
+            return whole_number(name, result, None)
+        if fitting and get_origin(one) is tuple:
+            return _parts(name, result, get_args(one))
+        if fitting:
+            return result
+    *others, last = dict.fromkeys(_described(one) for one in kinds)
+    text = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(f"{name} ({shown(value)}) must be {text}")
+
+
+def _parts(name: str, values: Iterable[Any], inner: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The parts of a tuple, each as one of its kind."""
+    values = tuple(values)
+    kinds = inner[:1] * len(values) if inner[-1] is ... else inner
+    if len(kinds) != len(values):
+        raise ValueError(f"{name} ({values!r:.60}) must be {len(kinds)} values")
+    pairs = enumerate(zip(values, kinds, strict=True))
+    return tuple(of_kind(f"{name}[{i}]", value, kind) for i, (value, kind) in pairs)
+
+
+@lru_cache(maxsize=1024)
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _fitted(value: Any, kind: Any) -> tuple[bool, Any]:
+    """Return whether a value is of a kind that is no union, and the value to go on with."""
+    if kind is int:
+        number = _as_index(value)
+        return number is not None, number
+    if kind is float:
+        return _fitted_number(value)
+    if kind is Any or kind is object:
+        return True, value
+    if kind is bool:
+        return isinstance(value, bool), value
+    origin = get_origin(kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(kind), value
+    if origin is Callable:
+        return callable(value), value
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping), value
+    if origin is tuple:
+        return _is_iterable(value), value
+    if origin is not None:  # a list or other iterable, which may be read once
+        return _is_iterable(value), value
+    if isinstance(kind, type):
+        is_protocol = getattr(kind, "_is_protocol", False)
+        return is_protocol or isinstance(value, kind), value
+    return True, value  # of a TypeVar
+
+
+def _fitted_number(value: Any) -> tuple[bool, Any]:
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        return False, value
+    number = real_number("", value)
+    is_plain = type(value) in (int, float) and math.isfinite(number)
+    return True, value if is_plain else number
+
+
+def _described(kind: Any) -> str:
+    """A kind as errors say it."""
+    words = {int: "a whole number", bool: "True or False", str: "a text", NoneType: "None"}
+    if kind in words:
+        return words[kind]
+    if kind is float:
+        return "a number, as tensor.item() gives it"
+    origin = get_origin(kind)
+    if origin is Literal:
+        *others, last = map(repr, get_args(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    if origin is None:
+        example = EXAMPLES.get(kind.__name__)
+        return f"a {kind.__name__}" + (f", such as {example}" if example else "")
+    if issubclass(origin, Mapping):
+        return "a dict"
+    return "a list" if issubclass(origin, Iterable) else "a function"

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilewise.arguments import DtypeName, Save, Validate, dtype_name, require_type, whole_number
+from tilewise.arguments import (
+    DtypeName,
+    Save,
+    Validate,
+    dtype_name,
+    of_kind,
+    require_type,
+    whole_number,
+)
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
@@ -308,9 +316,10 @@ class ContextParallel:
         """
 
         def moves() -> RowMoves:
-            require_type(int, "shifts", shifts, "-1, for the labels of next tokens")
-            require_type(bool, "wrap", wrap, "True")
-            return roll_moves(self.layout, shifts, self._boundaries(cu_seqlens), wrap=wrap)
+            n, distance = self.layout.num_tokens, of_kind("shifts", shifts, int)
+            if not require_type(bool, "wrap", wrap, "True"):
+                distance = max(-n, min(distance, n))
+            return roll_moves(self.layout, distance, self._boundaries(cu_seqlens), wrap=wrap)
 
         transport = transport_for(self.group)
         return move_rows(x, settled(transport, moves), transport, dim, fill)

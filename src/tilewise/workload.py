@@ -12,8 +12,9 @@ from tilewise.arguments import (
     LayoutName,
     Save,
     check_dtype,
+    check_fields,
+    checks_arguments,
     dtype_name,
-    require_type,
     whole_number,
 )
 from tilewise.compiler.code import Code
@@ -68,6 +69,9 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_dtype("dtype", self.dtype)
+        if self.wire_dtype is not None:
+            object.__setattr__(self, "wire_dtype", dtype_name(self.wire_dtype))
+        check_fields(self)
         wires = wires_of(self.wire, self.wire_dtype)
         plain = wires.only_wire_dtype
         object.__setattr__(self, "wire_dtype", wires.wire_dtype if plain else None)
@@ -83,13 +87,8 @@ class Workload:
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
         check_save(self.save)
-        require_type(bool, "max_logit", self.max_logit, "True")
-        require_type(Mask, "mask", self.mask).check_tokens(self.num_tokens)
+        self.mask.check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
-        if not isinstance(self.layout, Layout) and self.layout not in dict(LAYOUTS):
-            raise ValueError(
-                f"layout ({self.layout!r}) must be one of {', '.join(dict(LAYOUTS))}, or a Layout"
-            )
         if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
             raise ValueError(
                 f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; "
@@ -108,11 +107,13 @@ class Workload:
         """head_dim of q and k, and of v."""
         return self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
 
+    @checks_arguments
     def kv_bytes(self, degree: int = 1) -> float:
         """Bytes of a KV shard per byte of a query shard, for one of so many head groups.
 
         A query shard counts as the mean of its q and its out: values of any width give one number.
         """
+        whole_number("degree", degree)
         if self.wires.latent is not None:
             return self.wires.latent.row_width * degree / (self.num_heads * self.head_dim)
         return 2 * max(self.num_kv_heads, degree) / self.num_heads
@@ -122,6 +123,7 @@ class Workload:
         """The widths as text: 128, or 192/128."""
         return "/".join(map(str, dict.fromkeys(self.widths)))
 
+    @checks_arguments
     def layout_for(self, world_size: int) -> Layout:
         """The layout on a number of ranks."""
         if isinstance(self.layout, Layout):
@@ -143,6 +145,7 @@ class Workload:
             max_logit=self.max_logit,
         )
 
+    @checks_arguments
     def resolve(
         self, plan: Plan, backward_plan: Plan | None = None
     ) -> tuple[ResolvedPass, ResolvedPass]:
@@ -167,16 +170,13 @@ class Volume(NamedTuple):
     backward: tuple[int, ...]
 
 
+@checks_arguments
 def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Volume:
     """Bytes that each rank sends, after pruning; agreement messages are not counted.
 
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
     """
-    require_type(Plan, "plan", plan)
-    require_type(Workload, "work", work)
-    if backward_plan is not None:
-        require_type(Plan, "backward_plan", backward_plan)
     forward, backward = work.resolve(plan, backward_plan)
     return Volume(_sent(forward), _sent(backward))
 
@@ -231,6 +231,7 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
     return tuple(of_class[symmetry.first(rank)] for rank in range(plan.world_size))
 
 
+@checks_arguments
 def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> Code:
     """The code of one rank's pass: every copy, message, kernel call and merge, in order.
 
@@ -247,9 +248,6 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
     Raises:
         ValueError: if plan, workload and rank do not fit each other.
     """
-    require_type(Plan, "plan", plan)
-    require_type(Workload, "work", work)
-    require_type(bool, "backward", backward, "True")
     passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call)

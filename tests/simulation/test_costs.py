@@ -66,7 +66,7 @@ def test_only_tiles_at_the_masks_edge_compute_in_vain():
     flop = 4 * HEADS * WIDTH * ROWS
     kernels = tuple(
         KernelSpeed("float32", b, (16.0,), (16.0,), ((float(flop),),), edge_keys=8.0)
-        for b in (0, 1)
+        for b in (False, True)
     )
     slow = machine(kernels=kernels)
     forward, _ = passes(tw.ring(4), slow, tw.Causal())

@@ -157,7 +157,7 @@ def test_a_number_as_schedule_is_a_pace():
     for plan in (slow, fast, tw.mesh(64, 4, 0.7, held=7)):
         tw.check(plan)
     for pace in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"schedule \(.*\) must be one of greedy"):
+        with pytest.raises(ValueError, match=r"schedule \(.*\) must be .*greedy"):
             tw.mesh(16, 4, pace)
 
 

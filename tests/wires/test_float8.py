@@ -221,7 +221,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_rank_and_row():
         ({"block": 0}, r"block \(0\) must be at least 1"),
         ({"block": 1.5}, r"block \(1.5\) must be a whole number"),
         ({"seed": -1}, r"seed \(-1\) must be at least 0"),
-        ({"stochastic": 1}, r"stochastic \(1\) must be a bool"),
+        ({"stochastic": 1}, r"stochastic \(1\) must be True or False"),
     ],
 )
 def test_wrong_arguments_are_named(given: Any, message: str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tilewise.arguments import DtypeName, require_type, whole_number
+from tilewise.arguments import (
+    MOST_RANKS,
+    DtypeName,
+    checks_arguments,
+    of_kind,
+    whole_number,
+)
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.prepare import prepare
 from tilewise.kernels.protocol import Kernel
@@ -74,6 +80,7 @@ class BatchStep:
         """
         return needed(self.mask, self.layout, self.machine.node_size)
 
+    @checks_arguments
     def prepare(
         self, rank: int, kernel: Kernel | str | None = None, dtype: DtypeName | None = None
     ) -> RankPlan:
@@ -151,7 +158,8 @@ class StepStream(IterableDataset[BatchStep]):
 
         The documents of the steps before are counted again, none of them is planned.
         """
-        self._first = self._done = whole_number("steps", state["steps"], 0)
+        steps = of_kind("state", state, Mapping[str, Any]).get("steps")
+        self._first = self._done = whole_number("steps", steps, 0)
 
     def _steps(self) -> Iterator[BatchStep]:
         rng = np.random.default_rng(self._seed)
@@ -196,6 +204,7 @@ class StepStream(IterableDataset[BatchStep]):
         return length
 
 
+@checks_arguments
 def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
     lengths: Iterable[int],
     *,
@@ -230,10 +239,10 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
         ValueError: if there is no document, and, when it is met, for one that is empty or longer
             than a step.
     """
-    world_size = whole_number("world_size", world_size)
+    world_size = whole_number("world_size", world_size, most=MOST_RANKS)
     tokens_per_rank = whole_number("tokens_per_rank", tokens_per_rank)
+    whole_number("seed", seed, 0)
     machine = Machine.preset("h100x8") if machine is None else machine
-    require_type(Machine, "machine", machine)
     ahead = None if lookahead is None else whole_number("lookahead", lookahead)
     sizes = world_size, world_size * tokens_per_rank
     layer = Workload(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import require_type
+from tilewise.arguments import listed, require_type, whole_number
 from tilewise.context_parallel import ContextParallel
 from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Mask, positions
@@ -90,7 +90,10 @@ class Tree:
         Raises:
             ValueError: if there is no sequence, or one is empty or no such list.
         """
-        sequences = [_checked(i, tokens) for i, tokens in enumerate(token_lists)]
+        sequences = [
+            _checked(i, tokens)
+            for i, tokens in enumerate(listed("token_lists", token_lists, "sequences"))
+        ]
         if not sequences:
             raise ValueError("token_lists has 0 sequences; give at least one")
         return cls(*_trie(sequences))
@@ -110,7 +113,7 @@ class Tree:
 
     def rows(self, sequence: int) -> Tensor:
         """Return where a sequence's tokens lie, in its order: LongTensor [its length]."""
-        if not 0 <= sequence < len(self._ranges):
+        if not 0 <= whole_number("sequence", sequence, None) < len(self._ranges):
             raise ValueError(f"sequence ({sequence}) must be in 0..{len(self._ranges) - 1}")
         return torch.cat([torch.arange(*run) for run in self._ranges[sequence]])
 

@@ -7,7 +7,7 @@ the other way round, kept as the bits of an integer. No tensor is needed to know
 from collections import defaultdict
 from collections.abc import Mapping
 
-from tilewise.arguments import require_type
+from tilewise.arguments import checks_arguments, require_type
 from tilewise.compiler.pruning import everything_needed, shard_layouts, table_cells
 from tilewise.layouts.cells import Cell
 from tilewise.layouts.layout import Layout
@@ -19,6 +19,7 @@ from tilewise.plan.numbers import check_numbers
 from tilewise.plan.row_ranges import ALL, covers, union
 
 
+@checks_arguments
 def check(plan: Plan, mask: Mask | None = None, layout: Layout | None = None) -> None:
     """Return None if a plan computes exact attention, and its gradients.
 

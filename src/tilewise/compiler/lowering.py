@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
+from tilewise.arguments import checks_arguments
 from tilewise.compiler.program import Compute, Free, Instruction, Launch, Program, Team, Wait
 from tilewise.plan.builder import gc_paused, operand
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, TeamExchange, Tile, Transfer
@@ -18,6 +19,7 @@ Part = tuple[Side, Role]
 Transfers = tuple[Transfer, ...]
 
 
+@checks_arguments
 def lower(
     plan: Plan,
     rank: int,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from tilewise.arguments import require_type
+from tilewise.arguments import checks_arguments
 from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout, zigzag
 from tilewise.masks.base import Causal, Mask
@@ -135,11 +135,9 @@ class StepTransfer(NamedTuple):
     transfer: Transfer
 
 
+@checks_arguments
 def prune(plan: Plan, mask: Mask, layout: Layout) -> Plan:
     """The plan without what the mask makes needless under this layout."""
-    require_type(Plan, "plan", plan)
-    require_type(Mask, "mask", mask)
-    require_type(Layout, "layout", layout)
     check_made_for(plan, mask, layout)
     return prune_shards(plan, mask, shard_layouts(plan, layout))
 
@@ -163,6 +161,7 @@ def _pruned(plan: Plan, mask: Mask, layouts: tuple[Layout, Layout]) -> Plan:
     return _reduced(plan, rows.get, (layouts[0].sizes, layouts[1].sizes))
 
 
+@checks_arguments
 def droppable(
     plan: Plan, mask: Mask | None = None, layout: Layout | None = None
 ) -> tuple[StepTransfer, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Validate, check_dtype, dtype_name
+from tilewise.arguments import DtypeName, Validate, check_dtype, dtype_name, require_type
 from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
@@ -143,7 +143,7 @@ class KVCache:
         self.shape, self.softmax_scale, self.softcap = shape, softmax_scale, softcap
         self.validate: Validate = validate
         self.kernel = kernel
-        self.wire_dtype: DtypeName = dtype_name(wire_dtype or dtype)
+        self.wire_dtype: DtypeName = dtype_name(dtype if wire_dtype is None else wire_dtype)
         self._plan = tree(world_size)
         self._passes: RecentValues[tuple[int, int], DecodingPass] = RecentValues(8)
         self._masks: RecentValues[Mask, Mask] = RecentValues(8)
@@ -363,7 +363,7 @@ class KVCache:
 
     def _known(self, mask: Mask | None) -> Mask:
         """The mask of this value that was seen first: it has what was derived from it."""
-        mask = Causal() if mask is None else mask
+        mask = Causal() if mask is None else require_type(Mask, "mask", mask)
         return self._masks.get(mask, lambda: mask)
 
     def _agreed(

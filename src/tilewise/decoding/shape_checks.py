@@ -3,16 +3,19 @@
 It stands apart because a cache only calls it, under the agreement between ranks.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewise.arguments import require_type, whole_number
 from tilewise.decoding.chunk import Chunk
 from tilewise.execution.validation import check_mask_heads
 from tilewise.masks.base import Mask, as_ints
 from tilewise.plan.ir import Plan
+from tilewise.workload import MOST_NUMBERS
 
 Lengths = tuple[int, ...]
 
@@ -41,8 +44,15 @@ class CacheShape:
     def check_sizes(self) -> None:
         names = "num_tokens", "batch", "num_kv_heads", "head_dim", "v_head_dim"
         for name, size in zip(names, (*self.sizes, self.v_head_dim), strict=True):
-            if size < 1:
-                raise ValueError(f"{name} ({size}) must be at least 1")
+            whole_number(name, size)
+        require_type(torch.dtype, "dtype", self.dtype, "torch.bfloat16")
+        num_numbers = math.prod((*self.sizes[:3], self.head_dim + self.v_head_dim))
+        if num_numbers > MOST_NUMBERS:
+            raise ValueError(
+                f"num_tokens ({self.num_tokens}) x batch ({self.batch}) x num_kv_heads "
+                f"({self.num_kv_heads}) x head_dim ({self.head_dim} and {self.v_head_dim}) is more "
+                f"than any memory holds, {MOST_NUMBERS}"
+            )
 
     def one_each(self, name: str, given: Any) -> Lengths:
         """A number for each sequence."""
@@ -98,13 +108,14 @@ class CacheShape:
         return kept
 
     def check_mask(self, mask: Mask) -> None:
-        mask.check_tokens(self.num_tokens)
+        require_type(Mask, "mask", mask).check_tokens(self.num_tokens)
         check_mask_heads(mask, self.num_kv_heads)
 
     def check_tokens(
         self, name: str, x: Tensor, heads: int | None = None, width: int | None = None
     ) -> int:
         """The number of tokens of [batch, tokens, heads, width]; heads None: any."""
+        require_type(Tensor, name, x, "[batch, tokens, heads, head_dim]")
         width = width or self.head_dim
         heads = x.shape[2] if heads is None and x.ndim == 4 else heads
         tokens = x.shape[1] if x.ndim == 4 else 0
@@ -121,6 +132,10 @@ class CacheShape:
         self, lengths: Lengths, chunk: Chunk, tensors: tuple[Tensor, ...], plan: Plan
     ) -> None:
         """Check what attention cannot know of a chunk's rows."""
+        require_type(Chunk, "chunk", chunk, "cache.chunk([512])")
+        require_type(Plan, "plan", plan)
+        for name, x in zip("qkv", tensors, strict=True):
+            require_type(Tensor, name, x, "this rank's rows, [rows, heads, head_dim]")
         if (chunk.starts, chunk.world_size) != (lengths, self.world_size):
             raise ValueError(
                 f"the chunk begins at {chunk.starts} for {chunk.world_size} ranks, but the cache "

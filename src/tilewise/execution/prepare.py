@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tilewise.arguments import require_range
+from tilewise.arguments import whole_number
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, PreparedCode, RankPlan
 from tilewise.compiler.resolved import ResolvedPass
@@ -30,7 +30,7 @@ def prepare(
         ValueError: if there is no such rank, or no such kernel.
     """
     whole, pruned = passes[0].plan, passes[0].pruned
-    require_range("rank", rank, 0, whole.world_size - 1)
+    whole_number("rank", rank, 0, whole.world_size - 1)
     mask, layouts = passes[0].mask, passes[0].layouts
     made_for = whole.made_for or (mask, layouts[0])
     traits = NO_TRAITS._replace(made_for=made_for, proven=True, exchanges=pruned.traits.exchanges)

@@ -221,6 +221,8 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
     p = real_number("dropout_p", call.dropout_p)
     if not 0 <= p < 1:
         raise ValueError(f"dropout_p ({p}) must be at least 0 and below 1; leave it out for none")
+    if seed is not None:
+        seed = whole_number("dropout_seed", seed, 0, MOST_SEEDS - 1)
     if not p:
         return Scores(scale, softcap, max_logit=call.return_max_logit)
     if seed is None and world_size > 1:
@@ -228,8 +230,7 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
             f"dropout_p ({p}) on {world_size} ranks needs a dropout_seed; pass the same on all, "
             "another at every layer and step"
         )
-    seed = torch.randint(MOST_SEEDS, ()) if seed is None else seed
-    seed = whole_number("dropout_seed", seed, 0, MOST_SEEDS - 1)
+    seed = int(torch.randint(MOST_SEEDS, ())) if seed is None else seed
     return Scores(scale, softcap, p, seed, call.return_max_logit)
 
 

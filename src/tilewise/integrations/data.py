@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tilewise.arguments import (
+    checks_arguments,
+    listed,
+    shown,
+    whole_number,
+    whole_numbers,
+)
 from tilewise.layouts.layout import Layout
 from tilewise.masks import lengths
-from tilewise.masks.base import as_ints
+from tilewise.masks.base import Document
 
 __all__ = ["IGNORED", "ShardingCollator", "TokenDataset", "pack", "shard_inputs"]
 
@@ -25,6 +32,7 @@ FILL = MappingProxyType({"input_ids": 0, "labels": IGNORED, "token_type_ids": 0}
 Inputs = dict[str, Tensor]
 
 
+@checks_arguments
 def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     layout: Layout,
     rank: int,
@@ -63,7 +71,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     if input_ids.ndim != 2 or any(x.shape != input_ids.shape for x in columns.values()):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in columns.items())
         raise ValueError(f"{shapes}: pass [batch, num_tokens] each, of one shape")
-    boundaries = (0, layout.num_tokens) if cu_seqlens is None else as_ints(cu_seqlens)
+    boundaries = (0, layout.num_tokens) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
     mine = layout.shard(input_ids, rank, 1)
     whole = {name: x for name, x in columns.items() if name == "token_type_ids"}
     if labels is None:
@@ -77,6 +85,7 @@ def shard_inputs(  # noqa: PLR0913 - what a batch consists of, by name
     return inputs | whole
 
 
+@checks_arguments
 def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
     """Indices of documents that go into one sequence each, the fullest sequence that has room.
 
@@ -87,7 +96,9 @@ def pack(document_lengths: Iterable[int], num_tokens: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, group), ascending
+    whole_number("num_tokens", num_tokens)
     for index, length in enumerate(document_lengths):
+        whole_number(f"length of document {index}", length, 0)
         if length > num_tokens:
             raise ValueError(
                 f"document {index} has {length} tokens, more than num_tokens ({num_tokens}); "
@@ -113,9 +124,11 @@ class ShardingCollator:
         shift_labels: False for a masked language model.
     """
 
+    @checks_arguments
     def __init__(
         self, layout: Layout, rank: int, *, pad_token_id: int = 0, shift_labels: bool = True
     ):
+        whole_number("rank", rank, 0, layout.world_size - 1)
         self.layout, self.rank, self.pad_token_id = layout, rank, pad_token_id
         self.shift_labels = shift_labels
 
@@ -128,15 +141,31 @@ class ShardingCollator:
                 the right.
         """
         documents: dict[str, list[Tensor]] = {}
-        for index, example in enumerate(examples):
+        for index, example in enumerate(listed("examples", examples, "dicts with input_ids")):
+            if not isinstance(example, Mapping) or "input_ids" not in example:
+                raise ValueError(
+                    f"example {index} ({shown(example)}) must be a dict with input_ids"
+                )
             mask = example.get("attention_mask")
-            kept = None if mask is None else _length(torch.as_tensor(mask), index)
+            kept = None
+            if mask is not None:
+                kept = _length(_row(f"attention_mask of example {index}", mask), index)
             for name, x in {"labels": example["input_ids"], **example}.items():
                 if name in FILL:
-                    documents.setdefault(name, []).append(torch.as_tensor(x)[:kept])
+                    row = _row(f"{name} of example {index}", x)
+                    documents.setdefault(name, []).append(row[:kept])
+        if not documents:
+            raise ValueError("examples has 0 documents; give at least one")
         columns, cu_seqlens = _one_row(self.layout, documents, self.pad_token_id)
         options = {"cu_seqlens": cu_seqlens, "shift_labels": self.shift_labels}
         return shard_inputs(self.layout, self.rank, **columns, **options)
+
+
+def _row(name: str, numbers: Any) -> Tensor:
+    """A list, array or tensor of whole numbers."""
+    if not isinstance(numbers, Tensor) or numbers.ndim != 1:
+        numbers = torch.from_numpy(whole_numbers(name, numbers))
+    return numbers
 
 
 def _unpadded(columns: Inputs, attention_mask: Tensor, cu_seqlens: Any) -> dict[str, list[Tensor]]:
@@ -202,9 +231,14 @@ class TokenDataset(Dataset[Inputs]):
         cu_seqlens: document boundaries of the stream; default: one document per sequence.
     """
 
+    @checks_arguments
     def __init__(self, tokens: Any, layout: Layout, rank: int, cu_seqlens: Any = None):
+        whole_number("rank", rank, 0, layout.world_size - 1)
+        if not hasattr(tokens, "__getitem__") or not _is_sized(tokens):
+            raise ValueError(f"tokens ({shown(tokens)}) must be an array [num_tokens_in_all]")
         self.tokens, self.layout, self.rank = tokens, layout, rank
-        self.cu_seqlens = np.array((0, len(tokens)) if cu_seqlens is None else as_ints(cu_seqlens))
+        given = (0, len(tokens)) if cu_seqlens is None else Document(cu_seqlens).cu_seqlens
+        self.cu_seqlens = np.array(given)
         if self.cu_seqlens[-1] != len(tokens):
             raise ValueError(
                 f"cu_seqlens ends at {self.cu_seqlens[-1]}, but there are {len(tokens)} tokens"
@@ -214,7 +248,7 @@ class TokenDataset(Dataset[Inputs]):
         return len(self.tokens) // self.layout.num_tokens
 
     def __getitem__(self, index: int) -> Inputs:
-        if not 0 <= index < len(self):
+        if not 0 <= whole_number("index", index, None) < len(self):
             raise IndexError(f"item ({index}) must be in 0..{len(self) - 1}")
         num_tokens = self.layout.num_tokens
         start = index * num_tokens
@@ -230,8 +264,15 @@ class TokenDataset(Dataset[Inputs]):
     def _read(self, start: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Tokens first..last of a sequence, and the one after each (of its last one: itself)."""
         stop = min(last + 1, self.layout.num_tokens)
-        read = torch.from_numpy(np.asarray(self.tokens[start + first : start + stop], np.int64))
+        read = torch.from_numpy(whole_numbers("tokens", self.tokens[start + first : start + stop]))
         return read[: last - first], torch.cat([read, read[-1:]])[1 : last - first + 1]
+
+
+def _is_sized(tokens: Any) -> bool:
+    try:
+        return len(tokens) >= 0 and not isinstance(tokens, str | bytes | Mapping)
+    except TypeError:  # of an array of no dimensions, too
+        return False
 
 
 def _nothing() -> tuple[Tensor, Tensor]:

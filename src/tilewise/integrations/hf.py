@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from tilewise.arguments import checks_arguments
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
@@ -35,6 +36,7 @@ TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@checks_arguments
 def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Model:
     """Make a model's attention run over cp, after check_model, and return the model.
 
@@ -72,6 +74,7 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model()  # pyright: ignore[reportCallIssue]
 
 
+@checks_arguments
 def trainer_args(
     cp: ContextParallel,
     model: nn.Module,
@@ -103,6 +106,7 @@ def trainer_args(
     return {"model": model, **trainer_arguments(cp, args, datasets, is_masked(type(base)))}
 
 
+@checks_arguments
 def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
     """Raise ValueError if a model of transformers cannot run with its sequence split.
 
@@ -116,6 +120,8 @@ def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) 
         loss: whether the model's own loss, and what it pools, have to be right; False: its first
             output alone, the logits or hidden states.
     """
+    if not hasattr(model, "config"):
+        raise ValueError(f"model ({type(model).__name__}) must be a model of transformers")
     # FSDP2 gives a model a class made at run time.
     bases = (c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed"))
     given = {"loss_function": getattr(model, "_loss_function", None)}
@@ -151,6 +157,7 @@ def _attach(model: Any, cp: ContextParallel, name: str) -> None:
     lengths.agree_in(model)
 
 
+@checks_arguments
 def register(cp: ContextParallel, name: str = "tilewise") -> str:
     """Make attn_implementation=name run the attention of a model over cp; return name.
 
@@ -184,6 +191,7 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
     return lengths
 
 
+@checks_arguments
 def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, Tensor]:
     """Return the arguments with which a model is called on this rank, from the whole batch.
 
@@ -194,6 +202,9 @@ def shard(cp: ContextParallel, input_ids: Tensor, **columns: Any) -> dict[str, T
     return shard_inputs(cp.layout, cp.rank, input_ids, **columns)
 
 
+@checks_arguments
 def unshard(cp: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     """The whole tensor on every rank, from what a model gave for the rows of shard."""
+    if not -x.ndim <= dim < x.ndim:
+        return cp.unshard(x, dim)  # which refuses it on every rank
     return cp.unshard(x.narrow(dim, 0, min(x.shape[dim], cp.layout.size(cp.rank))), dim)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.arguments import checks_arguments
 from tilewise.kernels.flash_attn import FlashAttn2, FlashAttn3
 from tilewise.kernels.flash_attn_4 import FlashAttn4
 from tilewise.kernels.flashinfer import FlashInfer
@@ -44,6 +45,7 @@ HEAD_DIMS = (64, 128, 256, 512)
 PROTOCOL = ("name", "square_causal", "whole_tile", "supports", "forward", "backward")
 
 
+@checks_arguments
 def kernel_named(name: str) -> Kernel:
     """A kernel by its name in `tilewise doctor`: to pass as `kernel=`, to wrap, or to call.
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from functools import reduce
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.arguments import MOST_RANKS, checks_arguments, require_type, whole_number
 from tilewise.layouts.cells import cells
 from tilewise.layouts.layout import Layout, Run, contiguous, zigzag
 from tilewise.masks.base import Causal, Full, Mask
@@ -75,6 +77,7 @@ class _Queue:
         return parts
 
 
+@checks_arguments
 def balanced(
     mask: Mask | Iterable[Mask],
     num_tokens: int,
@@ -102,14 +105,13 @@ def balanced(
     if not masks:
         raise ValueError("balanced has 0 masks; give at least one")
     for one in masks:
-        one.check_tokens(num_tokens)
-    if n < 1:
-        raise ValueError(f"n ({n}) must be at least 1")
+        require_type(Mask, "mask", one).check_tokens(num_tokens)
+    whole_number("n", n, most=MOST_RANKS)
     chunk = min(CHUNK, num_tokens) if chunk is None else chunk
     if not 1 <= chunk <= num_tokens:
         raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
-    if not slack >= 0:
-        raise ValueError(f"slack ({slack}) must be at least 0, max / mean tokens - 1")
+    if not 0 <= slack < inf:
+        raise ValueError(f"slack ({slack}) must be at least 0 and finite: max / mean tokens - 1")
     total = running(reduce(np.add, (row_areas(one, num_tokens) for one in masks)))
     plain = contiguous(num_tokens, n)
     if _is_level(plain, total):
@@ -220,6 +222,7 @@ ZIGZAG_LEVEL = 1.03
 """max / mean of the ranks' work up to which a layout counts as level."""
 
 
+@checks_arguments
 def default_layout(mask: Mask, num_tokens: int, world_size: int) -> Layout:
     """Contiguous for Full; zigzag for Causal, and where it is level; else balanced."""
     if isinstance(mask, Full):

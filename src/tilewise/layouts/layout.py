@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.arguments import MOST_RANKS, whole_number
+from tilewise.arguments import (
+    MOST_RANKS,
+    MOST_TOKENS,
+    checks_arguments,
+    listed,
+    require_type,
+    shown,
+    whole_number,
+    whole_numbers,
+)
 from tilewise.layouts.runs import Run, canonical_runs, runs_of_positions
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.row_ranges import to_ranges
@@ -31,6 +40,14 @@ def _run(shard: int, run: Any) -> Run:
         ) from None
 
 
+def _cut(piece: Any) -> tuple[int, int]:
+    """Return a half-open range of rows."""
+    ends = [*map(int, whole_numbers("cut", piece))]
+    if len(ends) != 2:
+        raise ValueError(f"cut {ends} must be (start, stop)")
+    return ends[0], ends[1]
+
+
 class Layout(OpaqueValue):
     """Global positions of every shard's rows, in row order. A frozen, hashable value.
 
@@ -45,9 +62,13 @@ class Layout(OpaqueValue):
 
     def __init__(self, num_tokens: int, runs: Iterable[Iterable[Run]], name: str = "layout"):
         self.num_tokens = whole_number("num_tokens", num_tokens)
-        read = (tuple(_run(s, run) for run in shard) for s, shard in enumerate(runs))
+        shards = (
+            listed(f"shard {s}", x, "runs")
+            for s, x in enumerate(listed("runs", runs, "runs, a list per shard"))
+        )
+        read = (tuple(_run(s, run) for run in shard) for s, shard in enumerate(shards))
         self.runs = tuple(tuple(run for run in shard if run.count) for shard in read)
-        self.name = name
+        self.name = require_type(str, "name", name, "'layout'")
         self.sizes = tuple(sum(r.count for r in shard) for shard in self.runs)
         whole_number("world_size", len(self.runs))
         for shard, run in ((s, run) for s, runs in enumerate(self.runs) for run in runs):
@@ -59,6 +80,7 @@ class Layout(OpaqueValue):
                 )
 
     @classmethod
+    @checks_arguments
     def from_positions(
         cls,
         positions_by_rank: Iterable[Any],
@@ -77,7 +99,10 @@ class Layout(OpaqueValue):
             ValueError: if something else than whole numbers is among the positions, or without
                 num_tokens, if a position is missing or given twice.
         """
-        rows = [_as_rows(rank, given) for rank, given in enumerate(positions_by_rank)]
+        rows = [
+            whole_numbers(f"positions of rank {rank}", given)
+            for rank, given in enumerate(listed("positions_by_rank", positions_by_rank, "lists"))
+        ]
         if num_tokens is None:
             everything = np.sort(np.concatenate(rows)) if rows else np.empty(0, np.int64)
             wrong = np.flatnonzero(everything != np.arange(len(everything)))
@@ -96,6 +121,7 @@ class Layout(OpaqueValue):
 
     def size(self, shard: int) -> int:
         """Number of rows of a shard."""
+        self._check_rank(shard)
         return self.sizes[shard]
 
     def rows(self, shard: int) -> NDArray[np.int64]:
@@ -114,7 +140,9 @@ class Layout(OpaqueValue):
 
     def shard(self, x: Any, rank: int, dim: int = 0) -> Any:
         """The rows of the whole tensor x that a rank owns, along dim."""
-        if not -x.ndim <= dim < x.ndim:
+        if not hasattr(x, "index_select"):
+            raise ValueError(f"x ({shown(x)}) must be a torch.Tensor, as torch.as_tensor makes it")
+        if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
             raise ValueError(
                 f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; "
                 "name the one of its tokens"
@@ -128,6 +156,11 @@ class Layout(OpaqueValue):
 
     def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
         """The whole tensor, from every rank's rows in rank order; the inverse of shard."""
+        shards = listed("shards", shards, "tensors, one per rank")
+        if not all(hasattr(x, "index_select") for x in shards):
+            raise ValueError(f"shards ({', '.join(map(shown, shards))}) must be tensors")
+        ndim = min((x.ndim for x in shards), default=1)
+        whole_number("dim", dim, -ndim, ndim - 1)
         sizes = tuple(x.shape[dim] for x in shards)
         if sizes != self.sizes:
             raise ValueError(
@@ -145,6 +178,12 @@ class Layout(OpaqueValue):
         Raises:
             ValueError: unless the ranges cover every rank's rows exactly once.
         """
+        homes = [*map(int, whole_numbers("homes", homes))]
+        cuts = [_cut(piece) for piece in listed("cuts", cuts, "(start, stop)")]
+        if len(homes) != len(cuts):
+            raise ValueError(f"{len(cuts)} cuts for {len(homes)} homes; give one each")
+        for home in homes:
+            self._check_rank(home)
         pieces: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
         for home, piece in zip(homes, cuts, strict=True):
             pieces[home].append(piece)
@@ -159,7 +198,7 @@ class Layout(OpaqueValue):
         return Layout(self.num_tokens, runs, f"{self.name} cut in {len(runs)}")
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if not 0 <= whole_number("rank", rank, None) < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
 
     @cached_property
@@ -196,34 +235,27 @@ class Layout(OpaqueValue):
         return f"{self.name}({self.num_tokens}, {self.world_size})"
 
 
+@checks_arguments
 def contiguous(num_tokens: int, n: int) -> Layout:
     """Rank r owns the r-th of n neighbouring parts, which differ by at most one token."""
     return Layout(num_tokens, [[part] for part in _parts(num_tokens, n)], "contiguous")
 
 
+@checks_arguments
 def zigzag(num_tokens: int, n: int) -> Layout:
     """Rank r owns parts r and 2n-1-r of 2n: equal work for every rank under a causal mask."""
     parts = _parts(num_tokens, 2 * _num_ranks(n))
     return Layout(num_tokens, [[parts[r], parts[2 * n - 1 - r]] for r in range(n)], "zigzag")
 
 
+@checks_arguments
 def striped(num_tokens: int, n: int) -> Layout:
     """Rank r owns the tokens t with t mod n = r."""
     _num_ranks(n)
+    whole_number("num_tokens", num_tokens, most=MOST_TOKENS)
     return Layout(
         num_tokens, [[Run(r, len(range(r, num_tokens, n)), n)] for r in range(n)], "striped"
     )
-
-
-def _as_rows(rank: int, positions: Any) -> NDArray[np.int64]:
-    """Return one rank's positions as int64 [num_rows]."""
-    rows = np.asarray(positions if hasattr(positions, "__array__") else list(positions))
-    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-        raise ValueError(
-            f"positions of rank {rank} are {rows.dtype} {list(rows.shape)}, but must be whole "
-            "numbers, [num_rows]"
-        )
-    return rows.astype(np.int64)
 
 
 def _parts(num_tokens: int, n: int) -> list[Run]:

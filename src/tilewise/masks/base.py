@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import MOST_NUMBER, checks_arguments, whole_number, whole_numbers
 from tilewise.masks import strips
 from tilewise.masks.strips import LIMIT, Strips
 from tilewise.opaque import OpaqueValue
@@ -38,6 +38,7 @@ class Mask(OpaqueValue, ABC):
     @abstractmethod
     def _strips(self) -> Strips: ...
 
+    @checks_arguments
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
         """Raise ValueError unless the mask fits sequences of this many queries and keys.
 
@@ -206,6 +207,7 @@ class Document(Mask):
                     "pass the running total of the document lengths"
                 )
 
+    @checks_arguments
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
         for what, total in (("queries", num_tokens), ("keys", num_keys)):
             if total is not None and self.cu_seqlens[-1] != total:
@@ -275,16 +277,20 @@ def as_ints(values: Any, name: str = "values") -> tuple[int, ...]:
     Raises:
         ValueError: "cu_seqlens ([0, 3.5, 8]) must be whole numbers".
     """
-    values = values.tolist() if hasattr(values, "tolist") else values
     try:
-        return tuple(operator.index(x) for x in values)
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, str | bytes | Mapping):
+            numbers = tuple(operator.index(x) for x in values)
+            if all(-MOST_NUMBER <= x <= MOST_NUMBER for x in numbers):
+                return numbers
     except TypeError:
-        raise ValueError(f"{name} ({values!r:.60}) must be whole numbers") from None
+        pass
+    raise ValueError(f"{name} ({values!r:.60}) must be whole numbers") from None
 
 
-def positions(values: Any) -> Array:
+def positions(values: Any, name: str = "positions") -> Array:
     """Global positions as an int64 array, from anything array-like (a tensor on any device too)."""
-    return np.asarray(values.cpu() if hasattr(values, "cpu") else values, np.int64)
+    return whole_numbers(name, values)
 
 
 def digest(values: Iterable[int], rest: bytes = b"") -> str:

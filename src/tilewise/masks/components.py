@@ -8,11 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tilewise.arguments import whole_number
 from tilewise.masks import strips
 from tilewise.masks.base import Mask
 from tilewise.masks.strips import Strips
 
 Array = NDArray[np.int64]
+
+MOST_ROWS = 1 << 26
+"""Of one sequence: a table has a number for each."""
 
 
 def documents(mask: Mask, num_tokens: int) -> Array | None:
@@ -31,6 +35,7 @@ def documents(mask: Mask, num_tokens: int) -> Array | None:
 
 def within(mask: Mask, num_tokens: int) -> tuple[Strips, ...]:
     """The strips of a sequence, one value for every head of a mask that differs by head."""
+    whole_number("num_tokens", num_tokens, most=MOST_ROWS)
     square = strips.make(0, num_tokens, 0, num_tokens)
     heads: Sequence[Mask] = getattr(mask, "heads", ()) or (mask,)
     return tuple(strips.intersect(head.strips(), square) for head in heads)

@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.masks.base import as_ints
+from tilewise.arguments import checks_arguments, shown, whole_number
+from tilewise.masks.base import Document
+from tilewise.masks.strips import LIMIT
 
 __all__ = ["Bin", "corpora", "histogram", "position_ids", "sample", "shift_labels"]
 
 Array = NDArray[np.int64]
+MOST_DOCUMENTS = 1 << 20
 LONG = (8192, 30000)  # the benchmark's long documents, uniform
 
 
@@ -35,6 +38,7 @@ def corpora() -> tuple[str, ...]:
     return tuple(_tables())
 
 
+@checks_arguments
 def histogram(corpus: str) -> tuple[Bin, ...]:
     """Published histogram of a corpus's document lengths, shortest first; or that of a CSV file.
 
@@ -57,6 +61,7 @@ def histogram(corpus: str) -> tuple[Bin, ...]:
     return tuple(Bin(*row) for row in tables[corpus])
 
 
+@checks_arguments
 def sample(
     corpus: str, num_tokens: int, *, seed: int, cap: int | None = None, mix: float = 0.0
 ) -> tuple[int, ...]:
@@ -73,16 +78,16 @@ def sample(
         mix: share of the tokens in documents of U[8192, 30000] tokens instead, shuffled among the
             others (the benchmark's distributed runs use 0.6).
     """
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens ({num_tokens}) must be at least 1")
+    whole_number("num_tokens", num_tokens, most=LIMIT)
     if cap is not None and cap < 1:
         raise ValueError(f"cap ({cap}) must be at least 1, or None for no limit")
     if not 0 <= mix <= 1:
         raise ValueError(f"mix ({mix}) must be a share of the tokens, from 0 to 1")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(whole_number("seed", seed, 0))
     bins = np.array(histogram(corpus), np.int64)
     num_long = round(mix * num_tokens)
     limit = num_tokens if cap is None else min(cap, num_tokens)
+    _check_affordable(bins, num_tokens, limit)
     lengths = np.concatenate(
         [
             _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng), limit),
@@ -94,13 +99,15 @@ def sample(
     return (0, *np.cumsum(lengths).tolist())
 
 
+@checks_arguments
 def position_ids(cu_seqlens: Any) -> Array:
     """int64 [num_tokens]: each token's position within its own document."""
-    boundaries = np.array(as_ints(cu_seqlens), np.int64)
+    boundaries = np.array(Document(cu_seqlens).cu_seqlens, np.int64)
     starts = np.repeat(boundaries[:-1], np.diff(boundaries))
     return np.arange(int(boundaries[-1])) - starts
 
 
+@checks_arguments
 def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
     """Labels for next-token prediction: at each token the one after it in its own document.
 
@@ -111,7 +118,9 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
         cu_seqlens: document boundaries, ending at num_tokens.
         ignore_index: the label of each document's last token, which predicts nothing.
     """
-    boundaries = as_ints(cu_seqlens)
+    boundaries = Document(cu_seqlens).cu_seqlens
+    if not getattr(tokens, "shape", ()):
+        raise ValueError(f"tokens ({shown(tokens)}) must be a tensor or an array of tokens")
     if tokens.shape[-1] != boundaries[-1]:
         raise ValueError(
             f"tokens has {tokens.shape[-1]} tokens, but cu_seqlens ends at {boundaries[-1]}; "
@@ -122,6 +131,17 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
     last = sorted({stop - 1 for stop in boundaries if stop > 0})
     labels[..., last] = ignore_index
     return labels
+
+
+def _check_affordable(bins: Array, num_tokens: int, longest: int) -> None:
+    """Raise ValueError if so many tokens are more documents than anybody packs."""
+    counts, first, last = bins[:, 2], bins[:, 0], bins[:, 1]
+    mean = float((counts * np.minimum((first + last) / 2, longest)).sum() / counts.sum())
+    if num_tokens / mean > MOST_DOCUMENTS:
+        raise ValueError(
+            f"num_tokens ({num_tokens}) are about {num_tokens / mean:.2g} documents, more than "
+            f"{MOST_DOCUMENTS}; draw fewer tokens"
+        )
 
 
 def _read_csv(path: Path) -> tuple[Bin, ...]:

@@ -1,15 +1,17 @@
 """The mask patterns of the Long-Context Attention Benchmark, and of models, as functions."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import checks_arguments, listed, whole_number
 from tilewise.masks import lengths
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
-from tilewise.masks.tables import Blocks, PerHead, Slices
+from tilewise.masks.strips import LIMIT
+from tilewise.masks.tables import Blocks, PerHead, Slices, bool_table
 
 
 def top_blocks(
@@ -17,10 +19,20 @@ def top_blocks(
 ) -> np.ndarray:
     """The highest of random scores: the same number of key blocks for every query block."""
     whole = shape if num_kv_heads is None else (num_kv_heads, *shape)
+    num_cells = math.prod(whole)
+    if num_cells > MOST_CELLS:
+        heads = "" if num_kv_heads is None else f"num_kv_heads ({num_kv_heads}) x "
+        raise ValueError(
+            f"{heads}{shape[0]} x {shape[1]} blocks of num_tokens are {num_cells} cells of a "
+            f"table; take fewer tokens or heads, {MOST_CELLS} cells at most"
+        )
     count = max(1, int(share * shape[1]))
-    best = np.argpartition(rng.random(whole), shape[1] - count, axis=-1)[..., shape[1] - count :]
     table = np.zeros(whole, bool)
-    np.put_along_axis(table, best, True, axis=-1)
+    rows = table.reshape(-1, shape[1])
+    for some in np.array_split(rows, 1 + num_cells // CELLS_AT_ONCE):
+        scores = rng.random(some.shape)
+        best = np.argpartition(scores, shape[1] - count, axis=-1)[:, shape[1] - count :]
+        np.put_along_axis(some, best, True, axis=-1)
     return table
 
 
@@ -66,40 +78,52 @@ CHUNK, IMAGE = 8192, 256  # tokens of a chunk of Llama 4, of an image of Gemma 3
 DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)  # shares of key blocks that the benchmark keeps
 
 
+MOST_HEADS = 1 << 12  # of which each has a table of its own
+MOST_PIECES = 1 << 20  # chunks or blocks of a sequence, each an entry of the mask
+MOST_CELLS, CELLS_AT_ONCE = 1 << 28, 1 << 20  # of a drawn table
+
+
+@checks_arguments
 def full(num_tokens: int) -> Mask:
     """Every query sees every key."""
     whole_number("num_tokens", num_tokens)
     return Full()
 
 
+@checks_arguments
 def causal(num_tokens: int) -> Mask:
     """A query sees the keys up to its own."""
     whole_number("num_tokens", num_tokens)
     return Causal()
 
 
+@checks_arguments
 def full_document(cu_seqlens: Any) -> Mask:
     """Each document sees all of itself."""
     return Document(cu_seqlens)
 
 
+@checks_arguments
 def causal_document(cu_seqlens: Any) -> Mask:
     """Each document sees itself causally."""
     return Document(cu_seqlens) & Causal()
 
 
+@checks_arguments
 def sliding_window(num_tokens: int, window: int) -> Mask:
     """|q - k| <= window."""
     whole_number("num_tokens", num_tokens)
     return Window(window, window)
 
 
+@checks_arguments
 def sliding_window_causal(num_tokens: int, window: int) -> Mask:
     """0 <= q - k <= window."""
     whole_number("num_tokens", num_tokens)
     return Window(window, 0)
 
 
+@checks_arguments
 def share_question(cu_seqlens: Any) -> Mask:
     """Each document is causal on itself; all later ones see the whole first one, too."""
     documents = Document(cu_seqlens)
@@ -107,6 +131,7 @@ def share_question(cu_seqlens: Any) -> Mask:
     return (documents & Causal()) | Slices([((question, end), (0, question), "full")])
 
 
+@checks_arguments
 def causal_blockwise(cu_seqlens: Any) -> Mask:
     """Each document is causal on itself; the last one sees everything before it, too."""
     documents = Document(cu_seqlens)
@@ -114,11 +139,12 @@ def causal_blockwise(cu_seqlens: Any) -> Mask:
     return (documents & Causal()) | Slices([((start, end), (0, start), "full")])
 
 
+@checks_arguments
 def global_sliding_window(num_tokens: int, window: int) -> Mask:
     """|q - k| <= window; the first `window` queries see all keys, and all queries see the first
     `window` keys."""
     whole_number("window", window, 0)
-    first = min(window, whole_number("num_tokens", num_tokens))
+    first = min(window, whole_number("num_tokens", num_tokens, most=LIMIT))
     everywhere = [
         ((0, first), (0, num_tokens), "full"),
         ((first, num_tokens), (0, first), "full"),
@@ -126,13 +152,16 @@ def global_sliding_window(num_tokens: int, window: int) -> Mask:
     return Window(window, window) | Slices(everywhere)
 
 
+@checks_arguments
 def prefix_lm_causal(num_tokens: int, prefix: int) -> Mask:
     """The first `prefix` keys are visible to all queries, the rest causally."""
+    whole_number("num_tokens", num_tokens, most=LIMIT)
     if not 0 <= prefix <= num_tokens:
         raise ValueError(f"prefix ({prefix}) must be from 0 to num_tokens ({num_tokens})")
     return Causal() | Slices([((0, num_tokens), (0, prefix), "full")])
 
 
+@checks_arguments
 def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
     """Within each document, its first prefixes[i] keys are visible to all, the rest causally."""
     documents = Document(cu_seqlens)
@@ -153,10 +182,12 @@ def prefix_lm_document(cu_seqlens: Any, prefixes: Any) -> Mask:
     return (documents & Causal()) | Slices(shared)
 
 
+@checks_arguments
 def block_causal_document(cu_seqlens: Any, block: int) -> Mask:
     """Blocks count from each document's start; a query sees its document up to its block's end."""
     whole_number("block", block)
     documents = Document(cu_seqlens)
+    _check_pieces("block", block, documents)
     shared = [
         ((at, min(at + block, stop)), (start, min(at + block, stop)), "full")
         for start, stop in pairwise(documents.cu_seqlens)
@@ -165,6 +196,7 @@ def block_causal_document(cu_seqlens: Any, block: int) -> Mask:
     return documents & Slices(shared)
 
 
+@checks_arguments
 def chunked_causal(num_tokens: int, chunk: int, cu_seqlens: Any = None) -> Mask:
     """Causal within chunks of `chunk` tokens, as in Llama 4.
 
@@ -178,10 +210,12 @@ def chunked_causal(num_tokens: int, chunk: int, cu_seqlens: Any = None) -> Mask:
     whole_number("chunk", chunk)
     documents = Document([0, num_tokens] if cu_seqlens is None else cu_seqlens)
     documents.check_tokens(num_tokens)
+    _check_pieces("chunk", chunk, documents)
     starts = [at for span in pairwise(documents.cu_seqlens) for at in range(*span, chunk)]
     return Document([*starts, num_tokens]) & Causal()
 
 
+@checks_arguments
 def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) -> Mask:
     """Causal, but the tokens of a block (an image's) see each other, as in Gemma 3.
 
@@ -193,17 +227,18 @@ def causal_with_blocks(num_tokens: int, blocks: Any, window: int | None = None) 
         ValueError: if blocks overlap or end past num_tokens, or window is below 0.
     """
     whole_number("num_tokens", num_tokens)
-    ranges = [as_ints(block, "blocks") for block in blocks]
-    for start, stop in ranges:
-        if not 0 <= start <= stop <= num_tokens:
+    ranges = [as_ints(block, "blocks") for block in listed("blocks", blocks, "(start, end)")]
+    for block in ranges:
+        if len(block) != 2 or not 0 <= block[0] <= block[1] <= num_tokens:
             raise ValueError(
-                f"block ({start}, {stop}) must be (start, end), 0 <= start <= end <= num_tokens "
+                f"block {block!r:.60} must be (start, end), 0 <= start <= end <= num_tokens "
                 f"({num_tokens})"
             )
     text = Causal() if window is None else Window(window, 0)
     return text | Slices([(block, block, "full") for block in ranges]) if ranges else text
 
 
+@checks_arguments
 def block_sparse(block_mask: Any, block: int) -> Mask:
     """A bool table over blocks of `block` queries x `block` keys.
 
@@ -211,13 +246,14 @@ def block_sparse(block_mask: Any, block: int) -> Mask:
         block_mask: bool [q_blocks, k_blocks], or [num_kv_heads, q_blocks, k_blocks].
         block: tokens in a block; the last one may reach past the sequence by less than one block.
     """
-    whole_number("block", block)
+    whole_number("block", block, most=LIMIT)
     table = _table(block_mask)
     num_q_blocks, num_k_blocks = map(int, table.shape[-2:])
     q_edges, k_edges = np.arange(num_q_blocks + 1) * block, np.arange(num_k_blocks + 1) * block
     return _by_head(table, lambda part: Blocks(part, q_edges, k_edges, overhang=block - 1))
 
 
+@checks_arguments
 def block_sparse_variable(block_mask: Any, q_edges: Any, k_edges: Any) -> Mask:
     """A bool table over blocks of any sizes.
 
@@ -228,6 +264,7 @@ def block_sparse_variable(block_mask: Any, q_edges: Any, k_edges: Any) -> Mask:
     return _by_head(_table(block_mask), lambda part: Blocks(part, q_edges, k_edges))
 
 
+@checks_arguments
 def random(
     name: str,
     num_tokens: int,
@@ -250,11 +287,15 @@ def random(
     if name not in ALL_NAMES:
         raise ValueError(f"mask {name!r} is not known; take one of {', '.join(ALL_NAMES)}")
     whole_number("num_tokens", num_tokens)
-    rng = np.random.default_rng(seed)
+    if num_kv_heads is not None:
+        whole_number("num_kv_heads", num_kv_heads, most=MOST_HEADS)
+    if density is not None and not 0 < density <= 1:
+        raise ValueError(f"density ({density}) must be above 0 and at most 1")
+    if cu_seqlens is not None:
+        Document(cu_seqlens).check_tokens(num_tokens)
+    rng = np.random.default_rng(whole_number("seed", seed, 0))
     if name in BLOCK_NAMES:
         share = float(rng.choice(DENSITIES)) if density is None else density
-        if not 0 < share <= 1:
-            raise ValueError(f"density ({share}) must be above 0 and at most 1")
         return _draw_blocks(name, num_tokens, num_kv_heads, share, rng)
     if cu_seqlens is None:
         drawn = name in OF_DOCUMENTS
@@ -310,8 +351,18 @@ def _by_head(table: np.ndarray, make: Callable[[np.ndarray], Mask]) -> Mask:
     return make(table) if table.ndim == 2 else PerHead(make(part) for part in table)
 
 
+def _check_pieces(name: str, size: int, documents: Document) -> None:
+    spans = pairwise(documents.cu_seqlens)
+    count = sum(-(-(stop - start) // size) for start, stop in spans)
+    if count > MOST_PIECES:
+        raise ValueError(
+            f"{name} ({size}) cuts {documents.cu_seqlens[-1]} tokens in {count} pieces, more than "
+            f"{MOST_PIECES}; take a larger one"
+        )
+
+
 def _table(block_mask: Any) -> np.ndarray:
-    table = np.asarray(block_mask.cpu() if hasattr(block_mask, "cpu") else block_mask)
+    table = bool_table(block_mask)
     if table.ndim not in (2, 3):
         raise ValueError(
             f"block_mask has {table.ndim} dimensions, but must be [q_blocks, k_blocks] "

@@ -21,6 +21,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tilewise.arguments import listed, whole_number, whole_numbers
+
 LIMIT = (
     2**40
 )  # positions are in [0, LIMIT): past any sequence, and products of slopes stay in int64
@@ -299,7 +301,10 @@ def checked_range(what: str, bounds: tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: unless 0 <= start <= stop.
     """
-    start, stop = (int(x) for x in bounds)
+    ends = listed(what, bounds, "two positions")
+    if len(ends) != 2:
+        raise ValueError(f"{what} {tuple(ends)!r:.60} must be (start, stop)")
+    start, stop = (whole_number(what, x, None) for x in ends)
     if not 0 <= start <= stop:
         raise ValueError(f"{what} ({start}, {stop}) must be (start, stop) with 0 <= start <= stop")
     return min(start, LIMIT), min(stop, LIMIT)
@@ -313,8 +318,8 @@ def _row_sum(x: Bound, line: Array, slope: Array, first: Array, rows: Array) -> 
 
 
 def _edges(what: str, edges: ArrayLike) -> Array:
-    array = np.asarray(edges, np.int64)
-    if array.ndim != 1 or len(array) < 1 or array[0] < 0 or (np.diff(array) < 0).any():
+    array = whole_numbers(what, edges)
+    if len(array) < 1 or array[0] < 0 or (np.diff(array) < 0).any():
         raise ValueError(
             f"{what} must be one ascending row of positions from 0 on, not {_short(array)}"
         )

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import checks_arguments, listed, shown, whole_number
 from tilewise.masks import strips
 from tilewise.masks.base import (
     And,
@@ -50,7 +50,8 @@ class Slices(Mask):
     slices: tuple[Slice, ...]
 
     def __init__(self, slices: Iterable[tuple[Sequence[int], Sequence[int], str]]):
-        checked = tuple(_checked_slice(i, entry) for i, entry in enumerate(slices))
+        entries = listed("slices", slices, "(q_range, k_range, kind)")
+        checked = tuple(_checked_slice(i, entry) for i, entry in enumerate(entries))
         object.__setattr__(self, "slices", checked)
         both = strips.first_overlap(self._pieces())
         if both:
@@ -61,6 +62,7 @@ class Slices(Mask):
                 "cut one of them, no pair may be allowed twice"
             )
 
+    @checks_arguments
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
         limits = (num_tokens, num_tokens if num_keys is None else num_keys)
         for entry in self.slices:
@@ -121,9 +123,7 @@ class Blocks(Mask):
     overhang: int
 
     def __init__(self, table: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
-        given = np.asarray(table.cpu() if hasattr(table, "cpu") else table)
-        if given.size and (given.dtype.kind not in "biu" or not np.isin(given, (0, 1)).all()):
-            raise ValueError(f"block_mask ({given.dtype}) must hold True and False, or 1 and 0")
+        given = bool_table(table)
         edges = {"q_edges": as_ints(q_edges, "q_edges"), "k_edges": as_ints(k_edges, "k_edges")}
         for what, values in edges.items():
             if not values or values[0] != 0 or sorted(values) != list(values):
@@ -135,7 +135,7 @@ class Blocks(Mask):
                 f"block_mask is {given.shape}, but the edges make {shape} blocks; "
                 "give one entry per block of queries and block of keys"
             )
-        object.__setattr__(self, "packed_table", np.packbits(given.astype(bool)).tobytes())
+        object.__setattr__(self, "packed_table", np.packbits(given).tobytes())
         object.__setattr__(self, "overhang", whole_number("overhang", overhang, 0))
 
     @property
@@ -145,6 +145,7 @@ class Blocks(Mask):
         bits = np.unpackbits(np.frombuffer(self.packed_table, np.uint8), count=shape[0] * shape[1])
         return bits.reshape(shape).astype(bool)
 
+    @checks_arguments
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
         num_keys = num_tokens if num_keys is None else num_keys
         for what, end, limit in (
@@ -190,7 +191,7 @@ class PerHead(Mask):
     heads: tuple[Mask, ...]
 
     def __init__(self, heads: Iterable[Mask]):
-        object.__setattr__(self, "heads", tuple(heads))
+        object.__setattr__(self, "heads", tuple(listed("heads", heads, "masks")))
         if not self.heads:
             raise ValueError("PerHead has 0 masks; give one per key/value head")
         for i, head in enumerate(self.heads):
@@ -243,6 +244,23 @@ class PerHead(Mask):
         return f"PerHead([{', '.join(repr(head) for head in self.heads)}])"
 
 
+def bool_table(values: Any, name: str = "block_mask") -> NDArray[np.bool_]:
+    """A table of any kind (a tensor, lists) as bool.
+
+    Raises:
+        ValueError: "block_mask (float64) must hold True and False, or 1 and 0".
+    """
+    try:
+        table = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} ({shown(values)}) must be a table") from None
+    if table.dtype == bool:
+        return table
+    if table.size and (table.dtype.kind not in "iu" or not np.isin(table, (0, 1)).all()):
+        raise ValueError(f"{name} ({table.dtype}) must hold True and False, or 1 and 0")
+    return table.astype(bool)
+
+
 def _is_of_one_head(value: object) -> bool:
     return isinstance(value, Mask) and not isinstance(value, PerHead)
 
@@ -254,7 +272,7 @@ def _checked_slice(i: int, entry: Any) -> Slice:
     q_range, k_range, kind = parts
     q = _checked_bounds(f"slice {i}: q_range", q_range)
     k = _checked_bounds(f"slice {i}: k_range", k_range)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"slice {i}: kind {kind!r} must be one of {', '.join(KINDS)}")
     return q, k, kind
 

@@ -6,7 +6,11 @@ import gc
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
+from tilewise.arguments import MOST_RANKS, shown, whole_number
 from tilewise.plan.ir import Item, RankStep, Role, Rows, Side, Tile, Transfer, transfer_order
+
+MOST_STEPS = 2 * MOST_RANKS
+"""Of a rank: a ring of the most ranks there may be takes half as many."""
 
 REACH = 8
 """Ranks whose contributions a travelling partial gathers before it goes home.
@@ -53,7 +57,13 @@ class RankBuilder:
 
     def tile(self, q: Iterable[int], kv: Iterable[int], heads: int = 0) -> None:
         """Compute every q shard against every kv shard in this step."""
-        self._steps[self._now][0].append(Tile(tuple(q), tuple(kv), heads))
+        try:
+            tile = Tile(tuple(q), tuple(kv), heads)
+        except TypeError:
+            raise ValueError(
+                f"q ({shown(q)}) and kv ({shown(kv)}) must be lists of shards"
+            ) from None
+        self._steps[self._now][0].append(tile)
 
     def send(self, item: Item, dst: int, rows: Rows | None = None) -> None:
         """Send an item to rank dst in this step; rows: None, or the ranges of its rows that go."""
@@ -69,7 +79,7 @@ class RankBuilder:
 
     def at(self, step: int) -> RankBuilder:
         """Go on writing at a step, counted from 0."""
-        while len(self._steps) <= step:
+        while len(self._steps) <= whole_number("step", step, 0, MOST_STEPS):
             self._steps.append(([], [], []))
         self._now = step
         return self

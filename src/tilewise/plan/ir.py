@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import chain, zip_longest
 from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack, get_args
 
-from tilewise.arguments import MOST_RANKS, Save, whole_number
+from tilewise.arguments import MOST_RANKS, Save, listed, require_type, shown, whole_number
 from tilewise.opaque import OpaqueValue
 from tilewise.plan.grid import marked_grid
 from tilewise.plan.kept import kept_with_plan
@@ -315,10 +315,19 @@ class Plan(OpaqueValue):
     ):
         world_size = whole_number("world_size", world_size, most=MOST_RANKS)
         num_head_groups = whole_number("num_head_groups", num_head_groups, most=MOST_RANKS)
-        if default_save not in get_args(Save):
+        if not isinstance(default_save, str) or default_save not in get_args(Save):
             raise ValueError(f"default_save ({default_save!r}) must be one of {get_args(Save)}")
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
+        require_type(str, "name", name, "'ring(4)'")
+        for what, value in (("owners", owners), ("cuts", cuts)):
+            if value is not None:
+                require_type(tuple, what, value, "those of tw.ring(4)")
+        require_type(Traits, "traits", traits, "tw.plan.ir.NO_TRAITS")
+        require_type(bool, "replicated_queries", replicated_queries, "True")
+        steps = None if steps is None else listed("steps", steps, "Step")
+        for step in steps or ():
+            require_type(Step, "step", step, "Step(tiles, transfers)")
         if traits.shifts and (cuts is not None or owners != own_shards(world_size)):
             raise ValueError("shifts need a plan without cuts in which rank r owns shard r")
         vars(self).update(  # the fields are frozen
@@ -344,10 +353,17 @@ class Plan(OpaqueValue):
         return f"{self.name} {blake2b(repr(self._key()).encode(), digest_size=8).hexdigest()}"
 
     def num_shards(self, side: Side) -> int:
-        return len(self.owners[side])
+        try:
+            return len(self.owners[side])
+        except (IndexError, TypeError):
+            raise ValueError(f"side ({shown(side)}) must be Side.Q or Side.KV") from None
 
     def home(self, side: Side, shard: int) -> int:
-        return self.owners[side][shard][0]
+        try:
+            return self.owners[side][shard][0]
+        except (IndexError, TypeError):
+            most = self.num_shards(side) - 1
+            raise ValueError(f"shard ({shown(shard)}) must be in 0..{most}") from None
 
     @property
     def scripted(self) -> bool:
@@ -375,7 +391,7 @@ class Plan(OpaqueValue):
 
     def rank_steps(self, rank: int) -> tuple[RankStep, ...]:
         """One rank's steps, without building the others' where a script allows."""
-        if not 0 <= rank < self.world_size:
+        if not 0 <= whole_number("rank", rank, None) < self.world_size:
             raise ValueError(f"rank ({rank}) must be in 0..{self.world_size - 1}")
         if self._script is None:
             return self._steps_by_rank()[rank]
@@ -400,6 +416,8 @@ class Plan(OpaqueValue):
         tuning = self.traits.tuning
         if tuning is None:
             return self
+        whole_number("num_heads", num_heads)
+        whole_number("num_kv_heads", num_kv_heads, most=num_heads)
         if tuning.kv_bytes == 2 * num_kv_heads / num_heads:
             return self._without_tuning()
         return self._tuned(num_heads, num_kv_heads)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tilewise.arguments import Save, require_type
+from tilewise.arguments import Save, checks_arguments, require_type
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.numbers import checked
 from tilewise.serializer import read, write
@@ -57,11 +57,13 @@ class _FilePlan:
     steps: tuple[_FileStep, ...]
 
 
+@checks_arguments
 def to_json(plan: Plan) -> str:
     """The plan as one JSON object; the inverse of from_json."""
     return json.dumps(plan_to_data(plan))
 
 
+@checks_arguments
 def from_json(text: str) -> Plan:
     """The plan that to_json wrote.
 

@@ -12,7 +12,7 @@ group 2; [0:5,8:9] are the rows sent if not all.
 import re
 from collections.abc import Sequence
 
-from tilewise.arguments import require_type
+from tilewise.arguments import checks_arguments, require_type
 from tilewise.plan.grid import grid
 from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.numbers import checked
@@ -22,6 +22,7 @@ _HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[([\d:,]+)\])?>(\d+)$")
 _ROLES = (("", Role.OPERAND), ("*", Role.PARTIAL), ("!", Role.RESULT))
 
 
+@checks_arguments
 def show(plan: Plan) -> str:
     """The plan as a grid; the inverse of parse.
 
@@ -42,6 +43,7 @@ def show(plan: Plan) -> str:
     return "\n".join([*lines, *grid(range(plan.world_size), rows)]) + "\n"
 
 
+@checks_arguments
 def parse(text: str) -> Plan:
     """The plan that show wrote.
 

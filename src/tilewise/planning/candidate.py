@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.arguments import MOST_RANKS, Save, whole_number
+from tilewise.arguments import MOST_RANKS, Save, checks_arguments, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.plan.ir import Plan
 from tilewise.plan.json import FORMAT as PLAN_FORMAT
@@ -179,11 +179,12 @@ class _FileCandidate:
     machine: tuple[str, ...]
 
 
+@checks_arguments
 def load_plan(path: str | Path) -> Plan | Candidate:
     """Read a plan file: a plan that `plan.to_json()` wrote, or a candidate of a search.
 
     Raises:
-        ValueError, OSError: as load_candidate.
+        ValueError: as load_candidate.
     """
     data = _read_json(path)
     if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
@@ -192,14 +193,14 @@ def load_plan(path: str | Path) -> Plan | Candidate:
     return load_candidate(path)
 
 
+@checks_arguments
 def load_candidate(path: str | Path) -> Candidate:
     """The candidate that to_json wrote.
 
     Raises:
         ValueError: naming the file and the entry that is wrong: no JSON, an entry that is missing,
             a plan for another world, one that does not compute attention, heads that it cannot
-            split.
-        OSError: if the file cannot be read.
+            split; or that it cannot be read.
     """
     data = _read_json(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -211,6 +212,8 @@ def load_candidate(path: str | Path) -> Candidate:
 def _read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no complete JSON: {error}") from None
 

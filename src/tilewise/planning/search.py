@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from tilewise.arguments import require_type
+from tilewise.arguments import MOST_RANKS, checks_arguments, listed, whole_number
 from tilewise.plan.builder import gc_paused
 from tilewise.plan.ir import Plan
 from tilewise.planning.candidate import Candidate, Distances, PlanRow
@@ -31,6 +31,7 @@ QUICK_MESSAGES = 4000
 """Messages that are simulated in each pass where the choice must not take long."""
 
 
+@checks_arguments
 def search(
     work: Workload,
     machine: Machine,
@@ -54,7 +55,7 @@ def search(
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
-    require_type(Workload, "work", work)
+    wires = listed("wires", wires, "wires")
     tell = progress or (lambda text: None)
     candidates = _of_one_wire(work, machine, world_size, memory_bytes, tell)
     for wire in wires:
@@ -79,9 +80,7 @@ def _of_one_wire(
     progress: Callable[[str], None],
 ) -> list[Candidate]:
     """The candidates whose wire is the workload's."""
-    require_type(Machine, "machine", machine)
-    if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be at least 1")
+    whole_number("world_size", world_size, most=MOST_RANKS)
     memory = machine.memory_bytes if memory_bytes is None else memory_bytes
     if memory < 1:
         raise ValueError(f"memory_bytes ({memory}) must be at least 1")

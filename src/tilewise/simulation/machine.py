@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.arguments import check_dtype, require_range
+from tilewise.arguments import check_dtype, check_fields, checks_arguments, require_range
 from tilewise.serializer import read, write
 from tilewise.simulation.machine_files import (
     parse_toml,
@@ -42,6 +42,9 @@ class Link:
     bandwidth: float
     latency: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 LARGE_TILE = 8192  # rows and keys on which a kernel is about as fast as it gets
 
@@ -68,6 +71,9 @@ class KernelSpeed:
     head_dim: int = 0
     launch_seconds: float = 0.0
     edge_keys: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def speed(self, queries: float, keys: float) -> float:
         """FLOP per second of a tile of so many rows."""
@@ -130,8 +136,10 @@ class Machine:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for what in ("node_size", "nics"):
-            require_range(what, getattr(self, what))
+        check_fields(self)
+        for what in ("node_size", "nics", "memory_bytes", "rack_nodes", "core_sharers"):
+            if getattr(self, what) is not None:
+                require_range(what, getattr(self, what))
         if max(self.node_size, self.nics) % min(self.node_size, self.nics):
             raise ValueError(
                 f"nics ({self.nics}) must divide node_size ({self.node_size}) or be divided by it"
@@ -149,6 +157,7 @@ class Machine:
             _check_kernel(kernel)
 
     @staticmethod
+    @checks_arguments
     def preset(name: str) -> Machine:
         """A machine from data sheets, such as "h100x8".
 
@@ -166,6 +175,7 @@ class Machine:
         return preset_names()
 
     @staticmethod
+    @checks_arguments
     def load(path: str | Path) -> Machine:
         """A machine from a TOML file, as `to_toml` writes it.
 
@@ -177,6 +187,7 @@ class Machine:
     def to_toml(self) -> str:
         return write_toml(write(self))
 
+    @checks_arguments
     def scaled(self, bandwidth: float) -> Machine:
         """This machine with the bandwidth of every link multiplied."""
         inside, between, across = (
@@ -197,9 +208,11 @@ class Machine:
         nics = self.nics if self.pooled else max(1, self.nics // self.node_size)
         return self.between.bandwidth * nics
 
+    @checks_arguments
     def same_node(self, rank: int, other: int) -> bool:
         return rank // self.node_size == other // self.node_size
 
+    @checks_arguments
     def kernel(self, dtype: str, backward: bool, head_dim: int | None = None) -> KernelSpeed:
         """The speeds of a dtype and pass; float16 and bfloat16 stand in for each other.
 
@@ -221,6 +234,7 @@ class Machine:
             "add a [[kernel]] table for it"
         )
 
+    @checks_arguments
     def linear_pairs(
         self,
         parameters: float,
@@ -242,7 +256,8 @@ class Machine:
         """
         attention = self.kernel(dtype, False, head_dim).speed(LARGE_TILE, LARGE_TILE)
         flops = attention if flops is None else flops
-        for name, value in (("parameters", parameters), ("num_heads", num_heads), ("flops", flops)):
+        sizes = {"num_heads": num_heads, "head_dim": head_dim}
+        for name, value in {"parameters": parameters, **sizes, "flops": flops}.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} ({value}) must be a number above 0")
         return 2 * parameters / flops / (4 * num_heads * head_dim / attention)

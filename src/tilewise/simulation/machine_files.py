@@ -18,12 +18,14 @@ def read_text(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
-        ValueError: if it is no text.
+        ValueError: if it is no text, or cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

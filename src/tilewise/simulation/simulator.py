@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tilewise.arguments import require_type
+from tilewise.arguments import checks_arguments
 from tilewise.compiler.lowering import lower
 from tilewise.compiler.program import Await
 from tilewise.compiler.pruning import all_alike, table_cells
@@ -166,6 +166,7 @@ class Simulation:
         }
 
 
+@checks_arguments
 def simulate(
     plan: Plan,
     work: Workload,
@@ -188,11 +189,6 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    require_type(Plan, "plan", plan)
-    require_type(Workload, "work", work)
-    require_type(Machine, "machine", machine)
-    if backward_plan is not None:
-        require_type(Plan, "backward_plan", backward_plan)
     passes = (_run(one, machine, exact) for one in work.resolve(plan, backward_plan))
     (forward, symmetry), (backward, other) = passes
     return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)

@@ -4,11 +4,13 @@ Nothing is hidden behind compute, but there is one kernel call and one good coll
 gradients of k and v go straight home. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 """
 
+from tilewise.arguments import checks_arguments
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Role, Side, TeamExchange, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
 
+@checks_arguments
 def all_gather(world_size: int) -> Plan:
     """Gather k and v on every rank, compute own queries, scatter dk and dv.
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from itertools import pairwise
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import MHA, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.payload import ShardWeights
@@ -21,6 +21,7 @@ from tilewise.strategies.mesh import pass_round
 from tilewise.strategies.mesh_schedules.greedy import stepwise_tile_steps
 
 
+@checks_arguments
 def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
     """Gather queries in rows and KV in columns, one tile each, scatter the partials.
 
@@ -33,6 +34,7 @@ def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
             then one of queries in the row, whose partials follow them. The same bytes move.
     """
     n = whole_number("rows", rows) * whole_number("columns", columns)
+    whole_number("rows x columns", n, most=MOST_RANKS)
     tile_steps = ()
     if overlap:
         tile_steps = stepwise_tile_steps(columns, rows, "kv_first", ShardWeights(1, MHA, 1, 0))

@@ -7,11 +7,13 @@ Source: DistFlashAttn (arXiv 2310.03294), section 3.2; extended to all pairs so 
 plan like any other. A KV shard skips the ranks that do not read it.
 """
 
+from tilewise.arguments import checks_arguments
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
 
+@checks_arguments
 def balanced_ring(world_size: int) -> Plan:
     """Ring whose far lower pairs run where their KV is: for Causal on a contiguous layout.
 

@@ -1,11 +1,12 @@
 """Double ring: rings of KV inside each node, while whole nodes' shards go round between nodes."""
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import checks_arguments, whole_number
 from tilewise.plan.ir import Plan
 from tilewise.strategies.hierarchical import hierarchical
 from tilewise.strategies.ring import ring
 
 
+@checks_arguments
 def double_ring(num_nodes: int, node_size: int) -> Plan:
     """Rings of KV inside each node, while whole nodes' shards go round between nodes.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from tilewise.arguments import require_type
+from tilewise.arguments import checks_arguments, require_type
 from tilewise.plan.builder import RankBuilder
 from tilewise.plan.ir import (
     MHA,
@@ -164,6 +164,7 @@ def check_reads_its_own(inner: Plan, local: int, steps: tuple[RankStep, ...]) ->
             )
 
 
+@checks_arguments
 def hierarchical(outer: Plan, inner: Plan) -> Plan:
     """Run outer between nodes and inner in each of them; rank = node * inner.world_size + local.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import get_args
 
-from tilewise.arguments import Schedule, whole_number
+from tilewise.arguments import Schedule, checks_arguments, whole_number
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import MHA, HeadTuning, Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.payload import ShardWeights, shard_weights
@@ -27,6 +27,7 @@ from tilewise.strategies.mesh_schedules.model import TileStep
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
+@checks_arguments
 def mesh(
     world_size: int,
     q_tile: int | None = None,

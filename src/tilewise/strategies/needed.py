@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import checks_arguments, require_type, whole_number
 from tilewise.layouts.cells import Cell, cells
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -46,6 +46,7 @@ class _Share(NamedTuple):
     tiles: dict[int, list[int]]  # step -> KV shards
 
 
+@checks_arguments
 def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
     """Send each rank the rows of k and v that its queries see, and nothing else.
 

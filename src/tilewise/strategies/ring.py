@@ -10,12 +10,13 @@ Departs from them in that a partial never travels with its owner's own share, wh
 and goes home every few transfers, so that rounding on the wire does not grow with the ring.
 """
 
-from tilewise.arguments import Moves
+from tilewise.arguments import Moves, checks_arguments
 from tilewise.plan.builder import RankBuilder, goes_home, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits, own_shards
 from tilewise.plan.shifts import Shift
 
 
+@checks_arguments
 def ring(world_size: int, moves: Moves = "kv") -> Plan:
     """Rotate one side's shards through all ranks, each rank receiving from rank + 1.
 

@@ -7,7 +7,7 @@ read them so that no owner sends to everybody.
 from collections.abc import Callable
 from math import inf
 
-from tilewise.arguments import require_type
+from tilewise.arguments import MOST_RANKS, checks_arguments, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Mask
 from tilewise.plan.ir import MHA, HeadTuning, Plan
@@ -18,6 +18,7 @@ from tilewise.strategies.tiling.planner import PlacedPlans, placed_layout
 BETWEEN = 1.0  # owners chosen for this serve MHA and eight query heads per KV head alike
 
 
+@checks_arguments
 def tiled(
     mask: Mask,
     layout: Layout,
@@ -42,8 +43,7 @@ def tiled(
     Raises:
         ValueError: if kv_bytes, slack or linear is out of range.
     """
-    require_type(Layout, "layout", layout)
-    require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
+    mask.check_tokens(layout.num_tokens)
     usual = getattr(layout, "balance", LEVEL)
     balance = _balance(
         *(u if x is None else x for x, u in zip((slack, linear), usual, strict=True))
@@ -68,6 +68,7 @@ def _for_heads(
     return make(mask, layout, 2 * num_kv_heads / num_heads)
 
 
+@checks_arguments
 def tiled_layout(
     mask: Mask,
     num_tokens: int,
@@ -84,7 +85,8 @@ def tiled_layout(
             heads' own ratio saves some more bytes.
         slack, linear: as for tiled, which takes them from the layout.
     """
-    require_type(Mask, "mask", mask).check_tokens(num_tokens)
+    mask.check_tokens(num_tokens)
+    whole_number("n", n, most=MOST_RANKS)
     balance = _balance(slack, linear)
     if mask == Causal() and balance == LEVEL:
         return triangle_layout(num_tokens, n, _positive(kv_bytes))
@@ -102,7 +104,7 @@ def _balance(slack: float, linear: float) -> Balance:
 
 
 def _positive(kv_bytes: float) -> float:
-    if not kv_bytes > 0:
+    if not 0 < kv_bytes < inf:
         raise ValueError(
             f"kv_bytes ({kv_bytes}) must be positive: 2 num_kv_heads / num_heads, 2.0 for MHA"
         )

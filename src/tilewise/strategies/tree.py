@@ -6,10 +6,12 @@ Source: Tree Attention (Shyam et al. 2024, arXiv 2408.04093), with (out, lse) in
 (numerator, denominator, max), and with gradients.
 """
 
+from tilewise.arguments import checks_arguments
 from tilewise.plan.builder import RankBuilder, partial
 from tilewise.plan.ir import Item, Plan, RankStep, Role, Side, Traits, own_shards
 
 
+@checks_arguments
 def tree(world_size: int) -> Plan:
     """Merge partial results of replicated queries; out and lse arrive on every rank.
 

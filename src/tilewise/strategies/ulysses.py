@@ -8,7 +8,7 @@ inner mesh a three-dimensional split of heads x queries x keys.
 
 from collections.abc import Iterable, Iterator
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import checks_arguments, require_type, whole_number
 from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import (
     HeadTuning,
@@ -27,6 +27,7 @@ from tilewise.plan.shifts import Shift
 from tilewise.strategies.ring import ring
 
 
+@checks_arguments
 def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     """Split heads by degree around an inner plan (None: one rank).
 

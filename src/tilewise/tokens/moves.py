@@ -88,9 +88,11 @@ def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap
             rows = layout.rows(rank)
             document = np.searchsorted(edges, rows, "right") - 1
             first, stop = edges[document], edges[document + 1]
-            source = rows - shifts
-            if wrap:
-                source = first + (source - first) % (stop - first)
+            if wrap:  # any number of times around
+                around = np.array([shifts % max(int(size), 1) for size in np.diff(edges)])[document]
+                source = first + (rows - around - first) % (stop - first)
+            else:
+                source = rows - shifts
             inside = (first <= source) & (source < stop)
             wanted.append(_runs_with_fill(np.where(inside, source, FILL)))
         return RowMoves("roll", layout, wanted, shifts=shifts, cu_seqlens=cu_seqlens, wrap=wrap)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import dtype_name
+from tilewise.arguments import dtype_name, real_number, shown, whole_number
 from tilewise.compiler.placement import Departures
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves
@@ -56,7 +56,7 @@ def _fields(x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float) -> dic
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x ({type(x).__name__}) must be a Tensor, this rank's rows")
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
         raise ValueError(
             f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1} for a tensor {tuple(x.shape)}; name "
             "the one of its tokens"
@@ -67,6 +67,7 @@ def _fields(x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float) -> dic
             f"x has {x.shape[dim]} tokens along dim {dim}, but the layout gives this rank {wanted}"
         )
     others[dim] = -1
+    _check_fill(x, fill)
     return {
         "call": moves.name,
         "layout": moves.layout.fingerprint,
@@ -79,6 +80,15 @@ def _fields(x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float) -> dic
         "fill": str(fill),
         "requires_grad": str(torch.is_grad_enabled() and x.requires_grad),
     }
+
+
+def _check_fill(x: Tensor, fill: float) -> None:
+    """Raise ValueError unless x may hold the number."""
+    real_number("fill", fill)
+    try:
+        x.new_full((), fill)
+    except (RuntimeError, OverflowError):
+        raise ValueError(f"fill ({shown(fill)}) must be a number that {x.dtype} has") from None
 
 
 class _MoveRows(torch.autograd.Function):

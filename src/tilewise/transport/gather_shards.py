@@ -1,12 +1,12 @@
 """Shards from all ranks put together on each, and means over ranks; both differentiable."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.arguments import require_type
+from tilewise.arguments import real_number, require_type, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.transport.agreement import agree
 from tilewise.transport.protocol import Message, Transport
@@ -39,9 +39,10 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
     """
     try:
         require_type(Tensor, "loss_sum", total, "F.cross_entropy(..., reduction='sum')")
-        if total.numel() != 1 or not total.is_floating_point() or not float(count) >= 0:
+        number = real_number("count", count.item() if _is_one_number(count) else count)
+        if total.numel() != 1 or not total.is_floating_point() or not number >= 0:
             raise ValueError(
-                f"loss_sum ({tuple(total.shape)}, {total.dtype}) and count ({float(count):g}) must "
+                f"loss_sum ({tuple(total.shape)}, {total.dtype}) and count ({number:g}) must "
                 "be the sum of this rank's losses, one floating-point number, and how many they are"
             )
         fields, error = (
@@ -54,11 +55,15 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
     return _Mean.apply(total, count, transport)  # pyright: ignore[reportReturnType]
 
 
+def _is_one_number(count: Any) -> TypeGuard[Tensor]:
+    return isinstance(count, Tensor) and count.numel() == 1
+
+
 def _fields(x: Tensor, layout: Layout, rank: int, dim: int) -> dict[str, str]:
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     require_type(Tensor, "x", x, "what cp.attention returned")
     wanted, others = layout.size(rank), list(x.shape)
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= whole_number("dim", dim, None) < x.ndim:
         raise ValueError(f"dim ({dim}) must be in {-x.ndim}..{x.ndim - 1}")
     if x.shape[dim] != wanted:
         raise ValueError(

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from tilewise.arguments import shown, whole_number
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
 from tilewise.transport.agreement import agreement_of
 from tilewise.transport.cooperative_threads import CooperativeScheduler
@@ -31,6 +32,9 @@ from tilewise.transport.streams import (
 
 Result = TypeVar("Result")
 
+MOST_THREADS = 1 << 12
+"""A thread a rank: more than any test has, and few enough for an operating system."""
+
 
 def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Result]:
     """Run fn(rank, group) on n ranks, each a thread of this process; return the n results.
@@ -46,13 +50,14 @@ def loopback(n: int, fn: "Callable[[int, LoopbackGroup], Result]") -> list[Resul
         fn: its group has rank, world_size, bytes_sent and messages_sent (of this rank) and is
             accepted wherever a ProcessGroup is.
     Raises:
-        ValueError: if n is less than 1.
+        ValueError: if n is less than 1 or above 4096, or fn is no function.
         RuntimeError: if every rank waits, naming ranks and the step and item they wait for.
         BaseException: what the lowest rank raised. The other ranks go on as far as they can and
             are then released from their waits.
     """
-    if n < 1:
-        raise ValueError(f"n ({n}) must be at least 1: the number of ranks")
+    n = whole_number("n", n, most=MOST_THREADS)
+    if not callable(fn):
+        raise ValueError(f"fn ({shown(fn)}) must be a function of rank and group")
     world = _World(n)
     results: list[Result | None] = [None] * n
     grad_enabled = torch.is_grad_enabled()

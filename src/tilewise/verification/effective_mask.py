@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.arguments import checks_arguments, whole_number
 from tilewise.masks.base import Mask
+from tilewise.masks.tables import bool_table
 from tilewise.verification.causes import classify, explained
 from tilewise.verification.gradients import facts_of_gradients, softmax_of_read
 from tilewise.verification.pictures import drawn, text_picture
@@ -33,6 +35,7 @@ ROUNDING = torch.finfo(torch.float32).eps
 MOST_NOISE = 0.05  # of a log weight, or a result, that a kernel's rounding may make
 LEAST_VISIBLE = 1e-6  # weight
 UNCAPPED = 1e9
+MOST_WEIGHTS, MOST_SIZE = 1 << 24, 1 << 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +114,9 @@ class EffectiveMask:
         if isinstance(mask, Mask):
             mask.check_tokens(n)
         table = mask.dense(np.arange(n), np.arange(n)) if isinstance(mask, Mask) else mask
-        allowed = np.asarray(table, bool)
+        allowed = bool_table(table, "mask")
         allowed = allowed[None] if allowed.ndim == 2 else allowed
-        if allowed.shape[1:] != (n, n) or num_heads % len(allowed):
+        if allowed.shape[1:] != (n, n) or not len(allowed) or num_heads % len(allowed):
             raise ValueError(
                 f"the mask is {np.shape(table)}, but {num_heads} heads of {n} tokens were read; "
                 "give a mask of these tokens, for one or all heads"
@@ -195,6 +198,7 @@ class _Probe(NamedTuple):
         return read_weights(self.read, len(self.q), self.k[0].numel(), self.q.shape[2])
 
 
+@checks_arguments
 def effective_mask(
     attend: Attend,
     *,
@@ -221,16 +225,24 @@ def effective_mask(
     """
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in {**sizes, "head_dim": head_dim}.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} ({size!r}) must be a whole number, at least 1")
+    for name, size in sizes.items():
+        whole_number(name, size, most=MOST_SIZE)
+    whole_number("head_dim", head_dim, most=MOST_SIZE)
+    num_weights = num_heads * num_tokens**2
+    if num_weights > MOST_WEIGHTS:
+        raise ValueError(
+            f"num_heads ({num_heads}) x num_tokens ({num_tokens}) squared are {num_weights:.3g} "
+            f"weights; read {MOST_WEIGHTS} at most: a few heads of few tokens show a mask"
+        )
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
         )
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not scale:
-        raise ValueError("softmax_scale (0) must be another number: all weights would be the same")
+    if not scale or not math.isfinite(scale):
+        raise ValueError(
+            f"softmax_scale ({scale:g}) must be finite and not 0, which makes all weights alike"
+        )
     make = torch.Generator().manual_seed(0)
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)

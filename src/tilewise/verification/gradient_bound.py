@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.arguments import require_type
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.execution.call import Call, ResolvedCall, known_of
 from tilewise.execution.forward_backward import rows_first, rows_last
@@ -13,7 +14,9 @@ from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import attention
 from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.plan.ir import Side
+from tilewise.transport.agreement import agree
 from tilewise.transport.protocol import Transport
+from tilewise.transport.resolve import transport_for
 from tilewise.verification.output_bound import attention_bound, rounding, shift
 from tilewise.verification.rounding_errors import Keys, Norms, errors, keys, norms
 from tilewise.wires.float8 import Float8
@@ -51,9 +54,18 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     Raises:
         ValueError: as attention, the same on every rank; partials travel in Float8 or float16.
     """
+    transport = transport_for(call.get("group"))
+    try:
+        for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
+            require_type(Tensor, name, x, "this rank's rows")
+        if dout.shape != (*q.shape[:-1], v.shape[-1]):
+            wanted = (*q.shape[:-1], v.shape[-1])
+            raise ValueError(f"dout {tuple(dout.shape)} must be {wanted}, as out")
+    except ValueError as error:  # the other ranks, in their call of attention, learn of it
+        if call.get("validate") != "never":
+            agree(transport, None, str(error), call.get("validate", "first"))
+        raise
     q, k, v, dout = (x.detach() for x in (q, k, v, dout))
-    if dout.shape != (*q.shape[:-1], v.shape[-1]):
-        raise ValueError(f"dout {tuple(dout.shape)} must be {(*q.shape[:-1], v.shape[-1])}, as out")
     out, lse = attention(q, k, v, return_lse=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
     layout, mask = known_of(call["plan"], call.get("layout"), call.get("mask"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tilewise.arguments import checks_arguments, whole_number
+from tilewise.transport.loopback import MOST_THREADS
 from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Finding, classify, explained
 from tilewise.verification.comparison import Comparison, matched_positions
@@ -99,6 +102,7 @@ class ParityReport:
         return found
 
 
+@checks_arguments
 def parity(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -126,17 +130,14 @@ def parity(
     Raises:
         ValueError: if the unsplit model cannot be compared: no loss, no tokens, random.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size ({world_size!r}) must be a whole number, at least 1")
-    if not isinstance(inputs, Mapping):
-        raise ValueError(f"inputs ({type(inputs).__name__}) must be the keyword arguments of model")
-    if not isinstance(timeout, int | float) or not timeout > 0:
+    whole_number("world_size", world_size, most=MOST_THREADS)
+    if not 0 < timeout < math.inf:
         raise ValueError(f"timeout ({timeout!r}) must be a number of seconds above 0")
     in_world = dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
-    share = RankShare(model, inputs, split or _through_tilewise(model, inputs))
+    share = RankShare(model, inputs, _through_tilewise(model, inputs) if split is None else split)
     world = RankRunner(share, world_size, backend, timeout)
     if backend == "torchrun" and dist.get_rank():
         result = world.serve()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilewise.arguments import require_type, whole_number
+from tilewise.arguments import check_fields, checks_arguments, whole_number
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Float8:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", whole_number("block", self.block))
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, (1 << 63) - 1))
-        require_type(bool, "stochastic", self.stochastic, "True")
+        check_fields(self)
 
+    @checks_arguments
     def row_bytes(self, width: int, dtype: str) -> int:
         """Return the bytes of one row of one head: a byte a number, and the power of two."""
         return width + 1

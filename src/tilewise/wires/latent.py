@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewise.arguments import whole_number
+from tilewise.arguments import check_fields, listed, whole_number
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Latent:
             raise ValueError(
                 f"expand ({self.expand!r}) must be a function (rows, positions, *params) -> k, v"
             )
-        object.__setattr__(self, "params", tuple(self.params))
+        object.__setattr__(self, "params", tuple(listed("params", self.params, "tensors")))
+        check_fields(self)
         for what in ("num_kv_heads", "head_dim", "v_head_dim"):
             object.__setattr__(self, what, whole_number(what, getattr(self, what)))
         if self.width is not None:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-from tilewise.arguments import ITEM_BYTES, DtypeName, check_dtype, dtype_name, require_type
+from tilewise.arguments import (
+    ITEM_BYTES,
+    DtypeName,
+    check_dtype,
+    checks_arguments,
+    dtype_name,
+    require_type,
+)
 from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
 
@@ -40,6 +47,7 @@ class Plain:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
             check_dtype("wire_dtype", cast(str, self.dtype))
 
+    @checks_arguments
     def row_bytes(self, width: int, dtype: str) -> int:
         return width * ITEM_BYTES(self.dtype or dtype)
 

@@ -235,10 +235,7 @@ def read_plans(
         return aware.plan(mask, layout, kv_bytes), None
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
-    try:
-        found = load_plan(text)
-    except OSError as error:
-        raise ValueError(f"{text} cannot be read: {error.strerror}") from None
+    found = load_plan(text)
     plan, candidate = (found, None) if isinstance(found, Plan) else (found.plan, found)
     if world_size not in (None, plan.world_size):
         raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")

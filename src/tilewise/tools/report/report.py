@@ -57,8 +57,6 @@ def read(
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
     try:
         found = load_plan(paths[0])
-    except OSError as error:
-        raise ValueError(f"{paths[0]} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(
             f"{error}; a report is of a file of plan.to_json() or tilewise plan, or of results "

@@ -1,0 +1,484 @@
+"""Public functions with right arguments, of which one at a time is replaced by a wrong value.
+
+A call is a function and its keyword arguments; `CALLS` makes them anew each time, as some keep what
+they get. A wrong value may be right for some argument (0 tokens of lookahead, True for a switch):
+then the call is taken, and nothing is said about it here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import tilewise as tw
+from tilewise.compiler import droppable
+from tilewise.compiler.lowering import lower
+from tilewise.integrations import data, hf
+from tilewise.layouts import Run
+from tilewise.layouts.balanced import default_layout
+from tilewise.masks import lengths
+from tilewise.plan import RankBuilder, Side, operand, parse
+from tilewise.plan.text import show
+from tilewise.planning import load_candidate
+from tilewise.simulation.machine import KernelSpeed, Link
+from tilewise.transport import transport_for
+from tilewise.verification import error_bound
+from tilewise.workload import plan_code
+
+Arguments = dict[str, Any]
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "_Nothing()"
+
+
+def pool() -> dict[str, Any]:
+    """The wrong values, by name."""
+    return {
+        "None": None,
+        "text": "8",
+        "empty text": "",
+        "bytes": b"",
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "-inf": float("-inf"),
+        "-1": -1,
+        "0": 0,
+        "10**6": 10**6,
+        "10**18": 10**18,
+        "10**400": 10**400,
+        "2.5": 2.5,
+        "complex": 1j,
+        "True": True,
+        "list": [],
+        "list of a text": ["8"],
+        "list of lists": [[1.5], None],
+        "dict": {},
+        "tuple": (1, 2, 3),
+        "object": _Nothing(),
+        "array": np.arange(3.0),
+        "whole array": np.arange(8),
+        "0-d array": np.array(2.5),
+        "tensor": torch.arange(3.0),
+        "whole tensor": torch.arange(8),
+        "empty tensor": torch.zeros(0),
+        "function": pool,
+        "class": _Nothing,
+        "type": int,
+        "dtype": torch.float32,
+        "generator": (x for x in "ab"),
+    }
+
+
+@dataclass(frozen=True)
+class Called:
+    """A public function, and arguments that it takes."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Callable[[], Arguments]
+
+    def run(self, replaced: Arguments) -> Any:
+        return self.function(**(self.arguments() | replaced))
+
+
+def attend(q: Any, k: Any, v: Any) -> Any:
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+MASK, LAYOUT, PLAN = tw.Causal(), tw.zigzag(16, 2), tw.ring(2)
+WORK = {"num_tokens": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "float32",
+        "wire_dtype": "float32", "mask": MASK, "layout": "zigzag", "save": "replay",
+        "v_head_dim": 8, "max_logit": False, "wire": None}  # fmt: skip
+
+
+def work(**changed: Any) -> tw.Workload:
+    return tw.Workload(**(WORK | changed))
+
+
+def machine() -> tw.Machine:
+    return tw.Machine.preset("h100x8")
+
+
+def cache(**changed: Any) -> Any:
+    return tw.KVCache(**({"num_tokens": 8, "num_kv_heads": 2, "head_dim": 8} | changed))
+
+
+def filled() -> Any:
+    made = cache()
+    made.append(rows(1, 4, 2, 8), rows(1, 4, 2, 8))
+    return made
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def kernel_speed(**changed: Any) -> KernelSpeed:
+    fields = {"dtype": "float32", "backward": False, "queries": (1.0,), "keys": (1.0,)}
+    more = {"flops": ((1e12,),), "head_dim": 0, "launch_seconds": 0.0, "edge_keys": 0.0}
+    return KernelSpeed(**(fields | more | changed))
+
+
+def made_machine(**changed: Any) -> tw.Machine:
+    fields = {"name": "m", "node_size": 2, "inside": Link(1e9), "between": Link(1e9)}
+    more = {"kernels": (kernel_speed(),), "nics": 1, "pooled": False, "launch_seconds": 0.0}
+    seconds = {"message_seconds": 0.0, "carry_seconds": 0.0, "call_seconds": (0.0, 0.0)}
+    rest = {"agree_seconds": 0.0, "merge_seconds": 0.0, "merge_bandwidth": 1e9,
+            "pack_bandwidth": 1e9, "memory_bytes": 1 << 30, "rack_nodes": 2, "across": Link(1e9),
+            "cores": 2.0, "core_sharers": 2, "copy_cores": 0.0, "source": ""}  # fmt: skip
+    return tw.Machine(**(fields | more | seconds | rest | changed))
+
+
+def cp(**changed: Any) -> tw.ContextParallel:
+    fields: Arguments = {"num_tokens": 16, "mask": tw.Causal(), "strategy": tw.ring(1)}
+    return tw.ContextParallel(**(fields | changed))
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(16)[None]
+
+
+def of(make: Callable[[], Any], name: str) -> Callable[..., Any]:
+    """A method of a fresh object."""
+
+    def call(**arguments: Any) -> Any:
+        return getattr(make(), name)(**arguments)
+
+    return call
+
+
+def qkv(**more: Any) -> Arguments:
+    q, k, v = (torch.ones(16, 2, 8) for _ in range(3))
+    return {"q": q, "k": k, "v": v} | more
+
+
+def batched(**more: Any) -> Arguments:
+    q, k, v = (torch.ones(1, 2, 2, 8) for _ in range(3))
+    return {"q": q, "k": k, "v": v} | more
+
+
+def tree() -> Any:
+    return tw.Tree.from_sequences([[1, 2, 3], [1, 2, 4]])
+
+
+def builder() -> RankBuilder:
+    return RankBuilder(0)
+
+
+def step_stream(**changed: Any) -> Any:
+    fields = {"lengths": [8, 4, 3, 1], "world_size": 2, "tokens_per_rank": 4, "num_heads": 2,
+              "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "machine": machine(),
+              "lookahead": 2, "seed": 0}  # fmt: skip
+    return next(iter(tw.schedule(**(fields | changed))))
+
+
+def seen() -> Any:
+    return _SEEN[0]
+
+
+_SEEN = [tw.effective_mask(attend, num_tokens=4, num_heads=1, head_dim=8)]
+
+
+CALL_OPTIONS: Arguments = {
+    "layout": tw.contiguous(16, 1), "mask": MASK, "group": None, "softmax_scale": 0.5,
+    "return_lse": False, "backward_plan": None, "kv_layout": None, "wire_dtype": None,
+    "wire": None, "save": None, "prune": True, "q_positions": None, "validate": "first",
+    "kernel": None, "sink": None, "softcap": None, "dropout_p": 0.0, "dropout_seed": 0,
+    "return_max_logit": False,
+}  # fmt: skip
+CP_OPTIONS = {k: v for k, v in CALL_OPTIONS.items() if k not in ("layout", "group")}
+CACHE_OPTIONS: Arguments = {
+    "num_tokens": 8, "num_kv_heads": 2, "head_dim": 8, "batch": 1, "dtype": torch.float32,
+    "device": "cpu", "group": None, "softmax_scale": 0.5, "wire_dtype": None, "validate": "first",
+    "kernel": None, "softcap": None, "v_head_dim": 8,
+}  # fmt: skip
+TOKENS: Arguments = {"num_tokens": 16}
+CU: Arguments = {"cu_seqlens": [0, 8, 16]}
+HEADS: Arguments = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+PAIR: Arguments = {"q_range": (0, 4), "k_range": (0, 4)}
+EDGES: Arguments = {"q_edges": [0, 4], "k_edges": [0, 4]}
+POSITIONS: Arguments = {"q_positions": [0, 1], "k_positions": [0, 1]}
+
+
+def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[], Arguments]]]:
+    masks, machines = tw.masks, {"machine": machine()}
+    yield "Causal", tw.Causal, {}
+    yield "Full", tw.Full, {}
+    yield "Window", tw.Window, {"left": 2, "right": 0}
+    yield "Document", tw.Document, CU
+    yield "Slices", tw.Slices, {"slices": [((0, 2), (0, 2), "full")]}
+    yield "PerHead", tw.PerHead, {"heads": [tw.Causal(), tw.Full()]}
+    for mask in (tw.Causal(), tw.PerHead([tw.Causal()]), tw.Document([0, 16]) & tw.Window(2, 2)):
+        name = type(mask).__name__
+        yield f"{name}.area", mask.area, PAIR
+        yield f"{name}.areas", mask.areas, EDGES
+        yield f"{name}.coverage", mask.coverage, EDGES
+        yield f"{name}.dense", mask.dense, POSITIONS
+        yield f"{name}.check_tokens", mask.check_tokens, {"num_tokens": 16, "num_keys": 16}
+    yield "Layout", tw.Layout, {"num_tokens": 4, "runs": [[Run(0, 2)], [(2, 2)]], "name": "l"}
+    for name in ("size", "rows", "ranges", "positions"):
+        yield f"Layout.{name}", getattr(LAYOUT, name), {"shard": 0}
+    yield "Layout.shard", LAYOUT.shard, {"x": torch.ones(16), "rank": 0, "dim": 0}
+    yield "Layout.unshard", LAYOUT.unshard, {"shards": [torch.ones(8)] * 2, "dim": 0}
+    yield "Layout.cut", LAYOUT.cut, {"homes": [0, 1], "cuts": [(0, 8), (0, 8)]}
+    for name in ("contiguous", "zigzag", "striped"):
+        yield name, getattr(tw, name), {"num_tokens": 16, "n": 2}
+    yield "Layout.from_positions", tw.Layout.from_positions, {
+        "positions_by_rank": [[0, 1], [2, 3]], "num_tokens": 4, "name": "x",
+    }  # fmt: skip
+    yield "zigzag_documents", tw.zigzag_documents, {"cu_seqlens": [0, 8, 16], "world_size": 2}
+    yield "default_layout", default_layout, {"mask": MASK, "num_tokens": 16, "world_size": 2}
+    yield (
+        "balanced",
+        tw.balanced,
+        {"mask": MASK, "num_tokens": 64, "n": 2, "chunk": 4, "slack": 0.1},
+    )
+    options = {"kv_bytes": 2.0, "slack": 0.1, "linear": 0.0}
+    yield "tiled", tw.tiled, {"mask": MASK, "layout": LAYOUT, **options}
+    yield "tiled_layout", tw.tiled_layout, {"mask": MASK, "num_tokens": 16, "n": 2, **options}
+    yield "needed", tw.needed, {"mask": MASK, "layout": LAYOUT, "node_size": 2}
+    for name in ("all_gather", "balanced_ring", "tree"):
+        yield name, getattr(tw, name), {"world_size": 2}
+    yield "ring", tw.ring, {"world_size": 2, "moves": "kv"}
+    yield "attention2d", tw.attention2d, {"rows": 2, "columns": 2, "overlap": False}
+    yield "double_ring", tw.double_ring, {"num_nodes": 2, "node_size": 2}
+    yield "hierarchical", tw.hierarchical, {"outer": tw.ring(2), "inner": tw.ring(2)}
+    mesh = {"world_size": 4, "q_tile": 2, "schedule": "greedy", "kv_bytes": 2.0}
+    yield "mesh", tw.mesh, {**mesh, "backward": False, "held": 4}
+    yield "ulysses", tw.ulysses, {"degree": 2, "inner": tw.ring(2)}
+    yield "Plan", tw.Plan, {
+        "name": "p", "world_size": 1, "num_head_groups": 1, "owners": None, "steps": [],
+        "script": None, "cuts": None, "default_save": "replay", "replicated_queries": False,
+        "traits": tw.plan.ir.NO_TRAITS,
+    }  # fmt: skip
+    yield "Plan.check", PLAN.check, {"mask": MASK, "layout": LAYOUT}
+    yield "Plan.pruned", PLAN.pruned, {"mask": MASK, "layout": LAYOUT}
+    yield "Plan.program", PLAN.program, {"rank": 0}
+    yield "Plan.code", PLAN.code, {"work": work(), "rank": 0, "backward": False}
+    yield "Plan.from_json", tw.Plan.from_json, {"text": PLAN.to_json()}
+    yield "Plan.rank_steps", PLAN.rank_steps, {"rank": 0}
+    yield "Plan.num_shards", PLAN.num_shards, {"side": Side.Q}
+    yield "Plan.home", PLAN.home, {"side": Side.Q, "shard": 0}
+    yield "Plan.tuned", tw.mesh(4).tuned, {"num_heads": 2, "num_kv_heads": 2}
+    yield "Plan.changed", PLAN.changed, {"name": "p", "steps": PLAN.steps, "script": None}
+    yield "plan_code", plan_code, {"plan": PLAN, "work": work(), "rank": 0, "backward": False}
+    yield "droppable", droppable, {"plan": PLAN, "mask": MASK, "layout": LAYOUT}
+    yield "lower", lower, {"plan": PLAN, "rank": 0}
+    yield "parse", parse, {"text": str(PLAN)}
+    yield "show", show, {"plan": PLAN}
+    yield "operand", operand, {"side": Side.Q, "shard": 0, "heads": 0}
+    yield "RankBuilder", RankBuilder, {"rank": 0}
+    yield "RankBuilder.tile", of(builder, "tile"), {"q": [0], "kv": [0], "heads": 0}
+    yield (
+        "RankBuilder.send",
+        of(builder, "send"),
+        {"item": operand(Side.Q, 0), "dst": 1, "rows": None},
+    )
+    yield (
+        "RankBuilder.recv",
+        of(builder, "recv"),
+        {"item": operand(Side.Q, 0), "src": 1, "rows": None},
+    )
+    yield "RankBuilder.at", of(builder, "at"), {"step": 1}
+    yield "Workload", tw.Workload, WORK
+    yield "Workload.kv_bytes", work().kv_bytes, {"degree": 2}
+    yield "Workload.layout_for", work().layout_for, {"world_size": 2}
+    yield "Workload.call_shape", work().call_shape, {"world_size": 2}
+    yield "Workload.resolve", work().resolve, {"plan": PLAN, "backward_plan": None}
+    yield "volume", tw.volume, {"plan": PLAN, "work": work(), "backward_plan": None}
+    simulated = {"plan": PLAN, "work": work(dtype="bfloat16"), **machines, "backward_plan": None}
+    yield "simulate", tw.simulate, {**simulated, "exact": None}
+    yield "search", tw.search, {
+        "work": work(dtype="bfloat16"), **machines, "world_size": 2, "memory_bytes": None,
+        "wires": (), "progress": None,
+    }  # fmt: skip
+    yield "load_candidate", load_candidate, {"path": "/nothing.json"}
+    yield "Machine", made_machine, lambda: {
+        "name": "m", "node_size": 2, "inside": Link(1e9), "between": Link(1e9),
+        "kernels": (kernel_speed(),), "nics": 1, "pooled": False, "launch_seconds": 0.0,
+        "message_seconds": 0.0, "carry_seconds": 0.0, "call_seconds": (0.0, 0.0),
+        "agree_seconds": 0.0, "merge_seconds": 0.0, "merge_bandwidth": 1e9,
+        "pack_bandwidth": 1e9, "memory_bytes": 1 << 30, "rack_nodes": 2, "across": Link(1e9),
+        "cores": 2.0, "core_sharers": 2, "copy_cores": 0.0, "source": "",
+    }  # fmt: skip
+    yield "Machine(inside=Link)", lambda **x: made_machine(inside=Link(**x)), {
+        "bandwidth": 1e9, "latency": 0.0,
+    }  # fmt: skip
+    yield "Machine(kernels=)", lambda **x: made_machine(kernels=(kernel_speed(**x),)), {
+        "dtype": "float32", "backward": False, "queries": (1.0,), "keys": (1.0,),
+        "flops": ((1e12,),), "head_dim": 0, "launch_seconds": 0.0, "edge_keys": 0.0,
+    }  # fmt: skip
+    yield "Machine.preset", tw.Machine.preset, {"name": "h100x8"}
+    yield "Machine.load", tw.Machine.load, {"path": "/nothing.toml"}
+    yield "Machine.scaled", machine().scaled, {"bandwidth": 2.0}
+    yield "Machine.same_node", machine().same_node, {"rank": 0, "other": 1}
+    yield (
+        "Machine.kernel",
+        machine().kernel,
+        {"dtype": "bfloat16", "backward": False, "head_dim": 64},
+    )
+    linear = {"parameters": 1e6, "num_heads": 8, "head_dim": 64, "dtype": "bfloat16", "flops": 1e12}
+    yield "Machine.linear_pairs", machine().linear_pairs, linear
+    yield "Machine.write", lambda **x: made_machine(**x).to_toml(), {"name": "m", "source": ""}
+    yield "wire.Plain", tw.wire.Plain, {"dtype": "float32"}
+    yield "wire.Float8", tw.wire.Float8, {"block": 8, "stochastic": False, "seed": 0}
+    plain = tw.wire.Plain()
+    yield "wire.Wires", tw.wire.Wires, {
+        "forward": plain, "backward": plain, "partials": plain, "latent": None,
+    }  # fmt: skip
+    latent = {"expand": attend, "params": (), "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
+    yield "wire.Latent", tw.wire.Latent, {**latent, "width": 4, "name": "l", "keep": False}
+    for made in (tw.wire.Plain(), tw.wire.Float8()):
+        name = f"wire.{type(made).__name__}.row_bytes"
+        yield name, made.row_bytes, {"width": 8, "dtype": "float32"}
+    yield "loopback", tw.loopback, {"n": 2, "fn": lambda rank, group: rank}
+    yield "transport_for", transport_for, {"group": None}
+    yield "kernel", tw.kernels.kernel, {"name": "cpu"}
+    yield "effective_mask", tw.effective_mask, {
+        "attend": attend, "num_tokens": 4, **HEADS, "softmax_scale": 0.5,
+    }  # fmt: skip
+    for name in ("matches", "causes", "explain", "svg"):
+        yield f"EffectiveMask.{name}", of(seen, name), {"mask": MASK}
+    yield "parity", tw.parity, {
+        "model": model(), "inputs": {"input": torch.ones(4, 2)}, "split": lambda *x: None,
+        "world_size": 1, "timeout": 1.0, "backend": "loopback",
+    }  # fmt: skip
+    yield (
+        "error_bound",
+        error_bound,
+        lambda: qkv(
+            dout=torch.ones(16, 2, 8), plan=tw.ring(1), layout=tw.contiguous(16, 1), mask=MASK
+        ),
+    )
+    yield "attention", tw.attention, lambda: qkv(plan=tw.ring(1), **CALL_OPTIONS)
+    yield "ContextParallel", tw.ContextParallel, {
+        "mesh_or_group": None, "num_tokens": 16, "mask": MASK, "strategy": tw.ring(1),
+        "layout": tw.contiguous(16, 1), **machines, "kernel": "cpu",
+    }  # fmt: skip
+    yield "cp.shard", of(cp, "shard"), {"x": torch.ones(16, 2), "dim": 0}
+    yield "cp.unshard", of(cp, "unshard"), {"x": torch.ones(16, 2), "dim": 0}
+    yield "cp.roll", of(cp, "roll"), {
+        "x": torch.ones(1, 16), "shifts": -1, "dim": 1, "cu_seqlens": [0, 16], "fill": -100,
+    }  # fmt: skip
+    yield "cp.mean", of(cp, "mean"), {"loss_sum": torch.ones(()), "count": 2}
+    yield "cp.attention", of(cp, "attention"), lambda: qkv(plan=tw.ring(1), **CP_OPTIONS)
+    yield "cp.plan", of(cp, "plan"), lambda: qkv(wire=None)
+    yield "KVCache", tw.KVCache, CACHE_OPTIONS
+    yield "KVCache.chunk", of(cache, "chunk"), {"counts": [4]}
+    yield "KVCache.append", of(cache, "append"), {
+        "k": rows(1, 2, 2, 8), "v": rows(1, 2, 2, 8), "counts": [2],
+    }  # fmt: skip
+    yield "KVCache.attention", of(filled, "attention"), {
+        "q": rows(1, 2, 2, 8), "mask": MASK, "counts": [2], "sink": None,
+    }  # fmt: skip
+    yield "KVCache.decode", of(filled, "decode"), lambda: batched(mask=MASK, counts=[2], sink=None)
+    yield "KVCache.prefill", of(cache, "prefill"), lambda: {
+        "q": rows(4, 2, 8), "k": rows(4, 2, 8), "v": rows(4, 2, 8), "chunk": cache().chunk([4]),
+        "plan": tw.ring(1), "mask": MASK, "sink": None,
+    }  # fmt: skip
+    yield "KVCache.truncate", of(filled, "truncate"), {"lengths": [2]}
+    yield "Tree.from_sequences", tw.Tree.from_sequences, {"token_lists": [[1, 2], [1, 3]]}
+    yield "Tree.rows", of(tree, "rows"), {"sequence": 0}
+    yield "Tree.shard", of(tree, "shard"), lambda: {"cp": cp(num_tokens=4, mask=tree().mask)}
+    yield "Tree.log_probs", of(tree, "log_probs"), lambda: {
+        "logits": torch.ones(4, 8), "cp": cp(num_tokens=4, mask=tree().mask),
+    }  # fmt: skip
+    yield "schedule", step_stream, {
+        "lengths": [8, 4, 3, 1], "world_size": 2, "tokens_per_rank": 4, **HEADS, "v_head_dim": 8,
+        **machines, "lookahead": 2, "seed": 0,
+    }  # fmt: skip
+    yield "BatchStep.prepare", of(step_stream, "prepare"), {
+        "rank": 0, "kernel": None, "dtype": "float32",
+    }  # fmt: skip
+    stream = tw.schedule([8], world_size=2, tokens_per_rank=4, **HEADS)
+    yield "StepStream.load_state_dict", stream.load_state_dict, {"state": {"steps": 0}}
+    yield "StepStream.load_state_dict(steps)", lambda **x: stream.load_state_dict(x), {"steps": 0}
+    for name in ("full", "causal"):
+        yield f"masks.{name}", getattr(masks, name), TOKENS
+    for name in ("full_document", "causal_document", "share_question", "causal_blockwise"):
+        yield f"masks.{name}", getattr(masks, name), CU
+    for name in ("sliding_window", "sliding_window_causal", "global_sliding_window"):
+        yield f"masks.{name}", getattr(masks, name), {**TOKENS, "window": 2}
+    yield "masks.prefix_lm_causal", masks.prefix_lm_causal, {**TOKENS, "prefix": 2}
+    yield "masks.prefix_lm_document", masks.prefix_lm_document, {**CU, "prefixes": [1, 2]}
+    yield "masks.block_causal_document", masks.block_causal_document, {**CU, "block": 2}
+    yield "masks.chunked_causal", masks.chunked_causal, {**TOKENS, "chunk": 2, **CU}
+    yield "masks.chunked_causal(no cu)", masks.chunked_causal, {**TOKENS, "chunk": 2}
+    blocks = {"blocks": [(0, 2)], "window": 4}
+    yield "masks.causal_with_blocks", masks.causal_with_blocks, {**TOKENS, **blocks}
+    table = {"block_mask": np.ones((2, 2), bool)}
+    yield "masks.block_sparse", masks.block_sparse, {**table, "block": 8}
+    edges = {"q_edges": [0, 8, 16], "k_edges": [0, 8, 16]}
+    yield "masks.block_sparse_variable", masks.block_sparse_variable, {**table, **edges}
+    for name in ("block_sparse_uniform", "causal_document", "prefix_lm_causal"):
+        more = {"cu_seqlens": None, "num_kv_heads": 2, "density": 0.5}
+        yield (
+            f"masks.random({name})",
+            masks.random,
+            {"name": name, "num_tokens": 512, "seed": 0, **more},
+        )
+    yield "lengths.histogram", lengths.histogram, {"corpus": "pile"}
+    drawn = {"corpus": "pile", "num_tokens": 100, "seed": 0, "cap": 50, "mix": 0.5}
+    yield "lengths.sample", lengths.sample, drawn
+    yield "lengths.position_ids", lengths.position_ids, CU
+    yield (
+        "lengths.shift_labels",
+        lengths.shift_labels,
+        {"tokens": ids(), **CU, "ignore_index": -100},
+    )
+    columns = {"labels": ids(), "cu_seqlens": [0, 16], "token_type_ids": None}
+    yield "data.shard_inputs", data.shard_inputs, {
+        "layout": LAYOUT, "rank": 0, "input_ids": ids(), **columns, "attention_mask": None,
+        "shift_labels": True,
+    }  # fmt: skip
+    yield "data.shard_inputs(attention_mask)", data.shard_inputs, {
+        "layout": LAYOUT, "rank": 0, "input_ids": ids(), "attention_mask": torch.ones(1, 16),
+    }  # fmt: skip
+    yield "data.pack", data.pack, {"document_lengths": [3, 4], "num_tokens": 8}
+    collator = {"layout": LAYOUT, "rank": 0, "pad_token_id": 0, "shift_labels": True}
+    yield "data.ShardingCollator", data.ShardingCollator, collator
+    yield "data.ShardingCollator()", data.ShardingCollator(**collator), {
+        "examples": [{"input_ids": [1, 2]}],
+    }  # fmt: skip
+    yield "data.ShardingCollator(example)", lambda **x: data.ShardingCollator(**collator)([x]), {
+        "input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1], "token_type_ids": [0, 0],
+    }  # fmt: skip
+    dataset = {"tokens": np.arange(40), "layout": LAYOUT, "rank": 0, "cu_seqlens": [0, 40]}
+    yield "data.TokenDataset", lambda **x: data.TokenDataset(**x)[0], dataset
+    yield "data.TokenDataset[]", lambda index: data.TokenDataset(**dataset)[index], {"index": 0}
+    yield "hf.register", hf.register, lambda: {"cp": cp(), "name": "mine"}
+    yield "hf.parallelize", hf.parallelize, lambda: {"model": model(), "cp": cp(), "name": "mine"}
+    yield "hf.check_model", hf.check_model, lambda: {
+        "model": model(), "numerical": False, "loss": False,
+    }  # fmt: skip
+    yield "hf.trainer_args", hf.trainer_args, lambda: {
+        "cp": cp(), "model": model(), "args": None, "train_dataset": [], "eval_dataset": [],
+    }  # fmt: skip
+    yield "hf.shard", hf.shard, lambda: {"cp": cp(), "input_ids": ids()}
+    yield "hf.unshard", hf.unshard, lambda: {"cp": cp(), "x": ids(), "dim": 1}
+
+
+def _called(name: str, function: Callable[..., Any], arguments: Any) -> Called:
+    return Called(name, function, arguments if callable(arguments) else partial(dict, arguments))
+
+
+CALLS = tuple(_called(*entry) for entry in _table())
+"""Every public function that takes an argument."""
+
+
+def wrong_calls() -> Iterator[tuple[Called, str, str]]:
+    """A call, the argument to replace, and the name of the value."""
+    for called in CALLS:
+        for argument in called.arguments():
+            for value in pool():
+                yield called, argument, value
