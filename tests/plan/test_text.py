@@ -150,6 +150,19 @@ def test_text_that_names_what_there_is_not_says_where(old: str, new: str, messag
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"owners": {"Q": [[0, 1], [1, 0]], "KV": [[0], [1]]}}, "not 2 with no cuts"),
+        ({"owners": {"Q": [[0, 1]], "KV": [[0]]}, "cuts": [[0, 1]]}, "not 1 with 1 cuts"),
+    ],
+)
+def test_queries_that_all_ranks_have_are_one_shard(change: dict, message: str):
+    data = json.loads(tw.to_json(tw.tree(2))) | change | {"steps": []}
+    with pytest.raises(tw.PlanError, match=f"one shard without cuts, {message}"):
+        tw.from_json(json.dumps(data))
+
+
 def test_an_entry_of_a_wrong_type_is_named_with_its_value():
     data = json.loads(tw.to_json(tw.ring(2)))
     data["steps"][0]["transfers"][1]["src"] = "x"
