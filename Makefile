@@ -16,11 +16,12 @@ RESULTS := benchmarks/results
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-gpu clean new-environment
+.PHONY: help demo test test-all fuzz lint format bench bench-gpu clean new-environment
 
 help:
 	@echo "make demo       every strategy on one real input, over 4 local processes"
 	@echo "make test       the tests; test-all adds the slow ones"
+	@echo "make fuzz       random examples of tests/fuzz, for MINUTES=30"
 	@echo "make lint       ruff, import-linter and pyright; format rewrites the files"
 	@echo "make bench      the benchmark's quick cases, and a page of them; bench-gpu those of a GPU"
 
@@ -32,6 +33,21 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_FLAGS)
+
+MINUTES ?= 30
+
+# One file after the other, other examples in every run; a failing one is shown, and no file stops
+# the others. A file that has begun is finished.
+fuzz: $(STAMP)
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); failed=; \
+	while [ $$(date +%s) -lt $$end ]; do \
+		for file in tests/fuzz/test_*.py; do \
+			[ $$(date +%s) -lt $$end ] || break; \
+			echo "$$file"; \
+			HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q --timeout=0 $$file || failed="$$failed $$file"; \
+		done; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,8 +5,8 @@ from tilewise.plan import RankBuilder, Side, operand, partial
 from tilewise.transport import Group
 
 
-def butterfly(levels: int) -> tw.Plan:
-    def script(rank: int):
+def butterfly(world_size: int) -> tw.Plan:
+    def script(rank: int, levels: int = world_size.bit_length() - 1):  # of a power of two
         s, kv = RankBuilder(rank), Side.KV
         for i in range(levels + 1):
             s.tile([rank], [rank ^ x for x in range(2**i // 2, 2**i)])  # what the last swap brought
@@ -21,11 +21,11 @@ def butterfly(levels: int) -> tw.Plan:
             s.next()
         return s.done()
 
-    return tw.Plan(f"butterfly({levels})", 2**levels, script=script)
+    return tw.Plan(f"butterfly({world_size})", world_size, script=script)
 
 
 if __name__ == "__main__":
-    plan, mask, layout = butterfly(2), tw.Causal(), tw.zigzag(64, 4)
+    plan, mask, layout = butterfly(4), tw.Causal(), tw.zigzag(64, 4)
     plan.check()
     print(plan)
     work = tw.Workload(65536, num_heads=32, num_kv_heads=8, head_dim=128, mask=mask)

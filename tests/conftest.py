@@ -1,6 +1,7 @@
 """What every test shares: one thread per rank, repeatable hypothesis runs, the gpu marker."""
 
 import gc
+import os
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,6 +22,9 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 REPEATABLE = hypothesis.settings(deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("all", REPEATABLE)
 hypothesis.settings.register_profile("quick", REPEATABLE, max_examples=40)
+# Of `make fuzz`: other examples in every run, and a line that gives a failing one again.
+FUZZING = hypothesis.settings(deadline=None, database=None, print_blob=True, max_examples=400)
+hypothesis.settings.register_profile("fuzz", FUZZING)
 
 
 # Imported once for all processes that a run of many tests starts, and not once by each.
@@ -32,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.option.markexpr
     if "gpu" in asked and "not gpu" not in asked:  # what is imported at collection may warn too
         config.addinivalue_line("filterwarnings", "default")
-    quick = "not slow" in asked
-    hypothesis.settings.load_profile("quick" if quick else "all")
+    usual = "quick" if "not slow" in asked else "all"
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
     gc.disable()  # until all tests are collected: what they consist of stays
 
 

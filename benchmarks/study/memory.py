@@ -148,16 +148,20 @@ def _passes(rank: int, work: Workload, plan: Plan) -> list[int]:
     )
     dout, outs = torch.ones_like(q), list[Tensor]()
 
-    def forward() -> None:
-        outs.append(attention(q, k, v, plan=plan, layout=layout, mask=work.mask))
+    def forward(plan: Plan) -> None:
+        outs[:] = [attention(q, k, v, plan=plan, layout=layout, mask=work.mask)]
 
     def backward() -> None:
         torch.autograd.grad(outs[0], (q, k, v), dout)
 
-    forward()
+    forward(plan)  # what kernels make once is there from now on
     backward()
-    outs.clear()  # buffers that passes share are there from now on
+    outs.clear()
+    fresh = plan.changed(name=plan.name)  # has no workspace yet
     own = q.nbytes + k.nbytes + v.nbytes
-    first = own + peak_bytes(forward, "cpu")
+    with_workspace = peak_bytes(lambda: forward(fresh), "cpu")
+    outs.clear()
+    workspace = with_workspace - peak_bytes(lambda: forward(fresh), "cpu")
+    first = own + with_workspace
     own += 2 * dout.nbytes + dout.nbytes // work.head_dim  # out, dout and lse
-    return [first, own + peak_bytes(backward, "cpu")]
+    return [first, own + workspace + peak_bytes(backward, "cpu")]

@@ -38,6 +38,7 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     units = {"devices": "", "tokens": "", "strategy": "", "plan": "", "time": "s", "waiting": "s",
              "waiting share": "%", "sent": "B", "memory": "B"}  # fmt: skip
     per_device, known = work.num_tokens // USUAL_DEVICES, dict[str, float]()
+    overlapped = f"attention2d_overlap beyond {LONGEST['attention2d_overlap']} devices"
     for name, title, tokens in (
         ("strong", f"Strong scaling: {count(work.num_tokens)} tokens", lambda _: work.num_tokens),
         ("weak", f"Weak scaling: {count(per_device)} tokens a device", lambda n: n * per_device),
@@ -61,7 +62,8 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
                 rows.append((*row, _sent(found), round(known[plan.name] * here.num_tokens)))
         about = (
             f"{_about(work, machine)} Both passes; waiting of the rank that waits longest, bytes "
-            "of the busiest rank, memory of the pass that needs most."
+            "of the busiest rank, memory of the pass that needs most. Left out are all_gather and "
+            f"double_ring, which send a ring's bytes, and {overlapped}."
         )
         yield StudyTable(name, title, about, units, rows, "devices", "strategy", "time")
 

@@ -1,7 +1,6 @@
 """Trees of sequences: the trie itself, and models over it against the separate sequences."""
 
 import itertools
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,24 +88,6 @@ def test_shared_tokens_stand_once_in_depth_first_order():
     assert (tree.num_tokens, tree.num_tokens_apart, tree.num_sequences) == (6, 13, 5)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_token_sees_what_it_sees_in_its_sequences(seed):
-    rng = np.random.default_rng(seed)
-    sequences = drawn_sequences(rng, int(rng.integers(1, 12)))
-    tree = tw.Tree.from_sequences([np.array(s) if rng.random() < 0.5 else s for s in sequences])
-    wanted = np.zeros((tree.num_tokens, tree.num_tokens), bool)
-    for i, sequence in enumerate(sequences):
-        rows = tree.rows(i)
-        assert tree.tokens[rows].tolist() == sequence
-        assert tree.position_ids[rows].tolist() == list(range(len(sequence)))
-        wanted[np.ix_(rows, rows)] |= np.tri(len(rows), dtype=bool)
-    every = np.arange(tree.num_tokens)
-    np.testing.assert_array_equal(tree.mask.dense(every, every), wanted)
-    # Nothing is there twice: as many rows as different beginnings.
-    beginnings = {tuple(s[: j + 1]) for s in sequences for j in range(len(s))}
-    assert tree.num_tokens == len(beginnings)
-
-
 STRATEGIES = ("auto", "needed", "tiled", "mesh")
 EVERY = [*itertools.product(STRATEGIES, (1, 2, 3, 5, 8)), ("ulysses", 1), ("ulysses", KV_HEADS)]
 CASES = thinned(EVERY, 3, 1)
@@ -150,47 +131,6 @@ def compare(sequences: list[list[int]], layout: tw.Layout, plan: Any) -> None:
         torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-11)
 
 
-def drawn_case(seed: int) -> tuple[list[list[int]], tw.Layout, tw.Plan]:
-    """Sequences, a layout (often uneven, ranks may have no tokens) and a strategy's plan."""
-    rng = np.random.default_rng(seed)
-    sequences = drawn_sequences(rng, int(rng.integers(1, 9)), 7)
-    tree, n = tw.Tree.from_sequences(sequences), int(rng.integers(1, 9))
-    cuts = np.sort(rng.integers(0, tree.num_tokens + 1, n - 1)).tolist()
-    runs = pairwise([0, *cuts, tree.num_tokens])
-    uneven = tw.Layout(tree.num_tokens, [[tw.Run(a, b - a)] for a, b in runs])
-    level = tw.balanced(tree.mask, tree.num_tokens, n, chunk=1)
-    layout = (uneven, level, tw.zigzag(tree.num_tokens, n), tw.striped(tree.num_tokens, n))[
-        seed % 4
-    ]
-    columns = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
-    plans = [
-        lambda: tw.ring(n),
-        lambda: tw.ring(n, moves="q"),
-        lambda: tw.all_gather(n),
-        lambda: tw.balanced_ring(n),
-        lambda: tw.mesh(n, q_tile=columns),
-        lambda: tw.double_ring(columns, n // columns),
-        lambda: tw.attention2d(columns, n // columns),
-        lambda: tw.needed(tree.mask, layout),
-        lambda: tw.needed(tree.mask, layout, node_size=int(rng.integers(1, 4))),
-        lambda: tw.tiled(tree.mask, layout),
-    ]
-    if n % 2 == 0:
-        plans.append(lambda: tw.ulysses(2, inner=tw.ring(n // 2)))
-    return sequences, layout, plans[seed % len(plans)]()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_trees_layouts_and_strategies(seed):
-    compare(*drawn_case(seed))
-
-
-@pytest.mark.slow
-def test_a_thousand_random_trees():
-    for seed in range(1000):
-        compare(*drawn_case(seed))
-
-
 def test_a_tree_is_level_and_sends_little_over_64_ranks():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(50, size=rng.integers(50, 800)) for _ in range(6)]
@@ -224,6 +164,8 @@ def test_a_tree_is_level_and_sends_little_over_64_ranks():
         ([[1.5, 2]], "sequence 0"),
         ([[[1, 2]]], "sequence 0"),
         ([[3, -1]], "sequence 0"),
+        ([[3], [2**70]], "sequence 1"),
+        ([[-1e30, None]], "sequence 0"),
         (["abc"], "sequence 0"),
         ([7], "sequence 0"),
     ],

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.docs_tables import shows, table_of
 
 import tilewise as tw
 
@@ -68,3 +69,42 @@ def test_an_unknown_study_is_refused_with_those_there_are():
     found = run("--only", "volumes")
     assert found.returncode == 2
     assert "volume, time, grid, scaling" in found.stderr
+
+
+@pytest.fixture(scope="module")
+def every_record() -> list[dict]:
+    found = run("--json")
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+@pytest.mark.slow
+def test_the_pages_claims_are_what_the_command_prints(every_record: list[dict]):
+    claims = [record for record in every_record if record["kind"] == "claim"]
+    table = table_of("papers.md", "| our best |")
+    assert len(table.rows) == 11
+    for row, claim in zip(table.rows, claims, strict=False):
+        _, _, paper, ours, off, best = row
+        assert claim["claimed"] is None or shows(paper, claim["claimed"]), row
+        assert shows(ours, claim["found"]) and shows(best, claim["best"]), (row, claim)
+        assert off == claim["off"], (row, claim)
+
+
+@pytest.mark.slow
+def test_the_pages_tables_by_length_and_devices_are_what_the_command_prints(
+    every_record: list[dict],
+):
+    rows = {(r["machine"], r["plan"]): r["figures"] for r in every_record if r["kind"] == "row"}
+    fitted = "4 NICs, links slowed to 20 % (fitted)"
+    for name, *cells in table_of("papers.md", "8 x 32 over ring").rows:
+        machine = "h100x8-4nic, links x 0.20" if name == fitted else name.split("`")[1]
+        figures = rows[machine, "mesh 8 x 32"]
+        for cell, length in zip(cells, ("256K", "512K", "1M", "2M", "mean"), strict=True):
+            assert shows(cell, figures[length]), (name, length, figures)
+    header, lines = table_of("papers.md", "| 8 | 16 | 32 | 64 | 96 |")
+    for name, *cells in lines:
+        plan = name if name.startswith("our best") else name.split(":")[0]
+        forward, backward = (rows["h100x8", f"{plan}, causal {x}"] for x in ("forward", "backward"))
+        for cell, n in zip(cells, header[1:], strict=True):
+            if cell and "heads" not in cell:
+                assert shows(cell, forward[n], backward[n]), (name, n, forward, backward)

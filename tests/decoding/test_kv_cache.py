@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from multiprocess.launcher import run_processes
 from support.thinned import thinned
 from torch import Tensor
@@ -129,38 +127,6 @@ def test_sinks_softcap_and_another_width_of_values_in_every_call():
         return max(worst, error(cache.attention(q[:, 8:], sink=sink), want[:, 8:]))
 
     assert max(tw.loopback(3, on_rank)) < 1e-12
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_any_counts_of_any_batch(data: st.DataObject):
-    batch, n = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-    x, left, steps = draw(batch), [TOKENS] * batch, []
-    for _ in range(3):
-        counts = [data.draw(st.integers(0, min(room, 12))) for room in left]
-        left = [a - b for a, b in zip(left, counts, strict=True)]
-        steps.append(counts)
-
-    def on_rank(rank: int, group: Any) -> float:
-        cache, worst = new_cache(group, batch), 0.0
-        for i, counts in enumerate(steps):
-            starts, most = cache.lengths, max(1, *counts)
-            rows = [range(s, s + c) for s, c in zip(starts, counts, strict=True)]
-            padded = [torch.zeros(batch, most, *t.shape[2:]).double() for t in x]
-            for b, r in enumerate(rows):
-                for new, t in zip(padded, x, strict=True):
-                    new[b, : len(r)] = t[b, r]
-            if i % 2:
-                cache.append(*padded[1:], counts=counts)
-                out = cache.attention(padded[0], counts=counts)
-            else:
-                out = cache.decode(*padded, counts=counts)
-            for b, r in enumerate(rows):
-                worst = max(worst, error(out[b, : len(r)], dense(x, b, r, tw.Causal())))
-                worst = max(worst, error(out[b, len(r) :], torch.zeros(())))
-        return worst
-
-    assert max(tw.loopback(n, on_rank)) < 1e-12
 
 
 def test_every_rank_gets_the_same_bits():

@@ -1,15 +1,18 @@
 """The example of a strategy of one's own: short, of public names alone, exact in both passes."""
 
 import ast
+import json
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from conformance.oracle import dense, draw, error
+from typer.testing import CliRunner
 
 import tilewise as tw
 from examples import my_strategy
+from tilewise.tools.cli import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
 
@@ -26,14 +29,24 @@ def test_it_checks_draws_simulates_and_runs_its_strategy(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out
     grid, _, rest = printed.partition("\n\n")
-    assert tw.parse(grid) == my_strategy.butterfly(2)
+    assert tw.parse(grid) == my_strategy.butterfly(4)
     seconds, largest = rest.strip().splitlines()
     assert float(seconds.split()[0]) > 0 and float(largest.split()[-1]) < 1e-12
 
 
-@pytest.mark.parametrize("levels", [0, 1, 3])
-def test_a_butterfly_is_attention_in_both_passes(levels: int):
-    plan, mask = my_strategy.butterfly(levels), tw.Causal()
+def test_the_benchmark_takes_it(tmp_path: Path):
+    words = ["--num-tokens", "32", "--heads", "2", "--head-dim", "4", "--mask", "causal"]
+    words += ["--world-size", "4", "--strategy", f"{EXAMPLE}:butterfly", "--repeats", "1"]
+    out = tmp_path / "rows.jsonl"
+    ended = CliRunner().invoke(app, ["bench", "strategies", *words, "-o", str(out)])
+    assert ended.exit_code == 0, ended.output
+    for row in map(json.loads, out.read_text().splitlines()):
+        assert (row["plan"], row["outcome"], row["is_exact"]) == ("butterfly(4)", "ok", True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_a_butterfly_is_attention_in_both_passes(world_size: int):
+    plan, mask = my_strategy.butterfly(world_size), tw.Causal()
     layout = tw.zigzag(29, plan.world_size)
     x = draw((29, 4, 8), (29, 2, 8), seed=0)
     want = dense(x, mask)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conformance.oracle import assert_close, dense, draw, error
+from conformance.oracle import Inputs, assert_close, dense, draw, error, split
 from torch import Tensor
 
 import tilewise as tw
@@ -52,6 +52,28 @@ def test_operands_and_gradients_of_any_strides(strides: str, head_dim: int):
     ranks = zip(*tw.loopback(N, on_rank), strict=True)
     want = dense(x, mask)
     assert_close(type(want)(*(layout.unshard(tensors, dim=1) for tensors in ranks)), want)
+
+
+@pytest.mark.parametrize(
+    "plan, heads", [(tw.ring(2, moves="q"), 1), (tw.tree(2), 1), (tw.ulysses(2), 2)], ids=repr
+)
+def test_a_kernels_dimensions_of_one_have_any_stride(plan: tw.Plan, heads: int):
+    """torch calls such a tensor contiguous, but makes no bytes of it."""
+    layout, shape = tw.contiguous(4 // heads, 2), (4 // heads, heads, 1)
+    x = Inputs(*(t.float().double() for t in draw(shape, shape, seed=3)))
+    if plan.replicated_queries:
+        x = Inputs(x.q[-2:], x.k, x.v, x.dout[-2:], x.dlse[-2:])
+    got = split(x, plan, layout, tw.Full(), torch.float32, kernel="reference", wire_dtype="float64")
+    assert_close(got, dense(x, tw.Full()), 1e-5)
+
+
+def test_a_row_of_any_stride_is_gathered():
+    def on_rank(rank: int, group) -> Tensor:
+        cp = tw.ContextParallel(group, num_tokens=2, layout=tw.contiguous(2, 2))
+        return cp.unshard(torch.arange(9.0)[rank::3][:1], 0)
+
+    for whole in tw.loopback(2, on_rank):
+        assert whole.tolist() == [0, 1]
 
 
 def test_a_query_of_any_strides_is_decoded():

@@ -59,9 +59,13 @@ def masks(num_tokens: int = NUM_TOKENS) -> st.SearchStrategy[Mask]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, num_tokens: int = NUM_TOKENS) -> Layout:
-    """Contiguous, zigzag, striped, scattered chunks, or rows in any order; some shards empty."""
-    n = draw(st.integers(1, 6))
+def layouts(draw: st.DrawFn, num_tokens: int = NUM_TOKENS, world_size: int | None = None) -> Layout:
+    """Contiguous, zigzag, striped, scattered chunks, or rows in any order; some shards empty.
+
+    Args:
+        world_size: None: 1 to 6.
+    """
+    n = draw(st.integers(1, 6)) if world_size is None else world_size
     kind = draw(st.sampled_from(("contiguous", "zigzag", "striped", "chunks", "rows")))
     if kind == "rows":
         order = draw(st.permutations(range(num_tokens)))

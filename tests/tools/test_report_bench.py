@@ -207,3 +207,21 @@ def test_other_csv_files_are_refused(tmp_path: Path, text: str):
     (tmp_path / "x.csv").write_text(text)
     with pytest.raises(ValueError, match="not those of LongCA-bench"):
         read_csv(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"kind": "kernels<img src=x onerror=alert(1)>"},
+        {"kind": "other"},
+        {"dtype": 1},
+        {"network": 0.5},
+        {"library": ["x"]},
+        {"mbit": -(10**400)},
+    ],
+)
+def test_a_row_of_another_kind_or_with_a_wrong_type_is_left_out(damage: dict, tmp_path: Path):
+    rows = [row("a"), row("b"), {**row("c", num_tokens=2048), **damage}]
+    found = read_rows([write_rows(tmp_path / "rows.jsonl", rows)])
+    assert [one["contender"] for one in found.rows] == ["a", "b"] and found.num_lost == 1
+    assert "alert" not in written(page_of(found))

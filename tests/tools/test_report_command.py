@@ -58,6 +58,15 @@ def test_a_plan_alone_is_shown_simulated_drawn_and_measured(tmp_path: Path):
     assert "is for 4 ranks, not 2" in str(strategy(str(path)).supports(replace(case, world_size=2)))
 
 
+def test_a_plan_for_a_few_tokens_is_not_drawn_on_more_devices(tmp_path: Path):
+    path = tmp_path / "short.json"
+    path.write_text(tw.to_json(tw.ring(2)))
+    code, said = run(path, "--num-tokens", "9", "-o", tmp_path / "page.html")
+    assert code == 0, said
+    html = (tmp_path / "page.html").read_text()
+    assert "Time against bandwidth" in html and "Time against devices" not in html
+
+
 def test_results_give_a_page_beside_them_and_csv(tmp_path: Path):
     path = write_rows(tmp_path / "results.jsonl", many_rows())
     with path.open("a") as file:

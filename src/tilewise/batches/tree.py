@@ -295,7 +295,7 @@ def _checked(i: int, tokens: Any) -> Array:
     try:
         array = positions(tokens)
         right = array.ndim == 1 and not np.any(np.asarray(tokens) != array)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array, right = np.empty(0, np.int64), False
     if not right or len(array) == 0 or array.min() < 0:
         raise ValueError(

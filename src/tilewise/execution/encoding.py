@@ -6,6 +6,7 @@ from torch import Tensor
 from tilewise.kernels import float8
 from tilewise.plan.ir import Item
 from tilewise.plan.payload import Field
+from tilewise.transport.protocol import as_bytes
 from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Plain
 
@@ -24,7 +25,8 @@ def encode(field: Field, x: Tensor, counter: tuple[Item, int]) -> Tensor:
     """
     wire = Plain() if field.wire is None else field.wire
     if isinstance(wire, Plain):
-        return x.to(getattr(torch, wire.dtype or field.dtype)).flatten(2).view(torch.uint8)
+        numbers = x.to(getattr(torch, wire.dtype or field.dtype)).flatten(2)
+        return as_bytes(numbers.contiguous())
     if isinstance(wire, Float8):
         item, rank = counter
         number = _NUMBERS.index(field.name)

@@ -21,7 +21,7 @@ from tilewise.execution.workspace import Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
 from tilewise.kernels.protocol import Kernel, Places, Scores, accumulator_dtype, deliver
 from tilewise.plan.ir import Item
-from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport
+from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, as_bytes
 from tilewise.transport.streams import is_capturing
 
 ADOPTING_DEVICES = ("cpu",)
@@ -574,4 +574,4 @@ def _part_of_number(number: int, ref: Ref) -> Make:
 
 
 def _as_bytes_of_number(number: int) -> Make:
-    return lambda _, __, made: made[number].view(torch.uint8)
+    return lambda _, __, made: as_bytes(made[number])

@@ -52,6 +52,12 @@ def _check_owners(plan: Plan) -> None:
                 if not 0 <= rank < plan.world_size:
                     message = f"{item} is owned by rank {rank} of {plan.world_size}"
                     raise PlanError(message, 0, rank, item)
+    if plan.replicated_queries and (plan.num_shards(Side.Q) > 1 or plan.cuts is not None):
+        number, cuts = plan.num_shards(Side.Q), "no" if plan.cuts is None else len(plan.cuts)
+        message = (
+            f"queries that every rank has are one shard without cuts, not {number} with {cuts} cuts"
+        )
+        raise PlanError(message, 0, 0, _first(Side.Q))
     for side, owners in zip(Side, plan.owners, strict=True):
         if plan.cuts is not None and len(plan.cuts) != len(owners):
             message = f"{len(plan.cuts)} cuts for {len(owners)} {_name(side)} shards; give one each"

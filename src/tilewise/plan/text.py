@@ -17,8 +17,10 @@ from tilewise.plan.grid import grid
 from tilewise.plan.ir import Item, Owners, Plan, Role, Rows, Side, Step, Tile, Transfer
 from tilewise.plan.numbers import checked
 
-_TILE = re.compile(r"q([\d,]+)xkv([\d,]+)(?:/(\d+))?$")
-_HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[([\d:,]+)\])?>(\d+)$")
+_HEAD = ("plan", "ranks", "q held by", "kv held by")
+_RANKS = re.compile(r"(\d+), head groups: (\d+)")
+_TILE = re.compile(r"q(\d+(?:,\d+)*)xkv(\d+(?:,\d+)*)(?:/(\d+))?$")
+_HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?>(\d+)$")
 _ROLES = (("", Role.OPERAND), ("*", Role.PARTIAL), ("!", Role.RESULT))
 
 
@@ -56,21 +58,22 @@ def parse(text: str) -> Plan:
     while lines and ": " in lines[0] and not lines[0].lstrip().startswith("step"):
         key, _, value = lines.pop(0).partition(": ")
         head[key] = value
+    begins = f"a plan begins with the lines {', '.join(_HEAD)}"
+    if missing := next((key for key in _HEAD if key not in head), None):
+        raise ValueError(f"{begins}: there is no line {missing!r}")
+    numbers = _RANKS.fullmatch(head["ranks"])
+    if numbers is None:
+        raise ValueError(f"{begins}: ranks ({head['ranks']!r}) must be as in '4, head groups: 1'")
     try:
-        name, q, kv = head["plan"], head["q held by"], head["kv held by"]
-        world, groups = (
-            int(word.split(": ")[-1]) for word in f"ranks: {head['ranks']}".split(", ")
-        )
-        owners: Owners = (_holders(q), _holders(kv))
+        world, groups = map(int, numbers.groups())
+        owners: Owners = (_holders(head["q held by"]), _holders(head["kv held by"]))
         cuts = _rows(head["cuts"].replace(" ", ",")) if "cuts" in head else None
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"a plan begins with the lines plan, ranks, q held by, kv held by: {error!r}"
-        ) from None
+    except ValueError as error:
+        raise ValueError(f"{begins}: {error}") from None
     steps = [_step(number, line, world) for number, line in enumerate(lines[1:])]
     save = head.get("save", "replay")
     plan = Plan(
-        name,
+        head["plan"],
         world,
         groups,
         owners,

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from tilewise.arguments import real_number, require_type, whole_number
 from tilewise.layouts.layout import Layout
 from tilewise.transport.agreement import agree
-from tilewise.transport.protocol import Message, Transport
+from tilewise.transport.protocol import Message, Transport, as_bytes
 
 
 def gather_shards(x: Tensor, layout: Layout, transport: Transport, dim: int) -> Tensor:
@@ -129,13 +129,9 @@ def _exchange(transport: Transport, outgoing: list[Tensor], sizes: list[int]) ->
     incoming[transport.rank] = mine
     others = [rank for rank in range(transport.world_size) if rank != transport.rank]
     sends, recvs = (
-        [Message(_bytes(tensors[rank]), rank, "gathering shards") for rank in others]
+        [Message(as_bytes(tensors[rank].reshape(-1)), rank, "gathering shards") for rank in others]
         for tensors in (outgoing, incoming)
     )
     transport.exchange(sends, recvs).wait()
     transport.finish()
     return incoming
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)

@@ -157,3 +157,14 @@ def travelling(messages: Iterable[Message], rank: int, world_size: int) -> list[
             )
         kept.append(message)
     return kept
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a message has it: uint8, the last dimension as many times as wide.
+
+    torch calls a tensor contiguous whatever the stride of a dimension of size 1 is, but a view of
+    another dtype asks for 1 in the last one.
+    """
+    if tensor.stride(-1) != 1 and tensor.is_contiguous():
+        tensor = tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 1))
+    return tensor.view(torch.uint8)

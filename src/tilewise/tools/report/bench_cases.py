@@ -1,11 +1,12 @@
 """Rows of a benchmark sorted into cases: what was run by several contenders and may be compared."""
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from tilewise.tools.bench.case import KINDS
 from tilewise.tools.report.words import count
 
 Row = Mapping[str, Any]
@@ -21,7 +22,8 @@ FAVOURITES = ("causal", "full", "both")
 PASSES = MappingProxyType(
     {"both": "forward and backward", "forward": "forward", "backward": "backward"}
 )
-TEXTS = ("kind", "contender", "mask", "pass", "outcome")
+TEXTS = ("contender", "mask", "pass", "outcome")
+MORE_TEXTS = ("library", "dtype", "layout", "device", "network", "corpus")
 NUMBERS = (
     *("seed", "num_tokens", "tokens_per_rank", "num_heads", "num_kv_heads", "head_dim", "mbit"),
     *("world_size", "hosts", "ranks_per_host", "sparsity_ratio", "median_seconds", "tflops"),
@@ -36,9 +38,10 @@ def is_whole(row: Row) -> bool:
     """
     numbers = [row[name] for name in NUMBERS if row.get(name) is not None]
     return (
-        all(isinstance(row.get(name), str) for name in TEXTS)
-        and all(isinstance(x, int | float) and math.isfinite(x) for x in numbers)
-        and not any(isinstance(row.get(name), list | dict) for name in (*IDENTITY, "library"))
+        row.get("kind") in KINDS  # figures are named after it
+        and all(isinstance(row.get(name), str) for name in TEXTS)
+        and all(isinstance(row.get(name), str | None) for name in MORE_TEXTS)
+        and all(isinstance(x, int | float) and abs(x) <= sys.float_info.max for x in numbers)
     )
 
 

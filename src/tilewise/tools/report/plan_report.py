@@ -94,6 +94,7 @@ def page_of(
     studies = Studies(work, subject.machine, full=full, tell=tell)
     others = studies.compared(plan.world_size)
     found, every = studies.rescaled(entry, subject.backward_plan), [entry, *others]
+    scaling = [plan_charts.scaling(studies, entry)] if studies.sizes() else []
     reason = subject.reason or "What else one would try by hand, simulated on the same machine."
     sections = (
         Section("why", "Why this plan", reason, (plan_charts.seconds(every),), subject.ranked),
@@ -104,7 +105,7 @@ def page_of(
             "elsewhere",
             "Other clusters",
             "The same layer simulated on more or fewer devices, and on faster or slower links.",
-            (plan_charts.scaling(studies, entry), plan_charts.sensitivity(found)),
+            (*scaling, plan_charts.sensitivity(found)),
             narrow=True,
         ),
         Section("inputs", "Machine and workload", table=_inputs(subject)),

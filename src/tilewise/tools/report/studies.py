@@ -89,7 +89,10 @@ class Studies:
         return self.work.mask in (tw.Full(), tw.Causal())
 
     def sizes(self) -> list[int]:
-        """Numbers of devices that the workload is simulated on soon: powers of two."""
+        """Numbers of devices that the workload is simulated on soon: powers of two.
+
+        None where there are fewer than two tokens for each of SMALLEST devices.
+        """
         last = min(self.largest if self._alike else MOST_PRUNED, self.work.num_tokens // 2)
         powers = range(int(math.log2(SMALLEST)), int(math.log2(FULLY)) + 1)
         return [1 << power for power in powers if 1 << power <= last]
