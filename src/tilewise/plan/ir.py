@@ -315,7 +315,7 @@ class Plan(OpaqueValue):
     ):
         world_size = whole_number("world_size", world_size, most=MOST_RANKS)
         num_head_groups = whole_number("num_head_groups", num_head_groups, most=MOST_RANKS)
-        if not isinstance(default_save, str) or default_save not in get_args(Save):
+        if default_save not in get_args(Save):
             raise ValueError(f"default_save ({default_save!r}) must be one of {get_args(Save)}")
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
