@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +17,7 @@ from support.drawn_calls import DrawnCall, calls
 from support.fuzzing import examples
 
 import tilewise as tw
+from tilewise.planning.candidate import load_plan
 
 DAMAGE = (None, -1, 10**11, 1.5, "x", {}, [], True, [[]], 0, 1, 2, 3, [0], "0", [[0, 1, 2]], 1e400)
 CHANGES = "01234567890,:x-[]|>*!qkv\n \"'{}eN"
@@ -125,3 +129,35 @@ def damage(data: Any, random: Random) -> None:
             data[key] += random.choice((-1, 1))
         case _:
             data[key] = copy.deepcopy(random.choice(DAMAGE))
+
+
+WORK = tw.Workload(64, 4, 2, 16, mask=tw.Causal())
+
+
+@cache
+def candidate() -> str:
+    """The file that `tilewise plan -o` writes."""
+    return tw.search(WORK, MACHINE, world_size=4)[0].to_json()
+
+
+@examples(2)
+@given(seed=st.integers(0, 2**32))
+def test_a_damaged_candidate_is_refused_or_one_like_any_other(seed: int):
+    random, data = Random(seed), json.loads(candidate())
+    for _ in range(random.choice((1, 1, 2))):
+        damage(data, random)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(data))
+        for read in (tw.load_candidate, load_plan):
+            try:
+                found = read(path)
+            except ValueError as error:
+                assert str(error) and "Error(" not in str(error)
+                continue
+            try:
+                plan = found if isinstance(found, tw.Plan) else found.plan
+                own = WORK if isinstance(found, tw.Plan) else found.own_work
+                tw.simulate(plan, own, MACHINE)
+            except ValueError as error:
+                assert str(error)

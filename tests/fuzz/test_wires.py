@@ -128,8 +128,8 @@ def test_a_call_stays_within_its_bound_and_sends_what_is_counted(
     exact, _, _ = rounded(call, wholes, tw.wire.Wires(), options)
     found, bounds, moved = rounded(call, wholes, wire, options)
     for x, y, bound in zip(found, exact, bounds, strict=True):
-        off = (x - y).abs().amax(-1)
-        assert (off <= bound + 1e-12 * (1 + y.abs().max())).all() and bound.isfinite().all()
+        off = (x - y).abs().amax(-1)  # a bound may be inf where scores are huge, never nan
+        assert (off <= bound + 1e-12 * (1 + y.abs().max())).all()
     work = tw.Workload(
         *call.sizes,
         "float64",
