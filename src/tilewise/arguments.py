@@ -152,7 +152,7 @@ def real_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, int(value))
+        return math.inf if value > cast(Real, 0.0) else -math.inf
 
 
 def listed(name: str, values: Any, what: str) -> list[Any]:
