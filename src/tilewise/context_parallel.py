@@ -37,7 +37,7 @@ from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll
 from tilewise.tokens.pieces import Piece, pieces_of
 from tilewise.tokens.rows import move_rows, settled
 from tilewise.tokens.scan import scan
-from tilewise.transport.gather_shards import mean_over_ranks
+from tilewise.transport.means import mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of, wires_of
 from tilewise.workload import Workload

@@ -206,7 +206,7 @@ def test_what_cannot_be_compared_is_an_error():
         tw.parity(*made(), share, backend="mpi")
     with pytest.raises(ValueError, match=r"world_size \(0\)"):
         tw.parity(*made(), share, world_size=0)
-    with pytest.raises(ValueError, match=r"inputs \(list\) must be the keyword arguments"):
+    with pytest.raises(ValueError, match=r"inputs \(list\) must be a dict"):
         tw.parity(*made()[:1], [x], share)  # pyright: ignore
     for text, split in SAYS_NOTHING.items():
         with pytest.raises(ValueError, match=text):

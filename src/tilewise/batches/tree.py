@@ -15,8 +15,9 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Mask, positions
 from tilewise.masks.tables import Slices
+from tilewise.tokens.moves import gather_moves
+from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import agree
-from tilewise.transport.gather_shards import gather_shards
 from tilewise.transport.resolve import transport_for
 
 Array = np.ndarray
@@ -195,7 +196,9 @@ class Tree:
         runs = [[Run(int(b - n), int(n))] for b, n in zip(stops, sizes, strict=True)]
         if len(children) == 0:
             return mine, children
-        values = gather_shards(mine.detach(), Layout(len(children), runs), transport, 0)
+        values = move_rows(
+            mine.detach(), gather_moves(Layout(len(children), runs), None), transport
+        )
         return torch.cat([values[:start], mine, values[stop:]]), children
 
     def _check(self, cp: ContextParallel) -> None:

@@ -7,8 +7,6 @@ from torch import Tensor
 from tilewise.context_parallel import ContextParallel
 from tilewise.masks import lengths
 from tilewise.masks.base import as_ints
-from tilewise.transport.gather_shards import gather_shards
-from tilewise.transport.resolve import transport_for
 
 CuSeqlens = tuple[int, ...]
 
@@ -27,7 +25,7 @@ def gathered_documents(cp: ContextParallel, position_ids: Tensor, batch: int) ->
         ValueError: the same on every rank.
     """
     local = position_ids.expand(batch, -1)[:, : cp.layout.size(cp.rank)]
-    whole = gather_shards(local, cp.layout, transport_for(cp.group), 1).cpu()
+    whole = cp.gather(local, 1).cpu()
     if (whole != whole[:1]).any():
         row = int((whole != whole[:1]).any(1).nonzero()[0])
         raise ValueError(

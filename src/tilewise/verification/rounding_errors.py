@@ -17,7 +17,7 @@ from tilewise.execution.run import part_of
 from tilewise.kernels.float8 import spacing
 from tilewise.plan.ir import Side
 from tilewise.plan.payload import Payload
-from tilewise.transport.gather_shards import on_every_rank
+from tilewise.transport.means import on_every_rank
 from tilewise.transport.protocol import Transport
 from tilewise.wires.float8 import Float8
 from tilewise.wires.wire import Wire
