@@ -105,7 +105,10 @@ FAULTS = {
     "right": (Fault(), CAUSAL, []),
     "right merge": (merged(False), CAUSAL, []),
     "right window": (Fault(WINDOW), WINDOW, []),
-    "right, with a sink": (Fault(sink=0.3), CAUSAL, []),
+    "a sink": (Fault(sink=0.3), CAUSAL, ["sink_added"]),
+    "softmax off by one": (Fault(sink=0.0), CAUSAL, ["sink_added"]),
+    "a sink and no window": (Fault(sink=0.3), WINDOW, ["window_ignored", "sink_added"]),
+    "a cap": (Fault(softcap=3.0), CAUSAL, ["softcap_added"]),
     "right, in bf16": (lambda *x: Fault()(*(t.bfloat16() for t in x)).float(), CAUSAL, []),
     "mask": (Fault(tw.Full()), CAUSAL, ["mask_ignored"]),
     "prefix": (Fault(), CAUSAL | tw.Slices([((0, 9), (0, 9), "full")]), ["mask_ignored"]),
@@ -263,3 +266,52 @@ def test_text_and_picture_show_what_is_attended():
 
 def test_every_rule_names_a_cause():
     assert {cause for cause, *_ in RULES} == set(CAUSES)
+
+
+CAPS = 0.3, 0.5, 0.9, 1.0, 2.0, 5.0, 50.0
+
+
+@pytest.mark.parametrize("sink", [None, -1.5, 0.0, 2.0, 5.0])
+@pytest.mark.parametrize("cap", [None, *CAPS])
+def test_scores_that_are_as_asked_are_no_cause(cap: float | None, sink: float | None):
+    sinks = None if sink is None else [sink] * HEADS
+    seen = tw.effective_mask(Fault(softcap=cap, sink=sink), **SIZES, softcap=cap, sink=sinks)
+    assert seen.causes(CAUSAL) == [], seen.explain(CAUSAL)
+    told = "no softcap" if cap is None else f"cap {cap}"
+    assert f"{told}, {'no sink' if sink is None else 'the sink given'}" in seen.explain(CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "causes"),
+    [
+        (Fault(), {"softcap": 20.0}, ["softcap_dropped"]),
+        (Fault(softcap=5.0), {"softcap": 20.0}, ["softcap_dropped"]),
+        (Fault(softcap=0.5), {}, ["softcap_added"]),
+        (Fault(), {"sink": torch.zeros(4)}, ["sink_dropped"]),
+        (Fault(sink=1.0), {"sink": torch.full((4,), 2.0)}, ["sink_dropped"]),
+        (Fault(sink=1.0), {"sink": [1.0, 1.0, 3.0, 1.0]}, ["sink_dropped"]),
+        (Fault(sink=1.0), {}, ["sink_added"]),
+        (Fault(softcap=2.0), {"sink": [1.0] * 4}, ["sink_dropped", "softcap_added"]),
+        (Fault(sink=1.0), {"softcap": 9.0}, ["sink_added", "softcap_dropped"]),
+        (Fault(scale=0.2, softcap=2.0), {"softcap": 2.0}, ["scale_wrong"]),
+        (Fault(scale=0.2, sink=1.0), {"sink": [1.0] * 4}, ["scale_wrong"]),
+    ],
+)
+def test_scores_that_are_not_as_asked_are_named(fault: Fault, asked: dict, causes: list[str]):
+    seen = tw.effective_mask(fault, **SIZES, **asked)
+    assert seen.causes(CAUSAL) == causes, seen.explain(CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"softcap": 0.0}, r"softcap \(0.0\) must be finite and above 0"),
+        ({"softcap": "20"}, r"softcap \('20'\)"),
+        ({"sink": [0.0, 1.0]}, r"sink \(2,\) must be one logit for each of num_heads \(4\)"),
+        ({"sink": torch.zeros(4, 1)}, r"sink \(4, 1\)"),
+        ({"sink": "none"}, "sink"),
+    ],
+)
+def test_what_cannot_be_asked_for(asked: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        tw.effective_mask(Fault(), **SIZES, **asked)

@@ -47,17 +47,29 @@ class Path(NamedTuple):
     weights: Weights
 
 
-def find_path(layer: str, whole: Record, run: Run, num_tokens: int) -> Path | None:
-    """The path of attention in a layer; or from projections around it to its output."""
+def find_path(
+    layer: str, whole: Record, run: Run, num_tokens: int, projection: str | None = None
+) -> Path | None:
+    """The path of attention in a layer; or from projections around it to its output.
+
+    Args:
+        layer: "" for the model itself.
+        projection: a projection whose input deviates, which is read first.
+    """
     before, names = list(whole.outputs), layer.split(".")
+    if projection in whole.projections:
+        earlier = before[: before.index(projection)]
+        inside = [name for name in earlier if _projects(name, whole, num_tokens)]
+        inside = [name for name in inside if not layer or name.startswith(f"{layer}.")]
+        with suppress(UnreadableError):
+            if path := _path(inside, projection, run, num_tokens):
+                return path
     for scope in [*(".".join(names[:i]) for i in range(len(names), 0, -1)), ""][:ANCESTORS]:
         known = before if scope == layer else before[: before.index(layer)]
         inside = [
             name
             for name in known
-            if name in whole.projections
-            and rows_of_one(whole.outputs[name], num_tokens) is not None
-            and (not scope or name.startswith(f"{scope}."))
+            if _projects(name, whole, num_tokens) and (not scope or name.startswith(f"{scope}."))
         ]
         for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
             with suppress(UnreadableError):
@@ -65,6 +77,12 @@ def find_path(layer: str, whole: Record, run: Run, num_tokens: int) -> Path | No
                 if path := _path(parts, read, run, num_tokens):
                     return path
     return None
+
+
+def _projects(name: str, whole: Record, num_tokens: int) -> bool:
+    """Return whether a module is a projection that gives rows of the sequence."""
+    given = whole.outputs[name]
+    return name in whole.projections and rows_of_one(given, num_tokens) is not None
 
 
 def _path(parts: Sequence[str], read: str, run: Run, num_tokens: int) -> Path | None:

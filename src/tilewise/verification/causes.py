@@ -14,7 +14,9 @@ CAUSES = MappingProxyType(
         "window_per_block": "The window is counted inside a block, not over the sequence.",
         "documents_ignored": "Packed documents see each other.",
         "sink_dropped": "The sink takes no weight, or that of another sink.",
-        "softcap_dropped": "Scores are not capped.",
+        "sink_added": "A sink takes weight that none should have.",
+        "softcap_dropped": "Scores are not capped, or by another number.",
+        "softcap_added": "Scores are capped that should not be.",
         "scale_wrong": "Scores are multiplied by another number.",
         "shard_only": "A rank attends to its own shard alone.",
         "counted_twice": "Keys, or whole rows, are counted more than once.",
@@ -69,6 +71,10 @@ mask_ignored | extra as_a_whole !missed !window | {EXTRA}
 mask_ignored | keyless !differing | {{keyless}} queries that may see no key see all of them, or \
     should
 unknown | differing | {BOTH}
+sink_added | added_sink | {{added_sink}}
+sink_dropped | lost_sink | {{lost_sink}}
+softcap_added | added_cap | {{added_cap}}
+softcap_dropped | lost_cap | {{lost_cap}}
 sink_dropped | other_sink | sinks take {{other_sink}}
 counted_twice | row_sum | weights of a query sum to {{row_sum:.3g}}, not to 1
 counted_twice | multiple | {{times:,}} of {{values:,}} weights are {{multiple}} times what is \
@@ -83,6 +89,7 @@ unknown | merged | weights are right within every shard of keys, but not between
     results are merged by wrong log-sum-exps
 unknown | shrunk | weights of every query sum to {{shrunk:.1%}} less than they should
 unknown | values_differ | weights differ by up to {{values_differ:.1%}}
+unknown | undiagnosed | {{undiagnosed}}
 unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
 unknown | uncounted | {{uncounted}}
 missing_all_reduce | unreduced | {{unreduced}}

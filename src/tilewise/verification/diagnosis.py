@@ -78,12 +78,12 @@ class Examination:
         names = [name for name in names if found.around(name) in (None, *names)]
         if not names:
             return None
-        layer = next((name for name in names if self._inputs_are_right(name)), names[0])
-        layer = self._around_projection(layer)
+        first = next((name for name in names if self._inputs_are_right(name)), names[0])
+        layer = self._around_projection(first)
         for look in (self._other_inputs, self._draws):
             if facts := look(layer):
                 return Diagnosis(facts, layer)
-        facts, allowed = self._attention(layer)
+        facts, allowed = self._attention(layer, first)
         return Diagnosis(facts or self._runs_alone(layer) or UNKNOWN, layer, allowed)
 
     def of_loss(self) -> Diagnosis | None:
@@ -128,7 +128,12 @@ class Examination:
         wanted, errors = self.found.whole.parameters, self._step_errors
         wrong = [name for name, x in self.parameters.items() if x > 1]
         if len(wrong) > len(wanted) / 2:
-            ratios = [multiple(wanted[name], errors.sums[name], 0.02) for name in wrong]
+            reduced = self.parameters is errors.each
+            gradients = self.found.ranks[0].parameters if reduced else errors.sums
+            ratios = [
+                multiple(wanted[name], gradients.get(name, 0 * wanted[name]), 0.02)
+                for name in wrong
+            ]
             same = [x for x in ratios if x]
             if len(same) > len(wrong) / 2 and max(same) - min(same) <= 0.02 * abs(max(same)):
                 n = len(self.found.ranks)
@@ -145,12 +150,25 @@ class Examination:
 
     @cached_property
     def parameters(self) -> dict[str, float]:
-        """Errors of gradients, as sums over ranks or on each rank, as most of them are."""
+        """Errors of gradients, as sums over ranks or on each rank, as most of them are.
+
+        Gradients of the same bits on all ranks are reduced already: shares would differ.
+        """
         if not any(record.parameters for record in self.found.ranks):
             return {}
         each, total = self._step_errors.each, self._step_errors.total
         reduced = sum(x <= 1 for x in each.values()) > sum(x <= 1 for x in total.values())
-        return each if reduced else total
+        return each if reduced or 2 * len(self._alike) > len(each) else total
+
+    @cached_property
+    def _alike(self) -> list[str]:
+        """Parameters whose gradient is not zero, and the same bits on several ranks."""
+        first, *others = [record.parameters for record in self.found.ranks]
+        return [
+            name
+            for name, x in first.items()
+            if others and x.any() and all(torch.equal(x, y.get(name, 0 * x)) for y in others)
+        ]
 
     @cached_property
     def _step_errors(self) -> Any:
@@ -167,9 +185,17 @@ class Examination:
         return all(self.found.error(k, name) <= 1 for k, x in inputs if x.is_floating_point())
 
     def _around_projection(self, name: str) -> str:
-        """A projection is never at fault, what it gets is; so the module around it, else itself."""
+        """The innermost module with a forward pass around a projection, "" for the model itself.
+
+        A projection is never at fault, what it gets is. Other modules are returned as they are.
+        """
         module = dict(self.model.named_modules()).get(name)
-        return name.rpartition(".")[0] or name if isinstance(module, nn.Linear | None) else name
+        if not isinstance(module, nn.Linear | None):
+            return name
+        around = name.rpartition(".")[0]
+        while around and around not in self.found.whole.outputs:  # a ModuleList, say
+            around = around.rpartition(".")[0]
+        return around
 
     def _other_inputs(self, layer: str) -> Facts:
         """Inputs of whole numbers, such as positions, that differ."""
@@ -193,14 +219,19 @@ class Examination:
         text = "draws random numbers: another seed changes the unsplit model's output too; compare"
         return {"random_layer": f"{layer} {text} with dropout off"}
 
-    def _attention(self, layer: str) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
-        """Return how what a layer attends to differs, and the weights that say so."""
+    def _attention(self, layer: str, first: str) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
+        """Return how what a layer attends to differs, and the weights that say so.
+
+        Args:
+            first: the module inside that deviates first.
+        """
         found, facts, allowed = self.found, dict[str, Any](), None
         # What a coarse dtype hides shows in fp32, if the split runs in it and errs there too.
         coarse = found.eps > torch.finfo(torch.float32).eps
         for dtype in (torch.float32, None) if coarse else (None,):
             with suppress(UnreadableError):
-                path = find_path(layer, found.whole, self._whole(dtype), len(found.counted))
+                run, num_tokens = self._whole(dtype), len(found.counted)
+                path = find_path(layer, found.whole, run, num_tokens, first)
                 if path is None:
                     break
                 eps = found.eps if dtype is None else torch.finfo(dtype).eps

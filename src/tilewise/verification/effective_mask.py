@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.arguments import checks_arguments, whole_number
+from tilewise.execution.validation import checked_softcap
 from tilewise.masks.base import Mask
 from tilewise.masks.tables import bool_table
 from tilewise.verification.causes import classify, explained
@@ -34,7 +35,9 @@ LEAST_CHANGE = 1e-3  # of a scale, to be called one
 ROUNDING = torch.finfo(torch.float32).eps
 MOST_NOISE = 0.05  # of a log weight, or a result, that a kernel's rounding may make
 LEAST_VISIBLE = 1e-6  # weight
-UNCAPPED = 1e9
+SAME_CAP = 0.03  # relative: caps are read on a grid
+SAME_SINK = 0.1  # logits
+FIT_STEPS = 12
 MOST_WEIGHTS, MOST_SIZE = 1 << 24, 1 << 12
 
 
@@ -48,7 +51,9 @@ class EffectiveMask:
         key_heads, value_heads: the KV heads that each query head reads, -1 for none.
         scale: that scores are multiplied by, by query head; nan where no row shows it.
         softcap: that scores are capped with; None without one.
-        softmax_scale: what scale should be.
+        sink: logit of what takes the rest of a row's weight, by query head; -inf where nothing
+            does, None where it is not one number for all rows of a head.
+        softmax_scale, wanted_softcap, wanted_sink: what scale, softcap and sink should be.
     """
 
     weights: Tensor
@@ -56,7 +61,10 @@ class EffectiveMask:
     value_heads: tuple[int, ...]
     scale: tuple[float, ...]
     softcap: float | None
+    sink: tuple[float, ...] | None
     softmax_scale: float
+    wanted_softcap: float | None
+    wanted_sink: tuple[float, ...] | None
     _probe: _Probe
     _tolerance: float
     _gradients: dict[str, str] | None = None
@@ -80,9 +88,12 @@ class EffectiveMask:
 
     def explain(self, mask: Mask | Tensor) -> str:
         """Explain what is wrong for a mask, with evidence in numbers, a line a cause."""
+        asked = [f"mask {mask!r}", f"scale {self.softmax_scale:.4g}"]
+        asked.append("no softcap" if self.wanted_softcap is None else f"cap {self.wanted_softcap}")
+        asked.append("no sink" if self.wanted_sink is None else "the sink given")
         return (
             explained(classify(self._facts(mask)))
-            or f"exactly {mask!r} is attended: nothing is wrong"
+            or f"nothing is wrong: {', '.join(asked)}, as asked"
         )
 
     def __str__(self) -> str:
@@ -100,6 +111,7 @@ class EffectiveMask:
             f"weight lost: {float(lost.mean()) if len(lost) else 0:.2%} on average",
             f"scale: {scales}, asked {self.softmax_scale:.4g}",
             f"softcap: {self.softcap and round(self.softcap, 2)}",
+            f"sink: {_shown_sink(self.sink)}",
             f"gradients: {gradients}",
         ]
         return "\n".join([*lines, "", text_picture(self.allowed.any(0).numpy())])
@@ -125,16 +137,19 @@ class EffectiveMask:
 
     def _facts(self, mask: Mask | Tensor) -> dict[str, Any]:
         right, dense = self._probe.heads.tolist(), torch.as_tensor(self._dense(mask))
+        # A cap and a sink are compared by themselves, so that weights show what else is wrong.
         scores = self._probe.scores(right, [self.softmax_scale] * len(right), self.softcap)
         want, got = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(), self.weights
         sums = got.sum(-1, keepdim=True).clamp(max=1.0)
         attended = sums[sums > 0]
         # What a sink takes differs from row to row.
-        if len(attended) and float(attended.max() - attended.min()) > self._tolerance:
+        differ = len(attended) and float(attended.max() - attended.min()) > self._tolerance
+        if self.sink is not None or differ:
             want = want * sums.where(sums > 0, 1.0)
         asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
         tables = want.numpy(), (got * self.allowed).numpy()
         facts = facts_of_attention(*tables, self._tolerance, asked) | (self._gradients or {})
+        facts |= self._cap_facts() | self._sink_facts()
         pairs = zip(self.value_heads, self.key_heads, right, strict=True)
         foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
         if foreign:
@@ -144,6 +159,38 @@ class EffectiveMask:
                 f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
             )
         return facts
+
+    def _cap_facts(self) -> dict[str, str]:
+        """Return how the cap that was read differs from the one that is wanted."""
+        got, want = self.softcap, self.wanted_softcap
+        if want is None and got is not None:
+            return {"added_cap": f"scores are capped with about {got:.3g}"}
+        if want is not None and got is None:
+            return {"lost_cap": f"scores are not capped, wanted {want:g}"}
+        if want is not None and got is not None and abs(got / want - 1) > SAME_CAP:
+            return {"lost_cap": f"scores are capped with about {got:.3g}, wanted {want:g}"}
+        return {}
+
+    def _sink_facts(self) -> dict[str, str]:
+        """Return how the sinks that were read differ from those that are wanted."""
+        got, want = self.sink, self.wanted_sink
+        if got is None:
+            return {}
+        if want is None:
+            heads = [h for h, x in enumerate(got) if x > -math.inf]
+            lost = float((1 - self.weights.sum(-1)[self.allowed.any(-1)]).mean())
+            text = f"{len(heads)} of {len(got)} heads lose {lost:.2%} of weight to a sink of about"
+            return {"added_sink": f"{text} {_shown_sink(got)}"} if heads else {}
+        # A sink far below all scores takes nothing, and cannot be read.
+        least = math.log(self._tolerance)
+        pairs = enumerate(zip(got, want, strict=True))
+        off = [h for h, (x, y) in pairs if abs(max(x, least) - max(y, least)) > SAME_SINK]
+        if not off:
+            return {}
+        h = off[0]
+        text = f"{len(off)} of {len(got)} heads: head {h} has"
+        sink = "no sink" if got[h] == -math.inf else f"a sink of about {got[h]:.3g}"
+        return {"lost_sink": f"{text} {sink}, wanted {want[h]:.3g}"}
 
 
 class _Probe(NamedTuple):
@@ -199,7 +246,7 @@ class _Probe(NamedTuple):
 
 
 @checks_arguments
-def effective_mask(
+def effective_mask(  # noqa: PLR0913 - what is asked for, by name
     attend: Attend,
     *,
     num_tokens: int,
@@ -207,6 +254,8 @@ def effective_mask(
     num_kv_heads: int | None = None,
     head_dim: int = 64,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | Sequence[float] | None = None,
 ) -> EffectiveMask:
     """Find which keys each query of a black box attends to, and with what weight.
 
@@ -219,6 +268,8 @@ def effective_mask(
             out, as q: whole tensors; it does its own splitting inside.
         num_kv_heads: None: num_heads.
         softmax_scale: what scores should be multiplied by; None: head_dim ** -0.5.
+        softcap: what scores should be capped with; None: nothing.
+        sink: [num_heads], the logits that should take part in the softmax; None: none.
     Raises:
         ValueError: if attend cannot be read: another shape, random, independent of v, not linear
             in v, or it does not run on CPU tensors.
@@ -243,15 +294,21 @@ def effective_mask(
         raise ValueError(
             f"softmax_scale ({scale:g}) must be finite and not 0, which makes all weights alike"
         )
+    wanted_sink = None if sink is None else _logits(sink, num_heads)
+    checked_softcap(softcap)
     make = torch.Generator().manual_seed(0)
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
     probe = _Probe(attend, *(size * torch.randn(shape, generator=make) for shape in shapes))
     weights, value_heads = _checked(probe)
-    errors, slopes, key_heads = zip(*_fits(probe, weights), strict=True)
+    errors, slopes, key_heads = zip(*_fits(probe, weights, None), strict=True)
+    found = _softcap(probe, [slopes, [scale] * num_heads])
+    if found is not None:  # the scale of scores before they are capped
+        errors, slopes, key_heads = zip(*_fits(probe, weights, found), strict=True)
     tolerance = min(max(4 * max(errors), ROUNDING**0.5), MOST_NOISE)
     scales = tuple(scale if abs(x / scale - 1) < LEAST_CHANGE else x for x in slopes)
-    read = scales, _softcap(probe, scales), scale, probe, tolerance
+    sinks = _sinks(probe, weights, key_heads, scales, found, tolerance)
+    read = scales, found, sinks, scale, softcap, wanted_sink, probe, tolerance
     seen = EffectiveMask(weights, key_heads, tuple(value_heads), *read)
     return replace(seen, _gradients=_gradients(seen))
 
@@ -282,9 +339,12 @@ def _checked(probe: _Probe) -> Weights:
     return found
 
 
-def _fits(probe: _Probe, weights: Tensor) -> list[tuple[float, float, int]]:
+def _fits(probe: _Probe, weights: Tensor, softcap: float | None) -> list[tuple[float, float, int]]:
     """Fit log weights by scale times scores, by query head: return how far they are off at most,
     the scale, and the KV head whose keys explain them; the right one if none does.
+
+    Args:
+        softcap: that capped the scores; None: nothing did.
     """
     found, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
     table = of_seen_keys((weights * above(weights, 1e-3 * ROUNDING)).numpy())
@@ -292,25 +352,95 @@ def _fits(probe: _Probe, weights: Tensor) -> list[tuple[float, float, int]]:
     for h, (rows, own) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
         seen, fits = np.isfinite(rows).sum(-1) > 1, []
         for g in range(k.shape[1]):
-            scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)
-            slope, left = fitted_slope(scores[seen], rows[seen])
+            scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)[seen]
+            slope, left = fitted_slope(scores, rows[seen])
+            if softcap is not None and seen.any():
+                slope, left = _fitted_scale(scores, rows[seen], softcap, slope)
             fits.append((largest(left), slope if seen.any() else math.nan, g))
         found.append(min(fits) if min(fits)[0] < MOST_NOISE < fits[own][0] else fits[own])
     return found
 
 
-def _softcap(probe: _Probe, scales: Sequence[float]) -> float | None:
-    """The cap that explains weights of large scores: score = cap tanh(score / cap)."""
+def _fitted_scale(
+    scores: np.ndarray, logs: np.ndarray, cap: float, first: float
+) -> tuple[float, np.ndarray]:
+    """The scale of scores that are capped after it, by Gauss and Newton, and what is left."""
+    scale = first
+    for _ in range(FIT_STEPS):
+        capped = np.tanh(scale * scores / cap)
+        left = centred(logs - cap * capped)
+        slope = centred(scores * (1 - capped**2))
+        scale += float(np.nansum(left * slope) / max(np.nansum(slope**2), 1e-300))
+    return scale, centred(logs - cap * np.tanh(scale * scores / cap))
+
+
+def _softcap(probe: _Probe, scales: Sequence[Sequence[float]]) -> float | None:
+    """The cap that explains weights of large scores: score = cap tanh(score / cap).
+
+    Args:
+        scales: choices of a scale by query head: a small cap bends even small scores.
+    """
     wide = probe._replace(q=probe.q * (WIDE / SPREAD))
     table = of_seen_keys(wide.weights().weights.numpy())
-    scores = wide.scores(wide.heads.tolist(), scales).numpy()
-    visible = (table > LEAST_VISIBLE) & np.isfinite(scores)
-    rows = visible.sum(-1) > 2
-    logs = np.log(table, out=np.full(table.shape, np.nan), where=visible)[rows]
-    x, y = np.where(visible[rows], scores[rows], np.nan), logs
-    cap, left = fitted_cap(x, y, np.geomspace(1, 300, 400))
-    uncapped = np.nansum(centred(y - x) ** 2)
-    return cap if uncapped > MOST_NOISE**2 * visible[rows].sum() and left < uncapped / 100 else None
+    best: tuple[float, float] | None = None
+    for choice in scales:
+        scores = wide.scores(wide.heads.tolist(), choice).numpy()
+        visible = (table > LEAST_VISIBLE) & np.isfinite(scores)
+        rows = visible.sum(-1) > 2
+        logs = np.log(table, out=np.full(table.shape, np.nan), where=visible)[rows]
+        x, y = np.where(visible[rows], scores[rows], np.nan), logs
+        cap, left = fitted_cap(x, y, np.geomspace(0.05, 300, 600))
+        uncapped = np.nansum(centred(y - x) ** 2)
+        bent = uncapped > MOST_NOISE**2 * visible[rows].sum() and left < uncapped / 100
+        if bent and (best is None or left < best[1]):
+            best = cap, left
+    return None if best is None else best[0]
+
+
+def _sinks(
+    probe: _Probe,
+    weights: Tensor,
+    key_heads: Sequence[int],
+    scales: Sequence[float],
+    softcap: float | None,
+    tolerance: float,
+) -> tuple[float, ...] | None:
+    """The logit by head that takes what is missing of each row's weight; None if no number does.
+
+    sum of weights = Z / (Z + exp(sink)), where Z is the sum of exp(scores) of attended keys.
+    """
+    scores = probe.scores(key_heads, [0.0 if math.isnan(x) else x for x in scales], softcap)
+    allowed = above(weights, 1e-3 * ROUNDING)
+    logits: list[float] = []
+    for head, mask, sums in zip(scores, allowed, weights.sum(-1), strict=True):
+        rows = mask.any(-1)
+        lost = (1 - sums[rows]).clamp(min=0)
+        if not len(lost) or float(lost.max()) <= tolerance:
+            logits.append(-math.inf)
+            continue
+        total = head[rows].masked_fill(~mask[rows], -torch.inf).logsumexp(-1)
+        found = (lost / sums[rows].clamp(min=1e-300)).log() + total
+        if float(found.max() - found.min()) > SAME_SINK:
+            return None
+        logits.append(float(found.mean()))
+    return tuple(logits)
+
+
+def _logits(sink: Tensor | Sequence[float], num_heads: int) -> tuple[float, ...]:
+    """Sinks that are wanted, by head."""
+    given = torch.as_tensor(sink, dtype=torch.float64)
+    if given.shape != (num_heads,) or given.isnan().any():
+        raise ValueError(
+            f"sink {tuple(given.shape)} must be one logit for each of num_heads ({num_heads}) heads"
+        )
+    return tuple(given.tolist())
+
+
+def _shown_sink(sink: Sequence[float] | None) -> str:
+    if sink is None:
+        return "weight is lost, but not to one number a head"
+    shown = dict.fromkeys("none" if x == -math.inf else f"{x:.3g}" for x in sink)
+    return ", ".join(shown)
 
 
 def _gradients(seen: EffectiveMask) -> dict[str, str] | None:

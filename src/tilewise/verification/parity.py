@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tilewise.arguments import checks_arguments, whole_number
 from tilewise.transport.loopback import MOST_THREADS
 from tilewise.transport.processes import RankError, RankFailure
-from tilewise.verification.causes import Finding, classify, explained
-from tilewise.verification.comparison import Comparison, matched_positions
+from tilewise.verification.causes import Facts, Finding, classify, explained
+from tilewise.verification.comparison import Comparison, loss_difference, matched_positions
 from tilewise.verification.diagnosis import Examination
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.ranks import BACKENDS, RankRunner, RankShare, Split
@@ -179,11 +179,14 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
             "positions are those of a rank's rows in the whole sequence"
         )
     examination = Examination(model, inputs, world, found)
-    facts, layer, allowed = examination.diagnosis()
     both = [("output", name) for name in names] + [("gradient", name) for name in reversed(names)]
     deviations = [Deviation(*of, found.error(*of)) for of in both]
     deviations += [Deviation("parameter", *pair) for pair in examination.parameters.items()]
     compared = len(deviations) + 1
+    try:
+        facts, layer, allowed = examination.diagnosis()
+    except Exception as error:  # whatever it is: that the runs differ must be told
+        facts, layer, allowed = _undiagnosed(error, found, deviations), None, None
     if not facts:
         return ParityReport(True, compared=compared, notes=notes)
     findings = classify(facts) or [
@@ -199,6 +202,16 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
         notes=notes,
         allowed=allowed,
     )
+
+
+def _undiagnosed(error: Exception, found: Comparison, deviations: list[Deviation]) -> Facts:
+    """Facts of runs that differ, for a reason that could not be found; empty if they do not."""
+    text = f"the diagnosis failed ({type(error).__name__}: {error})"
+    wrong = [d.name for d in deviations if d.error > 1]
+    losses = loss_difference(found.whole, found.ranks, found.eps * abs(found.whole.loss or 0.0))
+    if wrong or losses:
+        return {"undiagnosed": f"{text}; {len(wrong)} deviate, {losses or 'the loss does not'}"}
+    return {}
 
 
 def _positions(whole: Record, ranks: list[Record], num_tokens: int) -> list[Tensor] | None:

@@ -1,0 +1,187 @@
+"""Models as people write them: projections in the root, in containers, in loops; odd gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tilewise as tw
+from tilewise.verification import diagnosis
+
+T, HEADS, DIM = 48, 4, 8
+WIDTH = HEADS * DIM
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads_first = (x.transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(-3, -2)
+
+
+class Flat(nn.Module):
+    """q, k, v and out directly under the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.attend: Any = sdpa
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (HEADS, DIM)) for f in (self.q, self.k, self.v))
+        return (self.out(self.attend(q, k, v).flatten(-2)) * w).sum()
+
+
+class Listed(nn.Module):
+    """Two layers, in ModuleLists that the root loops over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)])
+        self.o = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.attend: Any = sdpa
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        for qkv, out in zip(self.qkv, self.o, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, HEADS, DIM)).unbind(-3)
+            x = x + out(self.attend(q, k, v).flatten(-2))
+        return (x * w).sum()
+
+
+class Keyed(nn.Module):
+    """A layer's parts in a ModuleDict, within a ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("q", "k", "v", "out")
+        self.parts = nn.ModuleList(
+            [nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})]
+        )
+        self.attend: Any = sdpa
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        for part in self.parts:
+            q, k, v = (part[name](x).unflatten(-1, (HEADS, DIM)) for name in ("q", "k", "v"))  # pyright: ignore
+            x = x + part["out"](self.attend(q, k, v).flatten(-2))  # pyright: ignore
+        return (x * w).sum()
+
+
+class Nested(nn.Module):
+    """The flat model as the only child of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Flat()
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return self.inner(x, w)
+
+
+MODELS = (Flat, Listed, Keyed, Nested)
+
+
+def share(model: Any, inputs: Any, rank: int, group: Any, attend: Any = None) -> Any:
+    cp = tw.ContextParallel(group, num_tokens=T, mask=tw.Causal())
+    holder = model.inner if isinstance(model, Nested) else model
+    holder.attend = cp.attention if attend is None else attend(cp)
+    return model(cp.shard(inputs["x"], 0), cp.shard(inputs["w"], 0)), cp.position_ids
+
+
+def made(kind: type[nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    return kind(), {"x": torch.randn(T, WIDTH), "w": torch.randn(T, WIDTH)}
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "own shard": (lambda cp: sdpa, "shard_only"),
+    "no mask": (lambda cp: lambda *x: cp.attention(*x, mask=tw.Full()), "mask_ignored"),
+    "scale": (lambda cp: lambda *x: cp.attention(*x, softmax_scale=0.2), "scale_wrong"),
+    "window": (
+        lambda cp: lambda *x: cp.attention(*x, mask=tw.Causal() & tw.Window(5, 0)),
+        "window",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_right_split_is_equal(kind: type[nn.Module]):
+    report = tw.parity(*made(kind), share, world_size=3, backend="loopback")
+    assert report.equal, str(report)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_wherever_projections_stand(kind: type[nn.Module], fault: str):
+    attend, cause = FAULTS[fault]
+
+    def split(*given: Any) -> Any:
+        return share(*given, attend=attend)
+
+    # Contiguous rows, so that a shard by itself is causal.
+    report = tw.parity(*made(kind), split, world_size=3, backend="loopback")
+    assert not report.equal
+    assert report.cause is not None
+    assert report.cause.startswith(cause), str(report)
+
+
+def test_a_fault_in_the_second_layer_of_a_loop_is_read_there():
+    def split(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+        calls: list[int] = []
+
+        def attend(cp: tw.ContextParallel) -> Any:
+            def call(*x: Tensor) -> Tensor:
+                calls.append(1)
+                return cp.attention(*x, mask=tw.Causal() if len(calls) % 2 else tw.Full())
+
+            return call
+
+        return share(model, inputs, rank, group, attend)
+
+    report = tw.parity(*made(Listed), split, world_size=3, backend="loopback")
+    assert report.cause == "mask_ignored", str(report)
+    assert [d.name for d in report.deviations if d.kind == "output"] == ["o.1"]
+
+
+def test_a_diagnosis_that_fails_does_not_hide_that_runs_differ(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> Any:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(diagnosis.Examination, "diagnosis", fails)
+    wrong = lambda *given: share(*given, attend=lambda cp: sdpa)  # noqa: E731
+    report = tw.parity(*made(Flat), wrong, world_size=3, backend="loopback")
+    assert (report.equal, report.cause) == (False, "unknown")
+    assert "the diagnosis failed (KeyError: 'nobody thought of this')" in str(report)
+    assert tw.parity(*made(Flat), share, world_size=3, backend="loopback").equal
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"), [(0.25, "gradient_scaled"), (1.0, None), (4.0, "gradient_scaled")]
+)
+def test_gradients_that_are_reduced_are_no_shares(factor: float, cause: str | None):
+    """Each rank has the whole gradient times a number: 1 / n is right as a sum, but it is none."""
+
+    def split(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+        cp = tw.ContextParallel(group, num_tokens=16)
+        loss = model.layers(cp.shard(inputs["x"], 0)).square().sum() / 64
+        loss.backward()
+        ranks = tw.ContextParallel(group, num_tokens=4, layout=tw.contiguous(4, 4))
+        for p in model.parameters():
+            total = ranks.gather(p.grad.flatten()[None]).sum(0)
+            p.grad = (factor * total).view_as(p).detach()
+        return loss.detach(), cp.position_ids
+
+    torch.manual_seed(0)
+    report = tw.parity(Square(), {"x": torch.randn(16, 8)}, split, backend="loopback")
+    assert (report.equal, report.cause) == (cause is None, cause), str(report)
+    assert cause is None or f"{factor:.4g} times what is right" in str(report)
