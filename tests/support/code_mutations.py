@@ -70,7 +70,11 @@ def no_post(code: Code, random: Random, departs: Departures) -> Code | None:
 
 
 def no_copy(code: Code, random: Random, departs: Departures) -> Code | None:
-    number = any_of(random, ops_of(code, Copy, Encode, Decode))
+    copies = ops_of(code, Copy, Encode, Decode)  # of no rows a copy does nothing
+    copies = [
+        x for x in copies if all(all(code.tensors[r.tensor].shape) for r in code.ops[x].writes)
+    ]
+    number = any_of(random, copies)
     return None if number is None else without(code, number)
 
 
