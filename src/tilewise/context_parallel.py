@@ -45,6 +45,9 @@ from tilewise.workload import Workload
 if TYPE_CHECKING:
     from tilewise.simulation.machine import Machine
 
+MOST_PADDING = 1 << 12
+"""Rows of a halo of a sequence that is shorter: all of them are fill."""
+
 
 class ContextParallel:
     """A group, a layout, a mask and a strategy that belong together.
@@ -225,7 +228,8 @@ class ContextParallel:
         """
 
         def moves() -> RowMoves:
-            sizes = whole_number("left", left, 0), whole_number("right", right, 0)
+            most = max(self.layout.num_tokens, MOST_PADDING)
+            sizes = whole_number("left", left, 0, most), whole_number("right", right, 0, most)
             return halo_moves(self.layout, *sizes, self._boundaries(cu_seqlens))
 
         transport = transport_for(self.group)

@@ -287,3 +287,18 @@ def test_it_is_the_same_over_gloo():
     errors, messages = zip(*run_processes(3, over_processes), strict=True)
     assert max(errors) < 1e-12
     assert set(messages) == {messages[0]} and "rank 0: sequence 0 has 11 tokens" in messages[0]
+
+
+@pytest.mark.parametrize("n", (1, 2))
+def test_tokens_may_be_padded_past_the_capacity(n: int):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 5, 2, 8)
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
+        full, padded = (tw.KVCache(3, num_kv_heads=2, head_dim=8, group=group) for _ in range(2))
+        wanted = full.decode(q[:, :3], k[:, :3], v[:, :3])
+        return wanted, padded.decode(q, k, v, counts=[3]), padded.attention(q, counts=[3])
+
+    for wanted, decoded, asked in tw.loopback(n, on_rank):
+        for out in (decoded, asked):
+            assert torch.equal(out[:, :3], wanted) and not out[:, 3:].any()

@@ -178,6 +178,7 @@ def test_an_entry_of_a_wrong_type_is_named_with_its_value():
         ({"name": ""}, r"the plan's name \(''\) must be a line of text"),
         ({"name": "two\nlines"}, "must be a line of text"),
         ({"owners": {"Q": [], "KV": [[0], [1]]}}, "there are no q shards"),
+        ({"owners": {"Q": [[0], [-9]], "KV": [[0], [1]]}}, "q1 is owned by rank -9 of 2"),
         ({"steps": [{"tiles": [[[[0], [], 0]], []], "transfers": []}]}, "a tile has no kv shards"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import tilewise as tw
+from tilewise.tools.report.bench_report import page_of, read_rows
+from tilewise.tools.report.page import written
 from tilewise.tools.report.plan_report import ReportedPlan
 
 MACHINE = tw.Machine.preset("h100x8-1nic")
@@ -64,6 +66,34 @@ def many_rows() -> list[dict[str, Any]]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     return path
+
+
+HOSTILE = (
+    *("<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "<!--<script>"),
+    *("<b>bold</b>", '<a href="https://example.org">link</a>', "a<br>b", "<extra>x</extra>"),
+    *("&lt;b&gt;", "%{y}", "$title", "' onmouseover='alert(1)", '" autofocus onfocus="alert(1)'),
+    *("javascript:alert(1)", "{{7*7}}", "\u2028alert(1)", "]]>", "a\nb", "\x00", "x" * 400),
+)
+
+
+def hostile_pages(folder: Path) -> dict[str, Path]:
+    """A page for every text field of a row, whose rows hold the hostile texts there."""
+    texts = [name for name, value in row("a").items() if isinstance(value, str)]
+    more = ("message", "machine", "cpu", "gpu", "commit", "corpus", "network", "library_version")
+    pages = {}
+    for name in dict.fromkeys((*texts, *more)):
+        if name in ("kind", "key", "outcome"):
+            continue
+        rows = [
+            row(f"c{i}", outcome="failed" if i % 3 else "ok", num_tokens=1024 * (1 + i % 4))
+            | {name: text, "key": str(i), "tflops": 2.0, "predicted_seconds": 1.0}
+            | {"peak_bytes": 1 + i, "bytes_max_rank": 1 + i}
+            for i, text in enumerate(HOSTILE)
+        ]
+        found = read_rows([write_rows(folder / f"{name}.jsonl", rows)])
+        pages[name] = folder / f"{name}.html"
+        pages[name].write_text(written(page_of(found)))
+    return pages
 
 
 @contextmanager

@@ -368,8 +368,19 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "cp.shard", of(cp, "shard"), {"x": torch.ones(16, 2), "dim": 0}
     yield "cp.unshard", of(cp, "unshard"), {"x": torch.ones(16, 2), "dim": 0}
     yield "cp.roll", of(cp, "roll"), {
-        "x": torch.ones(1, 16), "shifts": -1, "dim": 1, "cu_seqlens": [0, 16], "fill": -100,
+        "x": torch.ones(1, 16), "shifts": -1, "dim": 1, "cu_seqlens": [0, 16],
+        "fill": -100, "wrap": False,
     }  # fmt: skip
+    yield "cp.gather", of(cp, "gather"), {"x": torch.ones(16, 2), "dim": 0, "mask": MASK}
+    relayout = {"x": torch.ones(16, 2), "to": tw.contiguous(16, 1), "dim": 0}
+    yield "cp.relayout", of(cp, "relayout"), relayout
+    yield "cp.pieces", of(cp, "pieces"), {"cu_seqlens": [0, 16]}
+    halo = {"x": torch.ones(16, 2), "left": 2, "right": 1, "dim": 0}
+    yield "cp.halo", of(cp, "halo"), {**halo, "cu_seqlens": [0, 16], "fill": 0.0}
+    conv1d = {"x": torch.ones(16, 2), "weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    yield "cp.conv1d", of(cp, "conv1d"), {**conv1d, "activation": None, "cu_seqlens": [0, 16]}
+    scan = {"decay": torch.ones(1, 2), "update": torch.ones(1, 2), "matrix": False}
+    yield "cp.scan", of(cp, "scan"), {**scan, "cu_seqlens": [0, 16], "dim": None}
     yield "cp.mean", of(cp, "mean"), {"loss_sum": torch.ones(()), "count": 2}
     yield "cp.attention", of(cp, "attention"), lambda: qkv(plan=tw.ring(1), **CP_OPTIONS)
     yield "cp.plan", of(cp, "plan"), lambda: qkv(wire=None)

@@ -2,10 +2,16 @@
 
 import csv
 import json
+import re
+from base64 import b64encode
+from collections.abc import Iterator
+from hashlib import sha256
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.report_pages import many_rows, row, write_rows
+from support.report_pages import hostile_pages, many_rows, row, write_rows
 
 import tilewise as tw
 from benchmarks.longca import read_csv
@@ -212,16 +218,75 @@ def test_other_csv_files_are_refused(tmp_path: Path, text: str):
 @pytest.mark.parametrize(
     "damage",
     [
-        {"kind": "kernels<img src=x onerror=alert(1)>"},
-        {"kind": "other"},
+        {"kind": 1},
         {"dtype": 1},
         {"network": 0.5},
         {"library": ["x"]},
         {"mbit": -(10**400)},
     ],
 )
-def test_a_row_of_another_kind_or_with_a_wrong_type_is_left_out(damage: dict, tmp_path: Path):
+def test_a_row_with_a_wrong_type_is_left_out(damage: dict, tmp_path: Path):
     rows = [row("a"), row("b"), {**row("c", num_tokens=2048), **damage}]
     found = read_rows([write_rows(tmp_path / "rows.jsonl", rows)])
     assert [one["contender"] for one in found.rows] == ["a", "b"] and found.num_lost == 1
     assert "alert" not in written(page_of(found))
+
+
+class _Tags(HTMLParser):
+    """The elements of a page, with their attributes, and the text outside scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[str, ...]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, tuple(name for name, _ in attrs)))
+
+
+def tags(html: str) -> set[tuple[str, tuple[str, ...]]]:
+    parser = _Tags()
+    parser.feed(html)
+    return set(parser.found)
+
+
+def strings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All texts of a drawing, by the name of the field that they are in."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from strings(entry, key)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from strings(entry, name)
+    elif isinstance(value, str):
+        yield name, value
+
+
+def test_hostile_texts_are_nothing_but_text(tmp_path: Path):
+    plain = read_rows([write_rows(tmp_path / "plain.jsonl", many_rows())])
+    harmless = tags(written(page_of(plain)))
+    for name, page in hostile_pages(tmp_path).items():
+        html = page.read_text()
+        more = {tag for tag in tags(html) - harmless if tag[0] not in ("td", "th")}
+        assert not more, (name, more)
+        for drawing in re.findall(r'<script type="application/json">(.*?)</script>', html):
+            for field, text in strings(json.loads(drawing)):
+                if field not in ("hovertemplate", "texttemplate"):
+                    assert "<" not in text.replace("<br>", ""), (name, field, text)
+
+
+def test_a_page_runs_its_own_scripts_alone(tmp_path: Path):
+    html = written(page_of(read_rows([write_rows(tmp_path / "rows.jsonl", many_rows())])))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    assert policy
+    allowed = re.search(r"script-src ([^;]*);", policy[1])
+    assert allowed and "default-src 'none'" in policy[1] and "unsafe-eval" not in policy[1]
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    hashes = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
+    assert allowed[1].split() == [f"'sha256-{one}'" for one in hashes] and len(hashes) == 2
+
+
+@pytest.mark.parametrize("kind", ["kernels<img src=x onerror=alert(1)>", "other", "", "Kernels"])
+def test_a_row_of_an_unknown_kind_is_refused_with_its_line(kind: str, tmp_path: Path):
+    path = write_rows(tmp_path / "rows.jsonl", [row("a"), row("b", kind=kind)])
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: kind \(.*\) must be one of kernels"):
+        read_rows([path])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_pages import browser, chromium, many_rows, subject, write_rows
+from support.report_pages import browser, chromium, hostile_pages, many_rows, subject, write_rows
 
 import tilewise as tw
 from tilewise.tools.report.bench_report import page_of, read_rows
@@ -126,3 +126,18 @@ def test_the_page_asks_no_network(driver: Any, pages: dict[str, Path]):
     show(driver, pages["plan"], SCREENS[0], "light")
     asked = driver.execute_script("return performance.getEntriesByType('resource').length")
     assert asked == 0
+
+
+FOREIGN = """return [...document.querySelectorAll('img, a[href]:not(nav a), .main-svg a, iframe')]
+    .map(one => one.outerHTML).concat([...document.querySelectorAll('.plot tspan, .plot text')]
+    .filter(one => one.getAttribute('style')?.match(/font-weight: bold|underline/))
+    .map(one => one.outerHTML))"""
+
+
+def test_hostile_texts_do_nothing(driver: Any, tmp_path: Path):
+    for name, page in hostile_pages(tmp_path).items():
+        show(driver, page, SCREENS[0], "light")
+        assert driver.get_log("browser") == [], name
+        assert driver.execute_script(FOREIGN) == [], name
+        shown = driver.execute_script("return document.body.textContent")
+        assert name not in ("contender", "mask") or "<img src=x onerror=alert(1)>" in shown

@@ -188,3 +188,25 @@ def test_dout_is_rounded_after_a_sink_took_its_share():
 def test_partials_that_lose_small_numbers_have_no_bound_of_gradients(kind: str):
     with pytest.raises(ValueError, match="no bound of gradients is proven for partials in"):
         gradients(0, *REFUSED[kind])
+
+
+@pytest.mark.parametrize("largest", (1.0, 1e3, 1e4, 1e6, 1e12, 1e30))
+@pytest.mark.parametrize("sink", (None, 0.0, 50.0))
+def test_bounds_of_large_scores_are_numbers_and_hold(largest: float, sink: float | None):
+    torch.manual_seed(0)
+    layout, options = tw.contiguous(16, 2), {"mask": tw.Causal(), "wire": Float8()}
+    if sink is not None:
+        options |= {"sink": torch.full((1,), sink)}
+    q, k, v, dout = torch.randn(4, 16, 1, 16)
+    k[:, 0, 0], k[3] = largest, -largest
+
+    def on_rank(rank: int, group: Any) -> tuple[Tensor, ...]:
+        mine = [layout.shard(x, rank) for x in (q, k, v, dout)]
+        more = {"plan": tw.ring(2), "layout": layout, "group": group, **options}
+        return tw.attention(*mine[:3], **more), *tw.error_bound(*mine, **more)
+
+    out, *bounds = (torch.cat(parts) for parts in zip(*tw.loopback(2, on_rank), strict=True))
+    assert not any(bound.isnan().any() or (bound < 0).any() for bound in bounds)
+    alone = {"plan": tw.ring(1), "layout": tw.contiguous(16, 1), **options, "wire": None}
+    exact = tw.attention(*(x.double() for x in (q, k, v)), **alone)
+    assert ((out - exact).abs().amax(-1) <= bounds[0] * (1 + 1e-5)).all()

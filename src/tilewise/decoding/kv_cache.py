@@ -339,7 +339,7 @@ class KVCache:
             shape = self.shape
             call = CallShape(
                 Full(),
-                contiguous(shape.num_tokens, shape.world_size),
+                contiguous(max(shape.num_tokens, num_queries), shape.world_size),
                 num_heads,
                 shape.num_kv_heads,
                 shape.head_dim,

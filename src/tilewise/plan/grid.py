@@ -33,7 +33,7 @@ def marked_grid(
     rows: list[tuple[int, list[str]]] = []
     for number in range(max(0, last - 2 * reach), min(len(steps), last + 1)):
         cells = steps[number].cells()
-        if number == step and rank is not None and rank < len(cells):
+        if number == step and rank is not None and 0 <= rank < len(cells):
             cells[rank] = f"-->{cells[rank]}<--"
         rows.append((number, [cells[r] if r < len(cells) else "?" for r in ranks]))
     return "\n".join(grid(ranks, rows))

@@ -97,7 +97,9 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     douts = torch.stack(shares, -1).to(accumulated)
     (columns,) = torch.autograd.grad(nothing, narrow, douts)
     dq = dq.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
-    return ErrorBound(of_out, dq, *columns.unbind(-1))
+    # What overflows on its way is no number; inf is always a bound.
+    gradients = (x.nan_to_num(torch.inf, torch.inf) for x in (dq, *columns.unbind(-1)))
+    return ErrorBound(of_out, *gradients)
 
 
 def _sizes(

@@ -188,7 +188,10 @@ def output_bound(
     out: Tensor,
     spread: Spread | None,
 ) -> Tensor:
-    """The largest |out - exact| of every row, float64 [num_rows, batch, num_heads].
+    """The largest |out - exact| of every row, float64 [num_rows, batch, num_heads]; inf: unknown.
+
+    A bound that overflows (exp of large scores times weights of 0 is no number) says nothing, so
+    that fmin takes the other one.
 
     Args:
         q, out: this rank's rows, of q with their errors.
@@ -205,9 +208,9 @@ def output_bound(
         weights, values = sure * spread.weights, sure[..., None] * spread.values
         tokens, width = forward.layouts[Side.KV].num_tokens, payload.v_head_dim
         events = math.log((2 * tokens + 5 * width + 4) / FAILURE)
-        by_values = torch.minimum(by_values, weights * of.v_columns)
+        by_values = torch.fmin(by_values, weights * of.v_columns)
         if stochastic(wire_of(payload)):
-            by_values = torch.minimum(by_values, math.sqrt(events / 2) * weights * of.v_steps.most)
+            by_values = torch.fmin(by_values, math.sqrt(events / 2) * weights * of.v_steps.most)
         middle = of.middle.repeat_interleave(out.shape[2] // of.middle.shape[2], 2)
         others = torch.tanh(off.by_arithmetic / 2) * of.spread
         away = (keep * out - middle).abs() + (by_values + sizes + others)[..., None]
@@ -219,13 +222,14 @@ def output_bound(
         together = of_keys + scores.scale * row.error * (of.matrix + of.errors)
         shifted = off.by_keys + off.by_queries
         moved = together * column * _steepest(shifted)
-        moved = moved * torch.exp(torch.minimum(together * weights, shifted))
-        by_scores = torch.minimum(by_scores, moved + others)
+        moved = moved * torch.exp(torch.fmin(together * weights, shifted))
+        by_scores = torch.fmin(by_scores, moved + others)
         if stochastic(wire_of(payload)) and scores.softcap is None:
             likely = _by_likely_errors(scores.scale, q[0], off, of, events)
             by_scores = likely(weights, column, of_keys, by_scores)
     bound = _SLACK / keep * (by_scores + by_values + sizes)
-    return torch.where(torch.isfinite(off.total + of.v.error_most), bound, torch.inf)
+    bounded = torch.isfinite(off.total + of.v.error_most) & ~bound.isnan()
+    return torch.where(bounded, bound, torch.inf)
 
 
 def _steepest(most: Tensor) -> Tensor:
@@ -248,25 +252,25 @@ def _by_likely_errors(
     )
     sigma = scale / 2 * torch.stack(products).amin(0)
     deviations = math.sqrt(2 * events) * sigma
-    most = torch.minimum(deviations, off.by_keys)  # of all scores
+    most = torch.fmin(deviations, off.by_keys)  # of all scores
     others = torch.tanh(off.others / 2) * of.spread
 
     def bound(weights: Tensor, column: Tensor, together: Tensor, near: Tensor) -> Tensor:
         """weights, column: of rounded scores; together: errors' norm; near: what is proven."""
         exact, found = torch.ones_like(most), near  # exact: sum p^2 without rounding
         for _ in range(4):  # the bounds make each other smaller
-            mean = torch.minimum(deviations * exact.sqrt(), most)
+            mean = torch.fmin(deviations * exact.sqrt(), most)
             squared = sigma**2 * (1 + 2 * (events * exact).sqrt() + 2 * events * exact.sqrt())
-            grown = 1 + mean + torch.exp(most) / 2 * torch.minimum(most**2, squared)
+            grown = 1 + mean + torch.exp(most) / 2 * torch.fmin(most**2, squared)
             grown = grown * torch.exp(most + 2 * off.others)  # a weight
-            exact = torch.minimum(exact, (weights * grown) ** 2)
-            width = torch.minimum(exact, exact.sqrt() / 4).sqrt() * of.spread
-            width = torch.minimum(width, grown * (column + found * weights))
+            exact = torch.fmin(exact, (weights * grown) ** 2)
+            width = torch.fmin(exact, exact.sqrt() / 4).sqrt() * of.spread
+            width = torch.fmin(width, grown * (column + found * weights))
             curved = sigma**2 * (of.spread / 2 + 2 * (math.sqrt(events) + events) * width)
-            proven = torch.minimum(most * of.spread / 2, together * width) * most
-            curved = torch.minimum(curved, proven)
+            proven = torch.fmin(most * of.spread / 2, together * width) * most
+            curved = torch.fmin(curved, proven)
             by_keys = (deviations * width + torch.exp(most) / 2 * curved) * torch.exp(mean)
-            found = torch.minimum(found, by_keys + others)
+            found = torch.fmin(found, by_keys + others)
         return found
 
     return bound

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tilewise.tools.bench.case import KINDS
+
 FORMAT = 1
 Row = dict[str, Any]
 
@@ -20,12 +22,17 @@ class ResultsFile(NamedTuple):
 
 
 def read_results(path: str | Path) -> ResultsFile:
-    """All whole rows of a file, in order; a later row replaces an earlier one of the same key."""
+    """All whole rows of a file, in order; a later row replaces an earlier one of the same key.
+
+    Raises:
+        ValueError: if the file cannot be read, holds no rows, or, naming the line, has one of an
+            unknown kind.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    found = _parsed(data)
+    found = _parsed(data, path)
     if data.strip() and not found.rows:
         raise ValueError(
             f"{path} holds no rows of a benchmark; give a file that tilewise bench made"
@@ -61,7 +68,7 @@ class Results:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
             data = file.read()
-            found = _parsed(data)
+            found = _parsed(data, self.path)
             if data.strip() and not found.rows and b"\n" in data:
                 raise ValueError(
                     f"{self.path} holds no rows of a benchmark; name another file with -o"
@@ -98,13 +105,18 @@ class Results:
         self.rows[row["key"]] = row
 
 
-def _parsed(data: bytes) -> ResultsFile:
+def _parsed(data: bytes, path: str | Path) -> ResultsFile:
     rows: dict[str, Row] = {}
     num_lost = 0
     whole, _, torn = data.rpartition(b"\n")
-    for line in whole.split(b"\n"):
+    for number, line in enumerate(whole.split(b"\n"), 1):
         row = _row(line)
         if row is not None:
+            kind = row.get("kind")
+            if isinstance(kind, str) and kind not in KINDS:
+                raise ValueError(
+                    f"{path}, line {number}: kind ({kind!r:.60}) must be one of {', '.join(KINDS)}"
+                )
             rows[row["key"]] = row
         elif line.strip():
             num_lost += 1

@@ -94,7 +94,7 @@ def winners(kind: str, every: list[ReportCase], colours: Colours) -> Figure:
     parts = []
     for name, rows in won.items():
         wins = Counter(row["mask"] for row in rows)
-        notes = [f"{name}<br>{mask}: wins {wins[mask]}" for mask in sizes]
+        notes = [f"{name}\n{mask}: wins {wins[mask]}" for mask in sizes]
         parts.append(Series(name, [*sizes], [wins[mask] for mask in sizes], notes, colours[name]))
     most = max(sizes.values())
     ticks = [(place, str(place)) for place in range(0, most + 1, max(1, most // 5))]
@@ -129,17 +129,17 @@ def _support(mask: str, name: str, mine: list[ReportCase]) -> tuple[int, str, st
     """Level, text and note of a contender in a mask's cases."""
     rows = [row for case in mine for row in case.rows if row["contender"] == name]
     if not rows:
-        return -1, "", f"{name}<br>{mask}: not run"
+        return -1, "", f"{name}\n{mask}: not run"
     slow = slowdowns(mine).get(name)
     if not slow:
         end = next((row["outcome"] for row in rows if row["outcome"] != "ok"), "failed")
         level, text = ENDS.get(end, (FAILED, "failed"))
         reason = next((str(row["message"]) for row in rows if row.get("message")), text)
-        return level, text, f"{name}<br>{mask}: {reason[:120]}"
+        return level, text, f"{name}\n{mask}: {reason[:120]}"
     ratio = geometric_mean(slow)
-    note = f"{name}<br>{mask}: {times(ratio)} the fastest, {len(slow)} of {len(rows)} cases done"
+    note = f"{name}\n{mask}: {times(ratio)} the fastest, {len(slow)} of {len(rows)} cases done"
     if any(row.get("is_exact") is False for row in rows):
-        return WRONG, times(ratio), f"{note}<br>results beyond the tolerance"
+        return WRONG, times(ratio), f"{note}\nresults beyond the tolerance"
     return sum(ratio > bound for bound in BOUNDS), times(ratio), note
 
 
@@ -155,10 +155,10 @@ def speeds(kind: str, every: list[ReportCase], colours: Colours) -> Figure | Non
 
     def cell(mask: str, name: str) -> tuple[int, str, str]:
         if (mask, name) not in medians:
-            return -1, "", f"{name}<br>{mask}: no figure"
+            return -1, "", f"{name}\n{mask}: no figure"
         speed, best = medians[mask, name], max(x for (m, _), x in medians.items() if m == mask)
         text = quantity(speed * 1e12, "FLOP/s")
-        note = f"{name}<br>{mask}: {text}, {len(found[mask, name])} cases"
+        note = f"{name}\n{mask}: {text}, {len(found[mask, name])} cases"
         return sum(best / speed > bound for bound in BOUNDS), text, note
 
     names = [name for name in colours if any(row["contender"] == name for row in rows)]
@@ -181,7 +181,7 @@ def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
     for row in mine:
         name, found, planned = row["contender"], row["peak_bytes"], row.get("predicted_peak_bytes")
         said = f", planned {quantity(planned, 'B')}" if planned is not None else ""
-        note = f"{name}<br>{quantity(found, 'B')}{said}"
+        note = f"{name}\n{quantity(found, 'B')}{said}"
         parts.append(Series(name, [name], [found], [note], colours[name]))
     names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
     drawing = bars(axis("peak above the inputs", "B"), "B", parts)
@@ -205,7 +205,7 @@ def along(field: str, shown: Facet, number: int, colours: Colours) -> Figure:
         for row in rows:
             figures.setdefault(int(row[field]), []).append(scale * row[name])
         line = {place: median(values) for place, values in sorted(figures.items())}
-        notes = [f"{contender}<br>{count(p)} {what}: {quantity(v, unit)}" for p, v in line.items()]
+        notes = [f"{contender}\n{count(p)} {what}: {quantity(v, unit)}" for p, v in line.items()]
         parts.append(Series(contender, [*line], [*line.values()], notes, colours[contender]))
     places = sorted({int(row[field]) for row in shown.rows})
     x = axis(what, ticks=[(place, count(place)) for place in places], log=True)
@@ -247,7 +247,7 @@ def _points(rows: Iterable[Row], field: str, unit: str, colours: Colours) -> lis
     parts = []
     for name, mine in by_contender(rows, colours).items():
         notes = [
-            f"{name}<br>{described(row)}<br>{quantity(row[field], unit)}, "
+            f"{name}\n{described(row)}\n{quantity(row[field], unit)}, "
             f"{quantity(row['median_seconds'], 's')} measured"
             for row in mine
         ]

@@ -5,8 +5,9 @@ What all drawings share (ground, fonts, grid, legend) is in page.js, in the colo
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from colorsys import hls_to_rgb
+from html import escape
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ MARKERS = ("circle", "diamond", "square", "triangle-up", "x", "star", "cross", "
 ROOM, LEAST_SPAN, FEWEST_TICKS = 1.15, 1.6, 3
 
 Words = dict[str, Any]  # as plotly's script takes them
+TEMPLATES = ("hovertemplate", "texttemplate")  # of this module's own, with tags
 
 
 class Drawing(NamedTuple):
@@ -55,6 +57,18 @@ class Series(NamedTuple):
     notes: Sequence[str]  # what is said of each point when pointed at
     colour: int  # a number of the palette
     style: str = "line"  # "line", "dash" or "points"; bars ignore it
+
+
+def as_texts(value: Any) -> Any:
+    """Words whose texts are shown letter by letter, but for the ends of their lines.
+
+    plotly reads tags and entities in names, notes and the titles of axes.
+    """
+    if isinstance(value, str):
+        return escape(value, quote=False).replace("\n", "<br>")
+    if isinstance(value, Mapping):
+        return {name: x if name in TEMPLATES else as_texts(x) for name, x in value.items()}
+    return [as_texts(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def colour(number: int) -> str:
@@ -256,4 +270,4 @@ def hover(notes: Sequence[str]) -> Words:
 
 def _wrapped(text: str) -> str:
     """A long name in lines, broken after commas and between words."""
-    return "<br>".join(textwrap.wrap(text, WIDEST_NAME, break_long_words=False)) or text
+    return "\n".join(textwrap.wrap(text, WIDEST_NAME, break_long_words=False)) or text

@@ -4,6 +4,8 @@ It asks no network for anything, and forbids it to itself.
 """
 
 import json
+from base64 import b64encode
+from hashlib import sha256
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
@@ -11,7 +13,7 @@ from string import Template
 from typing import NamedTuple
 
 from tilewise.tools.doctor import require
-from tilewise.tools.report.drawing import SERIES, Drawing
+from tilewise.tools.report.drawing import SERIES, Drawing, as_texts
 from tilewise.tools.report.words import NOTHING
 
 
@@ -73,20 +75,27 @@ def written(page: Page) -> str:
     require("plotly", "a report's page")
     from plotly.offline import get_plotlyjs
 
+    scripts = {"plotly": get_plotlyjs().replace("\r\n", "\n"), "script": _resource("page.js")}
     return Template(_resource("page.html")).substitute(
         kind=escape(page.kind),
         title=escape(page.title),
         lead=escape(page.lead),
         notice=page.notice and f'<p class="notice" role="note">{escape(page.notice)}</p>',
         facts="".join(map(_fact, page.facts)),
-        links="".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in page.sections),
+        links="".join(f'<a href="#{escape(s.name)}">{escape(s.title)}</a>' for s in page.sections),
         sections="\n".join(map(_section, page.sections)),
         version=version("tilewise"),
         dark=_json(dict(SERIES)),
         css=_resource("page.css"),
-        script=_resource("page.js"),
-        plotly=get_plotlyjs(),
+        hashes=" ".join(map(_hash, scripts.values())),
+        **scripts,
     )
+
+
+def _hash(script: str) -> str:
+    """The source of a Content-Security-Policy that is this very script."""
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
 
 
 def _resource(name: str) -> str:
@@ -107,7 +116,7 @@ def _fact(fact: Fact) -> str:
 
 
 def _section(section: Section) -> str:
-    parts = [f'<section id="{section.name}"><h2>{escape(section.title)}</h2>']
+    parts = [f'<section id="{escape(section.name)}"><h2>{escape(section.title)}</h2>']
     if section.intro:
         parts.append(f"<p>{escape(section.intro)}</p>")
     if section.table:
@@ -125,10 +134,11 @@ def _figure(figure: Figure) -> str:
 
     data, layout, height, width = figure.drawing
     # plotly packs arrays and refuses words it does not know; page.js has the template
-    drawn = PlotlyFigure({"data": data, "layout": layout | {"template": "none"}}).to_plotly_json()
+    words = as_texts({"data": data, "layout": layout | {"template": "none"}})
+    drawn = PlotlyFigure(words).to_plotly_json()
     size = f' data-height={height} style="height:{height}px;min-width:{width}px"' if height else ""
     jumps = "".join(
-        f'<button type="button" data-figure="{figure.name}" data-from="{start!r}" '
+        f'<button type="button" data-figure="{escape(figure.name)}" data-from="{start!r}" '
         f'data-to="{stop!r}">{escape(name)}</button>'
         for name, start, stop in figure.jumps
     )
@@ -137,7 +147,7 @@ def _figure(figure: Figure) -> str:
     return (
         f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
         f'{jumps}<div class="wide"><script type="application/json">{_json(drawn)}</script>'
-        f'<div class="plot{"" if height else " square"}" id="{figure.name}" role="img" '
+        f'<div class="plot{"" if height else " square"}" id="{escape(figure.name)}" role="img" '
         f'aria-label="{escape(f"{figure.title}. {figure.caption}")}"'
         f"{' data-zoom=yes' * bool(jumps)}{size}></div></div>"
         + (f"<details><summary>Numbers</summary>{rows}</details>" if rows else "")

@@ -29,7 +29,7 @@ def _name(entry: StudyEntry) -> str:
 
 def _note(entry: StudyEntry, text: str = "") -> str:
     """Return what is said of an entry's mark; unless given, its time."""
-    return f"{short(entry.plan.name)}<br>{text or quantity(entry.simulation.seconds, 's')}"
+    return f"{short(entry.plan.name)}\n{text or quantity(entry.simulation.seconds, 's')}"
 
 
 def _cells(entry: StudyEntry) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def scaling(studies: Studies, this: StudyEntry) -> Figure:
     every, found = studies.sizes(), studies.scaled()
     world_size, mine = this.simulation.world_size, this.simulation
     ideal = [mine.compute_seconds * world_size / n for n in every]
-    said = [f"compute alone, perfectly shared<br>{quantity(t, 's')}" for t in ideal]
+    said = [f"compute alone, perfectly shared\n{quantity(t, 's')}" for t in ideal]
     extra = (
         Series("compute alone", every, ideal, said, 7, "dash"),
         Series(THIS, [world_size], [mine.seconds], [_note(this)], COLOURS[THIS], "points"),

@@ -151,7 +151,7 @@ def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
 
 def _drawn(found: TimelineBars) -> Drawing:
     """Lying bars in rows, one trace per lane."""
-    names = [f"rank {rank}" + f"<br>{CROSS}{like}" * (like > 1) for rank, like in found.ranks]
+    names = [f"rank {rank}" + f"\n{CROSS}{like}" * (like > 1) for rank, like in found.ranks]
     bounds = [len(names) - 0.4, -0.95]
     rows = {"showgrid": False, "zeroline": False, "range": bounds, "fixedrange": True}
     above = {"y": -0.68, "xanchor": "left"}
