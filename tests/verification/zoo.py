@@ -222,6 +222,14 @@ def merged(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, detach: bool) -> Te
     return (torch.stack(outs) * share[..., None]).sum(0)
 
 
+def dropped(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, kept: Tensor) -> Tensor:
+    """Dense attention of which weights are dropped with probability 0.2."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+    p = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p * kept / 0.8, v)
+
+
 def shared_attention(
     cp: tw.ContextParallel,
     settings: Settings,
@@ -260,7 +268,13 @@ def shared_attention(
         allowed = torch.where(ranks == cp.rank, allowed, True)
     elif fault == "order_of_ranks":
         allowed = torch.where(ranks == cp.rank, allowed, ranks < cp.rank)
-    elif fault == "neighbours":
+    elif fault == "key_positions_lost":
+        row = torch.empty(num_tokens, dtype=torch.int64)
+        for rank in range(cp.world_size):
+            own = cp.layout.positions(rank)
+            row[own] = torch.arange(len(own))
+        allowed = torch.arange(len(here))[:, None] >= row
+    elif fault in ("neighbours", "shard_skipped"):
         allowed = allowed & ((ranks == cp.rank) | (ranks == cp.rank - 1))
     elif fault == "window_per_block":
         near = (here % size)[:, None] - local <= WINDOW
@@ -296,7 +310,12 @@ def shared_attention(
         outs = [attend(q, keys, values, member, settings, sink) for member in members]
         count = sum(member.any(1) for member in members)
         return sum(outs) / count[:, None, None]
+    elif fault == "weights_dropped":
+        draw = torch.rand(allowed.shape, generator=torch.Generator().manual_seed(cp.rank))
+        return dropped(q, keys, values, allowed, draw > 0.2)
     out = attend(q, keys, values, allowed, settings, sink)
+    if fault == "query_heads_permuted":
+        out = out.flip(2)
     if fault == "halved":
         out = out * 0.5
     if fault == "heads_missing":
@@ -365,6 +384,9 @@ def share(
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
     loss = model(ids, labels, positions, count)
+    if fault == "loss_term_per_rank":  # as routers' losses are: a product of two means
+        first = model.layers[0].mlp[0].weight
+        loss = loss + 0.1 * first.square().mean() * (1 + ids.float().mean() / VOCABULARY) ** 2
     if fault == "loss_dropped" and rank == 2:
         loss = loss * 0
     if fault in ("gradient_scaled", "gradient_uneven"):
@@ -414,6 +436,12 @@ CASES = (
     Case("shard_only", FIRST),
     Case("counted_twice", FIRST),
     Case("gqa_shifted", FIRST, Settings(kind="fused")),
+    Case("query_heads_permuted", FIRST),
+    Case("query_heads_permuted", SECOND, Settings(kind="mla"), LATER),
+    Case("shard_skipped", SECOND, Settings(), LATER),
+    Case("key_positions_lost", FIRST),
+    Case("key_positions_lost", SECOND, Settings(), LATER),
+    Case("loss_term_per_rank", None),
     Case("heads_missing", SECOND, Settings(), LATER),
     Case("dq_wrong", SECOND, Settings(), LATER),
     Case("dk_wrong", SECOND, Settings(kind="fused"), LATER),
@@ -437,7 +465,11 @@ VARIANTS = (
     (Case("border_lost", SECOND, THREE, LATER), "documents_ignored"),
     (Case("causal_within", FIRST), "mask_ignored"),
     (Case("order_of_ranks", SECOND, Settings(), {"first": 1}), "positions_wrong"),
-    (Case("neighbours", SECOND, Settings(), LATER), "shard_only"),
+    (Case("neighbours", SECOND, Settings(), LATER), "shard_skipped"),
+    (Case("weights_dropped", FIRST), "dropout_differs"),
+    (Case("weights_dropped", SECOND, Settings(kind="fused"), LATER), "dropout_differs"),
+    (Case("labels_shifted", None, Settings(), {"layout": tw.striped}), "labels_shifted"),
+    (Case("labels_shifted", None, Settings(), {"layout": tw.zigzag}), "labels_shifted"),
     (Case("mean_of_ranks", SECOND, Settings(), LATER), "unknown"),
     (Case("halved", FIRST), "unknown"),
     (Case("mask_ignored", SECOND, Settings(strict=True), LATER), "mask_ignored"),

@@ -19,7 +19,10 @@ CAUSES = MappingProxyType(
         "softcap_added": "Scores are capped that should not be.",
         "scale_wrong": "Scores are multiplied by another number.",
         "shard_only": "A rank attends to its own shard alone.",
+        "shard_skipped": "Some ranks never see the keys of some others.",
+        "key_positions_lost": "Keys of every shard are masked as if they were the queries' own.",
         "counted_twice": "Keys, or whole rows, are counted more than once.",
+        "query_heads_permuted": "Query heads come back in another order.",
         "gqa_shifted": "Query heads read the keys or values of another KV head.",
         "heads_missing": "Some heads are computed by no rank.",
         "dq_wrong": "The gradient of q is wrong.",
@@ -28,6 +31,7 @@ CAUSES = MappingProxyType(
         "lse_gradient_lost": "Partial results are merged by log-sum-exps that get no gradient.",
         "positions_wrong": "Positions do not go with the tokens.",
         "labels_shifted": "Labels are shifted after they were split: borders predict wrong tokens.",
+        "loss_term_per_rank": "A term of the loss is made of each rank's rows, and is no share.",
         "loss_scaled": "The ranks' losses add up to a multiple of the whole loss.",
         "gradient_scaled": "The loss is right, but all gradients are multiplied by one number.",
         "no_label_nan": "A rank without labels divides by zero.",
@@ -49,12 +53,16 @@ BOTH = "{extra:,} pairs attended that {asked} forbids, {missed:,} allowed pairs 
 TABLE = f"""
 no_label_nan | nan_loss | the loss of rank {{nan_loss}} is not a number
 dropout_differs | random_layer | {{random_layer}}
+dropout_differs | dropped | {{dropped}}
+query_heads_permuted | permuted_heads | {{permuted_heads}}
+key_positions_lost | local_keys | {{local_keys}}
 positions_wrong | wrong_positions | {{wrong_positions}}
 order_sensitive_layer | mixes_rows | {{mixes_rows}}
 heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
 heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
 gqa_shifted | foreign_heads | {{foreign_heads}}
 shard_only | cut !silent_rows | {MISSED}, {{cut}}
+shard_skipped | skipped !silent_rows | {MISSED}, {{skipped}}
 padding_attended | padding_keys extra | {EXTRA}, on {{padding_keys}} keys that no query may see
 padding_attended | lost !differing !empty_heads | {{lost:.1%}} of weight is on rows that are none \
     of the sequence's
@@ -94,6 +102,7 @@ unknown | unread | its outputs or gradients deviate, and no attention in it was 
 unknown | uncounted | {{uncounted}}
 missing_all_reduce | unreduced | {{unreduced}}
 labels_shifted | border_rows !uncounted | {{border_rows}}
+loss_term_per_rank | loss_term | {{loss_total}}; {{loss_term}}
 loss_scaled | loss_ratio !border_rows !uncounted | {{loss_total}}; \
     gradients are {{loss_ratio}} times on the ranks
 loss_scaled | loss_times !border_rows !uncounted | {{loss_total}}

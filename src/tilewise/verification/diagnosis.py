@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 from tilewise.transport.processes import RankError
 from tilewise.verification.attention_path import Path, PathPart, Run, find_path, read_by
 from tilewise.verification.causes import Facts, classify
-from tilewise.verification.comparison import Comparison, loss_difference, rows_of, step_errors
+from tilewise.verification.comparison import (
+    Comparison,
+    MatchedRows,
+    loss_difference,
+    rows_of,
+    step_errors,
+)
 from tilewise.verification.gradients import difference, multiple
 from tilewise.verification.ranks import RankRunner
 from tilewise.verification.records import (
@@ -35,6 +42,10 @@ from tilewise.verification.weights import UnreadableError, above, read_weights
 LEAST_WEIGHT = 1e-30  # beside the row's largest: a model may have any scores
 UNKNOWN: Facts = MappingProxyType({"unread": True})
 BORDERS = 0.5  # of the rows, at most, may have another label if the loss is right
+SAME_SCALE = 0.02  # of gradients
+LEAST_CLASSES = 8  # numbers of a row that may be the gradient of logits
+MOSTLY_TWO = 0.98  # of a row's change that lies in two numbers, where a label is another one
+MOSTLY_LABELS = 0.9  # of the rows that differ
 UNEVEN = 0.1  # of the largest: ranks' gradients differ in scale
 
 
@@ -84,7 +95,9 @@ class Examination:
             if facts := look(layer):
                 return Diagnosis(facts, layer)
         facts, allowed = self._attention(layer, first)
-        return Diagnosis(facts or self._runs_alone(layer) or UNKNOWN, layer, allowed)
+        if not facts and self._inputs_are_right(layer):
+            facts = self._runs_alone(layer)
+        return Diagnosis(facts or UNKNOWN, layer, allowed)
 
     def of_loss(self) -> Diagnosis | None:
         """Return what is wrong about the loss or labels, if it is; or nothing at all."""
@@ -255,6 +268,9 @@ class Examination:
         )
         tolerance = max(eps**0.5, 1e-3)
         tables = whole.numpy(), split.numpy()
+        if (other := _head_order(*tables, tolerance)) is not None:
+            text = f"heads 0, 1, ... give what heads {some(other, 8)} should"
+            return {"permuted_heads": text}, (split.any(0), whole.any(0))
         facts = facts_of_attention(*tables, tolerance, "the unsplit model", several)
         foreign = [h for h, x in enumerate(want.sources) if x != got.sources[h]]
         if foreign and not facts.get("empty_heads"):
@@ -264,7 +280,21 @@ class Examination:
                 f"head {got.sources[h]}, not {want.sources[h]}"
             )
         facts["projected"] = True
+        facts |= self._local_keys(split.any(0).numpy(), whole.any(0).numpy())
         return facts, (split.any(0), whole.any(0))
+
+    def _local_keys(self, got: np.ndarray, want: np.ndarray) -> Facts:
+        """Return whether queries see keys of every rank by the numbers of their rows there."""
+        expected = np.zeros_like(got)
+        ranks = [own[own >= 0].numpy() for own in self.found.positions]
+        for a, b in product(ranks, ranks):
+            expected[np.ix_(a, b)] = np.tri(len(a), len(b), dtype=bool)
+        if len(ranks) < 2 or (got == want).all() or (got != expected)[want.any(1)].any():
+            return {}
+        return {
+            "local_keys": "row i of a rank sees keys 0 to i of every rank: each block is masked as "
+            "the diagonal one"
+        }
 
     def _whole(self, dtype: torch.dtype | None) -> Run:
         def run(setting: OutputSetting | LeafSetting) -> Tensor:
@@ -334,6 +364,8 @@ class Examination:
                 break
         else:
             return {}
+        if evidence := _other_labels(rows, max(float(found.limits("gradient", name)[0]), 1e-3)):
+            return {"border_rows": evidence}
         own = [rows.where(rows.ranks == rank) for rank in range(n)]
         self.scales = [float(x.ratios().nanmedian().nan_to_num(nan=1.0)) for x in own]
         silent = [r for r in range(n) if own[r].want.any() and not (losses[r] and self.scales[r])]
@@ -344,10 +376,14 @@ class Examination:
         off = rows.scaled(self.scales).errors() > (max(limit, 0.3) if loss_is_right else limit)
         off |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
         bad = sorted(rows.positions[off].tolist())
-        if bad and len(bad) <= (BORDERS if loss_is_right else 1) * len(rows.want):
+        if bad and len(bad) <= BORDERS * len(rows.want):
             text = f"{len(bad)} of {len(rows.want)} rows have the gradient of another label, at"
             return {"border_rows": f"{text} positions {some(bad, 6)}"}
-        return {} if loss_is_right else {"loss_ratio": _listed(self.scales)}
+        if loss_is_right:
+            return {}
+        if not bad and all(abs(scale - 1) < SAME_SCALE for scale in self.scales):
+            return {"loss_term": f"all that {name or 'the model'} gives has the right gradient"}
+        return {"loss_ratio": _listed(self.scales)}
 
     def _gradients(self, layer: str) -> Facts:
         """Return which gradients of a layer's attention are wrong."""
@@ -358,7 +394,8 @@ class Examination:
         read = {name: [*filter(None, map(self._gradient, own))] for name, own in parts.items()}
         texts = {name: own[0] for name, own in read.items() if own}
         if set(texts) == {"dq", "dk"} and not any("times" in text for text in texts.values()):
-            return {"lse_lost": f"dv is right, dq is {texts['dq']} and dk {texts['dk']}"}
+            text = f"dv is right, dq is {texts['dq']} and dk {texts['dk']}"
+            return {"lse_lost": f"{text}; this is likely, other faults of dq and dk look alike"}
         return texts
 
     def _gradient(self, part: PathPart) -> str | None:
@@ -368,6 +405,38 @@ class Examination:
         rows, columns = rows.scaled(self.scales), list(part.columns)
         limit = max(float(self.found.limits("gradient", part.module)[0]), 1e-3)
         return difference(rows.want[:, columns], rows.got[:, columns], limit)
+
+
+def _head_order(want: np.ndarray, got: np.ndarray, tolerance: float) -> list[int] | None:
+    """The heads whose weights each head has, if these are all heads in another order."""
+    off = np.abs(got[:, None] - want[None]).max((2, 3))
+    order = off.argmin(1).tolist()
+    heads = list(range(len(want)))
+    alike = off[heads, order] <= tolerance
+    return order if alike.all() and sorted(order) == heads != order else None
+
+
+def _other_labels(rows: MatchedRows, limit: float) -> str | None:
+    """Words for rows whose gradient is that of another label; None if most others differ, too.
+
+    Of a softmax the gradient of another label differs at two numbers, by as much up as down; that
+    of no label is 0.
+    """
+    off = rows.errors() > limit
+    off |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
+    if not off.any() or rows.want.shape[1] < LEAST_CLASSES:
+        return None
+    change = (rows.got - rows.want)[off]
+    size, at = change.abs().sort(1, descending=True)
+    two = size[:, :2].square().sum(1) >= MOSTLY_TWO * size.square().sum(1)
+    first, second = change.gather(1, at[:, :1])[:, 0], change.gather(1, at[:, 1:2])[:, 0]
+    two &= (first + second).abs() <= 0.1 * first.abs()
+    silent = (rows.want[off].norm(dim=1) == 0) | (rows.got[off].norm(dim=1) == 0)
+    if not two.any() or float((two | silent).double().mean()) < MOSTLY_LABELS:
+        return None
+    positions = sorted(rows.positions[off].tolist())
+    text = f"{len(positions)} of {len(rows.want)} rows have the gradient of another label, at"
+    return f"{text} positions {some(positions, 6)}"
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -9,6 +9,8 @@ import numpy as np
 
 Array = np.ndarray
 LEAST_KEYS = 4  # of a query, to tell one curve from another
+LEAST_DROPPED = 1.02  # times: weights beside those that dropout leaves out
+NEAR_DROPPED = 0.1  # between the share that is left out and what the others say of it
 MOSTLY = 0.1  # of a change that is left unexplained, where rounding is coarse
 MOST_TIMES = 64  # that a key is counted
 MOST_ROWS = 256  # that a curve is fitted to
@@ -76,6 +78,7 @@ def facts_of_attention(
     facts = {"asked": asked, "keyless": int((hidden[0] != hidden[1]).any(0).sum())}
     both = (want > 0) & (got > 0)
     facts |= _masks(want > 0, got > 0, blocks) | _sums(want, got, both, tolerance)
+    facts |= _dropped(want, got, both, tolerance)
     rows = both.sum(-1) > 1
     if rows.any():
         right, found = (
@@ -83,6 +86,24 @@ def facts_of_attention(
         )
         facts |= _values(right, found, tolerance, blocks)
     return facts
+
+
+def _dropped(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, Any]:
+    """Return whether pairs are missed as dropout leaves them out: at random, the others larger by
+    1 / (1 - share of those that are missed).
+    """
+    missed = int(((want > 0) & (got == 0)).sum())
+    if not missed or ((got > 0) & (want == 0)).any() or not both.any():
+        return {}
+    times = got[both] / want[both]
+    factor, share = float(np.median(times)), missed / (missed + int(both.sum()))
+    alike = float(np.abs(times / factor - 1).max()) <= 2 * tolerance
+    if not alike or factor < LEAST_DROPPED or abs((1 - 1 / factor) - share) > NEAR_DROPPED:
+        return {}
+    return {
+        "dropped": f"{share:.1%} of weights are left out, and the others are {factor:.4g} times "
+        "what is right, as dropout with other random numbers makes them; compare with dropout off"
+    }
 
 
 def of_seen_keys(weights: Array) -> Array:
@@ -154,7 +175,7 @@ def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 
 def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
     """Return whether what is missed is all between shards; pairs are missed, and none is attended
-    more.
+    more: "cut" if shards see themselves alone, "skipped" if some pairs of shards do not meet.
     """
     linked = got | got.T | np.eye(len(got), dtype=bool)
     labels, before = np.arange(len(got)), np.full(len(got), -1)
@@ -168,7 +189,7 @@ def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
         tiles = [np.ix_(blocks == a, blocks == b) for a in set(blocks) for b in set(blocks)]
         lost = [tile for tile in tiles if want[tile].any() and not got[tile].any()]
         if lost and all((got[t] == want[t]).all() or not got[t].any() for t in tiles):
-            return {"cut": f"all that {len(lost)} pairs of shards have"}
+            return {"skipped": f"all that {len(lost)} pairs of shards have"}
     return {}
 
 
