@@ -1,6 +1,6 @@
 """What tw.parity finds in public libraries, on CPU: the table of docs/parity.md.
 
-    python -m benchmarks.peers.parity_table
+    python -m benchmarks.peers.parity_table [--library NAME] [--output rows.json]
 
 One layer of attention between projections is run whole, and split over 4 local processes by each
 library; outputs and gradients are compared. Kernels of flash_attn are computed by our CPU kernel
@@ -9,8 +9,8 @@ library; outputs and gradients are compared. Kernels of flash_attn are computed 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,18 +99,21 @@ def row(peer: Any, mask: str, dtype: str) -> dict[str, str]:
 
 
 def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--library", default="", help="only those with this in their name")
+    options.add_argument("--output", type=Path, help="write the rows as JSON to this file")
+    given = options.parse_args()
     rings = Ringmaster(), Ringmaster("alltoall"), LucidRing()
     peers = [*(p for p in contenders() if p.name != rings[0].name), *rings]
-    if len(sys.argv) > 2:
-        peers = [p for p in peers if sys.argv[2] in p.name]
+    peers = [p for p in peers if given.library in p.name]
     rows = []
     for peer in peers:
         for mask in MASKS:
             for dtype in DTYPES:
                 rows.append(row(peer, mask, dtype))
                 print("|", " | ".join(rows[-1].values()), "|", flush=True)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
+    if given.output is not None:
+        given.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
