@@ -216,9 +216,12 @@ def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
 
+    kinds: dict[str, Any] = {}  # read at the first call: annotations may name what comes later
+
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        kinds = _kinds(function)
+        if not kinds:
+            kinds.update(get_type_hints(function))
         # more than there are names for are the function's to refuse
         first = [of_kind(n, x, kinds.get(n, Any)) for n, x in zip(names, args, strict=False)]
         named = {name: of_kind(name, x, kinds.get(name, Any)) for name, x in kwargs.items()}
@@ -274,7 +277,6 @@ def _parts(name: str, values: Iterable[Any], inner: tuple[Any, ...]) -> tuple[An
     return tuple(of_kind(f"{name}[{i}]", value, kind) for i, (value, kind) in pairs)
 
 
-@lru_cache(maxsize=1024)
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 

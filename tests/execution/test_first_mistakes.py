@@ -70,7 +70,7 @@ def test_numpy_arrays():
         cp.attention(x, x, x)
 
     assert _refusals(call) == {
-        "rank 0: q ('ndarray') must be a Tensor, such as torch.from_numpy(q)"
+        "rank 0: q (ndarray) must be a Tensor, such as torch.from_numpy(q)"
     }
 
 

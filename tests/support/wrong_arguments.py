@@ -345,7 +345,8 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "transport_for", transport_for, {"group": None}
     yield "kernel", tw.kernels.kernel, {"name": "cpu"}
     yield "effective_mask", tw.effective_mask, {
-        "attend": attend, "num_tokens": 4, **HEADS, "softmax_scale": 0.5,
+        "attend": attend, "num_tokens": 4, **HEADS, "softmax_scale": 0.5, "softcap": 5.0,
+        "sink": None,
     }  # fmt: skip
     for name in ("matches", "causes", "explain", "svg"):
         yield f"EffectiveMask.{name}", of(seen, name), {"mask": MASK}
