@@ -15,6 +15,9 @@ class Claim(NamedTuple):
         found: ours, on the machine named in where.
         best, best_plan: what our best plan reaches there.
         why: which assumption would explain the difference.
+        topology: what a double ring reaches there, which sends a ring's bytes over more links.
+        by_bytes: ours over the best plan of a ring's bytes (ring, double ring, all-gather); of a
+            percentage the difference in points.
     """
 
     what: str
@@ -25,6 +28,8 @@ class Claim(NamedTuple):
     best: float
     best_plan: str
     why: str
+    topology: float
+    by_bytes: float
 
     @property
     def off(self) -> str:

@@ -32,17 +32,23 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def claims_table(paper: Paper) -> Table:
-    """Each claim beside ours; the number leads to what would explain the difference."""
+    """Each claim beside ours and its control; the number leads to what would explain it.
+
+    Of which topology: what a double ring reaches. Of which bytes: ours over the best plan of a
+    ring's bytes.
+    """
     table = Table(title=f"{paper.name} ({paper.source})", title_justify="left", box=SIMPLE_HEAD)
     for name in ("", "claim", "on"):
         table.add_column(name)
-    for name in ("paper", "ours", "off by", "our best"):
+    for name in ("paper", "ours", "off by", "of which topology", "of which bytes", "our best"):
         table.add_column(name, justify="right")
     table.add_column("by")
     for number, claim in enumerate(paper.claims, 1):
         table.add_row(
             *(str(number), claim.what, claim.where, figure(claim.claimed, claim.unit)),
             *(figure(claim.found, claim.unit), claim.off),
+            figure(claim.topology, claim.unit),
+            f"{claim.by_bytes:+.1f} points" if claim.unit == "%" else figure(claim.by_bytes, "x"),
             *(figure(claim.best, claim.unit), claim.best_plan),
         )
     return table
@@ -90,7 +96,7 @@ def main() -> None:
     wanted = given.only.split(",")
     if unknown := [name for name in wanted if name not in STUDIES]:
         parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(STUDIES)}")
-    console = Console(width=150)
+    console = Console(width=190)
     with ProcessPoolExecutor(min(2, len(wanted))) as pool:
         papers = list(pool.map(_run, wanted))
     if given.json:

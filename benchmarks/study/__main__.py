@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from benchmarks.study.controls import controls
 from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.table import StudyTable, page_of
@@ -36,6 +37,7 @@ from tilewise.tools.report.page import written
 
 STUDIES = MappingProxyType(
     {
+        "controls": controls,
         "scaling": scaling,
         "memory": memory,
         "tiles": tiles,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import tilewise as tw
 from benchmarks.mesh_optimum import least, search
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.table import StudyTable, Value, waiting_bars
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
@@ -16,12 +16,15 @@ from tilewise.strategies.catalog import divisors
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.page import Figure
 from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-LONGEST = MappingProxyType({"all_gather": 0, "double_ring": 0, "attention2d_overlap": 256})
-"""Devices up to which a method is in the scaling: the overlapped grid takes minutes beyond."""
+LONGEST = MappingProxyType({"attention2d_overlap": 256})
+"""Devices up to which a method is simulated: the overlapped grid takes minutes beyond."""
+OF_RINGS_BYTES = ("ring", "all_gather", "double_ring")
+"""Methods that send a ring's bytes, over one link of a node, at once, or over all."""
 USUAL_DEVICES = 128  # on which a weak scaling has the tokens of the strong one
 MASKED_SIZES = (2, 4, 8, 16, 32)
 TILE_SHAPES = ((2, 2), (2, 4), (3, 3), (4, 4), (4, 8), (8, 8))
@@ -35,10 +38,10 @@ def _sent(found: Simulation) -> int:
 
 def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     """Strong and weak scaling from 8 to 1,024 devices."""
-    units = {"devices": "", "tokens": "", "strategy": "", "plan": "", "time": "s", "waiting": "s",
-             "waiting share": "%", "sent": "B", "memory": "B"}  # fmt: skip
+    units = {"devices": "", "tokens": "", "strategy": "", "plan": "", "time": "s", "computing": "s",
+             "waiting": "s", "waiting share": "%", "over ring": "x", "over a ring's bytes": "x",
+             "sent": "B", "memory": "B"}  # fmt: skip
     per_device, known = work.num_tokens // USUAL_DEVICES, dict[str, float]()
-    overlapped = f"attention2d_overlap beyond {LONGEST['attention2d_overlap']} devices"
     for name, title, tokens in (
         ("strong", f"Strong scaling: {count(work.num_tokens)} tokens", lambda _: work.num_tokens),
         ("weak", f"Weak scaling: {count(per_device)} tokens a device", lambda n: n * per_device),
@@ -46,26 +49,42 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
         rows: list[tuple[Value, ...]] = []
         for n in SIZES:
             here = replace(work, num_tokens=tokens(n))
-            for method, make in methods(n, here, machine.node_size).items():
-                if n > LONGEST.get(method, SIZES[-1]):
+            every = {method: make() for method, make in methods(n, here, machine.node_size).items()}
+            found = {
+                method: tw.simulate(plan, here, machine, exact=False)
+                for method, plan in every.items()
+                if n <= LONGEST.get(method, n)
+            }
+            alike = min(found[method].seconds for method in OF_RINGS_BYTES if method in found)
+            for method, plan in every.items():
+                head = n, here.num_tokens, method, short(plan.name)
+                one = found.get(method)
+                if one is None:
+                    rows.append((*head, *(None,) * (len(units) - len(head))))
                     continue
-                plan = make()
-                found = tw.simulate(plan, here, machine, exact=False)
-                times = (
-                    found.seconds,
-                    found.exposed_seconds,
-                    100 * found.exposed_seconds / found.seconds,
-                )
+                times = one.seconds, one.compute_seconds, one.exposed_seconds
+                shares = 100 * one.exposed_seconds / one.seconds, found["ring"].seconds / one.seconds
                 if plan.name not in known:  # all buffers grow with a rank's tokens
-                    known[plan.name] = found.peak_bytes / here.num_tokens
-                row = (n, here.num_tokens, method, short(plan.name), *times)
-                rows.append((*row, _sent(found), round(known[plan.name] * here.num_tokens)))
+                    known[plan.name] = one.peak_bytes / here.num_tokens
+                held = round(known[plan.name] * here.num_tokens)
+                rows.append((*head, *times, *shares, alike / one.seconds, _sent(one), held))
         about = (
-            f"{_about(work, machine)} Both passes; waiting of the rank that waits longest, bytes "
-            "of the busiest rank, memory of the pass that needs most. Left out are all_gather and "
-            f"double_ring, which send a ring's bytes, and {overlapped}."
+            f"{_about(work, machine)} Both passes; computing and waiting of the ranks that do so "
+            "longest, bytes of the busiest rank, memory of the pass that needs most. Over ring: a "
+            "ring's time over this one; over a ring's bytes: that of the fastest of ring, "
+            "all_gather and double_ring (which is a ring on one node). Rows without figures are "
+            f"not simulated: attention2d_overlap beyond {LONGEST['attention2d_overlap']} devices."
         )
-        yield StudyTable(name, title, about, units, rows, "devices", "strategy", "time")
+        chart = "devices", "strategy", "time"
+        yield StudyTable(name, title, about, units, rows, *chart, (_waits(name, rows),))
+
+
+def _waits(name: str, rows: list[tuple[Value, ...]]) -> Figure:
+    """The bars of the largest size on which every method is simulated."""
+    most = max(row[0] for row in rows if all(x[4] for x in rows if x[0] == row[0]))
+    parts = [(row[2], row[5], row[6]) for row in rows if row[0] == most]
+    caption = "Of the rank that computes, and the rank that waits, longest; both passes."
+    return waiting_bars(f"{name}-waits", f"Computing and waiting on {most} devices", parts, caption)
 
 
 def tiles(work: tw.Workload, machine: Machine, n: int = 256) -> Iterator[StudyTable]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tilewise.tools.report.drawing import Series, axis, lines, log_axis
+from tilewise.tools.report.drawing import Series, axis, bars, lines, log_axis
 from tilewise.tools.report.page import Figure, Page, Section, Table
 from tilewise.tools.report.words import quantity
 
@@ -19,6 +19,7 @@ class StudyTable(NamedTuple):
             a text.
         rows: a value for each column; None: it is not there, or not known.
         along, by, height: columns of a chart's x, lines and y; "": no chart.
+        figures: more of them, which the study has drawn.
     """
 
     name: str
@@ -29,10 +30,12 @@ class StudyTable(NamedTuple):
     along: str = ""
     by: str = ""
     height: str = ""
+    figures: tuple[Figure, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         rows = [dict(zip(self.units, row, strict=True)) for row in self.rows]
-        return {**self._asdict(), "rows": rows}
+        shown = {name: value for name, value in self._asdict().items() if name != "figures"}
+        return {**shown, "rows": rows}
 
     def texts(self) -> list[list[str]]:
         """The rows as people read them."""
@@ -43,7 +46,7 @@ class StudyTable(NamedTuple):
 
     def section(self) -> Section:
         """Its part of a page."""
-        figures = (self._figure(),) if self.along else ()
+        figures = (*((self._figure(),) if self.along else ()), *self.figures)
         table = Table(tuple(self.units), tuple(map(tuple, self.texts())))
         return Section(self.name, self.title, self.about, figures, table)
 
@@ -65,6 +68,22 @@ class StudyTable(NamedTuple):
         y = log_axis(self.height, y_unit, (y for line in found.values() for y in line.values()))
         title = f"{self.height}, by {self.along}"
         return Figure(f"{self.name}-chart", title, "", lines(x, y, series))
+
+
+def waiting_bars(
+    name: str, title: str, parts: Iterable[tuple[str, float, float]], caption: str = ""
+) -> Figure:
+    """A bar for each strategy: seconds of kernels, and of waiting for messages.
+
+    Args:
+        parts: name, seconds of computing, seconds of waiting.
+    """
+    names, computing, waiting = zip(*parts, strict=True)
+    series = [
+        Series(what, names, seconds, [f"{what}: {quantity(x, 's')}" for x in seconds], number)
+        for number, (what, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
+    ]
+    return Figure(name, title, caption, bars(axis("seconds", "s"), "s", series))
 
 
 def shown(value: Value, unit: str) -> str:

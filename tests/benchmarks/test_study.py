@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from benchmarks.study import simulated
 from benchmarks.study.__main__ import app
+from benchmarks.study.controls import controls
 from benchmarks.study.memory import formula, memory, planned
 from benchmarks.study.table import StudyTable
 
@@ -201,3 +202,16 @@ def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.M
 def test_bad_input_is_one_line(words: list[str], said: str):
     code, output = study(*words)
     assert code == 2 and said in output and output.count("\n") == 1
+
+
+def test_a_double_ring_gains_what_a_mesh_does_where_every_device_has_a_nic():
+    (table,) = controls(replace(WORK, num_heads=32, num_kv_heads=32), MACHINE, n=64)
+    found = {(row["machine"].split(", ")[1], row["tokens"], row["plan"]): row
+             for row in records(table)}  # fmt: skip
+    many = found["nodes of 8 with 8 NICs", "256k", "mesh(64, q_tile=8)"]
+    alone = found["nodes of 1 with a NIC", "256k", "mesh(64, q_tile=8)"]
+    assert many["of which topology"] > 2 and many["of which bytes"] < 1.1
+    assert alone["of which topology"] < 1.1 and alone["of which bytes"] > 2
+    for row in records(table):
+        if row["plan"].startswith("double_ring"):
+            assert row["over ring"] == row["of which topology"]

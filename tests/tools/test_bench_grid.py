@@ -11,6 +11,7 @@ from support.bench_contenders import Bad
 import tilewise as tw
 from tilewise import masks
 from tilewise.expressions import STRATEGIES as WRITABLE
+from tilewise.expressions import read_plan
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.strategies.catalog import degrees, divisors
 from tilewise.tools.bench import environment
@@ -244,27 +245,66 @@ def sent(name: str, case: BenchCase) -> int:
     return max(map(sum, zip(*(passes[which] for which in wanted), strict=True)))
 
 
+def on(n: int, node: int = 0, **changed: Any) -> BenchCase:
+    """The case on n ranks of one machine, or of nodes."""
+    network = LabNetwork("loopback", 1, n) if not node else LabNetwork("lab", n // node, node, 50.0)
+    return replace(CASE, num_tokens=16 * n, world_size=n, network=network, **changed)
+
+
 @pytest.mark.parametrize("mask, n, heads, which", [
-    ("full", 16, (16, 2), "both"), ("full", 12, (8, 8), "forward"), ("full", 6, (6, 6), "backward"),
-    ("causal_document", 6, (6, 2), "both"), ("causal_document", 4, (8, 8), "forward"),
+    ("full", 16, (16, 2), "both"), ("full", 12, (8, 8), "forward"), ("full", 8, (6, 6), "backward"),
+    ("causal_document", 8, (6, 2), "both"), ("causal_document", 8, (8, 8), "forward"),
 ])  # fmt: skip
 def test_the_mesh_contenders_never_send_more_than_the_best_of_their_tiles(
     mask: str, n: int, heads: tuple[int, int], which: str
 ):
-    case = replace(CASE, mask=mask, num_tokens=16 * n, world_size=n, which=which)
-    case = replace(case, num_heads=heads[0], num_kv_heads=heads[1])
-    degree = max(d for d in degrees(n, *heads) if d < n)
+    case = on(n, mask=mask, which=which, num_heads=heads[0], num_kv_heads=heads[1])
     meshes = [f"mesh({n}, q_tile={a})" for a in divisors(n)]
     assert sent("mesh", case) == min(sent(mesh, case) for mesh in meshes)
-    inner = [f"mesh({n // degree}, q_tile={a})" for a in divisors(n // degree)]
-    hybrids = [f"ulysses({degree}, inner={mesh})" for mesh in inner]
+    left = {d: n // d for d in degrees(n, *heads) if 1 < d <= n // 2}
+    degree, inner = max((d, m) for d, m in left.items() if len(divisors(m)) > 2)
+    hybrids = [f"ulysses({degree}, inner=mesh({inner}, q_tile={a}))" for a in divisors(inner)[1:-1]]
     assert sent("ulysses_mesh", case) == min(sent(hybrid, case) for hybrid in hybrids)
 
 
-def test_the_two_level_hybrid_splits_heads_as_far_as_two_factors_are_left():
-    case = replace(CASE, num_tokens=256, world_size=16)
-    assert Strategy("ulysses_double_ring").planned(case).plan == tw.ulysses(
-        4, inner=tw.double_ring(2, 2)
-    )
-    reason = Strategy("ulysses_double_ring").supports(replace(case, world_size=4))
+@pytest.mark.parametrize("name, n, node, plan", [
+    ("ulysses_ring", 8, 0, "ulysses(4, inner=ring(2))"),
+    ("ulysses_ring", 16, 0, "ulysses(8, inner=ring(2))"),
+    ("ulysses_ring", 64, 8, "ulysses(8, inner=ring(8))"),
+    ("ulysses_ring", 8, 1, "ulysses(4, inner=ring(2))"),
+    ("ulysses_double_ring", 8, 0, "ulysses(2, inner=double_ring(2, 2))"),
+    ("ulysses_double_ring", 64, 8, "ulysses(8, inner=double_ring(2, 4))"),
+    ("ulysses_mesh", 8, 0, "ulysses(2, inner=mesh(4, q_tile=2))"),
+    ("ulysses_mesh", 16, 4, "ulysses(4, inner=mesh(4, q_tile=2))"),
+    ("hierarchical", 8, 0, "hierarchical(mesh(4, q_tile=2), ring(2))"),
+    ("hierarchical", 16, 4, "hierarchical(mesh(4, q_tile=2), ring(4))"),
+    ("hierarchical", 64, 8, "hierarchical(mesh(8), ring(8))"),
+])  # fmt: skip
+def test_named_hybrids_are_the_papers_plans(name: str, n: int, node: int, plan: str):
+    found = Strategy(name).planned(on(n, node)).plan
+    assert found == read_plan(plan, n)
+
+
+def test_hybrids_take_the_degree_that_is_asked_for():
+    found = Strategy("ulysses_ring", ulysses_degree=2)
+    assert found.name == "ulysses_ring, degree 2"
+    assert found.planned(on(8)).plan == tw.ulysses(2, tw.ring(4))
+    reason = Strategy("ulysses_mesh", ulysses_degree=4).supports(on(8))
+    assert reason and "ulysses_degree (4) must be above 1, divide the ranks (8)" in reason
+    assert "2 would do" in reason
+    reason = Strategy("ulysses_mesh").supports(on(4))
     assert reason and "degree above 1 that divides the ranks (4) with a product of two" in reason
+
+
+def test_a_degree_is_of_the_hybrids_alone():
+    run = preset("strategies", "quick").narrowed({"mask": ["full"], "ulysses_degree": [2, 4]})
+    ((_, contenders),) = entered(run.narrowed({"contender": ["ring", "ulysses_ring"]}))
+    assert [x.name for x in contenders] == [
+        "ring",
+        "ulysses_ring, degree 2",
+        "ulysses_ring, degree 4",
+    ]
+    with pytest.raises(ValueError, match=r"strategy \(ring\) names none of them"):
+        entered(run.narrowed({"contender": ["ring"]}))
+    with pytest.raises(ValueError, match=r"ulysses_degree \(1\)"):
+        entered(run.narrowed({"ulysses_degree": [1]}))

@@ -407,17 +407,20 @@ def held_ranges(held: Rows | None, wanted: Rows) -> Ranges:
     """Rows of a buffer that are the wanted rows of a shard; the buffer has its held rows in turn.
 
     Args:
-        held: None: all of the shard's rows.
+        held: None: all of the shard's rows. Both ascend.
     """
     if held is None:
         return _joined_ranges(wanted)
     found: list[tuple[int, int]] = []
-    offset = 0
+    offset = at = 0  # at: of the first wanted range that ends after this held one starts
     for start, stop in held:
-        for first, last in wanted:
-            first, last = max(first, start), min(last, stop)
-            if first < last:
-                found.append((offset + first - start, offset + last - start))
+        while at < len(wanted) and wanted[at][1] <= start:
+            at += 1
+        place = at
+        while place < len(wanted) and wanted[place][0] < stop:
+            first, last = max(wanted[place][0], start), min(wanted[place][1], stop)
+            found.append((offset + first - start, offset + last - start))
+            place += 1
         offset += stop - start
     return _joined_ranges(found)
 

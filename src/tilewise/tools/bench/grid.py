@@ -14,12 +14,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise import masks
+from tilewise.arguments import require_range
 from tilewise.expressions import WIRE, read_heads
 from tilewise.kernels.registry import PROVIDERS
 from tilewise.tools.bench.case import KINDS, LAYOUTS, BenchCase, LabNetwork, Timing, known_fields
 from tilewise.tools.bench.contender import Contender
 from tilewise.tools.bench.our_kernels import DENSE, OTHERS, kernel
-from tilewise.tools.bench.our_strategies import STRATEGIES, strategy
+from tilewise.tools.bench.our_strategies import HYBRIDS, STRATEGIES, strategy
 from tilewise.tools.mask_report.named import HAVE, Axes
 from tilewise.tools.outside import module_of
 
@@ -41,6 +42,7 @@ FIELDS: Mapping[str, GridField] = MappingProxyType(
         "contender": GridField(str, "A name, a call, plan.json or FILE.py:name."),
         "kernel": GridField(str, "A name of tilewise doctor, module:name or FILE.py:name."),
         "wire": GridField(str, WIRE),
+        "ulysses_degree": GridField(int, "Of hierarchical and ulysses_...; else a node's ranks."),
         "num_tokens": GridField(int, "Of the whole sequence."),
         "tokens_per_rank": GridField(int, "Instead of --num-tokens."),
         "world_size": GridField(int, "Ranks: local processes."),
@@ -66,8 +68,10 @@ LENGTHS = "num_tokens", "tokens_per_rank"
 """Each says how long the sequence is, so one given takes the place of the other."""
 
 
-Who = tuple[str, str, str]
-"""A contender's name, the kernel that it computes with and the wire; "": its own, and none."""
+Who = tuple[str, str, str, int]
+"""A contender's name, the kernel that it computes with, the wire and the Ulysses degree; "" and 0:
+its own, and none.
+"""
 
 
 @dataclass(frozen=True)
@@ -122,17 +126,32 @@ class BenchRun:
         for grid in self.grids:
             lists = dict(grid.lists)
             kernels, names = lists.pop("kernel", ("",)), lists.pop("contender", ("",))
-            wires = ("",)
+            wires: Values = ("",)
+            splits: Values = (0,)
             if self.kind == "kernels":  # a kernel is a contender there, and a wire no field
                 names = (*filter(None, names), *filter(None, kernels)) or ("",)
                 kernels = ("",)
             else:
-                wires = lists.pop("wire", wires)
+                wires, splits = lists.pop("wire", wires), lists.pop("ulysses_degree", splits)
             with grid.named():
+                _check_degrees(splits, names)
                 for case in _cases(self.kind, lists):
-                    who = product(names, kernels, wires)
+                    who = product(names, kernels, wires, splits)
                     found.setdefault(case, ({}, grid))[0].update(dict.fromkeys(who))
         yield from ((case, tuple(who), grid) for case, (who, grid) in found.items())
+
+
+def _check_degrees(degrees: Sequence[int], names: Sequence[str]) -> None:
+    """Refuse degrees that are none, or that no contender has. (0,): the usual."""
+    if degrees == (0,):
+        return
+    for degree in degrees:
+        require_range("ulysses_degree", degree, 2)
+    if all(name and name not in HYBRIDS for name in names):
+        raise ValueError(
+            f"ulysses_degree is of {', '.join(HYBRIDS)}; strategy ({', '.join(names)}) names none "
+            "of them: add one, or leave ulysses_degree out"
+        )
 
 
 def preset(kind: str, name: str) -> BenchRun:
@@ -292,10 +311,12 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
             names = tuple((name, *way) for name, way in product(everyone, ways))
         if by_name.keys() & {name for name, *_ in names}:
             return tuple(names)
-        return (*names, *((name, "", "") for name in by_name))
+        return (*names, *((name, "", "", 0) for name in by_name))
 
     plan: Plan = []
     for case, names, grid in run.cases():
         with grid.named():
-            plan.append((case, tuple(enter(who, case) for who in chosen(names))))
+            contenders = [enter(who, case) for who in chosen(names)]
+            once = (one for i, one in enumerate(contenders) if one not in contenders[:i])
+            plan.append((case, tuple(once)))
     return plan

@@ -17,7 +17,7 @@ from tilewise.expressions import NO_WIRE, read_plan, read_wire
 from tilewise.planning.candidate import load_plan
 from tilewise.planning.search import promising
 from tilewise.strategies import catalog
-from tilewise.strategies.catalog import degrees, divisors, near_square
+from tilewise.strategies.catalog import degrees, divisors, near_square, tile_sizes
 from tilewise.tools.bench.case import LAYOUTS, BenchCase
 from tilewise.tools.bench.contender import Facts, Prediction, Traffic
 from tilewise.tools.bench.traffic import WatchedTransport
@@ -59,8 +59,9 @@ def from_file(path: str, setting: _Setting) -> Planned:
 class _Setting:
     """A case as strategies see it; the mask and its layout are made once."""
 
-    def __init__(self, case: BenchCase, mask: tw.masks.Mask):
+    def __init__(self, case: BenchCase, mask: tw.masks.Mask, ulysses_degree: int | None = None):
         self.case, self.mask, self.n = case, mask, case.world_size
+        self.ulysses_degree = ulysses_degree
         self.kv_bytes = 2 * case.num_kv_heads / case.num_heads
 
     @cached_property
@@ -85,21 +86,35 @@ class _Setting:
         sizes, dtype = (self.case.num_tokens, *self.case.heads), self.case.dtype
         return tw.Workload(*sizes, dtype=dtype, mask=self.mask, layout=layout, wire=wire)
 
-    def degree(self, name: str, two_levels: bool = False) -> int:
-        """The largest Ulysses degree that the heads allow and that leaves an inner plan its ranks.
+    def inside(self, name: str, *, two_levels: bool = False, by_heads: bool = True) -> int:
+        """Ranks that share what a hybrid does inside a node: split heads, or pass KV in a ring.
+
+        The degree that was asked for; else the ranks of a node, or half of all where these are all
+        or one, or the next lower number that heads and ranks allow.
 
         Args:
-            two_levels: the inner plan cuts its ranks in two factors.
+            two_levels: what is left must be a product of two, for a tile or a double ring.
+            by_heads: they split heads.
         """
-        n, heads = self.n, self.case.heads[:2]
-        left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in degrees(n, *heads))
-        degree = max((d for d, inner in left if inner > 1), default=1)
-        if degree > 1:
-            return degree
-        what = "a product of two" if two_levels else "two"
+        n, heads, node = self.n, self.case.heads[:2], self.case.network.ranks_per_host
+        legal = degrees(n, *heads) if by_heads else divisors(n)
+        legal = [d for d in legal if d > 1 and (min(near_square(n // d)) if two_levels else n // d) > 1]
+        what = "a product of two, as 4 or 6," if two_levels else "two or more"
+        if self.ulysses_degree is not None:
+            if self.ulysses_degree in legal:
+                return self.ulysses_degree
+            raise ValueError(
+                f"{name}: ulysses_degree ({self.ulysses_degree}) must be above 1, divide the ranks "
+                f"({n}) with {what} left over, and the heads ({heads[0]}:{heads[1]}); "
+                f"{', '.join(map(str, legal)) or 'nothing'} would do"
+            )
+        wanted = node if 1 < node < n else n // 2
+        if found := [d for d in legal if d <= wanted] or legal[:1]:
+            return max(found)
+        suits = "and the heads " if by_heads else ""
         raise ValueError(
             f"{name} needs a degree above 1 that divides the ranks ({n}) with {what} left over, "
-            f"and the heads ({heads[0]}:{heads[1]})"
+            f"{suits}({heads[0]}:{heads[1]})"
         )
 
 
@@ -122,7 +137,8 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
 
 def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
     """Return the mesh, split by heads first, whose busiest rank sends least in what the case runs;
-    all tile shapes are compared.
+    all tile shapes are compared. Under heads a tile is no row and no column of shards: that would
+    be a ring.
     """
     layout, n = setting.layout, setting.n // degree
     work = setting.work(layout)
@@ -132,11 +148,13 @@ def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
         inner = tw.mesh(n, q_tile, kv_bytes=kv_bytes)
         return tw.ulysses(degree, inner) if degree > 1 else inner
 
+    shapes = tile_sizes(n) if degree > 1 else divisors(n)
+
     def sent(plan: tw.Plan) -> tuple[int, int]:
         by_rank = setting.case.timed(*tw.volume(plan, work))
         return max(by_rank), sum(by_rank)
 
-    return Planned(min(map(made, divisors(n)), key=sent), layout)
+    return Planned(min(map(made, shapes), key=sent), layout)
 
 
 def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
@@ -158,17 +176,22 @@ def _auto(setting: _Setting) -> Planned:
 
 def _hierarchical(setting: _Setting) -> tw.Plan:
     """A tile of whole nodes, a ring inside each."""
-    num_nodes, node_size = setting.two("hierarchical", nodes=True)
-    return tw.hierarchical(tw.mesh(num_nodes), tw.ring(node_size))
+    node_size = setting.inside("hierarchical", two_levels=True, by_heads=False)
+    return tw.hierarchical(tw.mesh(setting.n // node_size), tw.ring(node_size))
 
 
 def _ulysses_ring(setting: _Setting, levels: int = 1) -> tw.Plan:
     """Heads first, a ring of what is left: USP's; on two levels LoongTrain's."""
     name = "ulysses_double_ring" if levels > 1 else "ulysses_ring"
-    degree = setting.degree(name, levels > 1)
+    degree = setting.inside(name, two_levels=levels > 1)
     inner = setting.n // degree
     rings = tw.double_ring(*near_square(inner)) if levels > 1 else tw.ring(inner)
     return tw.ulysses(degree, rings)
+
+
+def _ulysses_mesh(setting: _Setting) -> Planned:
+    """Heads first, a mesh of what is left."""
+    return _of_tiles(setting, setting.inside("ulysses_mesh", two_levels=True))
 
 
 COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
@@ -181,10 +204,13 @@ COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyTy
         "ulysses": lambda s: tw.ulysses(s.n),
         "ulysses_ring": _ulysses_ring,
         "ulysses_double_ring": lambda s: _ulysses_ring(s, levels=2),
-        "ulysses_mesh": lambda s: _of_tiles(s, s.degree("ulysses_mesh")),
+        "ulysses_mesh": _ulysses_mesh,
     }
 )
 """Those that compose plans, and another form of one of the catalog's."""
+
+HYBRIDS = ("hierarchical", "ulysses_ring", "ulysses_double_ring", "ulysses_mesh")
+"""Those of which ulysses_degree says how many ranks work together inside a node."""
 
 
 STRATEGIES: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
@@ -207,18 +233,21 @@ class Strategy:
         kernel: what its tiles are computed with, a name or "FILE.py:name"; None: what suits.
         wire: as read_wire reads it; None: none.
         prune: leave out what the mask makes needless.
+        ulysses_degree: of HYBRIDS; None: what a node has.
     """
 
     text: str
     kernel: str | None = None
     wire: str | None = None
     prune: bool = True
+    ulysses_degree: int | None = None
     library: str = field(default="tilewise", init=False)
 
     @property
     def name(self) -> str:
+        degree = self.ulysses_degree and f"degree {self.ulysses_degree}"
         wire = self.wire and f"wire {self.wire}"
-        return ", ".join(part for part in (self.text, self.kernel, wire) if part)
+        return ", ".join(part for part in (self.text, degree, self.kernel, wire) if part)
 
     @property
     def version(self) -> str:
@@ -233,7 +262,7 @@ class Strategy:
 
     def planned(self, case: BenchCase, mask: tw.masks.Mask | None = None) -> Planned:
         """Its plan and layout."""
-        setting = _Setting(case, case.make_mask() if mask is None else mask)
+        setting = _Setting(case, case.make_mask() if mask is None else mask, self.ulysses_degree)
         if self.text in STRATEGIES:
             made = STRATEGIES[self.text](setting)
         elif self.text.endswith(".json"):
@@ -324,9 +353,16 @@ def _check_plan(text: str, version: str, n: int) -> None:
 
 
 def strategy(
-    text: str, kernel: str | None = None, wire: str | None = None, *, prune: bool = True
+    text: str,
+    kernel: str | None = None,
+    wire: str | None = None,
+    ulysses_degree: int | None = None,
+    *,
+    prune: bool = True,
 ) -> Strategy:
-    """A strategy by what a user writes, the kernel that it computes with, and the wire."""
+    """A strategy by what a user writes, the kernel that it computes with, the wire, and of HYBRIDS
+    the degree; other strategies have none.
+    """
     if is_outside(text):
         load(text)
     elif text not in STRATEGIES and not text.endswith(".json"):
@@ -341,4 +377,5 @@ def strategy(
         kernel_of(kernel)
     if wire and latent_of(read_wire(wire)):
         raise ValueError(f"wire {wire!r} is of latents, but the cases have k and v; take another")
-    return Strategy(text, kernel or None, wire or None, prune)
+    degree = (ulysses_degree or None) if text in HYBRIDS else None
+    return Strategy(text, kernel or None, wire or None, prune, degree)

@@ -191,7 +191,7 @@ def _add(kind: str, about: str, *without: str) -> None:
 
 
 LAB = "hosts", "ranks_per_host", "mbit", "limited"
-ONE_RANK = "contender", "wire", "world_size", "tokens_per_rank", "layout"
+ONE_RANK = "contender", "wire", "ulysses_degree", "world_size", "tokens_per_rank", "layout"
 HERE = "over local processes, or over those that torchrun started."
 _add("kernels", "Every kernel on every mask, one rank: time, memory, errors.", *ONE_RANK, *LAB)
 _add("strategies", f"Every strategy on every mask, {HERE}", *LAB)
