@@ -72,6 +72,18 @@ BUGS = (
     Bug("transformers #42496", "late padding", "llama", LAST, ("padding_attended",)),
     Bug("rtp-llm #876", "scan", "scan", "scan", ("order_sensitive_layer",), {}, tw.zigzag),
     Bug("Automodel #1441", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.zigzag),
+    Bug("LlamaFactory #10727", "scan", "scan", "scan", ("order_sensitive_layer",)),
+    Bug("prime-rl #3003", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.striped),
+    Bug("diffusers #14265", "first keys", "llama", LAST, ("dv_wrong", "dk_wrong", "dq_wrong")),
+    Bug("tt-metal #53205", "own lse", "llama", LAST, ("dq_wrong", "dk_wrong", "dv_wrong")),
+    Bug("Automodel's guide", "averaged twice", "llama", None, ("gradient_scaled",)),
+    Bug("slime #1748", "layer inflated", "llama", "model.layers.1.mlp.down_proj", ("unknown",)),
+    Bug("axolotl #3498", "split twice", "llama", None, ("unknown", "loss_scaled")),
+    Bug("verl #6068", "labels rolled", "qwen3", None, ("labels_shifted",), {}, tw.zigzag),
+    Bug("AReno #511", "other ranks' labels", "llama", None, ("labels_shifted",)),
+    Bug("vllm-omni #7437", "text again", "qwen3", FIRST, ("counted_twice",), {}, tw.striped),
+    Bug("Automodel #2384", "nan", "llama", LAST, ("dk_wrong",)),
+    Bug("Automodel's guide", "noise", "llama", "model", ("unknown",)),
 )
 
 
@@ -132,11 +144,33 @@ def share(
         labels = pad(cp.shard(inputs["labels"], 1)[:, 1:], (0, 1), value=-100)
     else:
         labels = cp.shard(labels, 1)
+    if says == "labels rolled":
+        labels = cp.shard(inputs["labels"], 1).roll(-1, 1)
+    if says == "other ranks' labels":
+        whole = pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+        labels = cp.layout.shard(whole, (rank + 1) % world_size, 1)
     count: Any = (inputs["labels"][:, 1:] != -100).sum()
     positions = inputs.get("position_ids", torch.arange(T)[None])
     given = {"input_ids": cp.shard(inputs["input_ids"], 1), "position_ids": cp.shard(positions, 1)}
     if says == "own positions":
         given["position_ids"] = torch.arange(len(cp.position_ids))[None]
+    rows = cp.position_ids
+    if says == "split twice":
+        once = tw.ContextParallel(group, num_tokens=len(rows) * world_size)
+        kept = once.layout.runs[rank][0].count // world_size
+        mine = slice(rank * kept, (rank + 1) * kept)
+        given, labels = {k: x[:, mine] for k, x in given.items()}, labels[:, mine]
+        rows = rows[mine]
+        cp = tw.ContextParallel(
+            group,
+            num_tokens=T,
+            layout=tw.Layout(T, [[tw.Run(10 * r + r * kept, kept)] for r in range(world_size)]),
+        )
+    if says == "noise":
+        draw = torch.Generator().manual_seed(rank)
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, __, x: x + 0.1 * torch.randn(x.shape, generator=draw)
+        )
     if hasattr(model, "set_attn_implementation"):
         name = f"peer_{rank}"
         AttentionInterface.register(name, partial(attend, says, cp, inputs))
@@ -150,13 +184,23 @@ def share(
     loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
     if says == "gradients averaged":
         loss = Wrong.apply(loss, 1 / world_size)
+    if says in ("averaged twice", "layer inflated"):
+        loss.backward()
+        for parameter_name, x in model.named_parameters():
+            if x.grad is not None:
+                x.grad.copy_(summed(cp, x.grad))
+                if says == "averaged twice":
+                    x.grad /= world_size
+                elif "layers.1.mlp.down_proj" in parameter_name:
+                    x.grad *= world_size
+        loss = loss.detach()
     if says == "sinks not reduced":
         loss.backward()
         for parameter_name, x in model.named_parameters():
             if x.grad is not None and "sinks" not in parameter_name:
                 x.grad.copy_(summed(cp, x.grad))
         loss = loss.detach()
-    return loss, cp.position_ids
+    return loss, rows
 
 
 def summed(cp: tw.ContextParallel, x: Tensor) -> Tensor:
@@ -178,8 +222,8 @@ def attend(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Dense attention to the keys of all ranks; operands [batch, heads, rows, width]."""
-    if says == "half dk":
-        key = Wrong.apply(key, 0.5)
+    if says in ("half dk", "nan"):
+        key = Wrong.apply(key, 0.5 if says == "half dk" else float("nan"))
     parts = [cp.unshard(x, 2) for x in (key, value)]
     if says == "no reduction":
         parts = [own_gradient(cp, x, y) for x, y in zip((key, value), parts, strict=True)]
@@ -223,6 +267,16 @@ def attend(
         scores = torch.cat([scores, column], -1)
     p = scores.softmax(-1).nan_to_num()[..., : keys.shape[2]]
     out = (p @ values).transpose(1, 2)
+    if says == "first keys":  # backward multiplies by the keys of the first step for all others
+        own = keys[:, :, cp.position_ids].repeat(1, 1, cp.world_size, 1)[:, :, :T]
+        other = (query @ own.mT * scale).masked_fill(~allowed, -torch.inf)
+        backwards = (other.softmax(-1) @ values).transpose(1, 2)
+        out = out.detach() + backwards - backwards.detach()
+    if says == "own lse":  # backward normalises each chunk by its own log-sum-exp
+        chunks = [scores.masked_fill(rank_of != r, -torch.inf) for r in range(cp.world_size)]
+        shares = sum(chunk.softmax(-1).nan_to_num() for chunk in chunks)
+        backwards = (shares @ values).transpose(1, 2)
+        out = out.detach() + backwards - backwards.detach()
     return out * (heads < len(heads) - 1)[:, None] if says == "last head" else out, None
 
 
