@@ -5,7 +5,7 @@ written to a file as it is made, so that a run that was stopped goes on where it
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -170,7 +170,9 @@ def contexts(
             f"{DEVICES[-1]} devices, shared by all"
         )
     if work.num_heads % NODE:
-        raise ValueError(f"--heads ({work.num_heads}) must be a multiple of {NODE}, which split them")
+        raise ValueError(
+            f"--heads ({work.num_heads}) must be a multiple of {NODE}, which split them"
+        )
     work = replace(work, layout="zigzag", mask=tw.Full())
     tasks = [
         Task(mask, n, draw, tuple(METHODS), per_device, work, machine)

@@ -15,6 +15,7 @@ from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.report.page import Figure
 from tilewise.tools.report.studies import methods
@@ -63,7 +64,10 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
                     rows.append((*head, *(None,) * (len(units) - len(head))))
                     continue
                 times = one.seconds, one.compute_seconds, one.exposed_seconds
-                shares = 100 * one.exposed_seconds / one.seconds, found["ring"].seconds / one.seconds
+                shares = (
+                    100 * one.exposed_seconds / one.seconds,
+                    found["ring"].seconds / one.seconds,
+                )
                 if plan.name not in known:  # all buffers grow with a rank's tokens
                     known[plan.name] = one.peak_bytes / here.num_tokens
                 held = round(known[plan.name] * here.num_tokens)
@@ -189,8 +193,15 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
         num_tokens = n * per_device
         mask = drawn(name, num_tokens, 0)
         here = replace(work, num_tokens=num_tokens, mask=mask)
-        makers = (tw.contiguous, tw.zigzag)
-        cases = [(make.__name__, make(num_tokens, n), "ring", tw.ring(n)) for make in makers]
+        layouts = {make.__name__: make(num_tokens, n) for make in (tw.contiguous, tw.zigzag)}
+        if "document" in name:
+            layouts["zigzag_documents"] = LAYOUTS["zigzag_documents"](mask, num_tokens, n)
+        controls = {"ring": tw.ring(n), "all_gather": tw.all_gather(n)}
+        if n > machine.node_size and n % machine.node_size == 0:
+            controls["double_ring"] = tw.double_ring(n // machine.node_size, machine.node_size)
+        last = list(layouts)[-1]
+        cases = [(which, layout, "ring", controls["ring"]) for which, layout in layouts.items()]
+        cases += [(last, layouts[last], x, controls[x]) for x in controls if x != "ring"]
         if name != "full":
             level = default_layout(mask, num_tokens, n)
             cases.append(("level", level, "needed", tw.needed(mask, level)))

@@ -62,6 +62,9 @@ FIELDS: Mapping[str, GridField] = MappingProxyType(
         "window": GridField(int, "Tokens, of sliding windows."),
         "cap": GridField(int, "Tokens of the longest document."),
         "corpus": GridField(str, "Of document lengths, or a CSV."),
+        "mix": GridField(float, "Share of tokens in documents of 8K to 30K."),
+        "block_mean": GridField(int, "Mean tokens of variable blocks."),
+        "draw": GridField(str, "tilewise, or longca: its sampler's documents."),
     }
 )
 LENGTHS = "num_tokens", "tokens_per_rank"
