@@ -85,8 +85,9 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
 
 def _waits(name: str, rows: list[tuple[Value, ...]]) -> Figure:
     """The bars of the largest size on which every method is simulated."""
-    most = max(row[0] for row in rows if all(x[4] for x in rows if x[0] == row[0]))
-    parts = [(row[2], row[5], row[6]) for row in rows if row[0] == most]
+    sizes = {n: [row for row in rows if row[0] == n] for n in (int(row[0] or 0) for row in rows)}
+    most = max(n for n, mine in sizes.items() if all(row[4] is not None for row in mine))
+    parts = [(str(row[2]), float(row[5] or 0), float(row[6] or 0)) for row in sizes[most]]
     caption = "Of the rank that computes, and the rank that waits, longest; both passes."
     return waiting_bars(f"{name}-waits", f"Computing and waiting on {most} devices", parts, caption)
 
