@@ -17,7 +17,7 @@ from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.table import StudyTable, page_of
 from benchmarks.study.where import ROWS as WHERE_ROWS
-from benchmarks.study.where import where
+from benchmarks.study.where import picture, where
 from tilewise.masks.base import Causal, Full
 from tilewise.tools.cli.options import (
     AsJson,
@@ -36,6 +36,7 @@ from tilewise.tools.cli.output import (
     working,
     write_output,
 )
+from tilewise.tools.doctor import require
 from tilewise.tools.report.page import written
 
 STUDIES = MappingProxyType(
@@ -75,6 +76,7 @@ class StudyOptions(NamedTuple):
     rows: Annotated[
         Path | None, option("File of the rows of contexts or where, instead of the committed one.")
     ] = None
+    png: Annotated[Path | None, option("Write the map of where here, as a picture.")] = None
     output: Annotated[
         Path | None, option("Write the tables here too, as JSON.", "--output", "-o")
     ] = None
@@ -100,6 +102,9 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             )
         if options.rows is not None and len(set(names) & {*KEPT}) != 1:
             raise ValueError(f"--rows ({options.rows}) is for contexts or where, one of them")
+        if options.png is not None and "where" not in names:
+            raise ValueError(f"--png ({options.png}) is of where; add it to the studies")
+        check_writable(options.png)
         check_writable(options.rows)
         given, about = about, about.filled(USUAL)
         machine = read_machine_option(about.machine)
@@ -114,7 +119,11 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
                 tell(name)
                 tables += STUDIES[name](work, machine)
         if "where" in names:
-            tables += where(work, machine, path=options.rows or WHERE_ROWS)
+            (table,) = where(work, machine, path=options.rows or WHERE_ROWS)
+            tables.append(table)
+            if options.png is not None:
+                require("matplotlib", "the map's picture")
+                picture(table.rows, options.png)
         if "contexts" in names:
             own = workload_of(given.filled(OWN_USUAL).filled(USUAL), 1)
             path = options.rows or ROWS

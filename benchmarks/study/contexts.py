@@ -12,7 +12,7 @@ from itertools import product
 from os import cpu_count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -176,7 +176,7 @@ def contexts(
     work = replace(work, layout="zigzag", mask=tw.Full())
     tasks = [
         Task(mask, n, draw, tuple(METHODS), per_device, work, machine)
-        for draw, n, mask in product(range(draws), DEVICES, MASKS)
+        for n, draw, mask in product(DEVICES, range(draws), MASKS)
         if draw == 0 or "document" in mask
     ]
     wanted = {_key({**task.case, "method": x}) for task in tasks for x in METHODS}
@@ -196,11 +196,19 @@ def _run(tasks: list[Task], known: Mapping[str, Row], path: Path) -> Iterator[Ro
     if not todo:
         return
     names = [f"{x.mask}, {x.devices} devices, draw {x.draw}" for x in todo]
-    with path.open("a") as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
+    with appended(path) as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
         for found in counted(pool.map(rows_of, todo), names):
             file.write("".join(json.dumps(row) + "\n" for row in found))
             file.flush()
             yield from found
+
+
+def appended(path: Path) -> IO[str]:
+    """The file, to add lines to; a last one that was cut is ended."""
+    cut = path.exists() and not path.read_text(encoding="utf-8").endswith("\n")
+    file = path.open("a", encoding="utf-8")
+    file.write("\n" if cut and path.stat().st_size else "")
+    return file
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import tilewise as tw
-from benchmarks.study.contexts import read_rows
+from benchmarks.study.contexts import appended, read_rows
 from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
 from tilewise.simulation.machine import Machine
@@ -24,7 +24,7 @@ from tilewise.tools.report.drawing import heat_map
 from tilewise.tools.report.page import Figure
 from tilewise.tools.report.words import count, short
 
-DEVICES = MappingProxyType({"causal": 64, "causal_document": 32})
+DEVICES = MappingProxyType({"causal": 64, "causal_document": 16})
 LINKS = MappingProxyType({"causal": (25, 50, 100, 200, 400), "causal_document": (25, 100, 400)})
 """Gbit/s of a device between nodes."""
 NODES = (1, 8)
@@ -32,6 +32,8 @@ TOKENS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # of a device
 HEADS = ((32, 32), (64, 8))
 MASKS = ("causal", "causal_document")
 ROWS = Path(__file__).parents[1] / "results" / "where.jsonl"
+SHORT = MappingProxyType({"mesh": "mesh", "ulysses x mesh": "u x mesh", "hierarchical": "hier.",
+                          "tiled or needed": "for mask"})  # fmt: skip
 EQUAL = 1.05  # times faster, up to which nothing is gained
 KNOWN = ("ring", "double ring", "ulysses", "usp")
 FAMILIES = ("nothing gained", "mesh", "ulysses x mesh", "hierarchical", "tiled or needed")
@@ -106,7 +108,7 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
     todo = [task for task in tasks if json.dumps(task.key) not in known]
     names = [", ".join(map(str, task.key[:4])) for task in todo]
     if todo:
-        with path.open("a") as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
+        with appended(path) as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
             for task, found in zip(todo, counted(pool.map(rows_of, todo), names), strict=True):
                 file.write(json.dumps({"case": task.key, "rows": found}) + "\n")
                 file.flush()
@@ -118,7 +120,7 @@ def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator
         f"{work.dtype}. Gain: time of the fastest of ring, double ring, Ulysses and USP of any "
         f"degree over that of the best plan; up to {EQUAL} nothing is gained. Causal on zigzag "
         "tokens. Documents of prolong512k, the longest a quarter of the sequence; each plan on the "
-        "better of zigzag and zigzag_documents."
+        "better of zigzag and zigzag_documents, degrees 8 and all, one shape of a tile."
     )
     figures = tuple(_map(mask, heads, rows) for mask, heads in product(MASKS, HEADS))
     yield StudyTable("where", "Where it pays", about, units, rows, figures=figures)
@@ -200,3 +202,33 @@ def _map(mask: str, heads: tuple[int, int], rows: list[tuple[Value, ...]]) -> Fi
     levels = [(family, number) for family, number in COLOURS.items()]
     title = f"{mask.replace('_', ' ')}, {shape} heads"
     return Figure(f"where-{mask}-{heads[0]}", title, "", heat_map(down, right, levels, cell))
+
+
+def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
+    """Write the four maps as one PNG."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(11, 7.5), layout="constrained")
+    panels = canvas.subplots(2, 2)
+    image = None
+    for axes, (mask, heads) in zip(panels.flat, product(MASKS, HEADS), strict=True):
+        shape = f"{heads[0]}:{heads[1]}"
+        mine = [row for row in rows if row[:2] == (mask, shape)]
+        down = [(node, gbit) for node in NODES for gbit in LINKS[mask]]
+        gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in TOKENS] for at in down]
+        values = [[float(row[9] or 1) for row in line] for line in gains]
+        image = axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")
+        for y, line in enumerate(gains):
+            for x, row in enumerate(line):
+                gained = row[5] != "nothing gained"
+                text = f"{row[9]:.2f} {SHORT[str(row[5])]}" if gained else str(row[8])
+                axes.text(x, y, text, ha="center", va="center", size=7,
+                          color="black" if gained else "gray")  # fmt: skip
+        axes.set_xticks(range(len(TOKENS)), [f"{t >> 10}K" for t in TOKENS])
+        axes.set_yticks(
+            range(len(down)), [f"nodes of {node}, {gbit} Gbit/s" for node, gbit in down]
+        )
+        axes.set_title(f"{mask.replace('_', ' ')}, {shape} heads, {DEVICES[mask]} devices", size=9)
+        axes.set_xlabel("tokens a device")
+    canvas.colorbar(image, ax=panels, label="times faster than ring, double ring, Ulysses, USP")
+    canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})
