@@ -210,14 +210,13 @@ def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
 
     canvas = Canvas(figsize=(11, 7.5), layout="constrained")
     panels = canvas.subplots(2, 2)
-    image = None
     for axes, (mask, heads) in zip(panels.flat, product(MASKS, HEADS), strict=True):
         shape = f"{heads[0]}:{heads[1]}"
         mine = [row for row in rows if row[:2] == (mask, shape)]
         down = [(node, gbit) for node in NODES for gbit in LINKS[mask]]
         gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in TOKENS] for at in down]
         values = [[float(row[9] or 1) for row in line] for line in gains]
-        image = axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")
+        axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")
         for y, line in enumerate(gains):
             for x, row in enumerate(line):
                 gained = row[5] != "nothing gained"
@@ -230,5 +229,6 @@ def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
         )
         axes.set_title(f"{mask.replace('_', ' ')}, {shape} heads, {DEVICES[mask]} devices", size=9)
         axes.set_xlabel("tokens a device")
-    canvas.colorbar(image, ax=panels, label="times faster than ring, double ring, Ulysses, USP")
+    label = "times faster than ring, double ring, Ulysses, USP"
+    canvas.colorbar(panels.flat[0].images[0], ax=panels, label=label)
     canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})
