@@ -69,9 +69,7 @@ def test_numpy_arrays():
         cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS)
         cp.attention(x, x, x)
 
-    assert _refusals(call) == {
-        "rank 0: q (ndarray) must be a Tensor, such as torch.from_numpy(q)"
-    }
+    assert _refusals(call) == {"rank 0: q (ndarray) must be a Tensor, such as torch.from_numpy(q)"}
 
 
 @pytest.mark.parametrize("other", [tw.Window(3, 0), tw.Full(), 1])

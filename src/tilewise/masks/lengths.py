@@ -224,7 +224,8 @@ def _draw(bins: Array, count: int, rng: np.random.Generator, evenly: bool) -> Ar
     index = rng.choice(len(bins), count, p=documents / documents.sum())
     first, last = np.maximum(first, 1)[index], last[index]
     if evenly:
-        return rng.integers(first, last, endpoint=True, dtype=np.int64)
+        uniform: Array = rng.integers(first, last, endpoint=True)
+        return uniform
     lengths = np.floor(first * ((last + 1) / first) ** rng.random(count)).astype(np.int64)
     return np.clip(lengths, first, last)
 
