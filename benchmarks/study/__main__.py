@@ -15,6 +15,7 @@ from benchmarks.study.contexts import OWN_USUAL, ROWS, contexts
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
+from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
 from benchmarks.study.where import ROWS as WHERE_ROWS
 from benchmarks.study.where import picture, where
@@ -48,6 +49,7 @@ STUDIES = MappingProxyType(
         "schedules": schedules,
         "masks": masks,
         "model": model,
+        "stress": stress,
     }
 )
 KEPT = ("contexts", "where")

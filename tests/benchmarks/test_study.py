@@ -11,7 +11,7 @@ from support.docs_tables import shows, table_of
 from typer.testing import CliRunner
 
 import tilewise as tw
-from benchmarks.study import contexts, simulated, where
+from benchmarks.study import contexts, simulated, stress, where
 from benchmarks.study.__main__ import app
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import formula, memory, planned
@@ -329,3 +329,36 @@ def test_the_pages_show_the_rows_of_the_lab():
             assert shows(waited, 1e3 * row["exposed_seconds"])
             ratios = (ring[x] / row[x] for x in ("median_seconds", "bytes_max_rank"))
             assert shows(over, *ratios), (name, which)
+
+
+def test_disturbed_methods_take_longer_and_a_ring_hides_a_slow_rank(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(stress, "DEVICES", 16)
+    monkeypatch.setattr(stress, "TOKENS", 1 << 15)
+    monkeypatch.setattr(stress, "CLAIMS", (("ring waits", 91.5, 16, 1 << 15),))
+    table, claims = stress.stress(WORK, MACHINE, n=16)
+    for row in records(table):
+        assert min(row[name] for name in ("a slow rank", "jitter", "short messages")) >= 1
+        assert row["strategy"] != "ring" or row["over ring, jitter"] == 1
+    found = {row["assumption"]: row["found"] for row in records(claims)}
+    assert found["links at a tenth"] > found["links at half speed"] > found["as described"]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_disturbed():
+    table, claims = stress.stress(USUAL, MACHINE)
+    lines = table_of("studies.md", "| a slow rank |").rows
+    for row, (name, over, *cells) in zip(records(table), lines, strict=True):
+        assert name == row["strategy"] and shows(over, row["over ring"])
+        figures = [
+            row[x]
+            for y in ("a slow rank", "jitter", "short messages")
+            for x in (y, f"over ring, {y}")
+        ]
+        assert all(shows(cell, x) for cell, x in zip(cells, figures, strict=True)), row
+    found = {(row["claim"], row["assumption"]): row for row in records(claims)}
+    for name, *cells in table_of("studies.md", "| ours (a double ring) |").rows:
+        for cell, (claim, *_) in zip(cells, stress.CLAIMS, strict=True):
+            row = found.get((claim, name))
+            assert shows(cell, row["found"], row["double ring"]) if row else not cell

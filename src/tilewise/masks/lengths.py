@@ -224,8 +224,7 @@ def _draw(bins: Array, count: int, rng: np.random.Generator, evenly: bool) -> Ar
     index = rng.choice(len(bins), count, p=documents / documents.sum())
     first, last = np.maximum(first, 1)[index], last[index]
     if evenly:
-        uniform: Array = rng.integers(first, last, endpoint=True)
-        return uniform
+        return np.floor(first + (last + 1 - first) * rng.random(count)).astype(np.int64)
     lengths = np.floor(first * ((last + 1) / first) ** rng.random(count)).astype(np.int64)
     return np.clip(lengths, first, last)
 
