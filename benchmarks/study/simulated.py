@@ -12,7 +12,7 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
-from tilewise.strategies.catalog import divisors
+from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 from tilewise.tools.mask_report.figures import LAYOUTS
@@ -98,20 +98,23 @@ def tiles(work: tw.Workload, machine: Machine, n: int = 256) -> Iterator[StudyTa
              "x", "time": "s", "waiting": "s", "memory": "B"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     flop = _flop(work, work.mask) / n
-    for a in divisors(n):
-        plan = tw.mesh(n, a, kv_bytes=2 * work.num_kv_heads / work.num_heads)
+    ratio = 2 * work.num_kv_heads / work.num_heads
+    plans = {f"{a} x {n // a}": tw.mesh(n, a, kv_bytes=ratio) for a in divisors(n)}
+    plans |= {"double ring": control_of(n, machine), "all-gather": tw.all_gather(n)}
+    for name, plan in plans.items():
         found, sent = tw.simulate(plan, work, machine, exact=False), tw.volume(plan, _whole(work))
         forward, backward = max(sent.forward), max(sent.backward)
         carried = (forward + backward) / machine.nic_bandwidth
         rows.append(
-            (f"{a} x {n // a}", forward, backward, 1e3 * (forward + backward) / flop,
+            (name, forward, backward, 1e3 * (forward + backward) / flop,
              carried / found.compute_seconds, found.seconds, found.exposed_seconds,
              found.peak_bytes)
         )  # fmt: skip
     about = (
         f"{_about(work, machine)} Query x KV shards of a rank's tile on {n} devices; 1 x {n} is a "
-        "ring. Links over kernels: seconds of the bytes on one NIC over seconds of kernels; above "
-        "1 communication bounds the time whatever the schedule."
+        "ring; the last two send its bytes over other links, and at once. Links over kernels: "
+        "seconds of the bytes on one NIC over seconds of kernels; above 1 communication bounds "
+        "the time of a tile whatever the schedule."
     )
     yield StudyTable("tiles", "Tile shapes", about, units, rows)
 
@@ -246,6 +249,12 @@ def clusters() -> tuple[Machine, Machine]:
     )
 
 
+def control_of(n: int, machine: Machine) -> tw.Plan:
+    """A double ring over nodes; where these have one device, or all, over two equal factors."""
+    inside = machine.node_size if 1 < machine.node_size < n else near_square(n)[1]
+    return tw.double_ring(n // inside, inside)
+
+
 def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """A GPT-3-like model's step: attention and linear layers."""
     units = {"machine": "", "model": "", "tokens": "", "strategy": "", "attention": "s",
@@ -253,14 +262,16 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
              "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     known = methods(n, work, n)
-    plans = [(x, known[x]()) for x in ("ring", "attention2d", "attention2d_overlap", "mesh")]
+    names = "ring", "all_gather", "attention2d", "attention2d_overlap", "mesh"
+    plans = [(x, known[x]()) for x in names]
     every = product((*clusters(), machine), MODELS, MODEL_TOKENS)
     for cluster, (title, layers, heads, head_dim), tokens in every:
         here = tw.Workload(tokens, heads, heads, head_dim, dtype=work.dtype, mask=tw.Causal())
         parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY
         speed = cluster.kernel(work.dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
         linear, steps = 6 * parameters * tokens / n / speed, []
-        for name, plan in plans:
+        control = "double_ring", control_of(n, cluster)
+        for name, plan in (*plans, control):
             attention = layers * tw.simulate(plan, here, cluster, exact=False).seconds
             steps.append(attention + linear)
             rows.append(

@@ -55,7 +55,10 @@ def test_tile_shapes_have_the_bytes_of_the_formula():
     (table,) = simulated.tiles(WORK, MACHINE, n=16)
     shard = (1 << 10) * 16 * (64 * 2)
     lse = (1 << 10) * 16 * 4
-    for a, row in zip((1, 2, 4, 8, 16), records(table), strict=True):
+    *tiles, double, gathered = records(table)
+    for row in (double, gathered):
+        assert row["forward"] == tiles[0]["forward"] and row["backward"] == tiles[0]["backward"]
+    for a, row in zip((1, 2, 4, 8, 16), tiles, strict=True):
         x, y = a - 1, 16 // a - 1
         assert row["tile"] == f"{a} x {16 // a}"
         assert row["forward"] == x * (2 * shard + lse) + y * 2 * shard
