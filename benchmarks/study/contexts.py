@@ -235,7 +235,8 @@ def _key(row: Row) -> str:
 def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTable:
     units = {"devices": "", "method": "", "plan": "", "draws": ""}
     for which in ("forward", "backward"):
-        units |= {which: "", **{f"{which} {x}": "" for x in ("least", "0.2", "0.8", "most")}}
+        spread = ("least", "0.2", "median", "0.8", "most")
+        units |= {which: "", **{f"{which} {x}": "" for x in spread}}
     units |= {"waiting": "%", "memory": "B"}
     shown: list[tuple[Value, ...]] = []
     for n, method in product(DEVICES, METHODS):
@@ -246,7 +247,7 @@ def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTa
         figures: list[Value] = []
         for which in ("forward", "backward"):
             speeds = [row[f"{which}_tflops"] for row in mine]
-            quantiles = np.quantile(speeds, (0, 0.2, 0.8, 1)).tolist()
+            quantiles = np.quantile(speeds, (0, 0.2, 0.5, 0.8, 1)).tolist()
             figures += [float(np.mean(speeds)), *quantiles]
         waiting = 100 * float(np.mean([row["waiting_share"] for row in mine]))
         memory = next((row["peak_bytes"] for row in mine if row["peak_bytes"]), None)
@@ -256,7 +257,7 @@ def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTa
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
         f"{work.num_tokens // DEVICES[-1]} tokens a device, on {machine.name}, simulated. TFLOP/s "
         "a device of allowed pairs (4 head_dim a pair and head forward, 10 backward): mean of the "
-        "draws, least, quantiles 0.2 and 0.8, most. Waiting of the rank that waits longest, of "
+        "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, of "
         f"both passes. Memory of rank 0, first draw. Documents: {CORPUS} with {MIX:.0%} of the "
         "tokens in documents of 8K to 30K, on tw.zigzag_documents; other masks on zigzag; tiled "
         "on its own layout. Ulysses on 96 devices is not there where 96 divides no heads."

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from typing import Any
 
 import pytest
@@ -273,7 +273,7 @@ def test_the_page_shows_the_rows_of_contexts():
                 continue
             forward, backward = ([x[f"{y}_tflops"] for x in mine] for y in ("forward", "backward"))
             spread = (min(forward), max(forward)) if "document" in mask else ()
-            assert shows(cell, mean(forward), mean(backward), *spread), (name, n)
+            assert shows(cell, median(forward), median(backward), *spread), (name, n)
 
 
 def test_the_map_keeps_its_rows_and_says_what_is_gained(
