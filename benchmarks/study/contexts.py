@@ -257,7 +257,7 @@ def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTa
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
         f"{work.num_tokens // DEVICES[-1]} tokens a device, on {machine.name}, simulated. TFLOP/s "
         "a device of allowed pairs (4 head_dim a pair and head forward, 10 backward): mean of the "
-        "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, of "
+        "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, "
         f"both passes. Memory of rank 0, first draw. Documents: {CORPUS} with {MIX:.0%} of the "
         "tokens in documents of 8K to 30K, on tw.zigzag_documents; other masks on zigzag; tiled "
         "on its own layout. Ulysses on 96 devices is not there where 96 divides no heads."
