@@ -23,7 +23,7 @@ def work_of(n: int, mask: tw.masks.Mask) -> tw.Workload:
 
 
 def plans(n: int) -> Iterator[tuple[str, tw.Plan]]:
-    """The five ways it measures, and the double ring alone; those that heads forbid are left out."""
+    """The five ways it measures, and a double ring; those that heads forbid are left out."""
     outer = n // 8
     window = max(d for d in range(1, outer + 1) if outer % d == 0 and d * d <= outer)
     if HEADS % n == 0:
@@ -107,8 +107,8 @@ def _claims(found: dict[tuple[str, str], dict[str, float]]) -> Iterator[Claim]:
     )
     for what, mine, why in (
         ("throughput kept from 8 to 96 devices: USP", usp,
-         "calls grow from 64K to 768K keys' worth of work for the same launches; real clusters also "
-         "lose to congestion and stragglers, which are not simulated"),
+         "calls grow from 64K to 768K keys' worth of work for the same launches; real clusters "
+         "also lose to congestion and stragglers, which are not simulated"),
         ("ring, kept from 8 to 96 devices", ring,
          "with 8 query heads to a KV head a ring's messages hide behind 8K x 8K blocks at 50 GB/s; "
          "slower links would show"),

@@ -11,10 +11,14 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from benchmarks.study.contexts import OWN_USUAL, ROWS, contexts
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
+from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
+from benchmarks.study.where import ROWS as WHERE_ROWS
+from benchmarks.study.where import picture, where
 from tilewise.masks.base import Causal, Full
 from tilewise.tools.cli.options import (
     AsJson,
@@ -33,6 +37,7 @@ from tilewise.tools.cli.output import (
     working,
     write_output,
 )
+from tilewise.tools.doctor import require
 from tilewise.tools.report.page import written
 
 STUDIES = MappingProxyType(
@@ -44,8 +49,11 @@ STUDIES = MappingProxyType(
         "schedules": schedules,
         "masks": masks,
         "model": model,
+        "stress": stress,
     }
 )
+KEPT = ("contexts", "where")
+"""Studies that take minutes, and keep the rows that are done: half an hour, and ten minutes."""
 LEFT_OUT = ("layout", "wire_dtype", "wire", "save", "v_head_dim")
 USUAL = MappingProxyType(
     {
@@ -63,8 +71,14 @@ class StudyOptions(NamedTuple):
     """Which studies, and where their tables go."""
 
     names: Annotated[
-        list[str], typer.Argument(help=f"{', '.join(STUDIES)}; or all.", show_default=False)
+        list[str],
+        typer.Argument(help=f"{', '.join((*STUDIES, *KEPT))}; or all.", show_default=False),
     ]
+    draws: Annotated[int, option("Of the documents, in contexts.", min=1)] = 10
+    rows: Annotated[
+        Path | None, option("File of the rows of contexts or where, instead of the committed one.")
+    ] = None
+    png: Annotated[Path | None, option("Write the map of where here, as a picture.")] = None
     output: Annotated[
         Path | None, option("Write the tables here too, as JSON.", "--output", "-o")
     ] = None
@@ -73,19 +87,28 @@ class StudyOptions(NamedTuple):
 
 
 def _study(options: StudyOptions, about: WorkOptions) -> None:
-    """Run the papers' studies: scaling, memory, tiles, schedules, masks and a model's step.
+    """Run the papers' studies.
 
-    All but the measured memory is simulated.
+    All but the measured memory is simulated. contexts takes half an hour of two cores where no row
+    is there yet, and where ten minutes: what is done is kept, the same command goes on, and fewer
+    --draws take less.
     """
     with refusing_bad_input():
         for path in (options.output, options.page):
             check_writable(path)
-        names = list(STUDIES) if "all" in options.names else options.names
-        if unknown := [name for name in names if name not in STUDIES]:
+        every = (*STUDIES, *KEPT)
+        names = list(every) if "all" in options.names else list(dict.fromkeys(options.names))
+        if unknown := [name for name in names if name not in every]:
             raise ValueError(
-                f"study {unknown[0]!r} is not known; take some of {', '.join(STUDIES)}, or all"
+                f"study {unknown[0]!r} is not known; take some of {', '.join(every)}, or all"
             )
-        about = about.filled(USUAL)
+        if options.rows is not None and len(set(names) & {*KEPT}) != 1:
+            raise ValueError(f"--rows ({options.rows}) is for contexts or where, one of them")
+        if options.png is not None and "where" not in names:
+            raise ValueError(f"--png ({options.png}) is of where; add it to the studies")
+        check_writable(options.png)
+        check_writable(options.rows)
+        given, about = about, about.filled(USUAL)
         machine = read_machine_option(about.machine)
         work = replace(workload_of(about, 1), layout="zigzag")
         if work.mask not in (Full(), Causal()):
@@ -94,9 +117,19 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             )
         tables: list[StudyTable] = []
         with working("") as tell:
-            for name in names:
+            for name in (name for name in names if name in STUDIES):
                 tell(name)
                 tables += STUDIES[name](work, machine)
+        if "where" in names:
+            (table,) = where(work, machine, path=options.rows or WHERE_ROWS)
+            tables.append(table)
+            if options.png is not None:
+                require("matplotlib", "the map's picture")
+                picture(table.rows, options.png)
+        if "contexts" in names:
+            own = workload_of(given.filled(OWN_USUAL).filled(USUAL), 1)
+            path = options.rows or ROWS
+            tables += contexts(own, machine, draws=options.draws, path=path)
         found = {"studies": [table.as_json() for table in tables]}
         if options.output is not None:
             write_output(options.output, json.dumps(found, indent=1))

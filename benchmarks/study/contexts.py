@@ -5,14 +5,14 @@ written to a file as it is made, so that a run that was stopped goes on where it
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from os import cpu_count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -170,11 +170,13 @@ def contexts(
             f"{DEVICES[-1]} devices, shared by all"
         )
     if work.num_heads % NODE:
-        raise ValueError(f"--heads ({work.num_heads}) must be a multiple of {NODE}, which split them")
+        raise ValueError(
+            f"--heads ({work.num_heads}) must be a multiple of {NODE}, which split them"
+        )
     work = replace(work, layout="zigzag", mask=tw.Full())
     tasks = [
         Task(mask, n, draw, tuple(METHODS), per_device, work, machine)
-        for draw, n, mask in product(range(draws), DEVICES, MASKS)
+        for n, draw, mask in product(DEVICES, range(draws), MASKS)
         if draw == 0 or "document" in mask
     ]
     wanted = {_key({**task.case, "method": x}) for task in tasks for x in METHODS}
@@ -194,11 +196,19 @@ def _run(tasks: list[Task], known: Mapping[str, Row], path: Path) -> Iterator[Ro
     if not todo:
         return
     names = [f"{x.mask}, {x.devices} devices, draw {x.draw}" for x in todo]
-    with path.open("a") as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
+    with appended(path) as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
         for found in counted(pool.map(rows_of, todo), names):
             file.write("".join(json.dumps(row) + "\n" for row in found))
             file.flush()
             yield from found
+
+
+def appended(path: Path) -> IO[str]:
+    """The file, to add lines to; a last one that was cut is ended."""
+    cut = path.exists() and not path.read_text(encoding="utf-8").endswith("\n")
+    file = path.open("a", encoding="utf-8")
+    file.write("\n" if cut and path.stat().st_size else "")
+    return file
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -225,7 +235,8 @@ def _key(row: Row) -> str:
 def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTable:
     units = {"devices": "", "method": "", "plan": "", "draws": ""}
     for which in ("forward", "backward"):
-        units |= {which: "", **{f"{which} {x}": "" for x in ("least", "0.2", "0.8", "most")}}
+        spread = ("least", "0.2", "median", "0.8", "most")
+        units |= {which: "", **{f"{which} {x}": "" for x in spread}}
     units |= {"waiting": "%", "memory": "B"}
     shown: list[tuple[Value, ...]] = []
     for n, method in product(DEVICES, METHODS):
@@ -236,7 +247,7 @@ def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTa
         figures: list[Value] = []
         for which in ("forward", "backward"):
             speeds = [row[f"{which}_tflops"] for row in mine]
-            quantiles = np.quantile(speeds, (0, 0.2, 0.8, 1)).tolist()
+            quantiles = np.quantile(speeds, (0, 0.2, 0.5, 0.8, 1)).tolist()
             figures += [float(np.mean(speeds)), *quantiles]
         waiting = 100 * float(np.mean([row["waiting_share"] for row in mine]))
         memory = next((row["peak_bytes"] for row in mine if row["peak_bytes"]), None)
@@ -246,7 +257,7 @@ def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTa
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
         f"{work.num_tokens // DEVICES[-1]} tokens a device, on {machine.name}, simulated. TFLOP/s "
         "a device of allowed pairs (4 head_dim a pair and head forward, 10 backward): mean of the "
-        "draws, least, quantiles 0.2 and 0.8, most. Waiting of the rank that waits longest, of "
+        "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, "
         f"both passes. Memory of rank 0, first draw. Documents: {CORPUS} with {MIX:.0%} of the "
         "tokens in documents of 8K to 30K, on tw.zigzag_documents; other masks on zigzag; tiled "
         "on its own layout. Ulysses on 96 devices is not there where 96 divides no heads."

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import tilewise as tw
+from benchmarks.study.simulated import control_of
 from benchmarks.study.table import StudyTable, Value
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
-from tilewise.strategies.catalog import near_square, tile_sizes
+from tilewise.strategies.catalog import tile_sizes
 from tilewise.tools.report.words import count, short
 
 DEVICES = 256
@@ -47,8 +48,7 @@ def _rows(work: tw.Workload, machine: Machine, n: int) -> Iterator[tuple[Value, 
     def run(plan: tw.Plan) -> tuple[str, Simulation]:
         return short(plan.name), tw.simulate(plan, work, machine, exact=False)
 
-    inside = machine.node_size if 1 < machine.node_size < n else near_square(n)[1]
-    alike = [run(x) for x in (tw.ring(n), tw.all_gather(n), tw.double_ring(n // inside, inside))]
+    alike = [run(x) for x in (tw.ring(n), tw.all_gather(n), control_of(n, machine))]
     ring, _, double = (one.seconds for _, one in alike)
     least = min(one.seconds for _, one in alike)
     tiles = {a: run(tw.mesh(n, a)) for a in tile_sizes(n)}

@@ -12,9 +12,10 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
-from tilewise.strategies.catalog import divisors
+from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.report.page import Figure
 from tilewise.tools.report.studies import methods
@@ -63,7 +64,10 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
                     rows.append((*head, *(None,) * (len(units) - len(head))))
                     continue
                 times = one.seconds, one.compute_seconds, one.exposed_seconds
-                shares = 100 * one.exposed_seconds / one.seconds, found["ring"].seconds / one.seconds
+                shares = (
+                    100 * one.exposed_seconds / one.seconds,
+                    found["ring"].seconds / one.seconds,
+                )
                 if plan.name not in known:  # all buffers grow with a rank's tokens
                     known[plan.name] = one.peak_bytes / here.num_tokens
                 held = round(known[plan.name] * here.num_tokens)
@@ -81,8 +85,9 @@ def scaling(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
 
 def _waits(name: str, rows: list[tuple[Value, ...]]) -> Figure:
     """The bars of the largest size on which every method is simulated."""
-    most = max(row[0] for row in rows if all(x[4] for x in rows if x[0] == row[0]))
-    parts = [(row[2], row[5], row[6]) for row in rows if row[0] == most]
+    sizes = {n: [row for row in rows if row[0] == n] for n in (int(row[0] or 0) for row in rows)}
+    most = max(n for n, mine in sizes.items() if all(row[4] is not None for row in mine))
+    parts = [(str(row[2]), float(row[5] or 0), float(row[6] or 0)) for row in sizes[most]]
     caption = "Of the rank that computes, and the rank that waits, longest; both passes."
     return waiting_bars(f"{name}-waits", f"Computing and waiting on {most} devices", parts, caption)
 
@@ -93,20 +98,23 @@ def tiles(work: tw.Workload, machine: Machine, n: int = 256) -> Iterator[StudyTa
              "x", "time": "s", "waiting": "s", "memory": "B"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     flop = _flop(work, work.mask) / n
-    for a in divisors(n):
-        plan = tw.mesh(n, a, kv_bytes=2 * work.num_kv_heads / work.num_heads)
+    ratio = 2 * work.num_kv_heads / work.num_heads
+    plans = {f"{a} x {n // a}": tw.mesh(n, a, kv_bytes=ratio) for a in divisors(n)}
+    plans |= {"double ring": control_of(n, machine), "all-gather": tw.all_gather(n)}
+    for name, plan in plans.items():
         found, sent = tw.simulate(plan, work, machine, exact=False), tw.volume(plan, _whole(work))
         forward, backward = max(sent.forward), max(sent.backward)
         carried = (forward + backward) / machine.nic_bandwidth
         rows.append(
-            (f"{a} x {n // a}", forward, backward, 1e3 * (forward + backward) / flop,
+            (name, forward, backward, 1e3 * (forward + backward) / flop,
              carried / found.compute_seconds, found.seconds, found.exposed_seconds,
              found.peak_bytes)
         )  # fmt: skip
     about = (
         f"{_about(work, machine)} Query x KV shards of a rank's tile on {n} devices; 1 x {n} is a "
-        "ring. Links over kernels: seconds of the bytes on one NIC over seconds of kernels; above "
-        "1 communication bounds the time whatever the schedule."
+        "ring; the last two send its bytes over other links, and at once. Links over kernels: "
+        "seconds of the bytes on one NIC over seconds of kernels; above 1 communication bounds "
+        "the time of a tile whatever the schedule."
     )
     yield StudyTable("tiles", "Tile shapes", about, units, rows)
 
@@ -189,8 +197,15 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
         num_tokens = n * per_device
         mask = drawn(name, num_tokens, 0)
         here = replace(work, num_tokens=num_tokens, mask=mask)
-        makers = (tw.contiguous, tw.zigzag)
-        cases = [(make.__name__, make(num_tokens, n), "ring", tw.ring(n)) for make in makers]
+        layouts = {make.__name__: make(num_tokens, n) for make in (tw.contiguous, tw.zigzag)}
+        if "document" in name:
+            layouts["zigzag_documents"] = LAYOUTS["zigzag_documents"](mask, num_tokens, n)
+        controls = {"ring": tw.ring(n), "all_gather": tw.all_gather(n)}
+        if n > machine.node_size and n % machine.node_size == 0:
+            controls["double_ring"] = tw.double_ring(n // machine.node_size, machine.node_size)
+        last = list(layouts)[-1]
+        cases = [(which, layout, "ring", controls["ring"]) for which, layout in layouts.items()]
+        cases += [(last, layouts[last], x, controls[x]) for x in controls if x != "ring"]
         if name != "full":
             level = default_layout(mask, num_tokens, n)
             cases.append(("level", level, "needed", tw.needed(mask, level)))
@@ -234,6 +249,12 @@ def clusters() -> tuple[Machine, Machine]:
     )
 
 
+def control_of(n: int, machine: Machine) -> tw.Plan:
+    """A double ring over nodes; where these have one device, or all, over two equal factors."""
+    inside = machine.node_size if 1 < machine.node_size < n else near_square(n)[1]
+    return tw.double_ring(n // inside, inside)
+
+
 def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """A GPT-3-like model's step: attention and linear layers."""
     units = {"machine": "", "model": "", "tokens": "", "strategy": "", "attention": "s",
@@ -241,14 +262,16 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
              "over ring": "x"}  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     known = methods(n, work, n)
-    plans = [(x, known[x]()) for x in ("ring", "attention2d", "attention2d_overlap", "mesh")]
+    names = "ring", "all_gather", "attention2d", "attention2d_overlap", "mesh"
+    plans = [(x, known[x]()) for x in names]
     every = product((*clusters(), machine), MODELS, MODEL_TOKENS)
     for cluster, (title, layers, heads, head_dim), tokens in every:
         here = tw.Workload(tokens, heads, heads, head_dim, dtype=work.dtype, mask=tw.Causal())
         parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY
         speed = cluster.kernel(work.dtype, False, 128).speed(LARGE_TILE, LARGE_TILE)
         linear, steps = 6 * parameters * tokens / n / speed, []
-        for name, plan in plans:
+        control = "double_ring", control_of(n, cluster)
+        for name, plan in (*plans, control):
             attention = layers * tw.simulate(plan, here, cluster, exact=False).seconds
             steps.append(attention + linear)
             rows.append(

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from support.docs_tables import shows, table_of
 from typer.testing import CliRunner
 
 import tilewise as tw
-from benchmarks.study import simulated
+from benchmarks.study import contexts, simulated, stress, where
 from benchmarks.study.__main__ import app
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import formula, memory, planned
@@ -44,7 +45,9 @@ def test_scaling_shares_the_tokens_or_adds_them(monkeypatch: pytest.MonkeyPatch)
     assert {"ring", "attention2d", "ulysses", "ulysses_mesh"} <= {
         row["strategy"] for row in records(strong)
     }
-    (figure,) = strong.section().figures
+    figure, bars = strong.section().figures
+    assert [line["name"] for line in bars.drawing.data[:2]] == ["computing", "waiting"]
+    assert {"all_gather", "double_ring"} <= {row["strategy"] for row in records(strong)}
     assert [line["x"] for line in figure.drawing.data if line["name"] == "ring"] == [[8, 16]]
 
 
@@ -52,7 +55,10 @@ def test_tile_shapes_have_the_bytes_of_the_formula():
     (table,) = simulated.tiles(WORK, MACHINE, n=16)
     shard = (1 << 10) * 16 * (64 * 2)
     lse = (1 << 10) * 16 * 4
-    for a, row in zip((1, 2, 4, 8, 16), records(table), strict=True):
+    *tiles, double, gathered = records(table)
+    for row in (double, gathered):
+        assert row["forward"] == tiles[0]["forward"] and row["backward"] == tiles[0]["backward"]
+    for a, row in zip((1, 2, 4, 8, 16), tiles, strict=True):
         x, y = a - 1, 16 // a - 1
         assert row["tile"] == f"{a} x {16 // a}"
         assert row["forward"] == x * (2 * shard + lse) + y * 2 * shard
@@ -73,8 +79,11 @@ def test_no_schedule_beats_the_optimum(monkeypatch: pytest.MonkeyPatch):
 def test_a_ring_loses_most_where_the_mask_leaves_it_uneven(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated, "MASKED_SIZES", (4,))
     (table,) = simulated.masks(replace(WORK, num_tokens=1 << 17), MACHINE)
-    kept = {(row["mask"], row["layout"]): row["kept of full"] for row in records(table)}
-    uneven = {(row["mask"], row["layout"]): row["imbalance"] for row in records(table)}
+    rows = [row for row in records(table) if row["strategy"] in ("ring", "needed")]
+    kept = {(row["mask"], row["layout"]): row["kept of full"] for row in rows}
+    uneven = {(row["mask"], row["layout"]): row["imbalance"] for row in rows}
+    assert uneven["causal_document", "zigzag_documents"] < 1.01
+    assert {row["strategy"] for row in records(table)} == {"ring", "all_gather", "needed"}
     assert kept["full", "zigzag"] == 100 and uneven["causal", "zigzag"] < 1.01
     assert kept["causal", "contiguous"] < kept["causal", "zigzag"] < 100
     assert kept["causal_document", "zigzag"] < kept["causal_document", "level"]
@@ -148,7 +157,8 @@ def test_the_page_shows_the_schedules_that_the_command_finds():
 def test_the_page_shows_what_a_ring_keeps_under_masks():
     (table,) = simulated.masks(USUAL, MACHINE)
     found = {
-        (row["mask"], row["layout"], row["devices"]): row["kept of full"] for row in records(table)
+        (row["mask"], row["layout"], row["strategy"], row["devices"]): row["kept of full"]
+        for row in records(table)
     }
     masks = {
         "causal": "causal",
@@ -157,9 +167,12 @@ def test_the_page_shows_what_a_ring_keeps_under_masks():
     }
     header, rows = table_of("studies.md", "| 2 | 4 | 8 | 16 | 32 |")
     for name, *cells in rows:
-        which = "level" if "level" in name else name.split(", ")[1]
+        mask, *who = name.split(", ")
+        layout = "level" if "level" in name else who[-1]
+        strategy = who[0].strip("`") if len(who) > 1 else "ring"
         for cell, n in zip(cells, header[1:], strict=True):
-            assert shows(cell, found[masks[name.split(",")[0]], which, int(n)]), (name, n)
+            key = masks[mask], layout, strategy, int(n)
+            assert shows(cell, found[key]) if key in found else not cell, (name, n)
 
 
 @pytest.mark.slow
@@ -193,10 +206,14 @@ def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["speed"], "study 'speed' is not known; take some of scaling, memory"),
+        (["speed"], "study 'speed' is not known; take some of controls, scaling, memory"),
         (["tiles", "--mask", "window(3, 0)"], "must be full or causal"),
         (["tiles", "--heads", "3:2"], "num_kv_heads"),
         (["tiles", "--machine", "abacus"], "neither a preset nor a file"),
+        (["contexts", "--heads", "6:6"], "--heads (6) must be a multiple of 8"),
+        (["contexts", "--num-tokens", "100"], "must be at least 192"),
+        (["tiles", "--rows", "x.jsonl"], "is for contexts or where"),
+        (["tiles", "--png", "x.png"], "is of where"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str):
@@ -215,3 +232,136 @@ def test_a_double_ring_gains_what_a_mesh_does_where_every_device_has_a_nic():
     for row in records(table):
         if row["plan"].startswith("double_ring"):
             assert row["over ring"] == row["of which topology"]
+
+
+def small_contexts(path: Path, draws: int = 2) -> list[StudyTable]:
+    work = tw.Workload(contexts.DEVICES[-1] * 512, 64, 8, 64)
+    return list(contexts.contexts(work, MACHINE, draws=draws, path=path))
+
+
+def test_contexts_has_every_method_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(contexts, "DEVICES", (8, 16))
+    monkeypatch.setattr(contexts, "MASKS", ("causal", "causal_document"))
+    path = tmp_path / "rows.jsonl"
+    causal, documents = small_contexts(path, draws=1)
+    lines = path.read_text().splitlines()
+    assert {row["method"] for row in records(documents)} == set(contexts.METHODS.values())
+    assert {row["draws"] for row in records(documents)} == {1}
+    path.write_text("\n".join(lines[:-3]) + '\n{"mask": "cut')
+    _, documents = small_contexts(path)
+    assert {row["draws"] for row in records(documents)} == {2}
+    for row in (*records(causal), *records(documents)):
+        assert row["forward least"] <= row["forward 0.2"] <= row["forward"] <= row["forward most"]
+    kept = path.read_text()
+    small_contexts(path)
+    assert path.read_text() == kept
+
+
+def test_the_page_shows_the_rows_of_contexts():
+    rows = contexts.read_rows(contexts.ROWS)
+    header, lines = table_of("studies.md", "| mask, method |")
+    names = {shown: name for name, shown in contexts.METHODS.items()}
+    for name, *cells in lines:
+        mask, method = name.split(", ", 1)
+        for cell, n in zip(cells, header[1:], strict=True):
+            at = mask.replace(" ", "_"), names[method], int(n)
+            mine = [x for x in rows if (x["mask"], x["method"], x["devices"]) == at and x["plan"]]
+            if not mine:
+                assert not cell, (name, n)
+                continue
+            forward, backward = ([x[f"{y}_tflops"] for x in mine] for y in ("forward", "backward"))
+            spread = (min(forward), max(forward)) if "document" in mask else ()
+            assert shows(cell, median(forward), median(backward), *spread), (name, n)
+
+
+def test_the_map_keeps_its_rows_and_says_what_is_gained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, few in {
+        "MASKS": ("causal", "causal_document"),
+        "HEADS": ((8, 8),),
+        "TOKENS": (1 << 9,),
+        "DEVICES": {"causal": 16, "causal_document": 8},
+        "LINKS": {"causal": (25,), "causal_document": (25,)},
+    }.items():
+        monkeypatch.setattr(where, name, few)
+    path = tmp_path / "rows.jsonl"
+    (table,) = where.where(WORK, MACHINE, path=path)
+    assert len(table.rows) == 4 and len(table.figures) == 2
+    for row in records(table):
+        assert row["gain"] >= 1 and row["best of the known"] in where.KNOWN
+        assert (row["best"] == "nothing gained") == (row["gain"] <= where.EQUAL)
+    kept = path.read_text()
+    (again,) = where.where(WORK, MACHINE, path=path)
+    assert again.rows == table.rows and path.read_text() == kept
+
+
+def test_the_page_counts_what_the_map_gains():
+    rows = [row for line in contexts.read_rows(where.ROWS) for row in line["rows"]]
+    gains = {}
+    for mask, heads, *_, gain in rows:
+        gains.setdefault((mask, heads), []).append(gain)
+    gained = {at: [x for x in mine if x > where.EQUAL] for at, mine in gains.items()}
+    many, few = gained["causal", "32:32"], gained["causal_document", "64:8"]
+    assert (len(many), round(min(many), 2), round(max(many), 2)) == (6, 1.06, 1.15)
+    assert (len(few), round(min(few), 1), round(max(few), 1)) == (11, 1.2, 2.7)
+    assert not gained["causal", "64:8"]
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_controls():
+    (table,) = controls(USUAL, MACHINE)
+    rows = records(table)
+    for place, (_, *cells) in enumerate(table_of("studies.md", "8, 8 NICs, 256k").rows):
+        for number, cell in enumerate(cells):
+            row = rows[6 * number + place]
+            assert shows(cell, row["over ring"], row["of which bytes"]), row
+
+
+def test_the_pages_show_the_rows_of_the_lab():
+    rows = contexts.read_rows(contexts.ROWS.parent / "network_hybrids.jsonl")
+    found = {(row["contender"], row["pass"]): row for row in rows}
+    assert {row["is_exact"] for row in rows} == {True}
+    for name, *cells in table_of("results.md", "| contender | forward, ms |").rows:
+        for number, which in enumerate(("forward", "both")):
+            row, ring = found[name.strip("`"), which], found["ring", which]
+            taken, waited, over = cells[3 * number : 3 * number + 3]
+            assert shows(taken, 1e3 * row["median_seconds"])
+            assert shows(waited, 1e3 * row["exposed_seconds"])
+            ratios = (ring[x] / row[x] for x in ("median_seconds", "bytes_max_rank"))
+            assert shows(over, *ratios), (name, which)
+
+
+def test_disturbed_methods_take_longer_and_a_ring_hides_a_slow_rank(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(stress, "DEVICES", 16)
+    monkeypatch.setattr(stress, "TOKENS", 1 << 15)
+    monkeypatch.setattr(stress, "CLAIMS", (("ring waits", 91.5, 16, 1 << 15),))
+    table, claims = stress.stress(WORK, MACHINE, n=16)
+    for row in records(table):
+        assert min(row[name] for name in ("a slow rank", "jitter", "short messages")) >= 1
+        assert row["strategy"] != "ring" or row["over ring, jitter"] == 1
+    found = {row["assumption"]: row["found"] for row in records(claims)}
+    assert found["links at a tenth"] > found["links at half speed"] > found["as described"]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_disturbed():
+    table, claims = stress.stress(USUAL, MACHINE)
+    lines = table_of("studies.md", "| a slow rank |").rows
+    for row, (name, over, *cells) in zip(records(table), lines, strict=True):
+        assert name == row["strategy"] and shows(over, row["over ring"])
+        figures = [
+            row[x]
+            for y in ("a slow rank", "jitter", "short messages")
+            for x in (y, f"over ring, {y}")
+        ]
+        assert all(shows(cell, x) for cell, x in zip(cells, figures, strict=True)), row
+    found = {(row["claim"], row["assumption"]): row for row in records(claims)}
+    for name, *cells in table_of("studies.md", "| ours (a double ring) |").rows:
+        for cell, (claim, *_) in zip(cells, stress.CLAIMS, strict=True):
+            row = found.get((claim, name))
+            assert shows(cell, row["found"], row["double ring"]) if row else not cell

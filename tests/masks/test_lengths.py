@@ -48,6 +48,17 @@ def test_lengths_are_log_uniform_within_their_bin():
     assert drawn[drawn >= last].sum() / drawn.sum() == pytest.approx(0.121, abs=0.02)
 
 
+def test_the_benchmarks_own_draw_fills_sequences_with_its_last_bin():
+    cu = lengths.sample("pile", 1 << 20, seed=0, draw="longca")
+    assert cu[0] == 0 and cu[-1] == 1 << 20
+    sizes = np.concatenate(
+        [np.diff(lengths.sample("pile", 1 << 20, seed=s, draw="longca")) for s in range(20)]
+    )
+    assert sizes[sizes > 14208].sum() > 0.5 * sizes.sum()
+    with pytest.raises(ValueError, match=r"draw \('theirs'\) must be one of tilewise, longca"):
+        lengths.sample("pile", 100, seed=0, draw="theirs")
+
+
 def test_bins_are_drawn_by_their_number_of_documents():
     drawn = np.diff(lengths.sample("prolong512k", 20_000_000, seed=1))
     bins = lengths.histogram("prolong512k")

@@ -282,3 +282,24 @@ def test_a_layout_of_another_size_is_refused():
     work = workload(4, layout=Layout(64, tw.contiguous(64, 4).runs))
     with pytest.raises(ValueError, match="layout is for 4 ranks"):
         simulate(tw.ring(8), work, machine())
+
+
+def test_slow_ranks_and_jitter_are_the_same_in_every_run():
+    work = tw.Workload(1 << 12, 8, 8, 64, mask=tw.Causal(), layout="zigzag")
+    machine = tw.Machine.preset("h100x8")
+    plain = tw.simulate(tw.ring(8), work, machine)
+    slow = replace(machine, slow_ranks=(3,), slowness=2.0)
+    found = tw.simulate(tw.ring(8), work, slow)
+    for rank in range(8):
+        factor = 2 if rank == 3 else 1
+        for a, b in zip(found.use(rank), plain.use(rank), strict=True):
+            assert a.compute_seconds == pytest.approx(factor * b.compute_seconds)
+    late = replace(machine, jitter=0.3)
+    first, again, other = (
+        tw.simulate(tw.ring(8), work, replace(late, seed=seed)).seconds for seed in (0, 0, 1)
+    )
+    assert first == again != other and first > plain.seconds
+    assert not replace(machine, slow_ranks=(3,)).is_disturbed
+    for wrong in ({"slowness": 0.5}, {"jitter": -1.0}, {"slow_ranks": (-1,)}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(machine, **wrong)

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.bench_contenders import Bad
 
@@ -86,6 +87,44 @@ def test_axes_make_cases_of_the_masks_that_have_them():
     assert set(by_mask["sliding_window & causal_document"]) == {
         Axes(window=3, cap=cap) for cap in (9, 20)
     }
+
+
+def test_documents_are_drawn_as_longca_draws_them():
+    num_tokens = 1 << 16
+    shares = []
+    for seed in range(20):
+        case = BenchCase(
+            "kernels", "block_causal_document", num_tokens, seed=seed, axes=Axes(draw="longca")
+        )
+        shares.append(case.make_mask().area((0, num_tokens), (0, num_tokens)) / num_tokens**2)
+    assert np.mean(shares) == pytest.approx(0.051, abs=0.002)
+    case = BenchCase("kernels", "full_document", num_tokens, seed=3, axes=Axes(draw="longca"))
+    wanted = tw.lengths.sample("prolong64k", num_tokens, seed=case.seed, draw="longca")
+    assert case.make_mask() == tw.Document(wanted)
+    mixed = replace(case, axes=Axes(draw="longca", mix=0.6)).make_mask()
+    assert mixed == tw.Document(
+        tw.lengths.sample("prolong64k", num_tokens, seed=case.seed, draw="longca", mix=0.6)
+    )
+
+
+def test_variable_blocks_have_the_mean_that_is_asked_for():
+    for mean in (36, 576):
+        axes = Axes(block_mean=mean, density=0.1)
+        mask = BenchCase("kernels", "block_sparse_variable", 1 << 12, axes=axes).make_mask()
+        dense = mask.dense(range(1 << 12), range(1 << 12))
+        edges = np.flatnonzero((dense[1:] != dense[:-1]).any(1))
+        assert len(edges) == pytest.approx((1 << 12) / mean, rel=0.4)
+        assert np.diff(edges).min() >= mean * 128 // 576
+
+
+def test_axes_that_nobody_sets_leave_the_keys_of_older_rows():
+    who, versions = {"name": "ring"}, {"torch": "2"}
+    keys = {
+        key_of(replace(CASE, axes=axes), Timing(), who, versions)
+        for axes in (Axes(), Axes(mix=0.6), Axes(draw="longca"))
+    }
+    assert len(keys) == 3
+    assert key_of(CASE, Timing(), who, versions) == "7cacc7d8f6f50563"
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.8])

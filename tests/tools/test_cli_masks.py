@@ -140,8 +140,12 @@ def test_an_unknown_plan_is_refused():
 
 def test_layouts_of_the_table_are_those_of_the_package():
     for name, make in figures.LAYOUTS.items():
-        if name != "balanced":
+        if name not in ("balanced", "zigzag_documents"):
             assert make(tw.Causal(), 100, 4) == getattr(tw, name)(100, 4)
     ours = figures.LAYOUTS["balanced"]
     assert ours(tw.Causal(), 1000, 4) == balanced(tw.Causal(), 1000, 4)
     assert ours(tw.Causal(), 100, 4) == balanced(tw.Causal(), 100, 4, chunk=100)
+    every, cu = figures.LAYOUTS["zigzag_documents"], [0, 30, 100]
+    for documents in (tw.Document(cu), tw.Document(cu) & tw.Causal()):
+        assert every(documents, 100, 4) == tw.zigzag_documents(cu, 4)
+    assert every(tw.Causal(), 96, 4) == tw.zigzag(96, 4)

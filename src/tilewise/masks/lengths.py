@@ -23,6 +23,8 @@ __all__ = ["Bin", "corpora", "histogram", "position_ids", "sample", "shift_label
 Array = NDArray[np.int64]
 MOST_DOCUMENTS = 1 << 20
 LONG = (8192, 30000)  # the benchmark's long documents, uniform
+DRAWS = ("tilewise", "longca")
+PILE_TOKENS, PROLONG64K_TOKENS = 12 << 10, 64 << 10  # longest sequences that it draws from these
 
 
 class Bin(NamedTuple):
@@ -63,7 +65,13 @@ def histogram(corpus: str) -> tuple[Bin, ...]:
 
 @checks_arguments
 def sample(
-    corpus: str, num_tokens: int, *, seed: int, cap: int | None = None, mix: float = 0.0
+    corpus: str,
+    num_tokens: int,
+    *,
+    seed: int,
+    cap: int | None = None,
+    mix: float = 0.0,
+    draw: str = "tilewise",
 ) -> tuple[int, ...]:
     """cu_seqlens of num_tokens tokens of documents, drawn by a corpus's lengths.
 
@@ -71,26 +79,32 @@ def sample(
     that reaches past the end is cut.
 
     Args:
-        corpus: as for `histogram`.
+        corpus: as for `histogram`; with draw "longca" one of `corpora()`.
         num_tokens: tokens to fill, at least 1.
         seed: the same seed gives the same documents.
         cap: longest document; longer ones are cut to it. None: no limit.
         mix: share of the tokens in documents of U[8192, 30000] tokens instead, shuffled among the
             others (the benchmark's distributed runs use 0.6).
+        draw: "longca": as the benchmark's own sampler does: its bins, of which the last has all
+            longer documents, and a length uniformly within one. So most tokens are in documents
+            that fill the sequence.
     """
     whole_number("num_tokens", num_tokens, most=LIMIT)
     if cap is not None and cap < 1:
         raise ValueError(f"cap ({cap}) must be at least 1, or None for no limit")
     if not 0 <= mix <= 1:
         raise ValueError(f"mix ({mix}) must be a share of the tokens, from 0 to 1")
+    if draw not in DRAWS:
+        raise ValueError(f"draw ({draw!r}) must be one of {', '.join(DRAWS)}")
     rng = np.random.default_rng(whole_number("seed", seed, 0))
-    bins = np.array(histogram(corpus), np.int64)
+    evenly = draw == "longca"
+    bins = np.array(_bins_of_longca(corpus) if evenly else histogram(corpus), np.int64)
     num_long = round(mix * num_tokens)
     limit = num_tokens if cap is None else min(cap, num_tokens)
     _check_affordable(bins, num_tokens, limit)
     lengths = np.concatenate(
         [
-            _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng), limit),
+            _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng, evenly), limit),
             _fill(num_long, lambda count: rng.integers(LONG[0], LONG[1] + 1, count), limit),
         ]
     )
@@ -178,17 +192,39 @@ def _read_csv(path: Path) -> tuple[Bin, ...]:
     return tuple(sorted(found))
 
 
-def _tables() -> dict[str, list[list[int]]]:
+def _tables(kind: str = "corpora") -> dict[str, list[list[int]]]:
     path = resources.files("tilewise.masks") / "lengths.toml"
-    return tomllib.loads(path.read_text())["corpora"]
+    return tomllib.loads(path.read_text())[kind]
 
 
-def _draw(bins: Array, count: int, rng: np.random.Generator) -> Array:
+def corpus_for(num_tokens: int) -> str:
+    """The corpus that the benchmark draws a sequence of so many tokens from."""
+    if num_tokens <= PILE_TOKENS:
+        return "pile"
+    return "prolong64k" if num_tokens <= PROLONG64K_TOKENS else "prolong512k"
+
+
+def _bins_of_longca(corpus: str) -> list[list[int]]:
+    tables = _tables("longca")
+    if corpus not in tables:
+        raise ValueError(
+            f"corpus ({corpus!r}) has no bins of draw 'longca'; take one of {', '.join(tables)}"
+        )
+    return tables[corpus]
+
+
+def _draw(bins: Array, count: int, rng: np.random.Generator, evenly: bool) -> Array:
     """Lengths of this many documents. With u uniform in [0, 1), first ((last + 1) / first)^u cut to
-    a whole number is log-uniform over first..last, both included."""
+    a whole number is log-uniform over first..last, both included.
+
+    Args:
+        evenly: uniform instead.
+    """
     first, last, documents = bins.T
     index = rng.choice(len(bins), count, p=documents / documents.sum())
     first, last = np.maximum(first, 1)[index], last[index]
+    if evenly:
+        return np.floor(first + (last + 1 - first) * rng.random(count)).astype(np.int64)
     lengths = np.floor(first * ((last + 1) / first) ** rng.random(count)).astype(np.int64)
     return np.clip(lengths, first, last)
 

@@ -13,6 +13,9 @@ from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.masks.strips import LIMIT
 from tilewise.masks.tables import Blocks, PerHead, Slices, bool_table
 
+BLOCK_MEAN = 576
+"""Tokens of a variable block, of the benchmark's 128 to 1024."""
+
 
 def top_blocks(
     shape: tuple[int, int], num_kv_heads: int | None, share: float, rng: np.random.Generator
@@ -36,9 +39,10 @@ def top_blocks(
     return table
 
 
-def block_edges(num_tokens: int, rng: np.random.Generator) -> list[int]:
-    """Blocks of 128 to 1024 tokens, the last one cut."""
-    sizes = rng.integers(128, 1025, -(-num_tokens // 128))
+def block_edges(num_tokens: int, rng: np.random.Generator, mean: int = BLOCK_MEAN) -> list[int]:
+    """Blocks of 128 to 1024 tokens, or as many times more or less as the mean is; the last cut."""
+    least = max(1, mean * 128 // BLOCK_MEAN)
+    sizes = rng.integers(least, 2 * mean - least + 1, -(-num_tokens // least))
     ends = np.cumsum(sizes)
     return [0, *ends[ends < num_tokens].tolist(), num_tokens]
 
@@ -274,13 +278,13 @@ def random(
     num_kv_heads: int | None = None,
     density: float | None = None,
 ) -> Mask:
-    """A pattern by name, its parameters drawn as the benchmark draws them.
+    """A pattern by name, its parameters drawn: windows, prefixes and blocks as the benchmark does.
 
     Args:
         name: one of `ALL_NAMES`.
         num_tokens: length of the sequence.
         seed: the same seed gives the same mask.
-        cu_seqlens: documents; None: drawn from the pile.
+        cu_seqlens: documents; None: drawn from the pile, by its published histogram.
         num_kv_heads: block-sparse patterns differ by so many heads; None: one table for all.
         density: share of the key blocks that each query block sees; None: drawn.
     """

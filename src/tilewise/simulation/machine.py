@@ -109,6 +109,8 @@ class Machine:
             neighbouring devices (default: a node's); None: devices share no cores.
         copy_cores: cores that a message inside a node at full speed keeps busy at each end; others
             keep as many busy per byte.
+        slow_ranks: whose kernels take slowness times as long.
+        jitter: share by which kernels and messages take longer on average, drawn by seed.
         source: where the figures are from, and what is assumed.
     """
 
@@ -133,6 +135,10 @@ class Machine:
     cores: float | None = None
     core_sharers: int | None = None
     copy_cores: float = 0.0
+    slow_ranks: tuple[int, ...] = ()
+    slowness: float = 1.0
+    jitter: float = 0.0
+    seed: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -152,6 +158,10 @@ class Machine:
                     f"{link} must have a bandwidth of at least 1 byte per second and a latency of "
                     f"0 to {MOST_SECONDS:g} s"
                 )
+        for what, least, most in (("slowness", 1, 1e6), ("jitter", 0, 1e3), ("seed", 0, 1 << 62)):
+            require_range(what, getattr(self, what), least, most)
+        for rank in self.slow_ranks:
+            require_range("slow_ranks", rank, 0)
         _check_numbers(self)
         for kernel in self.kernels:
             _check_kernel(kernel)
@@ -196,6 +206,11 @@ class Machine:
         )
         assert inside and between
         return replace(self, inside=inside, between=between, across=across)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether ranks that do the same take different times."""
+        return bool(self.jitter or (self.slow_ranks and self.slowness > 1))
 
     @property
     def nic_sharers(self) -> int:

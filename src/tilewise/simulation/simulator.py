@@ -2,8 +2,8 @@
 
     tw.simulate(tw.mesh(64, q_tile=8), work, tw.Machine.preset("h100x8")).forward_seconds
 
-Ranks that are alike are simulated once. Merging and packing take time, and transfers slow kernels
-down, only where the machine says so.
+Ranks that are alike are simulated once, unless the machine has slow ranks or jitter. Merging and
+packing take time, and transfers slow kernels down, only where the machine says so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.plan.ir import Plan, find_symmetry
 from tilewise.plan.payload import Payload
 from tilewise.plan.shifts import Symmetry
+from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
@@ -222,6 +223,7 @@ def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     network = Network(machine, symmetry)
     tracks, flows = priced_tracks(plan, programs, costs, network, halves)
+    tracks, flows = disturbed(tracks, flows, machine)
     loop = EventLoop(tracks, flows, network.routes, network.num_resources)
     deadlock = loop.run()
     run_plan = halves.pruned(plan) if halves else plan
@@ -256,7 +258,7 @@ def _relabelled(
         size: rows of a shard.
     """
     n, alone = plan.world_size, Symmetry(plan.world_size)
-    if alike is None or exact:
+    if alike is None or exact or machine.is_disturbed:
         return alone, None
     found = find_symmetry(plan, blocks(machine, n))
     if not alike or (found.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)):

@@ -62,6 +62,9 @@ FIELDS: Mapping[str, GridField] = MappingProxyType(
         "window": GridField(int, "Tokens, of sliding windows."),
         "cap": GridField(int, "Tokens of the longest document."),
         "corpus": GridField(str, "Of document lengths, or a CSV."),
+        "mix": GridField(float, "Share of tokens in documents of 8K to 30K."),
+        "block_mean": GridField(int, "Mean tokens of variable blocks."),
+        "draw": GridField(str, "tilewise, or longca: its sampler's documents."),
     }
 )
 LENGTHS = "num_tokens", "tokens_per_rank"
@@ -294,11 +297,13 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     everyone = [*PROVIDERS, *DENSE, *OTHERS] if run.kind == "kernels" else [*STRATEGIES]
 
     def enter(who: Who, case: BenchCase) -> Contender:
-        name, *way = who
+        name, own_kernel, wire, degree = who
         if name in by_name:
             return by_name[name]
         try:
-            found = kernel(name) if run.kind == "kernels" else strategy(name, *way)
+            found = (
+                kernel(name) if run.kind == "kernels" else strategy(name, own_kernel, wire, degree)
+            )
         except ValueError as error:
             others_too = f"; and {', '.join(by_name)}" if by_name else ""
             raise ValueError(f"{error}{others_too}") from None
@@ -308,7 +313,7 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     def chosen(names: Sequence[Who]) -> tuple[Who, ...]:
         ways = dict.fromkeys(who[1:] for who in names)
         if any(not name for name, *_ in names):
-            names = tuple((name, *way) for name, way in product(everyone, ways))
+            names = [(name, *way) for name, way in product(everyone, ways)]
         if by_name.keys() & {name for name, *_ in names}:
             return tuple(names)
         return (*names, *((name, "", "", 0) for name in by_name))

@@ -98,7 +98,8 @@ class _Setting:
         """
         n, heads, node = self.n, self.case.heads[:2], self.case.network.ranks_per_host
         legal = degrees(n, *heads) if by_heads else divisors(n)
-        legal = [d for d in legal if d > 1 and (min(near_square(n // d)) if two_levels else n // d) > 1]
+        left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in legal)
+        legal = [d for d, inner in left if d > 1 and inner > 1]
         what = "a product of two, as 4 or 6," if two_levels else "two or more"
         if self.ulysses_degree is not None:
             if self.ulysses_degree in legal:

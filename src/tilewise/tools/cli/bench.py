@@ -114,6 +114,9 @@ class BenchOptions(NamedTuple):
     limited: Annotated[
         bool, option("No lab: a transport that keeps to the speed.", "--limited")
     ] = False
+    draws: Annotated[
+        int | None, option("Draws of every mask: seeds from 0 on, instead of --seed.", min=1)
+    ] = None
     repeats: Annotated[int | None, option("Timed runs.")] = None
     warmups: Annotated[int | None, option("Runs before those.")] = None
     timeout_seconds: Annotated[float | None, option("Of one step of one case.")] = None
@@ -170,6 +173,10 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
     times = {name: getattr(options, name) for name in ("repeats", "warmups", "timeout_seconds")}
     times = {name: value for name, value in times.items() if value is not None}
     given = {"network": ["limited"] if options.limited else None, "pass": lists.passes}
+    if options.draws is not None:
+        if lists.seed:
+            raise ValueError(f"--draws ({options.draws}) and --seed both say which masks; give one")
+        given["seed"] = list(range(options.draws))
     run = run.narrowed({**{name: vars(lists).get(name) for name in FIELDS}, **given})
     return replace(run, timing=replace(run.timing, **times))
 

@@ -100,7 +100,7 @@ class MaskOptions(NamedTuple):
     num_tokens: Annotated[str, option(TOKENS)] = "64K"
     world_size: Annotated[int, option("Ranks, up to 1024.")] = 8
     layout: Annotated[
-        Literal["balanced", "zigzag", "contiguous", "striped", "tiled"],
+        Literal["balanced", "zigzag", "zigzag_documents", "contiguous", "striped", "tiled"],
         option("Who owns which tokens; with tiled, also who computes which cell."),
     ] = "balanced"
     seed: Annotated[int, option("Of documents and random parameters.", min=0)] = 0

@@ -12,9 +12,10 @@ import numpy as np
 from tilewise.compiler.pruning import prune, shard_layouts
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.cells import cells
+from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Mask
-from tilewise.masks.components import row_areas
+from tilewise.masks.components import components, row_areas
 from tilewise.plan.builder import operand
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
@@ -168,8 +169,13 @@ LAYOUTS: Mapping[str, Callable[[Mask, int, int], Layout]] = MappingProxyType(
         "zigzag": lambda _, num_tokens, n: zigzag(num_tokens, n),
         "striped": lambda _, num_tokens, n: striped(num_tokens, n),
         "balanced": balanced,
+        "zigzag_documents": lambda mask, num_tokens, n: zigzag_documents(
+            components(mask, num_tokens), n
+        ),
     }
 )
+"""How the tokens lie: (mask, num_tokens, world_size). Documents are the ranges that no allowed pair
+connects."""
 
 
 def imbalance(mask: Mask, layout: Layout) -> float:

@@ -1,0 +1,234 @@
+"""Where a plan pays: the family of the best one, and its gain over what everybody has."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from os import cpu_count
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import tilewise as tw
+from benchmarks.study.contexts import appended, read_rows
+from benchmarks.study.table import StudyTable, Value
+from tilewise.layouts.balanced import default_layout
+from tilewise.simulation.machine import Machine
+from tilewise.strategies.catalog import degrees, near_square, tile_sizes
+from tilewise.strategies.tiled import tiled_layout
+from tilewise.tools.cli.output import counted
+from tilewise.tools.mask_report.figures import LAYOUTS
+from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.drawing import heat_map
+from tilewise.tools.report.page import Figure
+from tilewise.tools.report.words import count, short
+
+DEVICES = MappingProxyType({"causal": 64, "causal_document": 16})
+LINKS = MappingProxyType({"causal": (25, 50, 100, 200, 400), "causal_document": (25, 100, 400)})
+"""Gbit/s of a device between nodes."""
+NODES = (1, 8)
+TOKENS = (1 << 10, 1 << 12, 1 << 14, 1 << 16)  # of a device
+HEADS = ((32, 32), (64, 8))
+MASKS = ("causal", "causal_document")
+ROWS = Path(__file__).parents[1] / "results" / "where.jsonl"
+SHORT = MappingProxyType({"mesh": "mesh", "ulysses x mesh": "u x mesh", "hierarchical": "hier.",
+                          "tiled or needed": "for mask"})  # fmt: skip
+EQUAL = 1.05  # times faster, up to which nothing is gained
+KNOWN = ("ring", "double ring", "ulysses", "usp")
+FAMILIES = ("nothing gained", "mesh", "ulysses x mesh", "hierarchical", "tiled or needed")
+COLOURS = MappingProxyType({name: i for i, name in enumerate(FAMILIES)})
+
+
+def on(machine: Machine, gbit: int, node_size: int) -> Machine:
+    """The machine with nodes of another size, and a NIC of this speed for every device."""
+    link = replace(machine.between, bandwidth=gbit * 1e9 / 8)
+    name = f"{gbit} Gbit/s a device, nodes of {node_size}"
+    return replace(machine, node_size=node_size, nics=node_size, between=link, name=name)
+
+
+def plans(
+    n: int, work: tw.Workload, node: int, few: bool
+) -> Iterator[tuple[str, Callable[[], tw.Plan]]]:
+    """Plans that see no mask, with their families; of a family the fastest counts.
+
+    Args:
+        few: of degrees the largest and 8, of tiles the one near the best for a full mask.
+    """
+    allowed = [d for d in degrees(n, work.num_heads, work.num_kv_heads) if d > 1]
+    if few:
+        allowed = [d for d in allowed if d in (8, n)]
+    inside = node if node > 1 else near_square(n)[1]
+    kv_bytes = 2 * work.num_kv_heads / work.num_heads
+    yield "ring", lambda: tw.ring(n)
+    yield "double ring", lambda: tw.double_ring(n // inside, inside)
+    if n in allowed:
+        yield "ulysses", lambda: tw.ulysses(n)
+    for a in tile_sizes(n) if not few else (None,):
+        yield "mesh", lambda a=a: tw.mesh(n, a, kv_bytes=kv_bytes)
+    if node > 1:
+        yield "hierarchical", lambda: tw.hierarchical(tw.mesh(n // node), tw.ring(node))
+    for d in allowed:
+        if d == n:
+            continue
+        yield "usp", lambda d=d: tw.ulysses(d, tw.ring(n // d))
+        split = max(kv_bytes, 2 * d / work.num_heads)
+        for a in tile_sizes(n // d) if not few else (near_square(n // d)[1],):
+            if 1 < a < n // d:
+                yield (
+                    "ulysses x mesh",
+                    lambda d=d, a=a, s=split: tw.ulysses(d, tw.mesh(n // d, a, kv_bytes=s)),
+                )
+
+
+class Task(NamedTuple):
+    """One mask, shape of heads, node and length; all links."""
+
+    mask: str
+    heads: tuple[int, int]
+    node: int
+    tokens: int  # of a device
+    work: tw.Workload
+    machine: Machine
+
+    @property
+    def key(self) -> list[Value]:
+        work = self.work
+        shape = f"{self.heads[0]}:{self.heads[1]}"
+        about = self.machine.name, work.head_dim, work.dtype, DEVICES[self.mask]
+        return [self.mask, shape, self.node, self.tokens, *about]
+
+
+def where(work: tw.Workload, machine: Machine, *, path: Path = ROWS) -> Iterator[StudyTable]:
+    """The map: links and nodes x tokens a device x heads x mask. Rows are kept in a file."""
+    units = {"mask": "", "heads": "", "node": "", "Gbit/s": "", "tokens a device": "", "best": "",
+             "plan": "", "time": "s", "best of the known": "", "gain": "x"}  # fmt: skip
+    tasks = [Task(*x, work, machine) for x in product(MASKS, HEADS, NODES, TOKENS)]
+    known = {json.dumps(row["case"]): row["rows"] for row in read_rows(path) if "case" in row}
+    todo = [task for task in tasks if json.dumps(task.key) not in known]
+    names = [", ".join(map(str, task.key[:4])) for task in todo]
+    if todo:
+        with appended(path) as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
+            for task, found in zip(todo, counted(pool.map(rows_of, todo), names), strict=True):
+                file.write(json.dumps({"case": task.key, "rows": found}) + "\n")
+                file.flush()
+                known[json.dumps(task.key)] = found
+    rows = [tuple(row) for task in tasks for row in known[json.dumps(task.key)]]
+    about = (
+        f"{DEVICES['causal']} devices (documents: {DEVICES['causal_document']}, whose ranks are "
+        f"simulated one by one), kernels of {machine.name}, both passes; head_dim {work.head_dim}, "
+        f"{work.dtype}. Gain: time of the fastest of ring, double ring, Ulysses and USP of any "
+        f"degree over that of the best plan; up to {EQUAL} nothing is gained. Causal on zigzag "
+        "tokens. Documents of prolong512k, the longest a quarter of the sequence; each plan on the "
+        "better of zigzag and zigzag_documents, degrees 8 and all, one shape of a tile."
+    )
+    figures = tuple(_map(mask, heads, rows) for mask, heads in product(MASKS, HEADS))
+    yield StudyTable("where", "Where it pays", about, units, rows, figures=figures)
+
+
+def rows_of(task: Task) -> list[list[Value]]:
+    """A row for each speed of the links."""
+    n, (num_heads, num_kv_heads) = DEVICES[task.mask], task.heads
+    work = replace(
+        task.work, num_tokens=n * task.tokens, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    made = [(family, make()) for family, make in plans(n, work, task.node, task.mask != "causal")]
+    cases = _cases(work, task.mask, n, made)
+    rows: list[list[Value]] = []
+    for gbit in LINKS[task.mask]:
+        found = _fastest(cases, on(task.machine, gbit, task.node))
+        known = min((x for x in KNOWN if x in found), key=lambda x: found[x][0])
+        best = min(found, key=lambda x: found[x][0])
+        seconds, name = found[best]
+        gain = found[known][0] / seconds
+        shown = "nothing gained" if gain <= EQUAL else best
+        shape = f"{num_heads}:{num_kv_heads}"
+        rows.append(
+            [task.mask, shape, task.node, gbit, task.tokens, shown, name, seconds, known, gain]
+        )
+    return rows
+
+
+Case = tuple[str, tw.Plan, tw.Workload]
+
+
+def _cases(work: tw.Workload, name: str, n: int, made: list[tuple[str, tw.Plan]]) -> list[Case]:
+    """Plans on layouts, under the mask; and those that are made for it."""
+    if name == "causal":
+        at = replace(work, mask=tw.Causal(), layout="zigzag")
+        return [(family, plan, at) for family, plan in made]
+    mask, kv_bytes = drawn(name, work.num_tokens, 0), 2 * work.num_kv_heads / work.num_heads
+    layouts = [LAYOUTS[x](mask, work.num_tokens, n) for x in ("zigzag", "zigzag_documents")]
+    cases = [
+        (family, plan, replace(work, mask=mask, layout=layout))
+        for layout, (family, plan) in product(layouts, made)
+    ]
+    own = tiled_layout(mask, work.num_tokens, n, kv_bytes=kv_bytes)
+    level = default_layout(mask, work.num_tokens, n)
+    for layout, plan in (
+        (own, tw.tiled(mask, own, kv_bytes=kv_bytes)),
+        (level, tw.needed(mask, level)),
+    ):
+        cases.append(("tiled or needed", plan, replace(work, mask=mask, layout=layout)))
+    return cases
+
+
+def _fastest(cases: list[Case], machine: Machine) -> dict[str, tuple[float, str]]:
+    """Seconds and the plan of each family."""
+    found: dict[str, tuple[float, str]] = {}
+    for family, plan, work in cases:
+        exact = work.mask != tw.Causal()
+        seconds = tw.simulate(plan, work, machine, exact=exact).seconds
+        if family not in found or seconds < found[family][0]:
+            made_for = "needed" if plan.name.startswith("needed") else "tiled"
+            found[family] = seconds, made_for if plan.made_for else short(plan.name)
+    return found
+
+
+def _map(mask: str, heads: tuple[int, int], rows: list[tuple[Value, ...]]) -> Figure:
+    """Links and nodes downward, tokens to the right."""
+    shape = f"{heads[0]}:{heads[1]}"
+    mine = {
+        (f"{gbit} Gbit/s, node {node}", count(int(tokens or 0))): (shown, plan, gain)
+        for at, head, node, gbit, tokens, shown, plan, _, _, gain in rows
+        if (at, head) == (mask, shape)
+    }
+
+    def cell(row: str, column: str) -> tuple[int, str, str]:
+        family, plan, gain = mine[row, column]
+        return COLOURS[str(family)], f"{gain:.2f}", f"{plan}: {gain:.2f} times"
+
+    down, right = (list(dict.fromkeys(key[i] for key in mine)) for i in (0, 1))
+    levels = [(family, number) for family, number in COLOURS.items()]
+    title = f"{mask.replace('_', ' ')}, {shape} heads"
+    return Figure(f"where-{mask}-{heads[0]}", title, "", heat_map(down, right, levels, cell))
+
+
+def picture(rows: list[tuple[Value, ...]], path: Path) -> None:
+    """Write the four maps as one PNG."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(11, 7.5), layout="constrained")
+    panels = canvas.subplots(2, 2)
+    for axes, (mask, heads) in zip(panels.flat, product(MASKS, HEADS), strict=True):
+        shape = f"{heads[0]}:{heads[1]}"
+        mine = [row for row in rows if row[:2] == (mask, shape)]
+        down = [(node, gbit) for node in NODES for gbit in LINKS[mask]]
+        gains = [[next(row for row in mine if row[2:5] == (*at, t)) for t in TOKENS] for at in down]
+        values = [[float(row[9] or 1) for row in line] for line in gains]
+        axes.imshow(values, cmap="YlGn", vmin=1, vmax=2, aspect="auto")
+        for y, line in enumerate(gains):
+            for x, row in enumerate(line):
+                gained = row[5] != "nothing gained"
+                text = f"{row[9]:.2f} {SHORT[str(row[5])]}" if gained else str(row[8])
+                axes.text(x, y, text, ha="center", va="center", size=7,
+                          color="black" if gained else "gray")  # fmt: skip
+        axes.set_xticks(range(len(TOKENS)), [f"{t >> 10}K" for t in TOKENS])
+        axes.set_yticks(
+            range(len(down)), [f"nodes of {node}, {gbit} Gbit/s" for node, gbit in down]
+        )
+        axes.set_title(f"{mask.replace('_', ' ')}, {shape} heads, {DEVICES[mask]} devices", size=9)
+        axes.set_xlabel("tokens a device")
+    label = "times faster than ring, double ring, Ulysses, USP"
+    canvas.colorbar(panels.flat[0].images[0], ax=panels, label=label)
+    canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})
