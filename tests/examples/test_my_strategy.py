@@ -3,6 +3,8 @@
 import ast
 import json
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,14 @@ from examples import my_strategy
 from tilewise.tools.cli import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_strategy.py"
+
+
+@pytest.fixture(autouse=True)
+def _module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands import the file under its own name, which a file of another test may have, too."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop(EXAMPLE.stem, None)
 
 
 def test_it_is_forty_lines_at_most_and_imports_tilewise_alone():

@@ -441,6 +441,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         )
     yield "lengths.histogram", lengths.histogram, {"corpus": "pile"}
     drawn = {"corpus": "pile", "num_tokens": 100, "seed": 0, "cap": 50, "mix": 0.5}
+    drawn["draw"] = "longca"
     yield "lengths.sample", lengths.sample, drawn
     yield "lengths.position_ids", lengths.position_ids, CU
     yield (
