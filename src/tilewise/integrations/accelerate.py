@@ -1,0 +1,129 @@
+"""accelerate's ParallelismConfig with a cp_size that splits any model which tilewise can split.
+
+    from tilewise.integrations.accelerate import ParallelismConfig
+
+    TrainingArguments(..., parallelism_config=ParallelismConfig(cp_size=4))
+
+It serves TrainingArguments, TRL's configurations and Accelerator. Data, collators and the script
+stay as they are: rows are split in the model's forward.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+try:
+    from accelerate.parallelism_config import ParallelismConfig as _ParallelismConfig
+except ImportError as error:
+    raise ImportError(
+        "tilewise.integrations.accelerate needs accelerate: pip install 'tilewise[hf]'"
+    ) from error
+
+from tilewise.integrations.hf_internals import install, split_accelerator
+from tilewise.plan.ir import Plan
+
+__all__ = ["ParallelismConfig"]
+
+
+@dataclass(repr=False)
+class ParallelismConfig(_ParallelismConfig):
+    """accelerate's ParallelismConfig, whose cp_size is the number of ranks that share each row.
+
+    Sizes that are not given are read from the environment that `accelerate launch` sets. If no
+    data-parallel size is given, the processes that cp_size leaves are data-parallel. For accelerate
+    itself cp is not enabled: it would shard the batch, and Trainers would refuse it.
+
+    Args:
+        strategy: "auto", or a plan such as tw.ring(4).
+    Raises:
+        ValueError: for sizes that cannot be combined.
+    """
+
+    strategy: Literal["auto"] | Plan = "auto"
+
+    def __post_init__(self) -> None:
+        given = self.cp_size
+        if given is None:
+            given = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ValueError(f"cp_size ({given!r}) must be a whole number of at least 1")
+        self.cp_size = 1  # accelerate's checks of cp are of its own cp
+        super().__post_init__()
+        self.cp_size = self._sizes["cp"] = given
+        if given == 1:
+            return
+        for name in ("tp", "sp"):
+            if self._sizes[name] > 1:
+                raise ValueError(
+                    f"cp_size ({given}) and {name}_size ({self._sizes[name]}) cannot both be above "
+                    f"1; set {name}_size=1"
+                )
+        if self.cp_handler is not None:
+            raise ValueError(
+                "cp_handler is of accelerate's own context parallelism; leave it out, and pass a "
+                "plan as strategy to choose how keys and values travel"
+            )
+        if isinstance(self.strategy, Plan) and self.strategy.world_size != given:
+            raise ValueError(
+                f"strategy is for {self.strategy.world_size} ranks, cp_size is {given}; make it "
+                "for as many"
+            )
+        install()
+
+    @property
+    def splits_forward(self) -> bool:
+        """Whether models that an Accelerator prepares are split."""
+        return self.cp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: accelerate, transformers and TRL leave the sequence alone."""
+        return False
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions whose ranks read the same batch."""
+        return ["cp"] * self.splits_forward + super().non_dp_dim_names
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions over which FSDP shards."""
+        return super().dp_shard_cp_dim_names + ["cp"] * self.splits_forward
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions over which gradients are averaged."""
+        return super().dp_cp_dim_names + ["cp"] * self.splits_forward
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """accelerate's mesh; the processes that no size names are data-parallel."""
+        if self.splits_forward:
+            self._fill_data_parallel()
+        return super().build_device_mesh(device_type)
+
+    def _fill_data_parallel(self) -> None:
+        from accelerate.state import AcceleratorState, PartialState
+
+        num_processes = PartialState().num_processes
+        others, rest = divmod(num_processes, self.cp_size)
+        if rest:
+            raise ValueError(
+                f"cp_size ({self.cp_size}) must divide the number of processes ({num_processes})"
+            )
+        if self.dp_replicate_size * self.dp_shard_size == 1 and others > 1:
+            shards = AcceleratorState().distributed_type.value == "FSDP"
+            self._set_size("dp_shard" if shards else "dp_replicate", others)
+        if self.total_size != num_processes:
+            raise ValueError(
+                f"dp_replicate_size ({self.dp_replicate_size}) x dp_shard_size "
+                f"({self.dp_shard_size}) x cp_size ({self.cp_size}) must be the number of "
+                f"processes ({num_processes}); leave the dp sizes out to have them set"
+            )
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if not self.splits_forward:
+            super()._validate_accelerator(accelerator)
+            return
+        split_accelerator(accelerator)

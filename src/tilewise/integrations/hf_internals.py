@@ -1,0 +1,343 @@
+"""Private names of transformers, accelerate and TRL, all in this file.
+
+The ranks that share a row are one process for a Trainer's bookkeeping: gathering takes each row
+once, and counts of processes count data-parallel ranks. transformers 5.23, accelerate 1.15 and TRL
+1.16 ask for this in several places, which are replaced here, for an Accelerator whose
+ParallelismConfig is ours alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tilewise.integrations.hf_forward import split_forward, whole_logits
+
+RUN = frozenset(("SFTTrainer", "DPOTrainer", "GRPOTrainer"))
+INSTEAD = MappingProxyType(
+    {
+        "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
+        "with a decoder alone",
+        "RewardTrainer": "a reward is read from a row's last token; train it with cp_size=1, or use "
+        "DPOTrainer, which needs no reward model",
+    }
+)
+OTHERWISE = "use Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, or cp_size=1"
+
+
+def split_size() -> int:
+    """Ranks that share a row, of the Accelerator of this process; 1 if it does not split."""
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    return size_of(config)
+
+
+def size_of(config: Any) -> int:
+    """Ranks that share a row by a ParallelismConfig; 1 if it is not ours."""
+    return config.cp_size if getattr(config, "splits_forward", False) else 1
+
+
+class SplitAccelerator:
+    """The methods that an Accelerator of ours has in place of its own.
+
+    Ranks of one row count as one process, except where data loaders are dealt out: there accelerate
+    takes them together by its mesh.
+    """
+
+    _counts_all = False
+
+    @property
+    def num_processes(self) -> int:
+        return super().num_processes // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+
+    @property
+    def process_index(self) -> int:
+        return super().process_index // (1 if self._counts_all else self._row_ranks)  # type: ignore[misc]
+
+    @property
+    def is_last_process(self) -> bool:
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """False: every rank reads for itself, and the ranks that share a row read the same."""
+        if super().dispatch_batches:  # type: ignore[misc]
+            raise ValueError(
+                "dispatch_batches (True) must be False or None: with cp_size every rank reads its "
+                "rows for itself"
+            )
+        return False
+
+    @property
+    def _row_ranks(self) -> int:
+        return self.parallelism_config.cp_size  # type: ignore[attr-defined]
+
+    def prepare(self, *args: Any, **given: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                self._split(model)
+        return super().prepare(*args, **given)  # type: ignore[misc]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **given: Any) -> Any:
+        self._split(model)
+        return super().prepare_model(model, *args, **given)  # type: ignore[misc]
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **given: Any) -> Any:
+        self._counts_all = True
+        try:
+            return super().prepare_data_loader(data_loader, *args, **given)  # type: ignore[misc]
+        finally:
+            self._counts_all = False
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        made = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        made.__class__ = _scheduler_class(type(made))
+        return made
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if reduction == "sum":
+            scale = scale / self._row_ranks
+        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+
+    def _split(self, model: nn.Module) -> None:
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            return  # a model that is not of transformers
+        if "SequenceClassification" in type(model).__name__ and not _trains(model):
+            return  # a reward model, which runs on whole rows
+        config = self.parallelism_config  # type: ignore[attr-defined]
+        group = self.torch_device_mesh["cp"].get_group()  # type: ignore[attr-defined]
+        split_forward(model, group, config.strategy)
+
+
+def _trains(model: nn.Module) -> bool:
+    return model.training and any(x.requires_grad for x in model.parameters())
+
+
+@functools.cache
+def _split_class(of: type) -> type:
+    return type(of.__name__, (SplitAccelerator, of), {"__module__": of.__module__})
+
+
+@functools.cache
+def _scheduler_class(of: type) -> type:
+    """A scheduler that takes one step for each data-parallel rank, as accelerate's does without cp."""
+
+    def step(self: Any, *args: Any, **given: Any) -> None:
+        from accelerate import scheduler
+
+        shared, asked = scheduler.AcceleratorState, split_size()
+        count = shared().num_processes // asked
+        scheduler.AcceleratorState = lambda: _Count(count)  # type: ignore[assignment]
+        try:
+            of.step(self, *args, **given)
+        finally:
+            scheduler.AcceleratorState = shared
+
+    return type(of.__name__, (of,), {"step": step, "__module__": of.__module__})
+
+
+class _Count:
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+
+
+def split_accelerator(accelerator: Any) -> None:
+    """Make an Accelerator split the models that it prepares.
+
+    Raises:
+        ValueError: for what it cannot split under.
+    """
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP") or (
+        kind == "FSDP" and not accelerator.is_fsdp2
+    ):
+        raise ValueError(
+            f"cp_size ({accelerator.parallelism_config.cp_size}) must be 1 under {kind}"
+            f"{' version 1' if kind == 'FSDP' else ''}; use DDP, or FSDP with fsdp_version=2"
+        )
+    if not isinstance(accelerator, SplitAccelerator):
+        accelerator.__class__ = _split_class(type(accelerator))
+
+
+@functools.cache
+def install() -> None:
+    """Replace what accelerate and transformers ask of processes, once in a process."""
+    from accelerate.utils import operations
+
+    operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
+    operations._gpu_gather_object = _objects_once_a_row(operations._gpu_gather_object)
+    try:
+        from transformers import Trainer, TrainingArguments
+    except ImportError:  # Accelerator in a loop of one's own
+        return
+    TrainingArguments.world_size = property(_world_size(TrainingArguments.world_size.fget))
+    Trainer.create_accelerator_and_postprocess = _with_split(
+        Trainer.create_accelerator_and_postprocess
+    )
+    Trainer._get_num_items_in_batch = _undivided(Trainer._get_num_items_in_batch)
+
+
+def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
+    """accelerate's gather, without the copies that ranks of one row have."""
+
+    @functools.wraps(gather)
+    def gather_rows(tensor: Any) -> Any:
+        size, everyone = split_size(), gather(tensor)
+        if size == 1:
+            return everyone
+        ranks = dist.get_world_size()
+        return operations.recursively_apply(
+            lambda x: x.unflatten(0, (ranks // size, size, -1))[:, 0].flatten(0, 1), everyone
+        )
+
+    return gather_rows
+
+
+def _objects_once_a_row(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(gather)
+    def gather_rows(objects: Any) -> Any:
+        size = split_size()
+        if size == 1:
+            return gather(objects)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, objects)
+        return [x for one in everyone[::size] for x in one]
+
+    return gather_rows
+
+
+def _world_size(world_size: Any) -> Callable[[Any], int]:
+    def of_arguments(self: Any) -> int:
+        """All processes; while a configuration is checked, those that have rows of their own.
+
+        GRPOConfig divides generation_batch_size by it.
+        """
+        size = size_of(self.parallelism_config)
+        if size > 1 and sys._getframe(1).f_code.co_name == "__post_init__":
+            return max(1, world_size(self) // size)
+        return world_size(self)
+
+    return of_arguments
+
+
+def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
+    """num_items_in_batch, which the Trainer divides by cp_size; gathering took each row once."""
+
+    @functools.wraps(count)
+    def count_once(self: Any, *args: Any, **given: Any) -> Any:
+        found = count(self, *args, **given)
+        size = size_of(getattr(self.accelerator, "parallelism_config", None))
+        return found * size if isinstance(found, Tensor) else found
+
+    return count_once
+
+
+def _with_split(create: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(create)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        create(self)
+        size = size_of(getattr(self.accelerator, "parallelism_config", None))
+        if size > 1:
+            error = refused_trainer(self)
+            if error:
+                raise ValueError(error)
+            _adapt(self)
+
+    return create_accelerator_and_postprocess
+
+
+def refused_trainer(trainer: Any) -> str | None:
+    """Why a Trainer cannot split its rows, and what to use instead; None if it can."""
+    args = trainer.args
+    for of in type(trainer).__mro__:
+        package = of.__module__.split(".")[0]
+        if package == "trl" and of.__name__.endswith("Trainer") and not of.__name__.startswith("_"):
+            if of.__name__ not in RUN or "experimental" in of.__module__:
+                return f"{of.__name__} cannot split its rows: {INSTEAD.get(of.__name__, OTHERWISE)}"
+            break
+        if of.__name__ in INSTEAD:
+            return f"{of.__name__} cannot split its rows: {INSTEAD[of.__name__]}"
+    settings = (
+        ("use_liger_kernel", "it computes the loss of this rank's tokens; leave it out"),
+        ("neftune_noise_alpha", "its noise depends on the rows that a rank has; leave it out"),
+        ("deepspeed", "use DDP, or FSDP with fsdp_version=2"),
+    )
+    for name, advice in settings:
+        if getattr(args, name, None):
+            return f"{name} ({getattr(args, name)}) cannot be honoured with cp_size: {advice}"
+    if getattr(args, "n_gpu", 1) > 1:
+        return "one process drives several GPUs: start one for each, by torchrun or accelerate"
+    return None
+
+
+def _adapt(trainer: Any) -> None:
+    """Give a Trainer logits where it asks for them, and completions that ranks of a row share."""
+    predict = trainer.prediction_step
+
+    @functools.wraps(predict)
+    def prediction_step(
+        model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **given: Any
+    ) -> Any:
+        with whole_logits(not prediction_loss_only):
+            return predict(model, inputs, prediction_loss_only, *args, **given)
+
+    trainer.prediction_step = prediction_step
+    if hasattr(trainer, "_generate_and_score_completions"):
+        complete = trainer._generate_and_score_completions
+
+        @functools.wraps(complete)
+        def completions(*args: Any, **given: Any) -> Any:
+            group = trainer.accelerator.torch_device_mesh["cp"].get_group()
+            _share_random_state(group)
+            made = from_first_rank(complete(*args, **given), group)
+            _share_random_state(group)  # TRL shuffles them next
+            return made
+
+        trainer._generate_and_score_completions = completions
+
+
+def _share_random_state(group: Any) -> None:
+    """Every rank of a group goes on with the random numbers of its first."""
+    import random
+
+    import numpy as np
+
+    state: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    if torch.cuda.is_available():
+        state.append(torch.cuda.get_rng_state())
+    dist.broadcast_object_list(state, dist.get_global_rank(group, 0), group=group)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[3])
+
+
+def from_first_rank(values: dict[str, Any], group: Any) -> dict[str, Any]:
+    """What the first rank of a group has, on every rank: one may have sampled or judged otherwise."""
+    first = dist.get_global_rank(group, 0)
+    described: list[Any] = [
+        {
+            name: (x.shape, x.dtype) if isinstance(x, Tensor) else x
+            for name, x in values.items()
+        }
+    ]
+    dist.broadcast_object_list(described, first, group=group)
+    device = next(x.device for x in values.values() if isinstance(x, Tensor))
+    made: dict[str, Any] = {}
+    for name, x in described[0].items():
+        if isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], torch.dtype):
+            mine = values[name].contiguous() if dist.get_rank() == first else None
+            mine = torch.empty(x[0], dtype=x[1], device=device) if mine is None else mine  # type: ignore[call-overload]
+            dist.broadcast(mine, first, group=group)
+            x = mine
+        made[name] = x
+    return made
