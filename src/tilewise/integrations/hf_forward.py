@@ -303,7 +303,7 @@ class SplitForward:
     def _whole(self, call: Call, name: str, x: Any) -> Any:
         match name:
             case "loss":
-                return _SumOverRanks.apply(x, self.transport)
+                return None if x is None else _SumOverRanks.apply(x, self.transport)
             case "label_mask":
                 assert call.whole_labels is not None
                 mask = call.whole_labels != IGNORED
@@ -332,8 +332,8 @@ class SplitForward:
         kept = call.rows.kept[at]
         place = torch.searchsorted(call.columns, kept % call.rows.shape[1])
         place = place + kept // call.rows.shape[1] * shape[1]
-        whole = logits.new_zeros((shape[0] * shape[1], *logits.shape[2:]))
-        return whole.index_copy(0, place, logits[0]).unflatten(0, shape)
+        whole = logits.new_zeros((shape[0] * shape[1], *logits.shape[1:]))
+        return whole.index_copy(0, place, logits).unflatten(0, shape)
 
 
 class _GroupOnly(NamedTuple):
@@ -405,7 +405,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
         ctx.cp, ctx.rows = cp, x.shape[1]
-        return cp.unshard(x.detach()[:, : cp.layout.size(cp.rank)].contiguous(), 1)
+        whole = cp.unshard(x.detach()[:, : cp.layout.size(cp.rank)].contiguous(), 1)
+        return whole.clone() if whole._is_view() else whole  # callers may change it in place
 
     @staticmethod
     @once_differentiable
@@ -434,13 +435,13 @@ class _GatherSome(torch.autograd.Function):
         whole = mine.new_zeros((sum(map(len, order)), *mine.shape[1:]))
         for places, rows in zip(order, on_every_rank(transport, padded), strict=True):
             whole[places.to(whole.device)] = rows[: len(places)]
-        return whole[None]
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, whole: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         places = ctx.order[ctx.rank].to(whole.device)
-        mine = whole[:, places] * len(ctx.order)
+        mine = whole[None, places] * len(ctx.order)
         spare = ctx.rows - len(places)
         if spare:
             mine = torch.cat([mine, mine.new_zeros((1, spare, *mine.shape[2:]))], 1)
@@ -454,7 +455,7 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, share: Tensor, transport: Any) -> Tensor:
         ctx.world_size = transport.world_size
         shares = on_every_rank(transport, share.detach().reshape(1))
-        return torch.cat(shares).sum().reshape(share.shape)
+        return torch.stack(shares).sum()
 
     @staticmethod
     @once_differentiable

@@ -97,11 +97,6 @@ class SplitAccelerator:
         finally:
             self._counts_all = False
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        made = super().prepare_scheduler(scheduler)  # type: ignore[misc]
-        made.__class__ = _scheduler_class(type(made))
-        return made
-
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         if reduction == "sum":
             scale = scale / self._row_ranks
@@ -126,29 +121,6 @@ def _split_class(of: type) -> type:
     return type(of.__name__, (SplitAccelerator, of), {"__module__": of.__module__})
 
 
-@functools.cache
-def _scheduler_class(of: type) -> type:
-    """A scheduler that takes one step for each data-parallel rank, as accelerate's does without cp."""
-
-    def step(self: Any, *args: Any, **given: Any) -> None:
-        from accelerate import scheduler
-
-        shared, asked = scheduler.AcceleratorState, split_size()
-        count = shared().num_processes // asked
-        scheduler.AcceleratorState = lambda: _Count(count)  # type: ignore[assignment]
-        try:
-            of.step(self, *args, **given)
-        finally:
-            scheduler.AcceleratorState = shared
-
-    return type(of.__name__, (of,), {"step": step, "__module__": of.__module__})
-
-
-class _Count:
-    def __init__(self, num_processes: int) -> None:
-        self.num_processes = num_processes
-
-
 def split_accelerator(accelerator: Any) -> None:
     """Make an Accelerator split the models that it prepares.
 
@@ -170,8 +142,22 @@ def split_accelerator(accelerator: Any) -> None:
 @functools.cache
 def install() -> None:
     """Replace what accelerate and transformers ask of processes, once in a process."""
-    from accelerate.utils import operations
+    from accelerate import scheduler
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import operations, random
 
+    class RowState(AcceleratorState):
+        """Processes counted as rows are: schedulers step, and seeds differ, by these."""
+
+        @property
+        def num_processes(self) -> int:
+            return self._shared_state["num_processes"] // split_size()
+
+        @property
+        def process_index(self) -> int:
+            return self._shared_state["process_index"] // split_size()
+
+    scheduler.AcceleratorState = random.AcceleratorState = RowState
     operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
     operations._gpu_gather_object = _objects_once_a_row(operations._gpu_gather_object)
     try:
