@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from support.thinned import thinned
 from torch import Tensor
 from torch.nn import functional as F

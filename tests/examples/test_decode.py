@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 from examples import decode, train_lm

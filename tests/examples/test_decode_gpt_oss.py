@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 

@@ -1,7 +1,7 @@
 """The GRPO example: a step over the tree is that over the separate sequences."""
 
 import pytest
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 from examples import grpo_tree
 

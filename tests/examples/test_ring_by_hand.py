@@ -2,7 +2,7 @@
 
 import torch
 from conformance.oracle import draw
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 from examples.ring_by_hand import RingAttention

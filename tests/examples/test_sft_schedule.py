@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 from examples import sft_schedule
 

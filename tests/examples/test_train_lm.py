@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 from examples import train_lm
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 from tilewise.transport import watch

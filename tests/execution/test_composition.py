@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 from tilewise.option_names import OURS

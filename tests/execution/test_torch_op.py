@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conformance.oracle import dense, draw
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from conformance.oracle import dense, draw, error
 from hypothesis import given
 from hypothesis import strategies as st
-from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
+from processes.launcher import TIMEOUT_SECONDS, run_processes
 from support.fuzzing import examples
 
 import tilewise as tw

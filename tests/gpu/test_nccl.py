@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 
 import tilewise as tw
 from tilewise.transport.nccl_batches import post_batch

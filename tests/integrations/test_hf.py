@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
 
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from support.hf_models import (
     Case,
     Result,

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from accelerate.data_loader import IterableDatasetShard
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from support.hf_models import SIZES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from support.bench_contenders import Bad
 
 import tilewise as tw

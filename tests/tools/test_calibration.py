@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from typer.testing import CliRunner
 
 import tilewise as tw

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
+from processes.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.expressions import read_plan
 from tilewise.transport.posted import Posted
 from tilewise.transport.process_group import DistTransport

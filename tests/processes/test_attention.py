@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conformance.oracle import Result, dense, draw, error
 
 import tilewise as tw
-from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
+from processes.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.expressions import read_mask, read_plan
 from tilewise.transport import process_group
 from tilewise.transport.resolve import transport_for

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from tilewise.transport import watch
 
 N = 3

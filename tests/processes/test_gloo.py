@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multiprocess.launcher import TIMEOUT_SECONDS, run_processes
+from processes.launcher import TIMEOUT_SECONDS, run_processes
 from tilewise.transport.agreement import agree
 from tilewise.transport.process_group import DistTransport
 from tilewise.transport.protocol import Handle, Message, TeamMessages

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from multiprocess.launcher import run_processes
+from processes.launcher import run_processes
 from tilewise.transport import watch
 from tilewise.transport.agreement import agreement_of
 from tilewise.transport.process_group import DistTransport
