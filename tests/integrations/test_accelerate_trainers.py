@@ -1,0 +1,111 @@
+"""Trainers whose rows are split over ranks take the steps of the unsplit run."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers, of the extra hf")
+pytest.importorskip("trl", reason="needs trl")
+pytest.importorskip("peft", reason="needs peft")
+
+from processes.launcher import run_processes
+from support.hf_trainers import Run, largest_difference, train
+
+PACKED = {"packing": True, "num_train_epochs": 10}
+NO_BALANCE = {"router_aux_loss_coef": 0.0}  # a loss over all tokens' experts
+FEW = {
+    "Trainer, accumulated, with metrics": Run(
+        "trainer", args={"gradient_accumulation_steps": 2}, metrics=True
+    ),
+    "SFT, packed, LoRA": Run("sft", "gemma3", PACKED, lora=True),
+    "SFT, padded, sinks": Run("sft", "gpt_oss", NO_BALANCE, columns="prompt"),
+    "DPO": Run("dpo", "qwen2"),
+    "GRPO": Run("grpo"),
+}
+MANY = {
+    **{f"SFT, packed, {m}": Run("sft", m, PACKED | NO_BALANCE) for m in (
+        "llama", "qwen2", "qwen3", "mistral", "gemma2", "cohere2", "granite", "deepseek_v3", "gpt2",
+        "mixtral",
+    )},
+    **{f"SFT, padded, {m}": Run("sft", m, NO_BALANCE) for m in ("gemma3", "mistral", "gpt2", "opt")},
+    **{f"DPO, {m}": Run("dpo", m, NO_BALANCE) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
+    "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
+    "SFT, padding-free": Run("sft", args={"padding_free": True, "max_length": None}),
+    "SFT, wrapped": Run("sft", args=PACKED | {"packing_strategy": "wrapped"}),
+    "SFT, split documents": Run(
+        "sft", args=PACKED | {"packing_strategy": "bfd_split", "max_length": 16}
+    ),
+    "SFT, messages": Run("sft", columns="messages"),
+    "SFT, tokenised": Run("sft", columns="input_ids"),
+    "SFT, a stream": Run("sft", iterable=True),
+    "SFT, dft": Run("sft", args={"loss_type": "dft"}),
+    "SFT, smoothed": Run("sft", args={"label_smoothing_factor": 0.1}),
+    "Trainer, smoothed": Run("trainer", args={"label_smoothing_factor": 0.1}),
+    "Trainer, means of ranks": Run("trainer", args={"average_tokens_across_devices": False}),
+    "checkpointing, reentrant": Run(
+        "trainer",
+        args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "checkpointing": Run(
+        "trainer",
+        args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ),
+    "compiled": Run("trainer", args={"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "SFT, compiled": Run("sft", args={"torch_compile": True, "torch_compile_backend": "eager"}),
+}  # fmt: skip
+
+
+def compare(got: dict, want: dict, *, tolerance: float = 1e-5) -> None:
+    assert "error" not in want, want
+    assert "error" not in got, got
+    for name in ("loss", "grad_norm"):
+        assert got[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance), name
+    assert largest_difference(got["parameters"], want["parameters"]) < tolerance
+    for name in ("logged", "evaluated"):
+        assert got[name] == pytest.approx(want[name], rel=10 * tolerance, abs=tolerance), name
+    assert got["batch"] == want["batch"]
+
+
+def check(runs: dict[str, Run], world_size: int, folder, **sizes: int) -> None:
+    """Every run split as sizes say, beside the same run on as many processes as have own rows."""
+    whole = world_size // sizes["cp_size"]
+    want = run_processes(whole, train, whole, runs, str(folder))[0]
+    split = {name: run.split(**sizes) for name, run in runs.items()}
+    for got in run_processes(world_size, train, world_size, split, str(folder)):
+        for name in runs:
+            compare(got[name], want[name])
+
+
+def test_two_ranks_take_the_steps_of_one_process(tmp_path):
+    check(FEW, 2, tmp_path, cp_size=2)
+
+
+def test_two_rows_of_two_ranks_take_the_steps_of_two_processes(tmp_path):
+    few = {name: FEW[name] for name in ("Trainer, accumulated, with metrics",)}
+    grpo = {"per_device_train_batch_size": 2, "generation_batch_size": 8}
+    check(few | {"GRPO": Run("grpo", args=grpo)}, 4, tmp_path, cp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, len(MANY), 6))
+def test_many_runs(start: int, tmp_path):
+    names = list(MANY)[start : start + 6]
+    check({name: MANY[name] for name in names}, 2, tmp_path, cp_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"cp_size": 4}, {"cp_size": 2, "dp_shard_size": 2}], ids=str)
+def test_four_ranks(sizes: dict, tmp_path):
+    names = ("SFT, packed, LoRA", "DPO", "GRPO")
+    check({name: FEW[name] for name in names}, 4, tmp_path, **sizes)
+
+
+@pytest.mark.slow
+def test_bf16_is_within_rounding(tmp_path):
+    runs = {"SFT": Run("sft", args=PACKED | {"bf16": True}), "DPO": Run("dpo", args={"bf16": True})}
+    (want,) = run_processes(1, train, 1, runs, str(tmp_path))
+    split = {name: run.split(2) for name, run in runs.items()}
+    for got in run_processes(2, train, 2, split, str(tmp_path)):
+        for name in runs:
+            assert got[name]["loss"] == pytest.approx(want[name]["loss"], rel=1e-2)
+            assert got[name]["grad_norm"] == pytest.approx(want[name]["grad_norm"], rel=5e-2)

@@ -1,0 +1,226 @@
+"""Trainers of transformers and TRL on tiny models, run with rows split over ranks and not split.
+
+    run = Run("sft", model="gemma3", args={"packing": True})
+    (want,) = run_processes(1, train, 1, {"a": run}, folder)
+    ranks = run_processes(2, train, 2, {"a": run.split(2)}, folder)
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from support.hf_models import VOCABULARY, build
+from torch import Tensor
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A Trainer's run.
+
+    Args:
+        trainer: "trainer", "sft", "dpo" or "grpo".
+        args: fields of its arguments, beside those of every run.
+        columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
+        sizes: of the ParallelismConfig; none: nothing is split.
+        metrics: evaluate with compute_metrics.
+    """
+
+    trainer: str
+    model: str = "llama"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    columns: str = "text"
+    lora: bool = False
+    iterable: bool = False
+    metrics: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def split(self, cp_size: int, **sizes: int) -> Run:
+        return replace(self, sizes={"cp_size": cp_size, **sizes})
+
+
+def train(rank: int, world_size: int, runs: Mapping[str, Run], folder: str) -> dict[str, dict]:
+    """What each run gives on this rank; a ValueError's text where it raises one."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # asked for, not used: it is joined
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ.update(address | ranks | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"})
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    return {name: _run(run, folder) for name, run in runs.items()}
+
+
+def _run(run: Run, folder: str) -> dict[str, Any]:
+    try:
+        trainer = _trainer(run, folder)
+        for callback in list(trainer.callback_handler.callbacks):
+            if "Printer" in type(callback).__name__:
+                trainer.remove_callback(callback)
+        trainer.train()
+        evaluated = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    except ValueError as error:
+        return {"error": str(error)}
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {
+        "loss": [log["loss"] for log in logs],
+        "grad_norm": [log["grad_norm"] for log in logs],
+        "logged": _numbers(logs[-1]),
+        "evaluated": _numbers(evaluated),
+        "parameters": {
+            name.replace("_orig_mod.", ""): x.detach().clone().float()
+            for name, x in model.named_parameters()
+            if x.requires_grad
+        },
+        "batch": trainer.get_total_train_batch_size(trainer.args),
+    }
+
+
+def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
+    timed = ("runtime", "per_second", "time")
+    return {k: v for k, v in log.items() if isinstance(v, float) and not any(t in k for t in timed)}
+
+
+def _trainer(run: Run, folder: str) -> Any:
+    given = {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    given |= {"max_steps": STEPS, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1}
+    given |= {"bf16": False, "seed": 3, "lr_scheduler_type": "constant"}
+    given |= {"per_device_train_batch_size": 2, **run.args}
+    if run.sizes:
+        from tilewise.integrations.accelerate import ParallelismConfig
+
+        given["parallelism_config"] = ParallelismConfig(**run.sizes)
+    model = build(run.model, **run.changes)
+    return MAKERS[run.trainer](run, model, folder, given)
+
+
+def _plain(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    data = [{"input_ids": tokenizer()(text)["input_ids"]} for text in texts()]
+    measured = {"compute_metrics": _accuracy} if run.metrics else {}
+    return Trainer(
+        model,
+        TrainingArguments(folder, **given),
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        **measured,
+    )
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    at, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
+    logits = prediction.predictions[labels_of(prediction)]
+    return {"accuracy": float((at == labels)[labels != -100].mean()), "logit": float(logits.mean())}
+
+
+def labels_of(prediction: Any) -> Any:
+    """The places of logits that predict a label."""
+    import numpy as np
+
+    return np.pad(prediction.label_ids[:, 1:] != -100, ((0, 0), (0, 1)))
+
+
+def _sft(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    made: dict[str, list] = {
+        "text": [{"text": x} for x in texts()],
+        "prompt": [
+            {"prompt": a, "completion": b} for a, b in zip(texts(), texts(seed=5), strict=True)
+        ],
+        "messages": [
+            {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+            for a, b in zip(texts(), texts(seed=5), strict=True)
+        ],
+        "input_ids": [{"input_ids": tokenizer()(x)["input_ids"]} for x in texts()],
+    }
+    data: Any = Dataset.from_list(made[run.columns])
+    lora = None
+    if run.lora:
+        import peft
+
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return SFTTrainer(
+        model,
+        SFTConfig(folder, **{"max_length": 64} | given),
+        train_dataset=data.to_iterable_dataset() if run.iterable else data,
+        eval_dataset=None if run.iterable else data.select(range(7)),
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+
+
+def _dpo(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    columns = {"prompt": texts(seed=1), "chosen": texts(seed=2), "rejected": texts(seed=3)}
+    return DPOTrainer(
+        model,
+        ref_model=copy.deepcopy(model),
+        args=DPOConfig(folder, **{"max_length": 64} | given),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+    )
+
+
+def _grpo(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    sizes = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 4}
+    return GRPOTrainer(
+        model,
+        reward_funcs=_distinct,
+        args=GRPOConfig(folder, **given | sizes | dict(run.args)),
+        train_dataset=Dataset.from_dict({"prompt": texts(longest=8)}),
+        processing_class=tokenizer(),
+    )
+
+
+def _distinct(completions: list[str], **_: Any) -> list[float]:
+    """A reward: how many words are distinct, and a little for their numbers."""
+    numbers = [[int(word[1:]) for word in x.split() if word.startswith("w")] for x in completions]
+    return [len(set(x)) + 0.002 * sum(x) for x in numbers]
+
+
+MAKERS: dict[str, Callable[..., Any]] = {"trainer": _plain, "sft": _sft, "dpo": _dpo, "grpo": _grpo}
+CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+def tokenizer() -> Any:
+    """Words w4 to w49 of the tiny models' vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("<pad>", "<s>", "</s>", "<unk>")
+    words = dict(zip(names, range(4), strict=True))
+    words |= {f"w{number}": number for number in range(4, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
+    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), names, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
+
+
+def texts(count: int = 40, longest: int = 30, seed: int = 1) -> list[str]:
+    make = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, longest, (count,), generator=make).tolist()
+    words = [torch.randint(4, VOCABULARY, (n,), generator=make).tolist() for n in lengths]
+    return [" ".join(f"w{word}" for word in text) for text in words]
+
+
+def largest_difference(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[name] - want[name]).abs().max()) for name in want)
