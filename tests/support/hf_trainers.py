@@ -1,8 +1,8 @@
 """Trainers of transformers and TRL on tiny models, run with rows split over ranks and not split.
 
-    run = Run("sft", model="gemma3", args={"packing": True})
-    (want,) = run_processes(1, train, 1, {"a": run}, folder)
-    ranks = run_processes(2, train, 2, {"a": run.split(2)}, folder)
+run = Run("sft", model="gemma3", args={"packing": True})
+(want,) = run_processes(1, train, 1, {"a": run}, folder)
+ranks = run_processes(2, train, 2, {"a": run.split(2)}, folder)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
-from typing import Any, NamedTuple, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -325,7 +325,7 @@ class SplitForward:
     def _whole_logits(self, call: Call, x: Tensor) -> Tensor:
         if call.columns is None:
             return call.rows.put(_gathered(x, call.cp))
-        order, mine = _rows_of_columns(call.rows, call.cp, call.columns)
+        order, _ = _rows_of_columns(call.rows, call.cp, call.columns)
         logits = _GatherSome.apply(x, order, call.cp.rank, self.transport)
         shape = call.rows.shape[0], len(call.columns)
         at = torch.isin(call.rows.kept % call.rows.shape[1], call.columns)

@@ -25,8 +25,8 @@ INSTEAD = MappingProxyType(
     {
         "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
         "with a decoder alone",
-        "RewardTrainer": "a reward is read from a row's last token; train it with cp_size=1, or use "
-        "DPOTrainer, which needs no reward model",
+        "RewardTrainer": "a reward is read from a row's last token; train it with cp_size=1, or "
+        "use DPOTrainer, which needs no reward model",
     }
 )
 OTHERWISE = "use Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, or cp_size=1"
@@ -98,9 +98,14 @@ class SplitAccelerator:
             self._counts_all = False
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if reduction == "sum":
-            scale = scale / self._row_ranks
-        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+        from accelerate.utils import operations
+
+        reduced, ranks = super().reduce(tensor, reduction, scale), self._row_ranks  # type: ignore[misc]
+        if reduction != "sum":
+            return reduced
+        return operations.recursively_apply(
+            lambda x: x / ranks if x.is_floating_point() else x // ranks, reduced
+        )
 
     def _split(self, model: nn.Module) -> None:
         if not hasattr(getattr(model, "config", None), "get_text_config"):
@@ -308,13 +313,14 @@ def _share_random_state(group: Any) -> None:
 
 
 def from_first_rank(values: dict[str, Any], group: Any) -> dict[str, Any]:
-    """What the first rank of a group has, on every rank: one may have sampled or judged otherwise."""
+    """The values of a group's first rank, on all of them: others may have been sampled otherwise.
+
+    Args:
+        values: tensors, of shapes of its own on each rank, and what else pickles, by name.
+    """
     first = dist.get_global_rank(group, 0)
     described: list[Any] = [
-        {
-            name: (x.shape, x.dtype) if isinstance(x, Tensor) else x
-            for name, x in values.items()
-        }
+        {name: (x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in values.items()}
     ]
     dist.broadcast_object_list(described, first, group=group)
     device = next(x.device for x in values.values() if isinstance(x, Tensor))
