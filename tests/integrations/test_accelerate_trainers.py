@@ -36,6 +36,8 @@ MANY = {
     )},
     **{f"SFT, padded, {m}": Run("sft", m, NO_BALANCE) for m in ("gemma3", "gpt2", "opt")},
     **{f"DPO, {m}": Run("dpo", m, NO_BALANCE) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
+    "KTO": Run("kto"),
+    "RLOO": Run("rloo", "qwen3"),
     "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
     "SFT, padding-free": Run("sft", args={"padding_free": True, "max_length": None}),
     "SFT, wrapped": Run("sft", args=PACKED | {"packing_strategy": "wrapped"}),
@@ -110,3 +112,26 @@ def test_bf16_is_within_rounding(tmp_path):
         for name in runs:
             assert got[name]["loss"] == pytest.approx(want[name]["loss"], rel=1e-2)
             assert got[name]["grad_norm"] == pytest.approx(want[name]["grad_norm"], rel=5e-2)
+
+
+def test_trainers_and_settings_that_cannot_be_split_are_refused_before_the_first_batch(tmp_path):
+    runs = {
+        "noise": Run("trainer", args={"neftune_noise_alpha": 5.0}).split(2),
+        "balance": Run("sft", "mixtral").split(2),
+        "prompt": Run("sft", prompt_tuning=True).split(2),
+    }
+    first, second = run_processes(2, train, 2, runs, str(tmp_path))
+    assert first == second
+    assert "neftune_noise_alpha (5.0) cannot be honoured" in first["noise"]["error"]
+    assert "router_aux_loss_coef=0.0" in first["balance"]["error"]
+    assert "PROMPT_TUNING puts tokens of its own" in first["prompt"]["error"]
+
+
+def test_reward_trainers_are_refused_by_name():
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    from tilewise.integrations.hf_internals import refused_trainer
+
+    trainer = RewardTrainer.__new__(RewardTrainer)
+    trainer.args = None  # pyright: ignore
+    assert "RewardTrainer cannot split its rows" in str(refused_trainer(trainer))

@@ -27,7 +27,7 @@ class Run:
     """A Trainer's run.
 
     Args:
-        trainer: "trainer", "sft", "dpo" or "grpo".
+        trainer: one of MAKERS.
         args: fields of its arguments, beside those of every run.
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
@@ -39,6 +39,7 @@ class Run:
     args: Mapping[str, Any] = field(default_factory=dict)
     columns: str = "text"
     lora: bool = False
+    prompt_tuning: bool = False
     iterable: bool = False
     metrics: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -91,23 +92,29 @@ def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _trainer(run: Run, folder: str) -> Any:
-    given = {"report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    given: dict[str, Any] = {
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     given |= {"max_steps": STEPS, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1}
     given |= {"bf16": False, "seed": 3, "lr_scheduler_type": "constant"}
     given |= {"per_device_train_batch_size": 2, **run.args}
     if run.sizes:
         from tilewise.integrations.accelerate import ParallelismConfig
 
-        given["parallelism_config"] = ParallelismConfig(**run.sizes)
+        sizes: Any = run.sizes
+        given["parallelism_config"] = ParallelismConfig(**sizes)
     model = build(run.model, **run.changes)
     return MAKERS[run.trainer](run, model, folder, given)
 
 
-def _plain(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    data = [{"input_ids": tokenizer()(text)["input_ids"]} for text in texts()]
-    measured = {"compute_metrics": _accuracy} if run.metrics else {}
+    data: Any = [{"input_ids": tokenizer()(text)["input_ids"]} for text in texts()]
+    measured: dict[str, Any] = {"compute_metrics": _accuracy} if run.metrics else {}
     return Trainer(
         model,
         TrainingArguments(folder, **given),
@@ -128,12 +135,15 @@ def labels_of(prediction: Any) -> Any:
     """The places of logits that predict a label."""
     import numpy as np
 
-    return np.pad(prediction.label_ids[:, 1:] != -100, ((0, 0), (0, 1)))
+    counted = np.zeros(prediction.label_ids.shape, bool)
+    counted[:, :-1] = prediction.label_ids[:, 1:] != -100
+    return counted
 
 
-def _sft(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+def _sft(run: Run, model: Any, folder: str, given: Any) -> Any:
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     made: dict[str, list] = {
         "text": [{"text": x} for x in texts()],
@@ -152,6 +162,10 @@ def _sft(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
         import peft
 
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    if run.prompt_tuning:
+        import peft
+
+        lora = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     return SFTTrainer(
         model,
         SFTConfig(folder, **{"max_length": 64} | given),
@@ -162,9 +176,10 @@ def _sft(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
     )
 
 
-def _dpo(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+def _dpo(run: Run, model: Any, folder: str, given: Any) -> Any:
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     columns = {"prompt": texts(seed=1), "chosen": texts(seed=2), "rejected": texts(seed=3)}
     return DPOTrainer(
@@ -176,15 +191,43 @@ def _dpo(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
     )
 
 
-def _grpo(run: Run, model: Any, folder: str, given: dict[str, Any]) -> Any:
+def _kto(run: Run, model: Any, folder: str, given: Any) -> Any:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.kto_config import KTOConfig
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    columns = {"prompt": texts(seed=1), "completion": texts(seed=2), "label": [True, False] * 20}
+    return KTOTrainer(
+        model,
+        ref_model=copy.deepcopy(model),
+        args=KTOConfig(folder, **{"max_length": 64, **given, "per_device_train_batch_size": 4}),
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+    )
+
+
+def _grpo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return _with_rewards(GRPOTrainer, GRPOConfig, run, model, folder, given)
+
+
+def _rloo(run: Run, model: Any, folder: str, given: Any) -> Any:
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    return _with_rewards(RLOOTrainer, RLOOConfig, run, model, folder, given | {"beta": 0.0})
+
+
+def _with_rewards(trainer: Any, config: Any, run: Run, model: Any, folder: str, given: Any) -> Any:
+    from datasets import Dataset
 
     sizes = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 4}
-    return GRPOTrainer(
+    return trainer(
         model,
         reward_funcs=_distinct,
-        args=GRPOConfig(folder, **given | sizes | dict(run.args)),
+        args=config(folder, **given | sizes | dict(run.args)),
         train_dataset=Dataset.from_dict({"prompt": texts(longest=8)}),
         processing_class=tokenizer(),
     )
@@ -196,7 +239,14 @@ def _distinct(completions: list[str], **_: Any) -> list[float]:
     return [len(set(x)) + 0.002 * sum(x) for x in numbers]
 
 
-MAKERS: dict[str, Callable[..., Any]] = {"trainer": _plain, "sft": _sft, "dpo": _dpo, "grpo": _grpo}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "trainer": _plain,
+    "sft": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "grpo": _grpo,
+    "rloo": _rloo,
+}
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 
 

@@ -75,7 +75,7 @@ class ParallelismConfig(_ParallelismConfig):
     @property
     def splits_forward(self) -> bool:
         """Whether models that an Accelerator prepares are split."""
-        return self.cp_size > 1
+        return self._sizes["cp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
@@ -106,19 +106,19 @@ class ParallelismConfig(_ParallelismConfig):
     def _fill_data_parallel(self) -> None:
         from accelerate.state import AcceleratorState, PartialState
 
-        num_processes = PartialState().num_processes
-        others, rest = divmod(num_processes, self.cp_size)
+        num_processes, sizes = PartialState().num_processes, self._sizes
+        others, rest = divmod(num_processes, sizes["cp"])
         if rest:
             raise ValueError(
-                f"cp_size ({self.cp_size}) must divide the number of processes ({num_processes})"
+                f"cp_size ({sizes['cp']}) must divide the number of processes ({num_processes})"
             )
-        if self.dp_replicate_size * self.dp_shard_size == 1 and others > 1:
+        if sizes["dp_replicate"] * sizes["dp_shard"] == 1 and others > 1:
             shards = AcceleratorState().distributed_type.value == "FSDP"
             self._set_size("dp_shard" if shards else "dp_replicate", others)
         if self.total_size != num_processes:
             raise ValueError(
-                f"dp_replicate_size ({self.dp_replicate_size}) x dp_shard_size "
-                f"({self.dp_shard_size}) x cp_size ({self.cp_size}) must be the number of "
+                f"dp_replicate_size ({sizes['dp_replicate']}) x dp_shard_size "
+                f"({sizes['dp_shard']}) x cp_size ({sizes['cp']}) must be the number of "
                 f"processes ({num_processes}); leave the dp sizes out to have them set"
             )
 

@@ -80,6 +80,9 @@ def split_forward(model: nn.Module, group: Any, strategy: Literal["auto"] | Plan
     if hasattr(base, "_tilewise_rows"):
         split = base._tilewise_rows
     else:
+        if getattr(base.config.get_text_config(decoder=True), "output_router_logits", False):
+            name = "output_router_logits"
+            raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
         check_model(base)
         split = SplitForward(base, group, strategy)
         base._tilewise_rows = split
@@ -90,11 +93,14 @@ def split_forward(model: nn.Module, group: Any, strategy: Literal["auto"] | Plan
             split.lengths.agree_in(base)
         if hasattr(base, "generate"):
             base.generate = MethodType(_generate_unsplit, base)
+    called: Any
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         if not hasattr(called, "_tilewise_hooked"):
             called._tilewise_hooked = True
-            called.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
-            called.register_forward_hook(_after, with_kwargs=True, always_call=True)
+            before: Any = torch.compiler.disable(_before)
+            after: Any = torch.compiler.disable(_after)
+            called.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            called.register_forward_hook(after, with_kwargs=True, always_call=True)
         if called is not base:
             called._tilewise_rows = split
 
@@ -468,7 +474,6 @@ def _runs_unsplit(given: Mapping[str, Any]) -> bool:
     return bool(_state.paused or given.get("past_key_values") is not None or given.get("use_cache"))
 
 
-@torch.compiler.disable
 def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     split: SplitForward = module._tilewise_rows
     named = dict(zip(split.parameters, args, strict=False)) | given
@@ -481,7 +486,6 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     return (), inputs
 
 
-@torch.compiler.disable
 def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
     call = _state.calls.pop() if _state.calls else None
     if call is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewise.integrations.hf_forward import split_forward, whole_logits
 
-RUN = frozenset(("SFTTrainer", "DPOTrainer", "GRPOTrainer"))
+RUN = frozenset(("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"))
 INSTEAD = MappingProxyType(
     {
         "Seq2SeqTrainer": "models with an encoder and a decoder have cross attention; use Trainer "
@@ -29,7 +29,7 @@ INSTEAD = MappingProxyType(
         "use DPOTrainer, which needs no reward model",
     }
 )
-OTHERWISE = "use Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, or cp_size=1"
+OTHERWISE = "use Trainer or TRL's trainers for SFT, DPO, KTO, GRPO or RLOO, or set cp_size=1"
 
 
 def split_size() -> int:
@@ -166,14 +166,15 @@ def install() -> None:
     operations._gpu_gather = _once_a_row(operations._gpu_gather, operations)
     operations._gpu_gather_object = _objects_once_a_row(operations._gpu_gather_object)
     try:
-        from transformers import Trainer, TrainingArguments
+        import transformers
     except ImportError:  # Accelerator in a loop of one's own
         return
-    TrainingArguments.world_size = property(_world_size(TrainingArguments.world_size.fget))
-    Trainer.create_accelerator_and_postprocess = _with_split(
-        Trainer.create_accelerator_and_postprocess
-    )
-    Trainer._get_num_items_in_batch = _undivided(Trainer._get_num_items_in_batch)
+    arguments: Any = transformers.TrainingArguments
+    trainer: Any = transformers.Trainer
+    arguments.world_size = property(_world_size(arguments.world_size.fget))
+    create = trainer.create_accelerator_and_postprocess
+    trainer.create_accelerator_and_postprocess = _with_split(create)
+    trainer._get_num_items_in_batch = _undivided(trainer._get_num_items_in_batch)
 
 
 def _once_a_row(gather: Callable[[Any], Any], operations: Any) -> Callable[[Any], Any]:
