@@ -84,7 +84,9 @@ def test_modules_import_only_what_every_installation_has():
     project = PROJECT["project"]
     allowed = {*sys.stdlib_module_names, "tilewise"}
     allowed |= {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
-    offenders = {str(m): top(imported(m.name)) - allowed for m in MODULES if m not in TRITON}
+    offenders = {m.name: top(imported(m.name)) - allowed for m in MODULES if m not in TRITON}
+    # A class of accelerate's is the base of one of ours; nobody imports this module.
+    assert offenders.pop("tilewise.integrations.accelerate") == {"accelerate"}
     assert not {name: extra for name, extra in offenders.items() if extra}
 
 

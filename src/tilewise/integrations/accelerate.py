@@ -10,7 +10,6 @@ stay as they are: rows are split in the model's forward.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +45,8 @@ class ParallelismConfig(_ParallelismConfig):
     def __post_init__(self) -> None:
         given = self.cp_size
         if given is None:
-            given = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+            launched = _ParallelismConfig(1, 1, 1, sp_size=1)  # reads cp_size alone
+            given = launched.cp_size
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"cp_size ({given!r}) must be a whole number of at least 1")
         self.cp_size = 1  # accelerate's checks of cp are of its own cp

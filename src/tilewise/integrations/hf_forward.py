@@ -499,9 +499,6 @@ def _generate_unsplit(self: Any, *args: Any, **given: Any) -> Any:
         return type(self).generate(self, *args, **given)
 
 
-_UNSPLIT_NAMES: dict[str, str] = {}  # our name of an implementation -> the one it stands beside
-
-
 def _use_attention(base: Any) -> None:
     """Give a model an attention that is split in split calls, and what it was in others."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -509,12 +506,10 @@ def _use_attention(base: Any) -> None:
     config = base.config
     text = config.get_text_config(decoder=True)
     beside = text._attn_implementation
-    names = {stands: name for name, stands in _UNSPLIT_NAMES.items()}
-    name = names.get(beside, f"tilewise_rows_{len(names)}")
-    if name not in _UNSPLIT_NAMES:
-        _UNSPLIT_NAMES[name] = beside
-        AttentionInterface.register(name, _attention_beside(beside))
-        AttentionMaskInterface.register(name, _masks_beside(beside))
+    # transformers looks for words such as "flash" in a name.
+    name = f"tilewise_rows_{beside.encode().hex()}"
+    AttentionInterface.register(name, _attention_beside(beside))
+    AttentionMaskInterface.register(name, _masks_beside(beside))
     sub_configs = getattr(config, "sub_configs", ())
     only = {key: name for key in sub_configs if getattr(config, key) is text}
     base.set_attn_implementation(only or name)  # what sees images is not split
