@@ -34,9 +34,10 @@ from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.tokens.conv import causal_conv1d
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
-from tilewise.tokens.pieces import Piece, pieces_of
-from tilewise.tokens.rows import move_rows, settled
+from tilewise.tokens.pieces import Piece, few_pieces, pieces_of
+from tilewise.tokens.rows import move_rows
 from tilewise.tokens.scan import scan
+from tilewise.transport.agreement import settled
 from tilewise.transport.means import mean_over_ranks
 from tilewise.transport.resolve import Group, transport_for
 from tilewise.wires.wire import AnyWire, latent_of, wires_of
@@ -230,11 +231,12 @@ class ContextParallel:
         def moves() -> RowMoves:
             most = max(self.layout.num_tokens, MOST_PADDING)
             sizes = whole_number("left", left, 0, most), whole_number("right", right, 0, most)
-            return halo_moves(self.layout, *sizes, self._boundaries(cu_seqlens))
+            return halo_moves(self.layout, *sizes, edges)
 
         transport = transport_for(self.group)
+        edges = settled(transport, lambda: self._boundaries(cu_seqlens))
         rows = move_rows(x, settled(transport, moves), transport, dim, fill)
-        pieces = self.pieces(cu_seqlens)
+        pieces = few_pieces(self.layout, edges, "halo")[self.rank]
         return [*rows.split([left + stop - start + right for start, stop in pieces], dim)]
 
     def conv1d(

@@ -17,7 +17,7 @@ from tilewise.masks.base import Mask, positions
 from tilewise.masks.tables import Slices
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
 
 Array = np.ndarray
@@ -188,11 +188,8 @@ class Tree:
         children, sizes = self._children(cp.layout)
         stops = np.cumsum(sizes)
         start, stop = int(stops[cp.rank] - sizes[cp.rank]), int(stops[cp.rank])
-        try:
-            mine = self._predicted(logits, cp.layout.rows(cp.rank), children[start:stop])
-        except Exception as error:
-            agree(transport, None, str(error))
-            raise
+        rows = cp.layout.rows(cp.rank)
+        mine = settled(transport, lambda: self._predicted(logits, rows, children[start:stop]))
         runs = [[Run(int(b - n), int(n))] for b, n in zip(stops, sizes, strict=True)]
         if len(children) == 0:
             return mine, children

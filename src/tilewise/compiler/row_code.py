@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -27,12 +27,10 @@ from tilewise.compiler.code import (
 )
 from tilewise.compiler.placement import Departures, placed
 from tilewise.compiler.row_moves import Arriving, RankMoves, RowMoves, Rows
+from tilewise.plan.payload import accumulator
 
 MOST_SLICES = 16
 """Up to so many pieces of neighbouring rows are copied one by one, without a table of rows."""
-
-HALVES = frozenset(("float16", "bfloat16"))
-"""Dtypes whose sums are kept in float32."""
 
 
 def row_code(  # noqa: PLR0913 - what a code depends on, by name
@@ -124,8 +122,8 @@ class _Writer:
         }
         self._post(leaving, [(peer, ref) for peer, (_, ref) in arriving.items()])
         total = dx
-        if self.dtype in HALVES and self.mine.sends:
-            total = self._memory("sum of gradients", self.num_own, "float32")
+        if self.mine.sends and accumulator(self.dtype) != self.dtype:
+            total = self._memory("sum of gradients", self.num_own, accumulator(self.dtype))
         self._ops.append(Fill(total, 0.0))
         self._add(dout, total, self.mine.own.wanted_rows, self.mine.own.source_rows)
         self._line("keep own gradients")
@@ -188,8 +186,6 @@ class _Writer:
 
     def _copy(self, source: Ref, target: Ref, source_rows: Rows, target_rows: Rows) -> None:
         """target[target_rows[i]] = source[source_rows[i]]; no target row is named twice."""
-        if not len(source_rows):
-            return
         slices = _slices(source_rows, target_rows)
         if len(slices) <= MOST_SLICES:
             for (a, b), num_rows in slices:
@@ -203,8 +199,6 @@ class _Writer:
 
     def _add(self, source: Ref, target: Ref, source_rows: Rows, target_rows: Rows) -> None:
         """target[target_rows[i]] += source[source_rows[i]]."""
-        if not len(source_rows):
-            return
         slices = _slices(source_rows, target_rows)
         if len(slices) <= MOST_SLICES:
             for (a, b), num_rows in slices:
@@ -249,4 +243,4 @@ def _slices(a: Rows, b: Rows) -> list[tuple[tuple[int, int], int]]:
         return []
     edges = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
     starts = [0, *edges.tolist(), len(a)]
-    return [((int(a[i]), int(b[i])), j - i) for i, j in itertools.pairwise(starts)]
+    return [((int(a[i]), int(b[i])), j - i) for i, j in pairwise(starts)]

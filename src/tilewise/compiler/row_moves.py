@@ -119,7 +119,7 @@ class RowMoves:
         return owner, row
 
     def of_rank(self, rank: int) -> RankMoves:
-        """What one rank sends, receives and keeps."""
+        """Return what one rank sends, receives and keeps."""
         owner, row = self._owners
         wanted = self.wanted_rows(rank)
         places = np.flatnonzero(wanted != FILL)

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from tilewise.layouts.layout import Layout
 from tilewise.tokens.moves import halo_moves
-from tilewise.tokens.pieces import pieces_of
-from tilewise.tokens.rows import move_rows, settled
+from tilewise.tokens.pieces import few_pieces
+from tilewise.tokens.rows import move_rows
+from tilewise.transport.agreement import settled
 from tilewise.transport.protocol import Transport
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -48,7 +49,7 @@ def causal_conv1d(  # noqa: PLR0913 - the arguments of causal_conv1d, and the sp
     rows = move_rows(x, moves, transport, x.ndim - 2)
     kept: list[Tensor] = []
     begin = 0
-    for start, stop in pieces_of(layout, transport.rank, cu_seqlens):
+    for start, stop in few_pieces(layout, cu_seqlens, "conv1d")[transport.rank]:
         kept.append(torch.arange(begin, begin + stop - start))
         begin += left + stop - start
     if not kept:  # no rows, but every parameter gets a gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import chain, pairwise
 
 import numpy as np
@@ -16,10 +16,6 @@ from tilewise.plan.kept import RecentValues
 from tilewise.tokens.pieces import few_pieces
 
 _KEPT: RecentValues[Hashable, RowMoves] = RecentValues(64)
-
-
-def _kept(key: Hashable, make: Callable[[], RowMoves]) -> RowMoves:
-    return _KEPT.get(key, make)
 
 
 def _filled(num_rows: int) -> Run:
@@ -45,12 +41,12 @@ def halo_moves(layout: Layout, left: int, right: int, cu_seqlens: tuple[int, ...
             wanted.append([run for run in runs if run.count])
         return RowMoves("halo", layout, wanted, left=left, right=right, cu_seqlens=cu_seqlens)
 
-    return _kept(("halo", layout, left, right, cu_seqlens), make)
+    return _KEPT.get(("halo", layout, left, right, cu_seqlens), make)
 
 
 def relayout_moves(layout: Layout, to: Layout) -> RowMoves:
     """The rows of another layout of the same tokens: only rows that change owner travel."""
-    return _kept(("relayout", layout, to), lambda: RowMoves("relayout", layout, to.runs, to=to))
+    return _KEPT.get(("relayout", layout, to), lambda: RowMoves("relayout", layout, to.runs, to=to))
 
 
 def gather_moves(layout: Layout, mask: Mask | None) -> RowMoves:
@@ -65,17 +61,11 @@ def gather_moves(layout: Layout, mask: Mask | None) -> RowMoves:
             rows = layout.rows(owner)
             for start, stop in [(0, len(rows))] if cell.k_rows is None else cell.k_rows:
                 seen[reader, rows[start:stop]] = True
-        wanted = [_runs_where(mine) for mine in seen]
+        every = np.arange(num_tokens)
+        wanted = [_runs_with_fill(np.where(mine, every, FILL)) for mine in seen]
         return RowMoves("gather", layout, wanted, mask=mask)
 
-    return _kept(("gather", layout, mask), make)
-
-
-def _runs_where(chosen: np.ndarray) -> list[Run]:
-    """Positions that are chosen, and in place of the others filled rows."""
-    edges = [0, *(np.flatnonzero(np.diff(chosen)) + 1).tolist(), len(chosen)]
-    spans = pairwise(edges)
-    return [Run(a, b - a) if chosen[a] else _filled(b - a) for a, b in spans]
+    return _KEPT.get(("gather", layout, mask), make)
 
 
 def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap: bool) -> RowMoves:
@@ -97,7 +87,7 @@ def roll_moves(layout: Layout, shifts: int, cu_seqlens: tuple[int, ...], *, wrap
             wanted.append(_runs_with_fill(np.where(inside, source, FILL)))
         return RowMoves("roll", layout, wanted, shifts=shifts, cu_seqlens=cu_seqlens, wrap=wrap)
 
-    return _kept(("roll", layout, shifts, cu_seqlens, wrap), make)
+    return _KEPT.get(("roll", layout, shifts, cu_seqlens, wrap), make)
 
 
 def _runs_with_fill(positions: np.ndarray) -> list[Run]:
@@ -128,4 +118,4 @@ def predecessor_moves(layout: Layout, first: tuple[int, ...], distance: int) -> 
             wanted.append(_runs_with_fill(np.where(source >= beginnings[rows], source, FILL)))
         return RowMoves("scan", layout, wanted, first=first, distance=distance)
 
-    return _kept(("scan", layout, first, distance), make)
+    return _KEPT.get(("scan", layout, first, distance), make)

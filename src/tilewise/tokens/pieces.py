@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewise.layouts.layout import Layout
+from tilewise.plan.kept import RecentValues
 
 MOST_PIECES = 64
 """Most pieces of a rank: what layers do for each would take longer than to move the tokens."""
@@ -36,19 +38,26 @@ def pieces_of(layout: Layout, rank: int, cu_seqlens: tuple[int, ...]) -> list[Pi
     return [Piece(*pair) for pair in pairs]
 
 
+_KEPT: RecentValues[Hashable, list[list[Piece]]] = RecentValues(16)
+
+
 def few_pieces(layout: Layout, cu_seqlens: tuple[int, ...], verb: str) -> list[list[Piece]]:
-    """Return the pieces of every rank.
+    """Return the pieces of every rank; they are found once and kept.
 
     Raises:
         ValueError: if a rank has more than MOST_PIECES.
     """
-    pieces = [pieces_of(layout, rank, cu_seqlens) for rank in range(layout.world_size)]
-    rank = max(range(len(pieces)), key=lambda rank: len(pieces[rank]))
-    if len(pieces[rank]) > MOST_PIECES:
-        raise ValueError(
-            f"{verb} on {layout!r}: rank {rank} has {len(pieces[rank])} pieces of neighbouring "
-            f"tokens, more than {MOST_PIECES}; move the tokens to a layout with fewer before, "
-            f"cp.relayout(x, tw.contiguous({layout.num_tokens}, {layout.world_size})), and back "
-            "after"
-        )
-    return pieces
+
+    def find() -> list[list[Piece]]:
+        pieces = [pieces_of(layout, rank, cu_seqlens) for rank in range(layout.world_size)]
+        rank = max(range(len(pieces)), key=lambda rank: len(pieces[rank]))
+        if len(pieces[rank]) > MOST_PIECES:
+            raise ValueError(
+                f"{verb} on {layout!r}: rank {rank} has {len(pieces[rank])} pieces of neighbouring "
+                f"tokens, more than {MOST_PIECES}; move the tokens to a layout with fewer before, "
+                f"cp.relayout(x, tw.contiguous({layout.num_tokens}, {layout.world_size})), and "
+                "back after"
+            )
+        return pieces
+
+    return _KEPT.get((layout, cu_seqlens), find)

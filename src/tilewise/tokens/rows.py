@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.protocol import Scores
 from tilewise.plan.kept import KeptWith, RecentValues
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Transport
-
-Value = TypeVar("Value")
 
 _NO_SCORES = Scores(1.0)
 _POOLS: KeptWith[RecentValues[torch.device, WorkspacePool]] = KeptWith(lambda _: RecentValues(4))
@@ -41,15 +39,6 @@ def move_rows(
     rows = x.movedim(dim, 0)
     moved = _MoveRows.apply(rows, moves, transport, False, fill)
     return moved.movedim(0, dim)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def settled(transport: Transport, check: Callable[[], Value]) -> Value:
-    """Return what check returns; what it refuses on this rank is raised on every rank."""
-    try:
-        return check()
-    except Exception as raised:  # whatever it is, the other ranks must learn of it
-        agree(transport, None, str(raised), "first")
-        raise
 
 
 def _fields(x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float) -> dict[str, str]:

@@ -8,6 +8,7 @@ Source: Hillis and Steele 1986, "Data parallel algorithms"; Blelloch 1990 for li
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tilewise.layouts.layout import Layout
+from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import predecessor_moves
 from tilewise.tokens.pieces import Piece, few_pieces
-from tilewise.tokens.rows import move_rows, settled
+from tilewise.tokens.rows import move_rows
+from tilewise.transport.agreement import settled
 from tilewise.transport.protocol import Transport
 
 
@@ -33,6 +36,9 @@ class Entries(NamedTuple):
     layout: Layout
     first: tuple[int, ...]
     most: int
+
+
+_KEPT: RecentValues[Hashable, Entries] = RecentValues(16)
 
 
 def scan(  # noqa: PLR0913 - the map, and the split
@@ -61,7 +67,7 @@ def scan(  # noqa: PLR0913 - the map, and the split
         pieces = few_pieces(layout, cu_seqlens, "scan")
         number = _dimension(decay, update, len(pieces[transport.rank]), dim)
         _check(decay, update, number, matrix)
-        return number, entries_of(pieces, cu_seqlens)
+        return number, _KEPT.get((layout, cu_seqlens), lambda: entries_of(pieces, cu_seqlens))
 
     at, entries = settled(transport, check)
     maps = decay.movedim(at, 0)

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from tilewise.arguments import Validate
 from tilewise.plan.kept import KeptWith
 from tilewise.transport.protocol import Transport
+
+Value = TypeVar("Value")
 
 RECORD_BYTES = 2048
 COMPARED_EVERY = 64
@@ -290,6 +292,15 @@ def agree(
     """
     kind = None if fields is None else Kind(fields)
     agreement_of(transport).call(transport, kind, error, mode, values, compared_values)
+
+
+def settled(transport: Transport, check: Callable[[], Value]) -> Value:
+    """Return what check returns; what it refuses on this rank is raised on every rank."""
+    try:
+        return check()
+    except Exception as raised:  # whatever it is, the other ranks must learn of it
+        agree(transport, None, str(raised), "first")
+        raise
 
 
 def agree_on_largest(transport: Transport, name: str, value: int) -> int:

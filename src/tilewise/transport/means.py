@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.arguments import real_number, require_type
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Message, Transport, as_bytes
 
 
@@ -19,7 +19,8 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
     Raises:
         ValueError: the same on every rank, unless total is one number and count at least 0.
     """
-    try:
+
+    def check() -> dict[str, str]:
         require_type(Tensor, "loss_sum", total, "F.cross_entropy(..., reduction='sum')")
         number = real_number("count", count.item() if _is_one_number(count) else count)
         if total.numel() != 1 or not total.is_floating_point() or not number >= 0:
@@ -27,13 +28,9 @@ def mean_over_ranks(total: Tensor, count: Tensor | float, transport: Transport) 
                 f"loss_sum ({tuple(total.shape)}, {total.dtype}) and count ({number:g}) must "
                 "be the sum of this rank's losses, one floating-point number, and how many they are"
             )
-        fields, error = (
-            {"call": "mean", "dtype": str(total.dtype), "device": total.device.type},
-            None,
-        )
-    except Exception as raised:  # whatever it is, the other ranks must learn of it
-        fields, error = None, str(raised)
-    agree(transport, fields, error, "first")
+        return {"call": "mean", "dtype": str(total.dtype), "device": total.device.type}
+
+    agree(transport, settled(transport, check), None, "first")
     return _Mean.apply(total, count, transport)  # pyright: ignore[reportReturnType]
 
 
