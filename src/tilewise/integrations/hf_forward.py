@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +35,15 @@ from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
+from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Full
 from tilewise.plan.ir import Plan
-from tilewise.transport.agreement import agree
+from tilewise.plan.kept import RecentValues
+from tilewise.tokens.moves import gather_moves
+from tilewise.tokens.rows import move_rows
+from tilewise.transport.agreement import agree, settled
 from tilewise.transport.means import on_every_rank
+from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import transport_for
 
 KEPT = 64  # lengths of batches whose layout and plan are kept
@@ -134,8 +138,8 @@ class _State(threading.local):
     """
 
     def __init__(self) -> None:
-        self.call: Call | None = None
-        self.calls: list[Call | None] = []
+        self.call: SplitCall | None = None
+        self.calls: list[SplitCall | None] = []
         self.paused = 0
         self.whole_logits = False
 
@@ -152,7 +156,7 @@ class _KnownLengths(RopeLengths):
 
 
 @dataclass
-class Call:
+class SplitCall:
     """A call of a model that runs split.
 
     Args:
@@ -178,7 +182,8 @@ class SplitForward:
 
     def __init__(self, base: Any, group: Any, strategy: Literal["auto"] | Plan) -> None:
         text = base.config.get_text_config(decoder=True)
-        self.group, self.strategy = group, strategy
+        self.group = group
+        self.strategy: Literal["auto"] | Plan = strategy
         self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
@@ -186,7 +191,7 @@ class SplitForward:
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
-        self._by_length: OrderedDict[int, ContextParallel] = OrderedDict()
+        self._by_length: RecentValues[int, ContextParallel] = RecentValues(KEPT)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitForward:
         """A copied model is split in the same way: a process group cannot be copied."""
@@ -194,31 +199,27 @@ class SplitForward:
 
     def for_length(self, num_tokens: int) -> ContextParallel:
         """The layout and plan of rows of this length."""
-        cp = self._by_length.pop(num_tokens, None)
-        if cp is None:
-            mask = Full() if self.masked else Causal()
-            options: dict[str, Any] = {"strategy": self.strategy}
-            cp = ContextParallel(self.group, num_tokens=num_tokens, mask=mask, **options)
-        self._by_length[num_tokens] = cp
-        if len(self._by_length) > KEPT:
-            self._by_length.popitem(last=False)
-        return cp
+        mask = Full() if self.masked else Causal()
 
-    def starts(self, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        def make() -> ContextParallel:
+            return ContextParallel(
+                self.group, num_tokens=num_tokens, mask=mask, strategy=self.strategy
+            )
+
+        return self._by_length.get(num_tokens, make)
+
+    def starts(
+        self, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[SplitCall, dict[str, Any]]:
         """A call, and the arguments with which this rank's share of it runs."""
         given = dict(zip(self.parameters, args, strict=False)) | given
-        fields, error, made = None, None, None
-        try:
-            made = self._share(given)
-            fields = self._fields(made[0], given)
-        except (ValueError, TypeError) as raised:
-            error = str(raised)
-        agree(self.transport, fields, error, "always")
-        assert made is not None
-        return made
+        call, inputs = settled(self.transport, lambda: self._share(given))
+        fields = settled(self.transport, lambda: self._fields(call, given))
+        agree(self.transport, fields, None, "always")
+        return call, inputs
 
-    def _fields(self, call: Call, given: dict[str, Any]) -> dict[str, str]:
-        """What all ranks must have in common: the rows, by sums that a changed token changes."""
+    def _fields(self, call: SplitCall, given: dict[str, Any]) -> dict[str, str]:
+        """Return facts that ranks must have in common: rows by sums that a token changes."""
         sums = []
         for name in ("input_ids", "labels", "shift_labels"):
             x = given.get(name)
@@ -234,7 +235,7 @@ class SplitForward:
             "logits": "whole" if call.gathers_logits else "this rank's",
         }
 
-    def _share(self, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+    def _share(self, given: dict[str, Any]) -> tuple[SplitCall, dict[str, Any]]:
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
@@ -282,7 +283,7 @@ class SplitForward:
         columns = _wanted_columns(given.get("logits_to_keep"), rows.shape[1])
         if columns is not None and not fused:
             inputs["logits_to_keep"] = _rows_of_columns(rows, cp, columns)[1]
-        call = Call(
+        call = SplitCall(
             self,
             cp,
             rows,
@@ -295,7 +296,7 @@ class SplitForward:
         )
         return call, inputs
 
-    def finishes(self, call: Call, result: Any) -> Any:
+    def finishes(self, call: SplitCall, result: Any) -> Any:
         """Whole results in place of this rank's."""
         if not isinstance(result, Mapping):
             raise ValueError(
@@ -306,7 +307,7 @@ class SplitForward:
         made = type(result)(**whole)  # pyright: ignore[reportCallIssue]
         return made.to_tuple() if call.as_tuple else made  # pyright: ignore
 
-    def _whole(self, call: Call, name: str, x: Any) -> Any:
+    def _whole(self, call: SplitCall, name: str, x: Any) -> Any:
         match name:
             case "loss":
                 return None if x is None else _SumOverRanks.apply(x, self.transport)
@@ -328,11 +329,12 @@ class SplitForward:
             + ADVICE.get(name, "it is not known how to put it together; leave it out")
         )
 
-    def _whole_logits(self, call: Call, x: Tensor) -> Tensor:
+    def _whole_logits(self, call: SplitCall, x: Tensor) -> Tensor:
         if call.columns is None:
             return call.rows.put(_gathered(x, call.cp))
-        order, _ = _rows_of_columns(call.rows, call.cp, call.columns)
-        logits = _GatherSome.apply(x, order, call.cp.rank, self.transport)
+        layout, _ = _rows_of_columns(call.rows, call.cp, call.columns)
+        # Where these columns hold padding alone there are no logits to gather.
+        logits = x[0, :0] if layout is None else _gathered(x, call.cp, layout)[0]
         shape = call.rows.shape[0], len(call.columns)
         at = torch.isin(call.rows.kept % call.rows.shape[1], call.columns)
         kept = call.rows.kept[at]
@@ -389,69 +391,46 @@ def _wanted_columns(keep: Any, columns: int) -> Tensor | None:
 
 def _rows_of_columns(
     rows: PackedRows, cp: ContextParallel, columns: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """Where the tokens of some columns are: for each rank their numbers among all those tokens;
-    and this rank's rows of them.
+) -> tuple[Layout | None, Tensor]:
+    """Return the layout of the tokens of some columns, None if these have no tokens, and this
+    rank's rows of them.
     """
     wanted = torch.isin(rows.kept % rows.shape[1], columns.to(rows.kept.device)).cpu()
     number = wanted.cumsum(0) - 1
-    order = []
-    for rank in range(cp.world_size):
-        positions = cp.layout.positions(rank)
-        order.append(number[positions[wanted[positions]]])
-    mine = wanted[cp.layout.positions(cp.rank)].nonzero().flatten()
-    return order, mine.to(rows.kept.device)
+    by_rank = [cp.layout.positions(rank) for rank in range(cp.world_size)]
+    order = [number[positions[wanted[positions]]] for positions in by_rank]
+    layout = Layout.from_positions(order, name="columns") if bool(wanted.any()) else None
+    mine = wanted[by_rank[cp.rank]].nonzero().flatten()
+    return layout, mine.to(rows.kept.device)
 
 
 class _Whole(torch.autograd.Function):
-    """[1, this rank's rows, ...] -> [1, num_tokens, ...]; backward keeps this rank's rows, times
-    the number of ranks, without a message: all ranks have the same gradient of the whole.
+    """[1, this rank's rows, ...] -> [1, all rows of a layout, ...]; backward keeps this rank's
+    rows, times the number of ranks, without a message: all ranks have the same gradient of the
+    whole.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
-        ctx.cp, ctx.rows = cp, x.shape[1]
-        whole = cp.unshard(x.detach()[:, : cp.layout.size(cp.rank)].contiguous(), 1)
-        return whole.clone() if whole._is_view() else whole  # callers may change it in place
+    def forward(ctx: Any, x: Tensor, layout: Layout, transport: Transport) -> Tensor:
+        ctx.layout, ctx.rank, ctx.rows = layout, transport.rank, x.shape[1]
+        mine = x.detach()[:, : layout.size(transport.rank)]
+        # A copy, and no view: callers may change it in place.
+        return move_rows(mine, gather_moves(layout, None), transport, 1).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, whole: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        mine = ctx.cp.shard(whole, 1) * ctx.cp.world_size
+        mine = ctx.layout.shard(whole, ctx.rank, 1) * ctx.layout.world_size
         spare = ctx.rows - mine.shape[1]
         if spare:
             mine = torch.cat([mine, mine.new_zeros((1, spare, *mine.shape[2:]))], 1)
-        return mine, None
+        return mine, None, None
 
 
-def _gathered(x: Tensor, cp: ContextParallel) -> Tensor:
-    return _Whole.apply(x, cp)  # pyright: ignore[reportReturnType]
-
-
-class _GatherSome(torch.autograd.Function):
-    """As _Whole, for some tokens: order[r] has the numbers of those that rank r holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: list[Tensor], rank: int, transport: Any) -> Tensor:
-        ctx.order, ctx.rank, ctx.rows = order, rank, x.shape[1]
-        most = max(map(len, order))
-        mine = x.detach()[0, : len(order[rank])]
-        padded = mine.new_zeros((most, *mine.shape[1:]))
-        padded[: len(mine)] = mine
-        whole = mine.new_zeros((sum(map(len, order)), *mine.shape[1:]))
-        for places, rows in zip(order, on_every_rank(transport, padded), strict=True):
-            whole[places.to(whole.device)] = rows[: len(places)]
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        places = ctx.order[ctx.rank].to(whole.device)
-        mine = whole[None, places] * len(ctx.order)
-        spare = ctx.rows - len(places)
-        if spare:
-            mine = torch.cat([mine, mine.new_zeros((1, spare, *mine.shape[2:]))], 1)
-        return mine, None, None, None
+def _gathered(x: Tensor, cp: ContextParallel, layout: Layout | None = None) -> Tensor:
+    """The rows of all ranks; layout: which they are, if not those of cp."""
+    given = layout or cp.layout, transport_for(cp.group)
+    return _Whole.apply(x, *given)  # pyright: ignore[reportReturnType]
 
 
 class _SumOverRanks(torch.autograd.Function):
