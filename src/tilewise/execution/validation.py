@@ -171,10 +171,15 @@ def query_positions(call: Call, num_queries: int, num_keys: int) -> list[int] | 
     return positions
 
 
+def _rows_of_rank(plan: Plan, side: Side, layout: Layout, rank: int) -> int:
+    """Return how many rows of queries or keys a layout gives a rank under a plan."""
+    owners = enumerate(plan.owners[side])
+    return sum(layout.size(shard) for shard, ranks in owners if rank in ranks)
+
+
 def check_rows(q: Tensor, k: Tensor, layouts: tuple[Layout, Layout], plan: Plan, rank: int) -> None:
     for name, x, side in (("q", q, Side.Q), ("k", k, Side.KV)):
-        held = [shard for shard, ranks in enumerate(plan.owners[side]) if rank in ranks]
-        wanted = sum(layouts[side].size(shard) for shard in held)
+        wanted = _rows_of_rank(plan, side, layouts[side], rank)
         if x.shape[-3] != wanted:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} "
@@ -189,11 +194,10 @@ def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:
     """
     kv_layout = call.kv_layout or call.layout
     for name, x, layout, side in (("q", q, call.layout, Side.Q), ("k", k, kv_layout, Side.KV)):
-        owners = call.plan.owners[side]
         replicated = side is Side.Q and call.plan.replicated_queries
-        if replicated or len(owners) != layout.world_size:
+        if replicated or call.plan.num_shards(side) != layout.world_size:
             continue
-        rows = sum(layout.size(shard) for shard, ranks in enumerate(owners) if rank in ranks)
+        rows = _rows_of_rank(call.plan, side, layout, rank)
         if x.shape[-3] != rows == x.shape[-2]:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {rows} "
