@@ -142,8 +142,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         _check_seed_when_compiled(dropout_p, dropout_seed)
     layout, mask = known_of(plan, layout, mask)
     region = autocast_dtype(q)
-    q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
-    sink = sink if region is None or sink is None else _sink_under_autocast(sink)
+    if region is not None:
+        q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
+        sink = None if sink is None else _sink_under_autocast(sink)
     call = Call(
         plan=plan,
         backward_plan=backward_plan,

@@ -30,7 +30,7 @@ def operand_dtype(x: Tensor, autocast: torch.dtype | None) -> torch.dtype:
     return autocast
 
 
-def lowered(x: Operand, autocast: torch.dtype | None) -> Operand:
+def lowered(x: Operand, autocast: torch.dtype) -> Operand:
     """Return x in its `operand_dtype`; what is no tensor is returned as it is."""
     return x.to(operand_dtype(x, autocast)) if isinstance(x, Tensor) else x
 
