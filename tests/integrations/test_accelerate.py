@@ -182,10 +182,10 @@ def refused(rank: int) -> dict[str, str]:
     call("documents and mask", lambda: model(ids, position_ids=jumps, attention_mask=mask * 0 + 1))
     cut = torch.tensor([0, 7])
     call("boundaries", lambda: model(ids[:1], cu_seq_lens_q=cut))
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
-    call("state space", lambda: cp.prepare(mamba))
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2))
+    call("recurrence", lambda: cp.prepare(rwkv))
     return found
 
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_split_is_refused_alike_on_all_ranks():
         "images": "pixel_values cannot be split",
         "documents and mask": "position_ids of row 0 start again after column 6",
         "boundaries": "cu_seq_lens_q goes from 0 to 7 in a batch of 1 rows of 19 tokens",
-        "state space": "the model carries a state along the sequence",
+        "recurrence": "the model carries a state along the sequence",
     }
     assert first.keys() == wanted.keys()
     for name, text in wanted.items():

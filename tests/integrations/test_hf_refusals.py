@@ -19,9 +19,9 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    RwkvConfig,
     T5Config,
 )
 from transformers import masking_utils as mu
@@ -191,13 +191,12 @@ def test_documents_of_cp_that_the_batch_does_not_have():
     ("config", "message"),
     [
         (BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"),
-        (JambaConfig(**TINY, num_hidden_layers=8), "carries a state along the sequence"),
         (
             Llama4TextConfig(**TINY, num_hidden_layers=4),
             "attn_temperature_tuning counts this rank's rows",
         ),
     ],
-    ids=["bloom", "jamba", "llama4"],
+    ids=["bloom", "llama4"],
 )
 def test_models_that_cannot_be_split(config: Any, message: str):
     config.num_attention_heads, config.num_key_value_heads, config.intermediate_size = 4, 2, 32
@@ -208,6 +207,14 @@ def test_models_that_cannot_be_split(config: Any, message: str):
         model(**plain(cp))
     with pytest.raises(ValueError, match=message):
         hf.check_model(model)
+
+
+def test_a_model_with_a_state_is_not_run_by_a_name_alone():
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    config = JambaConfig(**TINY, **sizes, num_hidden_layers=5)
+    make = lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name)  # noqa: E731
+    text = refusal(lambda cp, m: m(**plain(cp)), make)
+    assert "JambaConfig: the model carries a state" in text and "hf.parallelize" in text
 
 
 class OwnConfig(LlamaConfig):
@@ -226,8 +233,8 @@ def test_a_model_of_other_code_is_tried_or_refused():
 
 
 def test_check_model_sees_what_never_asks_for_attention():
-    model = AutoModelForCausalLM.from_config(MambaConfig(**TINY, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="MambaConfig: the model carries a state"):
+    model = AutoModelForCausalLM.from_config(RwkvConfig(**TINY, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="RwkvConfig: the model carries a state"):
         hf.check_model(model)
     hf.check_model(llama("eager"))
 

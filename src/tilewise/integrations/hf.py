@@ -17,9 +17,10 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import shard_inputs
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
-from tilewise.integrations.hf_masks import refused_model
-from tilewise.integrations.hf_proof import ModelUnderTest, is_masked, refuted
+from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
+from tilewise.integrations.hf_proof import PACKED, WHOLE, ModelUnderTest, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.hf_states import has_state_functions, in_split_call, split_all_calls
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 
 __all__ = [
@@ -52,6 +53,7 @@ def parallelize(model: Model, cp: ContextParallel, name: str = "tilewise") -> Mo
     base = base_model(model)
     check_model(base)
     _attach(base, cp, name)
+    split_all_calls(model, base, cp, name)
     for called in {id(x): x for x in (model, base)}.values():  # PEFT calls base.forward
         refuse_labels_sharded_by_hand(called, cp, masked=is_masked(type(base)))
     return model
@@ -139,12 +141,16 @@ def refusal(
     loss_function: Any = None,
 ) -> str | None:
     """Why a model of this class and configuration is refused by check_model; None if it is not."""
-    error = refused_model(config.get_text_config(decoder=True))
-    if error is None and not getattr(model_class, "_supports_attention_backend", False):
+    text_config = config.get_text_config(decoder=True)
+    splits_states = has_state_functions(text_config)
+    error = refused_model(text_config, splits_states=splits_states)
+    if error is None and not uses_attention_interface(model_class, splits_states):
         error = f"{model_class.__name__} does not use transformers' AttentionInterface"
     if error is None and numerical:
         text = config.to_json_string(use_diff=False)
-        error = refuted(ModelUnderTest(model_class, text, loss, loss_function, config, _attach))
+        documents = PACKED if splits_states else WHOLE
+        subject = ModelUnderTest(model_class, text, loss, loss_function, documents, config, _attach)
+        error = refuted(subject)
     return error
 
 
@@ -155,6 +161,7 @@ def _attach(model: Any, cp: ContextParallel, name: str) -> None:
     only = {key: name for key in sub_configs if getattr(model.config, key) is text}
     model.set_attn_implementation(only or name)  # what sees images is not split
     lengths.agree_in(model)
+    split_all_calls(model, model, cp, name)
 
 
 @checks_arguments
@@ -187,7 +194,7 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
         ) from error
     lengths = RopeLengths(cp)
     AttentionInterface.register(name, attention_of(cp, proven))
-    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven))
+    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, in_split_call))
     return lengths
 
 

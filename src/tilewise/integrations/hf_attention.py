@@ -15,6 +15,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.documents import checked_documents, gathered_documents
 from tilewise.integrations.hf_masks import (
+    PADDED,
     documents_of,
     packs,
     parts,
@@ -62,10 +63,10 @@ class LayerMask:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"LayerMask has no attribute {name!r}")
-        _refuse(self.cp, f"the model reads {name} of its mask; {UNREADABLE}")
+        refuse(self.cp, f"the model reads {name} of its mask; {UNREADABLE}")
 
     def __getitem__(self, _: Any) -> NoReturn:
-        _refuse(self.cp, f"the model cuts its mask; {UNREADABLE}")
+        refuse(self.cp, f"the model cuts its mask; {UNREADABLE}")
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
@@ -189,8 +190,17 @@ def _refuse_other_ranks(cp: ContextParallel, thread: int) -> None:
         )
 
 
-def masks_of(cp: ContextParallel, lengths: RopeLengths, proven: bool) -> Callable[..., LayerMask]:
-    """The mask interface: what a layer's mask function asks for, or a refusal."""
+def masks_of(
+    cp: ContextParallel,
+    lengths: RopeLengths,
+    proven: bool,
+    splits_states: Callable[[Any], bool] = lambda _: False,
+) -> Callable[..., LayerMask]:
+    """The mask interface: what a layer's mask function asks for, or a refusal.
+
+    Args:
+        splits_states: whether the model of a configuration, which calls it, has its states split.
+    """
     thread = threading.get_ident()
 
     def make_mask(
@@ -205,19 +215,17 @@ def masks_of(cp: ContextParallel, lengths: RopeLengths, proven: bool) -> Callabl
         attention_mask = given.get("attention_mask")
         lengths.agreed = False
         try:
-            error = refused_model(given["config"]) or _unproven(given["config"], proven)
+            config = given["config"]
+            error = refused_model(config, splits_states=splits_states(config))
+            error = error or _unproven(config, proven)
             mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
             error, mask = str(unread), Full()
-        error = error or _refused_rows(cp, q_length, kv_length, int(q_offset))
+        error = error or refused_rows(cp, q_length, kv_length, int(q_offset))
         if error is None and attention_mask is not None and not bool(attention_mask.all()):
-            error = (
-                "attention_mask hides padding, which would be another mask for each row; pass it "
-                "to hf.shard or ShardingCollator, not to the model: they put the rows into one, as "
-                "documents"
-            )
+            error = PADDED
         if error:
-            _refuse(cp, error)
+            refuse(cp, error)
         refused_length = partial(lengths.refused, given["config"])
         read = partial(read_mask, mask_function)
         return LayerMask(cp, mask, packs(mask_function), refused_length, read)
@@ -239,12 +247,12 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
     ) -> tuple[Tensor, None]:
         _refuse_other_ranks(cp, thread)
         if not isinstance(attention_mask, LayerMask):
-            _refuse(cp, _foreign(module, attention_mask))
+            refuse(cp, _foreign(module, attention_mask))
         error = _unproven(module, proven) or refused_keyword(module, attention_mask.mask, given)
         if error is None and query.shape[2] != key.shape[2]:
             error = f"{key.shape[2]} keys for {query.shape[2]} queries: cross attention or a cache"
         if error:
-            _refuse(cp, f"{type(module).__name__}: {error}")
+            refuse(cp, f"{type(module).__name__}: {error}")
         mask = attention_mask.whole(len(query), given)
         rows = cp.layout.size(cp.rank)
         # A rank without tokens runs the model on one row of padding, which never gets here.
@@ -277,7 +285,7 @@ def _unproven(found: Any, proven: bool) -> str | None:
     )
 
 
-def _refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:
+def refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: int) -> str | None:
     rows = cp.layout.size(cp.rank)
     if q_offset or kv_length != q_length:
         return (
@@ -305,7 +313,7 @@ def _foreign(module: nn.Module, attention_mask: Any) -> str:
     )
 
 
-def _refuse(cp: ContextParallel, error: str) -> NoReturn:
+def refuse(cp: ContextParallel, error: str) -> NoReturn:
     """Raise on every rank, wherever the others wait to agree."""
     agree(transport_for(cp.group), None, error)
     raise AssertionError("agree raises what it is given")

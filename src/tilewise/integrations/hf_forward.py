@@ -19,7 +19,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
@@ -34,6 +34,7 @@ from tilewise.integrations.hf import base_model, check_model
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.hf_states import in_split_call, split_call, wire
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Full
@@ -134,12 +135,13 @@ class _State(threading.local):
 
     Attributes:
         call: the split call in progress; None: calls are not split.
-        calls: one entry a hooked module in progress; None where it is not split itself.
+        calls: one entry a hooked module in progress, with what ends with it; None where it is not
+            split itself.
     """
 
     def __init__(self) -> None:
         self.call: SplitCall | None = None
-        self.calls: list[SplitCall | None] = []
+        self.calls: list[tuple[SplitCall, ExitStack] | None] = []
         self.paused = 0
         self.whole_logits = False
 
@@ -190,6 +192,7 @@ class SplitForward:
         self.counts_images = False
         self.embeds_types = any("token_type_embeddings" in name for name, _ in base.named_modules())
         self.parameters = [*inspect.signature(type(base).forward).parameters][1:]
+        self.states = wire(base)
         self.lengths = _KnownLengths(_GroupOnly(group))  # pyright: ignore[reportArgumentType]
         self._by_length: RecentValues[int, ContextParallel] = RecentValues(KEPT)
 
@@ -460,15 +463,23 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         _state.calls.append(None)
         return None
     call, inputs = split.starts(args, given)
-    _state.calls.append(call)
+    stack = ExitStack()
+    _state.calls.append((call, stack))
     _state.call = call
+    if split.states is not None:
+        whole = split_call(split.states, call.cp, call.rows.cu_seqlens)
+        mask = stack.enter_context(whole)
+        if not split.states.mask_modules:
+            inputs["attention_mask"] = mask
     return (), inputs
 
 
 def _after(module: Any, args: Any, given: Any, result: Any) -> Any:
-    call = _state.calls.pop() if _state.calls else None
-    if call is None:
+    entry = _state.calls.pop() if _state.calls else None
+    if entry is None:
         return None
+    call, stack = entry
+    stack.close()
     _state.call = None
     return None if result is None else call.split.finishes(call, result)
 
@@ -524,7 +535,7 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
-        mask = masks_of(call.cp, call.split.lengths, True)(**given)
+        mask = masks_of(call.cp, call.split.lengths, True, in_split_call)(**given)
         edges = call.rows.cu_seqlens
         whole = mask.read(edges)
         mask.settled = whole if len(edges) == 2 else whole & Document(edges)

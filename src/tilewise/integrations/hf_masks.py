@@ -16,6 +16,11 @@ from tilewise.masks.tables import Slices
 
 COUNTS_FROM_PADDING = "create_position_ids_from_input_ids"  # a method of RoBERTa's embeddings
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
+PADDED = (
+    "attention_mask hides padding, which would be another mask for each row; pass it to hf.shard "
+    "or ShardingCollator, not to the model: they put the rows into one, as documents"
+)
 # What models pass on to their attention that says nothing about its result, or is read elsewhere.
 READ = frozenset(
     (
@@ -70,20 +75,25 @@ def _not_honoured(name: str, value: Any) -> str:
     return f"{name}={_shown(value)} cannot be honoured by tilewise: {why}"
 
 
-def refused_model(config: Any) -> str | None:
-    """Why a model of this configuration cannot run with its sequence split; None if it can."""
+def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
+    """Why a model of this configuration cannot run with its sequence split; None if it can.
+
+    Args:
+        splits_states: whether its layers that carry a state are split, too.
+    """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     model = MODEL_MAPPING.get(type(config), None)
     name = type(config).__name__
     if isinstance(model, type):
-        if getattr(model, "_is_stateful", False):
+        if getattr(model, "_is_stateful", False) and not splits_states:
             return (
                 f"{name}: the model carries a state along the sequence (a state space, linear "
-                "attention, or a recurrence): each token needs the results of all before it, and "
-                "tilewise splits attention only, so that every rank would begin anew"
+                "attention, or a recurrence), and every rank would begin anew: hf.parallelize "
+                "splits such layers where it knows the functions that they call, in calls of the "
+                "model itself"
             )
-        if not getattr(model, "_supports_attention_backend", False):
+        if not uses_attention_interface(model, splits_states):
             return (
                 f"{name}: the model's attention does not go through transformers' "
                 "AttentionInterface, so tilewise cannot reach it"
@@ -102,7 +112,8 @@ def refused_model(config: Any) -> str | None:
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", 0):
         return f"{name}: the model has cross attention, which tilewise does not run"
-    others = set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)
+    known = LAYER_TYPES + (STATE_TYPES if splits_states else ())
+    others = set(getattr(config, "layer_types", None) or ()) - set(known)
     if others:
         return f"{name}: layers of type {', '.join(sorted(others))} cannot be split by tilewise"
     skips = [key for key, value in vars(config).items() if "layerdrop" in key and value]
@@ -116,6 +127,13 @@ def refused_model(config: Any) -> str | None:
             f"{name}: attn_temperature_tuning counts this rank's rows as positions; set it to False"
         )
     return None
+
+
+def uses_attention_interface(model_class: Any, splits_states: bool) -> bool:
+    """Return whether a model's attention can be reached; hybrid models do not say so themselves."""
+    if getattr(model_class, "_supports_attention_backend", False):
+        return True
+    return splits_states and model_class._can_set_attn_implementation()
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED, shard_inputs
 from tilewise.integrations.hf_shrink import NUM_TOKENS, VOCABULARY, shrunk
-from tilewise.layouts.layout import contiguous
+from tilewise.layouts.layout import contiguous, zigzag
 from tilewise.masks.base import Causal
 from tilewise.strategies.all_gather import all_gather
 from tilewise.transport.loopback import loopback
@@ -29,8 +30,10 @@ from tilewise.verification.comparison import loss_difference, step_errors
 from tilewise.verification.records import ModelRun, Record, run_model
 
 WORLD_SIZE = 3
+WHOLE, PACKED = (0, NUM_TOKENS), (0, 6, 17, NUM_TOKENS)
 TOLERANCE = 1e-3  # of a gradient; the same model in another order errs by some 1e-6
 
+DECAYS = ("A_log", "recurrent_param")  # logarithms of how fast a state decays
 Attach = Callable[[Any, ContextParallel, str], None]
 ADVICE = "check_model(model, numerical=False) leaves this check out"
 OWN_LOSS = (
@@ -48,6 +51,7 @@ class ModelUnderTest:
         text: the configuration as text, by which results are kept.
         loss: whether its loss has to be right, or its first output alone.
         loss_function: what the model was given as its loss_function; None: its class's own.
+        documents: boundaries of the documents that it runs; unsplit each of several runs alone.
         attach: makes a model run over a ContextParallel, under a name of its own.
     """
 
@@ -55,6 +59,7 @@ class ModelUnderTest:
     text: str
     loss: bool
     loss_function: Any
+    documents: tuple[int, ...]
     config: Any = field(compare=False)
     attach: Attach = field(compare=False)
 
@@ -88,7 +93,9 @@ def _refuted(subject: ModelUnderTest) -> str | None:
                 want = _run(subject, model.double(), None)
             got = _split(subject, model)
         except Exception as error:  # whatever a model's code raises
-            return found or _could_not_run(name, error)
+            if found is not None:
+                break
+            return _could_not_run(name, error)
         found = _difference(want, got)
         if found is None:
             return None
@@ -122,13 +129,16 @@ def _tiny_model(subject: ModelUnderTest) -> Any:
     """A model of random weights, so large that what a token sees matters."""
     config = shrunk(subject.config)
     config._attn_implementation = "eager"
+    config.get_text_config(decoder=True).use_cache = False
     torch.default_generator.manual_seed(0)
     model = subject.model_class(config).float().train()
     if subject.loss_function is not None:
         model.loss_function = subject.loss_function
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
+        for name, weight in model.named_parameters():
+            if name.endswith(DECAYS):  # so slow that a state that is lost shows
+                weight.normal_(-3, 0.3)
+            elif weight.ndim > 1:
                 weight.normal_(0, weight.shape[-1] ** -0.5)
             else:
                 weight.add_(0.1 * torch.randn_like(weight))
@@ -137,6 +147,8 @@ def _tiny_model(subject: ModelUnderTest) -> Any:
 
 def _split(subject: ModelUnderTest, whole: Any) -> list[Record]:
     layout, causal = contiguous(NUM_TOKENS, WORLD_SIZE), Causal()
+    if subject.documents != WHOLE:
+        layout = zigzag(NUM_TOKENS, WORLD_SIZE)  # pieces between pieces of other ranks
 
     def on_rank(rank: int, group: Any) -> Record:
         plan = all_gather(WORLD_SIZE)
@@ -162,28 +174,54 @@ def _run(subject: ModelUnderTest, model: Any, cp: ContextParallel | None) -> Rec
     answers = ("start_positions", "end_positions") if subject.loss else ()
     if cp is not None:
         shift = not is_masked(subject.model_class)
-        inputs = shard_inputs(cp.layout, cp.rank, ids, labels=labels, shift_labels=shift)
+        given = {"labels": labels, "cu_seqlens": subject.documents, "shift_labels": shift}
+        calls = [shard_inputs(cp.layout, cp.rank, ids, **given)]
     else:
-        inputs = {"input_ids": ids} | ({} if labels is None else {"labels": labels})
-    inputs |= {x.name: ids.new_tensor([4]) for x in parameters if x.name in answers}
+        calls = _apart(ids, labels, subject.documents)
+    answer = {x.name: ids.new_tensor([4]) for x in parameters if x.name in answers}
 
     def loss() -> Tensor:
-        out = model(**inputs)
-        first, *others = filter(_is_float, out.values() if isinstance(out, dict) else out)
-        rows = inputs["input_ids"].shape[1]
-        # A pooled output of a rank is none of the whole sequence.
-        pooled = [x for x in others if subject.loss and x.shape[1:2] != (rows,)]
-        return sum((_weighed(x, rows, cp, make) for x in pooled), _weighed(first, rows, cp, make))
+        total = torch.zeros(())
+        for inputs, span in zip(calls, pairwise(subject.documents), strict=False):
+            out = model(**inputs, **answer)
+            first, *others = filter(_is_float, out.values() if isinstance(out, dict) else out)
+            rows = inputs["input_ids"].shape[1]
+            # A pooled output of a rank is none of the whole sequence.
+            pooled = [x for x in others if subject.loss and x.shape[1:2] != (rows,)]
+            for number, x in enumerate((first, *pooled)):
+                make = torch.Generator().manual_seed(2 + number)
+                total = total + _weighed(x, rows, span if cp is None else cp, make)
+        return total
 
     return run_model(model, loss, ModelRun())
+
+
+def _apart(ids: Tensor, labels: Tensor | None, documents: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The arguments of a model for each document alone, of which the losses add up."""
+    calls = [{"input_ids": ids[:, a:b]} for a, b in pairwise(documents)]
+    if labels is None:
+        return calls
+    spans = list(pairwise(documents))
+    count = sum(int((labels[:, a + 1 : b] != IGNORED).sum()) for a, b in spans)
+    for call, (a, b) in zip(calls, spans, strict=True):
+        call["labels"] = labels[:, a:b]
+        if len(calls) > 1:
+            call["num_items_in_batch"] = torch.tensor(count)
+    return calls
 
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _weighed(out: Tensor, rows: int, cp: ContextParallel | None, make: torch.Generator) -> Tensor:
-    """A loss itself; of another output the sum of its numbers, each with a weight of its own."""
+def _weighed(
+    out: Tensor, rows: int, mine: ContextParallel | tuple[int, int], make: torch.Generator
+) -> Tensor:
+    """A loss itself; of another output the sum of its numbers, each with a weight of its own.
+
+    Args:
+        mine: the tokens of the rows: a rank's, or a span.
+    """
     if not out.ndim:
         return out
     shape = list(out.shape)
@@ -191,7 +229,9 @@ def _weighed(out: Tensor, rows: int, cp: ContextParallel | None, make: torch.Gen
     if by_row:
         shape[1] = NUM_TOKENS
     weights = torch.randn(shape, generator=make).to(out.dtype)
-    return (out * (cp.shard(weights, 1) if by_row and cp is not None else weights)).sum()
+    if by_row:
+        weights = weights[:, slice(*mine)] if isinstance(mine, tuple) else mine.shard(weights, 1)
+    return (out * weights).sum()
 
 
 def is_masked(model_class: type) -> bool:

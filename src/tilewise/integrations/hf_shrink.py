@@ -8,6 +8,7 @@ NUM_TOKENS tokens pass them.
 import copy
 import re
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tilewise.integrations.hf_rope import rope_parameters
@@ -29,6 +30,16 @@ LENGTH = re.compile(r"position_embeddings$|n_positions|n_ctx|max_seq|max_length|
 NARROW = re.compile(r"window(_size|_len)?$|local_attention$|attention_chunk_size$")
 PER_HEAD = re.compile(r"head_dim|head_size|d_head|dim_head|rotary_dim|kv_channels|d_kv|lora_rank")
 WIDTH = re.compile(r"size|dim|dff|d_model|d_inner|n_embd|n_inner|ffn|rank|width|channels")
+PERIODS = MappingProxyType(  # of which layers attend and have experts (Jamba)
+    {
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    }
+)
+STATE = re.compile(r"d_state$|state_size$")
+GROUPS = re.compile(r"n_?groups$")
 ZERO = re.compile(r"drop(?!less)|jitter|noise")
 
 
@@ -69,12 +80,17 @@ def _shrink(config: Any) -> None:
             continue
         if name == "num_kv_shared_layers":
             setattr(config, name, shared)
+        elif name == "attn_layer_indices":
+            setattr(config, name, [new for new, old in enumerate(kept) if old in value])
+        elif name in PERIODS:
+            setattr(config, name, min(value, PERIODS[name]))
         elif isinstance(value, list | tuple) and count and len(value) == count:
             setattr(config, name, [_resized(name, value[i], scale) for i in kept])
         else:
             setattr(config, name, _resized(name, value, scale))
     for one in rope_parameters(config):
         _shrink_rope(config, one, scale)
+    _fit_heads(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     if overrides:
@@ -97,12 +113,18 @@ def _kept_layers(config: Any, overrides: dict[int, Any]) -> tuple[list[int], int
     count = _int(config, "num_hidden_layers") or 2
     tables = [v for v in vars(config).values() if isinstance(v, list | tuple) and len(v) == count]
     tables.append([overrides.get(layer) for layer in range(count)])
+    types = getattr(config, "layer_types", None) or [None] * count
+    tables.append(types)  # some are properties
     kinds: dict[Any, int] = {}
     for layer in range(count):
         kinds.setdefault(tuple(str(table[layer]) for table in tables), layer)
     kept = sorted(kinds.values())
     if _int(config, "num_kv_shared_layers"):
         return kept * 2, len(kept)
+    if "attn_layer_period" in vars(config) and "layers_block_type" not in vars(config):
+        return list(range(3)), 0  # Jamba, see PERIODS
+    if {types[layer] for layer in kept} > {"hybrid"}:  # layers that share weights with each other
+        return kept * 2, 0
     return (kept if len(kept) > 1 else list(range(min(count, 2)))), 0
 
 
@@ -122,6 +144,8 @@ def _resized(name: str, value: Any, scale: _Scale) -> Any:
         return NUM_HEADS if value == scale.num_heads else min(value, NUM_HEADS // 2)
     if HEADS.search(name):
         return NUM_HEADS
+    if STATE.search(name) or GROUPS.search(name):
+        return min(value, HEAD_DIM if STATE.search(name) else NUM_HEADS // 2)
     if FEW.search(name):
         return min(value, 1 if name == "topk_group" or "first_k" in name else 2)
     if NARROW.search(name):
@@ -136,6 +160,25 @@ def _resized(name: str, value: Any, scale: _Scale) -> Any:
         whole = scale.num_heads * HEAD_DIM * scale.divisor
         return min(value, HIDDEN if value in (scale.hidden, whole) else INNER)
     return min(value, 4) if EXPERTS.search(name) else value
+
+
+def _fit_heads(config: Any) -> None:
+    """Make widths of heads those that their number leaves: of state spaces, and of Zamba."""
+    hidden = _int(config, "hidden_size")
+    inner = hidden * (_int(config, "mamba_expand") or _int(config, "expand"))
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
+        if _int(config, name):
+            setattr(config, name, inner // NUM_HEADS)
+    if _int(config, "expand") and not _int(config, "num_attention_heads"):  # Mamba2
+        config.head_dim = inner // NUM_HEADS
+    if _int(config, "mamba_d_ssm"):
+        config.mamba_d_ssm = inner
+    if _int(config, "attention_hidden_size"):  # of the tokens beside the hidden states
+        config.attention_hidden_size = 2 * hidden
+        config.attention_head_dim = 2 * hidden // NUM_HEADS
+    if getattr(config, "hybrid_layer_ids", None):
+        kinds = enumerate(config.layer_types)
+        config.hybrid_layer_ids = [layer for layer, kind in kinds if kind == "hybrid"]
 
 
 def _shrink_rope(config: Any, rope: dict[str, Any], scale: _Scale) -> None:

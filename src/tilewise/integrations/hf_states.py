@@ -1,0 +1,411 @@
+"""Layers of transformers that carry a state along the sequence, or convolve it, run split.
+
+Such layers are found by the functions that they call (causal_conv1d_fn, the scans), by name, among
+the globals of their module. While a layer runs in a split call, these names stand for functions
+that work for this thread's layer over its ContextParallel, and for any other layer as before; when
+it ends they are what they were. A layer learns its documents from the mask that it is handed in
+place of a padding mask, so it also does when a checkpoint runs it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
+from types import CodeType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.context_parallel import ContextParallel
+from tilewise.integrations import state_rules
+from tilewise.integrations.hf_attention import LayerMask, refuse, refused_rows
+from tilewise.integrations.hf_masks import PADDED, documents_of
+from tilewise.masks.base import Causal
+from tilewise.masks.tables import Slices
+
+MAKES_MASK = "create_recurrent_attention_mask"
+
+
+class StateMask(LayerMask):
+    """The value that layers with a state are handed in place of a padding mask: their documents."""
+
+    def __init__(self, cp: ContextParallel, cu_seqlens: tuple[int, ...]):
+        super().__init__(cp, Causal(), packs=True)
+        self.cu_seqlens = cu_seqlens
+
+
+class _State(threading.local):
+    """State of the thread that calls models.
+
+    Attributes:
+        model: the mask of the split call of a model in progress, and its configuration.
+        layer: the mask of the split layer in progress.
+        open: what ends with each hooked module in progress, the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.model: tuple[StateMask, Any] | None = None
+        self.layer: StateMask | None = None
+        self.open: list[ExitStack] = []
+
+
+_state = _State()
+
+
+def _convolution(
+    mask: StateMask,
+    _: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **__: Any,
+) -> Tensor:
+    from transformers.activations import ACT2FN
+
+    activations = ACT2FN.__getitem__
+    return state_rules.convolution(
+        mask.cp, mask.cu_seqlens, x, weight, bias, activation, activations
+    )
+
+
+def _delta_rule(  # noqa: PLR0913 - as layers call it
+    mask: StateMask,
+    rule: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    given: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    given |= {} if chunk_size is None else {"chunk_size": chunk_size}
+    split = mask.cp, mask.cu_seqlens
+    return state_rules.delta_rule(*split, rule, query, key, value, g, beta, **given), None
+
+
+def _state_space(  # noqa: PLR0913 - as layers call it
+    mask: StateMask,
+    scan: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803 - as layers pass it
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **__: Any,
+) -> Tensor:
+    given: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    given |= {"z": z, "D": D, "chunk_size": chunk_size}
+    return state_rules.state_space(mask.cp, mask.cu_seqlens, scan, x, dt, a, b, c, **given)
+
+
+def _selective_scan(  # noqa: PLR0913 - as layers call it
+    mask: StateMask,
+    scan: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor | None = None,  # noqa: N803 - as layers pass it
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **__: Any,
+) -> Tensor:
+    given: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    given |= {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
+    return state_rules.selective_scan(
+        mask.cp, mask.cu_seqlens, scan, x, dt, a, b, c, d=D, z=z, **given
+    )
+
+
+def _declined(*_: Any, **__: Any) -> None:
+    """A kernel that takes convolution, scan and projections in one: layers go on without it."""
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse_step(mask: StateMask, *_: Any, **__: Any) -> None:
+        refuse(mask.cp, f"{name} runs one token from a cache; a split model runs without one")
+
+    return refuse_step
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": _convolution,
+        "torch_chunk_gated_delta_rule": _delta_rule,
+        "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_chunk_scan": _state_space,
+        "mamba_selective_scan": _selective_scan,
+        "mamba2_split_conv1d_scan_combined": _declined,
+        "mamba_inner_fn": _declined,
+        **{
+            name: _refused(name)
+            for name in (
+                "causal_conv1d_update",
+                "torch_recurrent_gated_delta_rule",
+                "recurrent_kimi_delta_attention",
+                "mamba2_selective_state_update",
+                "mamba_selective_state_update",
+            )
+        },
+    }
+)
+
+
+def has_state_functions(config: Any) -> bool:
+    """Return whether layers of the model of a configuration call functions that can be split."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    model: Any = MODEL_MAPPING.get(type(config), None)
+    return isinstance(model, type) and any(
+        x in FUNCTIONS for x in vars(sys.modules[model.__module__])
+    )
+
+
+class StateLayers:
+    """The layers of one model that carry a state.
+
+    Attributes:
+        config: of the text model; it holds the name of the attention in use.
+        mask_modules: names of the modules that make a padding mask for such layers; none: layers
+            are handed the model's attention_mask as it is.
+        split_by: the ContextParallel of hf.parallelize, and the name that it has there; None: the
+            caller says of each call whether it is split.
+    """
+
+    def __init__(self, config: Any, mask_modules: tuple[str, ...]) -> None:
+        self.config, self.mask_modules = config, mask_modules
+        self.split_by: tuple[ContextParallel, str] | None = None
+
+    @property
+    def splits_all(self) -> ContextParallel | None:
+        """The ContextParallel over which every call runs, until the model is made whole again."""
+        if self.split_by is None or self.config._attn_implementation != self.split_by[1]:
+            return None
+        return self.split_by[0]
+
+
+def wire(base: Any) -> StateLayers | None:
+    """Find the layers of a model that carry a state, and hook them; None if it has none."""
+    wired = getattr(base, "_tilewise_states", None)
+    if wired is not None:
+        return wired
+    layers = [x for x in base.modules() if _called(type(x))]
+    if not layers:
+        return None
+    # FSDP2 gives a module a class made at run time.
+    modules = {of.__module__ for x in base.modules() for of in type(x).__mro__}
+    makes = (name for name in modules if hasattr(sys.modules.get(name), MAKES_MASK))
+    states = StateLayers(base.config.get_text_config(decoder=True), tuple(sorted(makes)))
+    before: Any = torch.compiler.disable(_before_layer)
+    after: Any = torch.compiler.disable(_after)
+    for layer in layers:
+        layer._tilewise_states = states
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+        layer.register_forward_hook(after, always_call=True)
+    base._tilewise_states = states
+    return states
+
+
+def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> None:
+    """Make each call of a model run its layers with a state over cp, as its attention.
+
+    Args:
+        model: base, or what PEFT made of it.
+    """
+    states = wire(base)
+    if states is None:
+        return
+    states.split_by = cp, name
+    before: Any = torch.compiler.disable(_before_model)
+    after: Any = torch.compiler.disable(_after)
+    for called in {id(x): x for x in (model, base)}.values():
+        if "_tilewise_hooked_states" not in vars(called):  # PEFT's models have base's attributes
+            called.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            called.register_forward_hook(after, always_call=True)
+            called._tilewise_hooked_states = True
+        called._tilewise_states = states
+
+
+def in_split_call(config: Any) -> bool:
+    """Return whether a model of this configuration, with its states split, runs in this thread."""
+    return _state.model is not None and _state.model[1] is config
+
+
+@contextmanager
+def split_call(
+    states: StateLayers, cp: ContextParallel, cu_seqlens: tuple[int, ...]
+) -> Iterator[StateMask]:
+    """A split call of a model: layers get its documents, by its padding mask."""
+    mask, outer = StateMask(cp, cu_seqlens), _state.model
+    _state.model = mask, states.config
+    try:
+        with ExitStack() as stack:
+            for name in states.mask_modules:
+                stack.enter_context(_REPLACED.names(vars(sys.modules[name]), (MAKES_MASK,)))
+            yield mask
+    finally:
+        _state.model = outer
+
+
+@cache
+def _called(layer_class: type[nn.Module]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """The functions that a layer calls and that can be split: globals, and names in them."""
+    forward: Any = inspect.unwrap(layer_class.forward)
+    if not hasattr(forward, "__code__"):
+        return []
+    found = forward.__globals__
+    names = tuple(x for x in FUNCTIONS if x in _names(forward.__code__) and x in found)
+    return [(found, names)] if names else []
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function reads, and those within it."""
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+class _Replaced:
+    """Names of modules that stand for functions of ours while a thread needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: Counter[tuple[int, str]] = Counter()
+
+    @contextmanager
+    def names(self, module: dict[str, Any], names: tuple[str, ...]) -> Iterator[None]:
+        """Replace functions of a module; they are what they were when the last user ends."""
+        with self._lock:
+            for name in names:
+                self._users[id(module), name] += 1
+                if self._users[id(module), name] == 1:
+                    module[name] = _ours(name, module[name])
+        try:
+            yield
+        finally:
+            with self._lock:
+                for name in names:
+                    self._users[id(module), name] -= 1
+                    if not self._users[id(module), name]:
+                        del self._users[id(module), name]
+                        module[name] = module[name].__wrapped__
+
+
+_REPLACED = _Replaced()
+
+
+def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **given: Any) -> Any:
+        if name == MAKES_MASK and _state.model is not None:
+            return _state.model[0]
+        if name != MAKES_MASK and _state.layer is not None:
+            return FUNCTIONS[name](_state.layer, function, *args, **given)
+        return function(*args, **given)
+
+    return run
+
+
+def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    masks = [x for x in (*args, *given.values()) if isinstance(x, StateMask)]
+    stack, outer = ExitStack(), _state.layer
+    _state.open.append(stack)
+    if not masks:
+        states: StateLayers = layer._tilewise_states
+        cp = _state.model[0].cp if _state.model and in_split_call(states.config) else None
+        cp = states.splits_all if cp is None else cp
+        if cp is not None:
+            refuse(
+                cp,
+                f"{type(layer).__name__} carries a state along the sequence, and was not told of "
+                "the documents: call the model itself, not a part of it",
+            )
+        return None
+    stack.callback(setattr, _state, "layer", outer)
+    _state.layer = masks[0]
+    for module, names in _called(type(layer)):
+        stack.enter_context(_REPLACED.names(module, names))
+    clean = partial(_without_cache, layer)
+    return tuple(map(clean, args)), {name: clean(x) for name, x in given.items()}
+
+
+def _without_cache(layer: Any, x: Any) -> Any:
+    """An argument of a split layer: no mask of ours, and no cache, which holds whole states."""
+    from transformers.cache_utils import Cache
+
+    return None if isinstance(x, StateMask | Cache) else x
+
+
+def _after(*_: Any) -> None:
+    if _state.open:
+        _state.open.pop().close()
+
+
+def _before_model(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    states: StateLayers = model._tilewise_states
+    stack = ExitStack()
+    _state.open.append(stack)
+    cp = states.splits_all
+    if cp is None or in_split_call(states.config):
+        return None
+    names = [*inspect.signature(type(model).forward).parameters][1:]
+    named = dict(zip(names, args, strict=False)) | given
+    mask = stack.enter_context(split_call(states, cp, _documents(cp, named)))
+    if states.mask_modules:
+        return None
+    return (), named | {"attention_mask": mask}
+
+
+def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """cu_seqlens of a call, settled by all ranks.
+
+    Raises:
+        ValueError: the same on every rank, for a call that cannot be split.
+    """
+    tokens, cache = given.get("input_ids"), given.get("past_key_values", given.get("cache_params"))
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    attention_mask = given.get("attention_mask")
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        refuse(cp, "pass input_ids [batch, rows], or inputs_embeds")
+    seen = _cached_tokens(cache)
+    error = refused_rows(cp, tokens.shape[1], tokens.shape[1] + seen, seen)
+    if error is None and isinstance(attention_mask, Tensor) and not bool(attention_mask.all()):
+        error = PADDED
+    if error is None and isinstance(cp.mask, Slices):
+        error = (
+            f"cp.mask is {cp.mask!r}, by which a token may have several next ones, but a state has "
+            "one; use a mask with documents"
+        )
+    if error:
+        refuse(cp, error)
+    whole = LayerMask(cp, Causal(), packs=True).whole(len(tokens), given)
+    return documents_of(whole) or (0, cp.layout.num_tokens)
+
+
+def _cached_tokens(cache: Any) -> int:
+    """Tokens that a cache holds; 1 for any number, if it has no layer of attention."""
+    if cache is None:
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return int(cache.has_previous_state())
