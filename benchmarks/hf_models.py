@@ -4,9 +4,10 @@
     python -m benchmarks.hf_models Llama Bert   # those whose class has one of these in its name
     python -m benchmarks.hf_models --write      # and write docs/integrations/huggingface_models.md
 
-Every class is asked what `hf.check_model` asks, with its default configuration: is it refused by
-its configuration, and if not, has a tiny model of it the same loss and gradients on three ranks as
-unsplit? Each runs in a process of its own, for at most --seconds.
+Every class is asked what `hf.check_model` asks, with its default configuration and the kinds of
+layers that PUBLISHED names: is it refused by its configuration, and if not, has a tiny model of it
+the same loss and gradients on three ranks as unsplit? Each runs in a process of its own, for at
+most --seconds.
 """
 
 import argparse
@@ -44,6 +45,17 @@ OPEN = {
     "topk_group": 1,
     "vocab_size": 128,
 }
+LINEAR, FULL = "linear_attention", "full_attention"
+# Kinds of layers of published models, where the default configuration has other ones or none.
+PUBLISHED = {
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
+    "GraniteMoeHybridForCausalLM": {
+        "num_hidden_layers": 10,
+        "layer_types": [*[LINEAR] * 5, FULL, *[LINEAR] * 4],
+    },
+    "Lfm2ForCausalLM": {"num_hidden_layers": 6, "layer_types": ["conv", "conv", FULL] * 2},
+    "Lfm2MoeForCausalLM": {"num_hidden_layers": 6, "layer_types": ["conv", "conv", FULL] * 2},
+}
 REASONS = {
     "carries a state": "a state along the sequence (state space, linear attention, recurrence)",
     "does not (go through|use) transformers'": "attention outside transformers' AttentionInterface",
@@ -51,6 +63,7 @@ REASONS = {
     "counts positions": "positions counted from padding_idx + 1",
     "mask function (\\w+)": "mask function {}",
     "mask of its own": "a mask of its own",
+    r"(\\w+)=Tensor cannot be honoured": "attention with {}",
     "cross attention": "cross attention",
     "not the unsplit model": "another result when split",
 }
@@ -60,10 +73,12 @@ TEMPLATE = """\
 # Models of transformers
 
 All {num_models} causal and masked language models of transformers {version} with their default
-configurations, made by `python -m benchmarks.hf_models --write`. Each was asked what
-[`hf.check_model`](huggingface.md) asks: is it refused by its configuration, and if not, has a tiny
-model of it the same loss and the same gradients on three ranks as unsplit? Your configuration may
-differ from the default one; `check_model` asks for yours.
+configurations, of some with the kinds of layers that published models have, made by
+`python -m benchmarks.hf_models --write`. Each was asked what [`hf.check_model`](huggingface.md)
+asks: is it refused by its configuration, and if not, has a tiny model of it the same loss and the
+same gradients on three ranks as unsplit? Models with a state run packed documents, and are compared
+with these run apart. Your configuration may differ from the default one; `check_model` asks for
+yours.
 
 **Right** ({num_right}): {right}
 
@@ -96,20 +111,22 @@ class Row(NamedTuple):
 
 def classes() -> Iterator[tuple[type, type]]:
     """Configuration and model classes, causal language models first, each model once."""
-    seen = set()
+    configs: dict[type, type] = {}
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING):
         for config_class, found in mapping.items():
             for model_class in found if isinstance(found, tuple) else (found,):
-                if model_class not in seen:
-                    seen.add(model_class)
-                    yield config_class, model_class
+                own = getattr(model_class, "config_class", None) is config_class
+                if own or model_class not in configs:
+                    configs[model_class] = config_class
+    for model_class, config_class in configs.items():
+        yield config_class, model_class
 
 
 def row(config_class: type, model_class: Any) -> Row:
     """Ask for one class, in this process."""
     name = model_class.__name__
     try:
-        config = config_class()
+        config = config_class(**PUBLISHED.get(name, {}))
         for part in (config, config.get_text_config(decoder=True)):
             for field, value in OPEN.items():
                 if field in vars(part) and vars(part)[field] is None:
