@@ -63,7 +63,7 @@ REASONS = {
     "counts positions": "positions counted from padding_idx + 1",
     "mask function (\\w+)": "mask function {}",
     "mask of its own": "a mask of its own",
-    r"(\\w+)=Tensor cannot be honoured": "attention with {}",
+    r"(\w+)=Tensor cannot be honoured": "attention with {}",
     "cross attention": "cross attention",
     "not the unsplit model": "another result when split",
 }

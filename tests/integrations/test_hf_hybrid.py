@@ -20,7 +20,7 @@ from tilewise.integrations import hf, state_rules
 from tilewise.integrations.hf_forward import split_forward
 
 PACKED = (0, 5, 16, 17, 29)
-KINDS = ("Qwen3Next", "KimiLinear", "Bamba", "Jamba", "Lfm2")
+KINDS = ("Qwen3Next", "KimiLinear", "Bamba", "Jamba", "Lfm2", "MiniMax", "RecurrentGemma")
 UNEVEN = tw.Layout.from_positions(
     [[*range(9, 13), *range(4), 28], [], [*range(13, 28)], [*range(4, 9)]]
 )

@@ -20,7 +20,7 @@ from tilewise.integrations.hf_labels import refuse_labels_sharded_by_hand
 from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
 from tilewise.integrations.hf_proof import PACKED, WHOLE, ModelUnderTest, is_masked, refuted
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import has_state_functions, in_split_call, split_all_calls
+from tilewise.integrations.hf_states import documents_of_call, has_state_functions, split_all_calls
 from tilewise.integrations.hf_trainer import arguments as trainer_arguments
 
 __all__ = [
@@ -194,7 +194,7 @@ def _register(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
         ) from error
     lengths = RopeLengths(cp)
     AttentionInterface.register(name, attention_of(cp, proven))
-    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, in_split_call))
+    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, documents_of_call))
     return lengths
 
 

@@ -56,6 +56,7 @@ class LayerMask:
     ):
         self.cp, self.mask, self.packs, self.refused_length = cp, mask, packs, refused_length
         self.read = read or (lambda _: mask)
+        self.cu_seqlens: tuple[int, ...] | None = None  # in a model whose states are split, too
         self.settled: Mask | None = None
         self.seed: int | None = None  # of dropout, in the first layer that drops
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
@@ -194,12 +195,13 @@ def masks_of(
     cp: ContextParallel,
     lengths: RopeLengths,
     proven: bool,
-    splits_states: Callable[[Any], bool] = lambda _: False,
+    documents_of_call: Callable[[Any], tuple[int, ...] | None] = lambda _: None,
 ) -> Callable[..., LayerMask]:
     """The mask interface: what a layer's mask function asks for, or a refusal.
 
     Args:
-        splits_states: whether the model of a configuration, which calls it, has its states split.
+        documents_of_call: cu_seqlens of the call in progress of the model of a configuration, if
+            its layers that carry a state are split; None: they are not.
     """
     thread = threading.get_ident()
 
@@ -213,10 +215,11 @@ def masks_of(
     ) -> LayerMask:
         _refuse_other_ranks(cp, thread)
         attention_mask = given.get("attention_mask")
-        lengths.agreed = False
+        lengths.agreed, documents = False, None
         try:
             config = given["config"]
-            error = refused_model(config, splits_states=splits_states(config))
+            documents = documents_of_call(config)
+            error = refused_model(config, splits_states=documents is not None)
             error = error or _unproven(config, proven)
             mask = Full() if error else read_mask(mask_function, (0, cp.layout.num_tokens))
         except ValueError as unread:
@@ -228,7 +231,9 @@ def masks_of(
             refuse(cp, error)
         refused_length = partial(lengths.refused, given["config"])
         read = partial(read_mask, mask_function)
-        return LayerMask(cp, mask, packs(mask_function), refused_length, read)
+        made = LayerMask(cp, mask, packs(mask_function), refused_length, read)
+        made.cu_seqlens = documents
+        return made
 
     return make_mask
 

@@ -34,7 +34,7 @@ from tilewise.integrations.hf import base_model, check_model
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import in_split_call, split_call, wire
+from tilewise.integrations.hf_states import documents_of_call, split_call, wire
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Document, Full
@@ -469,7 +469,7 @@ def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     if split.states is not None:
         whole = split_call(split.states, call.cp, call.rows.cu_seqlens)
         mask = stack.enter_context(whole)
-        if not split.states.mask_modules:
+        if split.states.hands_mask:
             inputs["attention_mask"] = mask
     return (), inputs
 
@@ -535,7 +535,7 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
-        mask = masks_of(call.cp, call.split.lengths, True, in_split_call)(**given)
+        mask = masks_of(call.cp, call.split.lengths, True, documents_of_call)(**given)
         edges = call.rows.cu_seqlens
         whole = mask.read(edges)
         mask.settled = whole if len(edges) == 2 else whole & Document(edges)

@@ -75,7 +75,7 @@ def _refuted(subject: ModelUnderTest) -> str | None:
     name = subject.model_class.__name__
     try:
         model = _tiny_model(subject)
-        want = _run(subject, model, None)
+        want = _run(subject, copy.deepcopy(model), None)  # RecurrentGemma keeps states of a run
     except Exception as error:  # whatever a model's code raises
         why = f"({type(error).__name__}: {_first_line(error)})"
         if subject.loss:
@@ -90,7 +90,7 @@ def _refuted(subject: ModelUnderTest) -> str | None:
     for dtype in (torch.float32, torch.float64):  # some models err by more than others
         try:
             if dtype == torch.float64:
-                want = _run(subject, model.double(), None)
+                want = _run(subject, copy.deepcopy(model.double()), None)
             got = _split(subject, model)
         except Exception as error:  # whatever a model's code raises
             if found is not None:

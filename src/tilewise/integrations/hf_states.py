@@ -10,6 +10,7 @@ place of a padding mask, so it also does when a checkpoint runs it again.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 from collections import Counter
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,19 @@ from tilewise.integrations.hf_attention import LayerMask, refuse, refused_rows
 from tilewise.integrations.hf_masks import PADDED, documents_of
 from tilewise.masks.base import Causal
 from tilewise.masks.tables import Slices
+from tilewise.transport.agreement import settled
+from tilewise.transport.resolve import transport_for
 
 MAKES_MASK = "create_recurrent_attention_mask"
+ANY_MASK = re.compile(r"create_\w+_mask$")
+RECURRENCE, LIGHTNING = "_rnn_scan", "get_slope_rate"
 
 
-class StateMask(LayerMask):
-    """The value that layers with a state are handed in place of a padding mask: their documents."""
+class Split(NamedTuple):
+    """The split of a layer's tokens: over which ranks, and boundaries of their documents."""
 
-    def __init__(self, cp: ContextParallel, cu_seqlens: tuple[int, ...]):
-        super().__init__(cp, Causal(), packs=True)
-        self.cu_seqlens = cu_seqlens
+    cp: ContextParallel
+    cu_seqlens: tuple[int, ...]
 
 
 class _State(threading.local):
@@ -45,13 +49,13 @@ class _State(threading.local):
 
     Attributes:
         model: the mask of the split call of a model in progress, and its configuration.
-        layer: the mask of the split layer in progress.
+        layer: the split of the layer in progress.
         open: what ends with each hooked module in progress, the innermost last.
     """
 
     def __init__(self) -> None:
-        self.model: tuple[StateMask, Any] | None = None
-        self.layer: StateMask | None = None
+        self.model: tuple[LayerMask, Any] | None = None
+        self.layer: Split | None = None
         self.open: list[ExitStack] = []
 
 
@@ -59,7 +63,7 @@ _state = _State()
 
 
 def _convolution(
-    mask: StateMask,
+    split: Split,
     _: Any,
     x: Tensor,
     weight: Tensor,
@@ -70,13 +74,11 @@ def _convolution(
     from transformers.activations import ACT2FN
 
     activations = ACT2FN.__getitem__
-    return state_rules.convolution(
-        mask.cp, mask.cu_seqlens, x, weight, bias, activation, activations
-    )
+    return state_rules.convolution(*split, x, weight, bias, activation, activations)
 
 
 def _delta_rule(  # noqa: PLR0913 - as layers call it
-    mask: StateMask,
+    split: Split,
     rule: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -89,12 +91,11 @@ def _delta_rule(  # noqa: PLR0913 - as layers call it
 ) -> tuple[Tensor, None]:
     given: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     given |= {} if chunk_size is None else {"chunk_size": chunk_size}
-    split = mask.cp, mask.cu_seqlens
     return state_rules.delta_rule(*split, rule, query, key, value, g, beta, **given), None
 
 
 def _state_space(  # noqa: PLR0913 - as layers call it
-    mask: StateMask,
+    split: Split,
     scan: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
@@ -111,11 +112,11 @@ def _state_space(  # noqa: PLR0913 - as layers call it
 ) -> Tensor:
     given: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     given |= {"z": z, "D": D, "chunk_size": chunk_size}
-    return state_rules.state_space(mask.cp, mask.cu_seqlens, scan, x, dt, a, b, c, **given)
+    return state_rules.state_space(*split, scan, x, dt, a, b, c, **given)
 
 
 def _selective_scan(  # noqa: PLR0913 - as layers call it
-    mask: StateMask,
+    split: Split,
     scan: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
@@ -132,9 +133,7 @@ def _selective_scan(  # noqa: PLR0913 - as layers call it
 ) -> Tensor:
     given: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     given |= {"use_mambapy": use_mambapy, "use_associative_scan": use_associative_scan}
-    return state_rules.selective_scan(
-        mask.cp, mask.cu_seqlens, scan, x, dt, a, b, c, d=D, z=z, **given
-    )
+    return state_rules.selective_scan(*split, scan, x, dt, a, b, c, d=D, z=z, **given)
 
 
 def _declined(*_: Any, **__: Any) -> None:
@@ -142,8 +141,8 @@ def _declined(*_: Any, **__: Any) -> None:
 
 
 def _refused(name: str) -> Callable[..., Any]:
-    def refuse_step(mask: StateMask, *_: Any, **__: Any) -> None:
-        refuse(mask.cp, f"{name} runs one token from a cache; a split model runs without one")
+    def refuse_step(split: Split, *_: Any, **__: Any) -> None:
+        refuse(split.cp, f"{name} runs one token from a cache; a split model runs without one")
 
     return refuse_step
 
@@ -176,8 +175,12 @@ def has_state_functions(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     model: Any = MODEL_MAPPING.get(type(config), None)
-    return isinstance(model, type) and any(
-        x in FUNCTIONS for x in vars(sys.modules[model.__module__])
+    if not isinstance(model, type):
+        return False
+    found = vars(sys.modules[model.__module__])
+    return any(
+        name in FUNCTIONS or hasattr(x, RECURRENCE) or hasattr(x, LIGHTNING)
+        for name, x in found.items()
     )
 
 
@@ -186,14 +189,14 @@ class StateLayers:
 
     Attributes:
         config: of the text model; it holds the name of the attention in use.
-        mask_modules: names of the modules that make a padding mask for such layers; none: layers
-            are handed the model's attention_mask as it is.
+        mask_modules: names of the modules that make a padding mask for such layers.
+        hands_mask: whether layers are handed the model's attention_mask as it is.
         split_by: the ContextParallel of hf.parallelize, and the name that it has there; None: the
             caller says of each call whether it is split.
     """
 
-    def __init__(self, config: Any, mask_modules: tuple[str, ...]) -> None:
-        self.config, self.mask_modules = config, mask_modules
+    def __init__(self, config: Any, mask_modules: tuple[str, ...], *, hands_mask: bool) -> None:
+        self.config, self.mask_modules, self.hands_mask = config, mask_modules, hands_mask
         self.split_by: tuple[ContextParallel, str] | None = None
 
     @property
@@ -209,13 +212,18 @@ def wire(base: Any) -> StateLayers | None:
     wired = getattr(base, "_tilewise_states", None)
     if wired is not None:
         return wired
-    layers = [x for x in base.modules() if _called(type(x))]
+    layers = [x for x in base.modules() if _called(type(x)) or _has_parts(x)]
     if not layers:
         return None
     # FSDP2 gives a module a class made at run time.
-    modules = {of.__module__ for x in base.modules() for of in type(x).__mro__}
-    makes = (name for name in modules if hasattr(sys.modules.get(name), MAKES_MASK))
-    states = StateLayers(base.config.get_text_config(decoder=True), tuple(sorted(makes)))
+    modules = {
+        next(of.__module__ for of in type(x).__mro__ if "torch.distributed" not in of.__module__)
+        for x in base.modules()
+    }
+    masks = {(name, x) for name in modules for x in vars(sys.modules[name]) if ANY_MASK.match(x)}
+    makes = sorted(name for name, x in masks if x == MAKES_MASK)
+    text = base.config.get_text_config(decoder=True)
+    states = StateLayers(text, tuple(makes), hands_mask=not masks)
     before: Any = torch.compiler.disable(_before_layer)
     after: Any = torch.compiler.disable(_after)
     for layer in layers:
@@ -246,17 +254,22 @@ def split_all_calls(model: Any, base: Any, cp: ContextParallel, name: str) -> No
         called._tilewise_states = states
 
 
-def in_split_call(config: Any) -> bool:
-    """Return whether a model of this configuration, with its states split, runs in this thread."""
-    return _state.model is not None and _state.model[1] is config
+def documents_of_call(config: Any) -> tuple[int, ...] | None:
+    """cu_seqlens of the call in progress, in this thread, of the model of a configuration.
+
+    None: there is none whose layers that carry a state are split.
+    """
+    model = _state.model
+    return model[0].cu_seqlens if model is not None and model[1] is config else None
 
 
 @contextmanager
 def split_call(
     states: StateLayers, cp: ContextParallel, cu_seqlens: tuple[int, ...]
-) -> Iterator[StateMask]:
+) -> Iterator[LayerMask]:
     """A split call of a model: layers get its documents, by its padding mask."""
-    mask, outer = StateMask(cp, cu_seqlens), _state.model
+    mask, outer = LayerMask(cp, Causal(), packs=True), _state.model
+    mask.cu_seqlens = cu_seqlens
     _state.model = mask, states.config
     try:
         with ExitStack() as stack:
@@ -326,13 +339,15 @@ def _ours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    masks = [x for x in (*args, *given.values()) if isinstance(x, StateMask)]
+    masks = [x for x in (*args, *given.values()) if isinstance(x, LayerMask)]
+    masks = [x for x in masks if x.cu_seqlens is not None]
     stack, outer = ExitStack(), _state.layer
     _state.open.append(stack)
     if not masks:
         states: StateLayers = layer._tilewise_states
-        cp = _state.model[0].cp if _state.model and in_split_call(states.config) else None
-        cp = states.splits_all if cp is None else cp
+        cp = states.splits_all
+        if _state.model is not None and _state.model[1] is states.config:
+            cp = _state.model[0].cp
         if cp is not None:
             refuse(
                 cp,
@@ -341,18 +356,119 @@ def _before_layer(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> A
             )
         return None
     stack.callback(setattr, _state, "layer", outer)
-    _state.layer = masks[0]
+    assert masks[0].cu_seqlens is not None
+    _state.layer = Split(masks[0].cp, masks[0].cu_seqlens)
     for module, names in _called(type(layer)):
         stack.enter_context(_REPLACED.names(module, names))
-    clean = partial(_without_cache, layer)
-    return tuple(map(clean, args)), {name: clean(x) for name, x in given.items()}
+    _replace_parts(layer, _state.layer, stack)
+    named = {name: _without_cache(x) for name, x in given.items()}
+    return tuple(map(_without_cache, args)), named | dict.fromkeys(
+        given.keys() & {"use_cache"}, False
+    )
 
 
-def _without_cache(layer: Any, x: Any) -> Any:
+def _without_cache(x: Any) -> Any:
     """An argument of a split layer: no mask of ours, and no cache, which holds whole states."""
     from transformers.cache_utils import Cache
 
-    return None if isinstance(x, StateMask | Cache) else x
+    return None if isinstance(x, LayerMask | Cache) else x
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    """Return whether a layer carries a state in methods of its parts, or in its own code: RG-LRU,
+    lightning attention.
+    """
+    return hasattr(layer, LIGHTNING) or any(hasattr(part, RECURRENCE) for part in layer.children())
+
+
+def _replace_parts(layer: Any, split: Split, stack: ExitStack) -> None:
+    """Replace methods of a layer's parts until the layer ends."""
+
+    def replace(part: Any, name: str, own: Callable[..., Any]) -> None:
+        before = vars(part).get(name)  # accelerate's offloading sets forward
+        setattr(part, name, own)
+        if before is None:
+            stack.callback(delattr, part, name)
+        else:
+            stack.callback(setattr, part, name, before)
+
+    if hasattr(layer, LIGHTNING):
+        projected = list[Tensor]()
+        replace(layer.qkv_proj, "forward", _kept(layer.qkv_proj.forward, projected))
+        replace(
+            layer.norm, "forward", partial(_lightning, split, layer, layer.norm.forward, projected)
+        )
+    elif _has_parts(layer):
+        for part in layer.children():
+            if hasattr(part, RECURRENCE):
+                replace(part, RECURRENCE, partial(_recurrence, split, getattr(part, RECURRENCE)))
+            elif isinstance(part, nn.Conv1d):
+                replace(part, "forward", partial(_convolution_of, split, part))
+
+
+def _kept(forward: Callable[[Tensor], Tensor], results: list[Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor) -> Tensor:
+        results.append(forward(x))
+        return results[-1]
+
+    return run
+
+
+def _lightning(
+    split: Split,
+    layer: Any,
+    norm: Callable[[Tensor], Tensor],
+    projected: list[Tensor],
+    out: Tensor,
+) -> Tensor:
+    """The norm behind MiniMax's attention, of the right results in place of this rank's own.
+
+    Args:
+        projected: what the layer projected to q, k and v.
+        out: [batch, rows, heads * head_dim].
+    """
+    heads, head_dim = layer.num_attention_heads, layer.head_dim
+    qkv = layer.act_fn(projected.pop()).unflatten(-1, (heads, 3 * head_dim)).split(head_dim, -1)
+    q, k, v = qkv
+    out, slopes = out.unflatten(-1, (heads, head_dim)), layer.slope_rate.flatten()
+    return norm(state_rules.lightning(*split, out, q, k, v, slopes).flatten(2))
+
+
+def _convolution_of(split: Split, part: nn.Conv1d, x: Tensor) -> Tensor:
+    """A causal convolution by a module, of which the layer keeps the first columns."""
+    (width,) = part.kernel_size
+    plain = part.groups == part.in_channels == part.out_channels, part.stride, part.dilation
+    if plain != (True, (1,), (1,)) or part.padding != (width - 1,):
+        refuse(split.cp, f"{part} must be a causal convolution of each channel alone")
+    return _convolution(split, None, x, part.weight.squeeze(1), part.bias)
+
+
+def _recurrence(
+    split: Split,
+    scan: Callable[..., Any],
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """RG-LRU's _rnn_scan; it reads documents from position_ids too, which must be the same ones."""
+
+    def check() -> None:
+        for rows, is_first in state_rules.local_pieces(*split):
+            if is_first and not bool(reset[:, rows.start].all()):
+                raise ValueError(
+                    "position_ids must start at 0 in every document: call the model with what "
+                    "hf.shard returns"
+                )
+
+    settled(transport_for(split.cp.group), check)
+
+    def piece(x: Tensor, gate: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = x.new_zeros((len(x), x.shape[2]), dtype=torch.float32)
+        return scan(x, gate, reset, zeros, **given)
+
+    return state_rules.recurrence(*split, piece, hidden_states, recurrent_gate, reset), None
 
 
 def _after(*_: Any) -> None:
@@ -365,14 +481,12 @@ def _before_model(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> A
     stack = ExitStack()
     _state.open.append(stack)
     cp = states.splits_all
-    if cp is None or in_split_call(states.config):
+    if cp is None or documents_of_call(states.config) is not None:
         return None
     names = [*inspect.signature(type(model).forward).parameters][1:]
     named = dict(zip(names, args, strict=False)) | given
     mask = stack.enter_context(split_call(states, cp, _documents(cp, named)))
-    if states.mask_modules:
-        return None
-    return (), named | {"attention_mask": mask}
+    return ((), named | {"attention_mask": mask}) if states.hands_mask else None
 
 
 def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]:

@@ -259,6 +259,85 @@ def selective_scan(  # noqa: PLR0913 - the arguments of the scan, and the split
     return (out if z is None else out * F.silu(z)).to(x.dtype)
 
 
+def recurrence(
+    cp: ContextParallel,
+    cu_seqlens: CuSeqlens,
+    scan: Rule,
+    x: Tensor,
+    gate: Tensor,
+    reset: Tensor,
+) -> Tensor:
+    """A linear recurrence of each channel, S_t = gate_t S_{t-1} + x_t, out_t = S_t (RG-LRU).
+
+    Args:
+        scan: of a piece's (x, gate, reset) to its results and its last state [batch, channels].
+        x, gate: [batch, rows, channels]; results are as x.
+        reset: [batch, rows, 1], true where the state begins anew.
+    """
+    pieces = local_pieces(cp, cu_seqlens)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if not pieces:
+        out, _ = scan(x, gate, reset)
+        return _padding(out, cp, cu_seqlens, dtype, (len(x), x.shape[2]))
+    outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
+    decays, states = list[Tensor](), list[Tensor]()
+    for rows, is_first in pieces:
+        out, state = scan(x[:, rows], gate[:, rows], reset[:, rows])
+        passed = (gate[:, rows] * ~reset[:, rows]).to(dtype).cumprod(1)
+        outs.append(out)
+        states.append(state.to(dtype))
+        decays.append(passed[:, -1])
+        readings.append(None if is_first else _reading(passed, "btc,bc->btc"))
+    before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
+    return _added(outs, before, readings)
+
+
+def lightning(  # noqa: PLR0913 - what the layer has, and the split
+    cp: ContextParallel,
+    cu_seqlens: CuSeqlens,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+) -> Tensor:
+    """Lightning attention, S_t = exp(-slope) S_{t-1} + k_t v_t^T, out_t = q_t S_t.
+
+    A layer took this rank's rows for one sequence. Results are linear in the state before a piece:
+    what the difference to the right one makes is added.
+
+    Args:
+        out: [batch, rows, heads, v_dim], the layer's.
+        q, k: [batch, rows, heads, k_dim].
+        v: as out.
+        slopes: [heads], positive.
+    """
+    pieces = local_pieces(cp, cu_seqlens)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    batch, heads, sizes = len(v), v.shape[2], (k.shape[3], v.shape[3])
+    if not pieces:
+        return _padding(out, cp, cu_seqlens, dtype, (batch, heads, *sizes))
+    rates = slopes.to(dtype)
+    state = v.new_zeros((batch, heads, *sizes), dtype=dtype)
+    taken, decays, states = [state], list[Tensor](), list[Tensor]()
+    for rows, _ in pieces:
+        k1, v1 = k[:, rows].to(dtype), v[:, rows].to(dtype)
+        left = torch.arange(k1.shape[1] - 1, -1, -1, device=k.device)
+        kept = (-rates * left[:, None]).exp()[..., None]
+        states.append(torch.einsum("bthk,bthv->bhkv", k1 * kept, v1))
+        decays.append((-rates * k1.shape[1]).exp()[:, None, None].expand(batch, -1, 1, 1))
+        taken.append(decays[-1] * taken[-1] + states[-1])
+    before = cp.scan(torch.stack(decays), torch.stack(states), cu_seqlens=cu_seqlens, dim=0)
+    outs, readings = list[Tensor](), list[Callable[[Tensor], Tensor] | None]()
+    for rows, _ in pieces:
+        q1 = q[:, rows].to(dtype)
+        passed = torch.arange(1, q1.shape[1] + 1, device=q.device)
+        read = q1 * (-rates * passed[:, None]).exp()[..., None]
+        outs.append(out[:, rows])
+        readings.append(_reading(read, "bthk,bhkv->bthv"))
+    return _added(outs, before - torch.stack(taken[:-1]), readings)
+
+
 def _reading(read: Tensor | None, equation: str) -> Callable[[Tensor], Tensor] | None:
     """The function from the state before a piece to what it adds; None where that is 0."""
     if read is None:
