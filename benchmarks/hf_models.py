@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from tilewise.integrations import hf
+from tilewise.integrations.hf_check import refusal
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
 RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "right", "right but for its loss", "refused", "not known"
@@ -114,7 +114,7 @@ def row(config_class: type, model_class: Any) -> Row:
             for field, value in OPEN.items():
                 if field in vars(part) and vars(part)[field] is None:
                     setattr(part, field, value)
-        reason = hf.refusal(model_class, config)
+        reason = refusal(model_class, config)
     except Exception as error:  # of a default configuration
         return Row(name, UNKNOWN, f"its default configuration is not whole: {error}")
     if reason is None:

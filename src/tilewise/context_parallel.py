@@ -115,6 +115,7 @@ class ContextParallel:
         if kernel is not None:
             given_kernel(kernel)
         self.kernel = kernel
+        self.strategy: Literal["auto"] | Plan = strategy
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
