@@ -87,9 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train split, train whole, compare."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--cp-size", type=int, help="ranks that share a row; None: all"
-    )
+    parser.add_argument("--cp-size", type=int, help="ranks that share a row; None: all")
     parser.add_argument("--longest", type=int, default=1000, help="tokens of a document at most")
     parser.add_argument("--documents-per-step", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
