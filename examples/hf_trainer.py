@@ -2,27 +2,31 @@
 
     torchrun --nproc-per-node 4 examples/hf_trainer.py
 
-The text is Python's own standard library: documents of any length, packed into sequences. Then rank
-0 trains the same model with nothing split and prints both losses of every step. Two lines are not
-what any other Trainer script has: ContextParallel and hf.trainer_args.
+The text is Python's own standard library: documents of any length, those of a batch packed into one
+row. Then rank 0 trains the same model with nothing split and prints both losses of every step. One
+argument is not what any other Trainer script has: parallelism_config.
 """
 
 import argparse
 import copy
 import logging
+import os
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-import tilewise as tw
-from tilewise.integrations import hf
-from tilewise.integrations.data import ShardingCollator, pack
+from tilewise.integrations.accelerate import ParallelismConfig
 from tilewise.tools import demo
 
-Examples = list[dict[str, Tensor]]
+Examples = list[dict[str, list[int]]]
 CONFIG = LlamaConfig(
     vocab_size=256,
     hidden_size=64,
@@ -34,16 +38,18 @@ CONFIG = LlamaConfig(
 )
 
 
-def documents(num_tokens: int, count: int) -> Examples:
+def documents(longest: int, count: int) -> Examples:
     """Texts of Python's standard library as bytes, those that fit."""
-    texts = [text for text in demo.documents() if len(text) <= num_tokens][:count]
-    return [{"input_ids": torch.tensor(list(text))} for text in texts]
+    texts = [text for text in demo.documents() if len(text) <= longest][:count]
+    return [{"input_ids": list(text)} for text in texts]
 
 
 def train_split(model: LlamaForCausalLM, args: argparse.Namespace) -> list[float]:
     """Losses of every step, by transformers' Trainer; under torchrun over all ranks."""
     options = TrainingArguments(
         output_dir="out/hf_trainer",
+        parallelism_config=ParallelismConfig(cp_size=args.cp_size),
+        per_device_train_batch_size=args.documents_per_step,
         max_steps=args.steps,
         learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
@@ -56,21 +62,21 @@ def train_split(model: LlamaForCausalLM, args: argparse.Namespace) -> list[float
         use_cpu=True,
         ddp_find_unused_parameters=False,
     )
-    texts = documents(args.num_tokens, args.documents)
-    cp = tw.ContextParallel(num_tokens=args.num_tokens, mask=tw.Causal())
-    trainer = Trainer(**hf.trainer_args(cp, model, options, train_dataset=texts))
+    texts = documents(args.longest, args.steps * args.documents_per_step)
+    trainer = Trainer(
+        model, options, train_dataset=texts, data_collator=DataCollatorWithFlattening()
+    )
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 def train_whole(model: LlamaForCausalLM, args: argparse.Namespace) -> Iterator[float]:
     """The same losses with nothing split: attention of transformers, a loop, AdamW."""
-    collate = ShardingCollator(tw.contiguous(args.num_tokens, 1), 0)
+    collate = DataCollatorWithFlattening()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    texts = documents(args.num_tokens, args.documents)
-    sequences = pack(map(len, (text["input_ids"] for text in texts)), args.num_tokens)
-    for sequence in sequences[: args.steps]:
-        loss = model(**collate([texts[index] for index in sequence])).loss
+    texts = documents(args.longest, args.steps * args.documents_per_step)
+    for start in range(0, len(texts), args.documents_per_step):
+        loss = model(**collate(texts[start : start + args.documents_per_step])).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -81,10 +87,12 @@ def main(argv: list[str] | None = None) -> None:
     """Train split, train whole, compare."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--num-tokens", type=int, default=1021, help="need not divide by the ranks")
-    parser.add_argument("--documents", type=int, default=200)
+    parser.add_argument("--cp-size", type=int, help="ranks that share a row; None: all")
+    parser.add_argument("--longest", type=int, default=1000, help="tokens of a document at most")
+    parser.add_argument("--documents-per-step", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args(argv)
+    args.cp_size = args.cp_size or int(os.environ.get("WORLD_SIZE", "1"))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -137,7 +138,7 @@ def test_auto_is_near_the_best_that_a_search_finds(n: int, preset: str):
     machine = tw.Machine.preset(preset)
     for mask in (tw.Full(), tw.Causal(), tw.Causal() & tw.Document([0, 700, 1000, 1 << 12])):
         asked = work(mask=mask, layout=default_layout(mask, 1 << 12, n))
-        plan, backward = promising(asked, machine, n)
+        plan, backward, _ = promising(asked, machine, n)
         found = tw.simulate(plan, asked, machine, None if backward is plan else backward)
         best = tw.search(replace(asked, save="replay"), machine, world_size=n)[0]
         assert found.seconds <= 1.1 * best.seconds, (mask, plan, best.plan)
@@ -145,9 +146,23 @@ def test_auto_is_near_the_best_that_a_search_finds(n: int, preset: str):
 
 def test_auto_keeps_a_split_by_heads_to_what_the_heads_allow():
     machine = tw.Machine.preset("cpu-gloo")
-    for backward in promising(work(num_heads=7, num_kv_heads=7), machine, 16):
-        assert backward.num_head_groups == 1
-    assert promising(work(), machine, 1) == (tw.ring(1), tw.ring(1))
+    for plan in promising(work(num_heads=7, num_kv_heads=7), machine, 16)[:2]:
+        assert plan.num_head_groups == 1
+    assert promising(work(), machine, 1)[:2] == (tw.ring(1), tw.ring(1))
+
+
+def test_what_auto_chose_is_logged_once_by_the_first_rank(caplog):
+    def on_rank(rank: int, group) -> None:
+        cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS)
+        q = cp.shard(torch.randn(NUM_TOKENS, 2, 4))
+        for _ in range(2):
+            cp.attention(q, q, q)
+
+    with caplog.at_level(logging.INFO, "tilewise"):
+        tw.loopback(N, on_rank)
+    (record,) = caplog.records
+    assert record.message.startswith("strategy='auto' chose ")
+    assert f"for {NUM_TOKENS} tokens on {N} ranks of cpu-gloo" in record.message
 
 
 def test_auto_takes_a_plan_made_for_the_mask_where_it_wins_and_another_for_another_mask():

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from tilewise.verification.effective_mask import effective_mask
     from tilewise.verification.parity import parity
 
+__version__ = "0.1.0"
+
 wire = _wires
 
 __all__ = [

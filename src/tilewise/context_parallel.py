@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -115,6 +116,7 @@ class ContextParallel:
         if kernel is not None:
             given_kernel(kernel)
         self.kernel = kernel
+        self.strategy: Literal["auto"] | Plan = strategy
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
@@ -494,7 +496,19 @@ class ContextParallel:
 
         preset = "h100x8" if q.device.type == "cuda" else "cpu-gloo"
         machine = self.machine or Machine.preset(preset)
-        plan, backward = promising(work, machine, self.world_size)
+        chosen = promising(work, machine, self.world_size)
+        plan, backward = chosen.plan, chosen.backward_plan
+        if self.rank == 0:
+            logging.getLogger("tilewise").info(
+                "strategy='auto' chose %s%s for %d tokens on %d ranks of %s: simulated as the "
+                "fastest, %.3g ms for both passes",
+                plan.name,
+                "" if backward is plan else f", and {backward.name} for backward,",
+                work.num_tokens,
+                self.world_size,
+                machine.name,
+                1e3 * chosen.seconds,
+            )
         return plan, None if backward is plan else backward
 
     def _workload(

@@ -245,3 +245,49 @@ def test_a_model_of_transformers_runs_over_a_tree(world_size):
     summed = [sum(parts) for parts in zip(*(grads for _, grads in results), strict=True)]
     for grad, want in zip(summed, gradients(whole), strict=True):
         assert (grad - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1)
+
+
+def _trl_row(sequences: list[list[int]]) -> dict[str, Tensor]:
+    """What TRL packs of these samples."""
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing", reason="needs trl")
+    row = packing.TreeRow()
+    for sequence in sequences:
+        ones = torch.ones(len(sequence), dtype=torch.long)
+        values = {"old_log_probs": ones * 0.0, "advantage": 1.0, "group_id": 0}
+        row.add({"input_ids": torch.tensor(sequence), "completion_mask": ones, **values})
+    return row.pack()
+
+
+def test_a_row_that_trl_packed_is_the_tree_of_its_segments():
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        sequences = [list(x) for x in {tuple(x) for x in drawn_sequences(rng, 6)}]
+        row = _trl_row(sequences)
+        borders, keys = row["tree_cu_seqlens_q"].tolist(), row["tree_cu_seqlens_k"].tolist()
+        want = torch.zeros(borders[-1], borders[-1], dtype=torch.bool)
+        for i, (start, stop) in enumerate(itertools.pairwise(borders)):
+            seen = row["tree_kv_index"][keys[i] : keys[i + 1]]
+            for at in range(start, stop):
+                want[at, seen[: len(seen) - (stop - at) + 1]] = True
+        args = row["tree_cu_seqlens_q"], row["tree_cu_seqlens_k"], row["tree_kv_index"]
+        tree = tw.Tree.from_segments(*args, tokens=row["input_ids"])
+        every = range(tree.num_tokens)
+        assert torch.equal(torch.from_numpy(tree.mask.dense(every, every)), want)
+        assert torch.equal(tree.position_ids, row["position_ids"])
+        found = [tree.tokens[tree.rows(i)].tolist() for i in range(tree.num_sequences)]
+        assert sorted(found) == sorted(sequences)
+        assert int(tree.counts.sum()) == sum(map(len, sequences))
+
+
+def test_segments_that_are_no_tree_are_refused_by_number():
+    borders, key_borders, rows = [0, 2, 3, 4], [0, 2, 5, 8], [0, 1, 0, 1, 2, 0, 1, 3]
+    tree = tw.Tree.from_segments(borders, key_borders, rows)
+    assert tree.num_sequences == 2
+    with pytest.raises(ValueError, match="this tree has no tokens"):
+        tree.tokens  # noqa: B018
+    with pytest.raises(ValueError, match=r"segment 2 has queries 3..3 and keys \[0, 2, 3\]"):
+        tw.Tree.from_segments(borders, key_borders, [0, 1, 0, 1, 2, 0, 2, 3])
+    with pytest.raises(ValueError, match="kv_index 7 rows"):
+        tw.Tree.from_segments(borders, key_borders, rows[:-1])
+    with pytest.raises(ValueError, match="tokens has 3 entries, but cu_seqlens_q ends at 4"):
+        tw.Tree.from_segments(borders, key_borders, rows, tokens=[1, 2, 3])

@@ -347,4 +347,4 @@ def test_documents_that_differ_name_the_trainers_arguments():
 
     message = refusal(call, llama)
     assert "ranks disagree on cu_seq_lens_q" in message
-    assert "hf.trainer_args" in message
+    assert "tilewise.integrations.accelerate" in message

@@ -6,12 +6,13 @@ import site
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import tilewise as tw
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tilewise"
@@ -53,7 +54,7 @@ def test_the_source_distribution_holds_tests_and_documentation(built: tuple[Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
-    assert {"docs/index.md", "tests/test_docs.py", "examples/fsdp_cp.py"} <= names
+    assert {"docs/index.md", "tests/repository/test_docs.py", "examples/fsdp_cp.py"} <= names
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(built: tuple[Path, Path], tmp_path: Path):
@@ -73,8 +74,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(built: tuple[Path, Path], 
     assert Path(where.strip()).is_relative_to(own)
     tilewise = python.with_name("tilewise")
     findings = json.loads(run(tilewise, "doctor", "--json", **options))
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert any(f["name"] == "tilewise" and f["detail"] == version for f in findings)
+    assert any(f["name"] == "tilewise" and f["detail"] == tw.__version__ for f in findings)
     assert "tilewise" in run(tilewise, "doctor", **options)
     data = "tw.Machine.preset('h100x8'); tw.lengths.sample('pile', 64, seed=0)"
     run(python, "-c", f"import tilewise as tw; {data}", **options)

@@ -400,6 +400,10 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     }  # fmt: skip
     yield "KVCache.truncate", of(filled, "truncate"), {"lengths": [2]}
     yield "Tree.from_sequences", tw.Tree.from_sequences, {"token_lists": [[1, 2], [1, 3]]}
+    yield "Tree.from_segments", tw.Tree.from_segments, {
+        "cu_seqlens_q": [0, 2, 3], "cu_seqlens_k": [0, 2, 5], "kv_index": [0, 1, 0, 1, 2],
+        "tokens": [1, 2, 3],
+    }  # fmt: skip
     yield "Tree.rows", of(tree, "rows"), {"sequence": 0}
     yield "Tree.shard", of(tree, "shard"), lambda: {"cp": cp(num_tokens=4, mask=tree().mask)}
     yield "Tree.log_probs", of(tree, "log_probs"), lambda: {

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_the_table_says_what_pyproject_does():
         names = {re.split(r"[^\w-]", spec)[0] for spec in offered[extra.name]}
         assert extra.module in names
     dependencies = {re.split(r"[^\w-]", spec)[0] for spec in project["dependencies"]}
-    assert dependencies == {"torch", "numpy", "typer", "rich"}
+    assert dependencies == {"torch", "numpy"}
 
 
 def test_a_report_without_plotly_is_refused_in_one_line(without: None, tmp_path: Path):
@@ -75,3 +76,10 @@ def test_what_is_installed_is_not_asked_for():
     assert require("plotly", "this") is None
     found = {one["name"]: one for one in json.loads(run("doctor", "--json").output)}
     assert found["plotly"]["is_here"] and found["matplotlib"]["is_here"]
+
+
+def test_the_command_line_without_its_extra_says_what_to_install():
+    hidden = "import sys; sys.modules['typer'] = None; from tilewise.__main__ import main; main()"
+    ran = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == "the command line needs typer: pip install 'tilewise[cli]'\n"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.arguments import listed, require_type, whole_number
+from tilewise.arguments import listed, require_type, whole_number, whole_numbers
 from tilewise.context_parallel import ContextParallel
 from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Mask, positions
@@ -37,7 +38,7 @@ class Tree:
     planner serve it.
 
     Attributes:
-        tokens: LongTensor [num_tokens].
+        tokens: LongTensor [num_tokens]; a ValueError of a tree that was made without them.
         position_ids: LongTensor [num_tokens], each token's place in its sequences.
         parents: LongTensor [num_tokens], the row of the token before; -1 for a first token.
         counts: LongTensor [num_tokens], how many sequences contain the token: the weight of its
@@ -48,18 +49,20 @@ class Tree:
     Source: prefix trees as in verl #6401 and Megatron-LM #7387, which keep them on one rank.
     """
 
-    tokens: Tensor
     position_ids: Tensor
     parents: Tensor
     counts: Tensor
     mask: Mask
 
-    def __init__(self, nodes: Sequence[_Node], paths: Sequence[Sequence[_Node]]):
-        """Use `Tree.from_sequences`.
+    def __init__(
+        self, nodes: Sequence[_Node], paths: Sequence[Sequence[_Node]], knows_tokens: bool = True
+    ):
+        """Use `Tree.from_sequences` or `Tree.from_segments`.
 
         Args:
             nodes: in depth-first order.
             paths: of every sequence its nodes, from the first.
+            knows_tokens: whether the nodes have their tokens, not only as many numbers.
         """
         stops = np.cumsum([len(node.tokens) for node in nodes]).tolist()
         below = {id(node): stop for node, stop in zip(nodes, stops, strict=True)}
@@ -71,11 +74,12 @@ class Tree:
             if node.parent:
                 below[id(node.parent)] = max(below[id(node.parent)], last)
         columns = zip(*(node.columns() for node in nodes), strict=True)
-        self.tokens, self.position_ids, self.parents, self.counts = (
+        tokens, self.position_ids, self.parents, self.counts = (
             torch.from_numpy(np.concatenate(column)) for column in columns
         )
+        self._tokens = tokens if knows_tokens else None
         self.mask = Slices(entry for entry in slices if entry[0][0] < entry[0][1])
-        self.num_tokens = len(self.tokens)
+        self.num_tokens = len(tokens)
         self._ranges = tuple(tuple(node.rows() for node in path) for path in paths)
         self.num_tokens_apart = int(self.counts.sum())
 
@@ -92,12 +96,59 @@ class Tree:
             ValueError: if there is no sequence, or one is empty or no such list.
         """
         sequences = [
-            _checked(i, tokens)
+            _checked(f"sequence {i}", tokens)
             for i, tokens in enumerate(listed("token_lists", token_lists, "sequences"))
         ]
         if not sequences:
             raise ValueError("token_lists has 0 sequences; give at least one")
         return cls(*_trie(sequences))
+
+    @classmethod
+    def from_segments(
+        cls, cu_seqlens_q: Any, cu_seqlens_k: Any, kv_index: Any, tokens: Any = None
+    ) -> Tree:
+        """The tree of a row that is packed already, as TRL's `TreeRow.pack()` does it.
+
+            row = trl_row.pack()
+            tree = tw.Tree.from_segments(
+                row["tree_cu_seqlens_q"], row["tree_cu_seqlens_k"], row["tree_kv_index"],
+                tokens=row["input_ids"],
+            )
+
+        A segment is a run of tokens that the same sequences contain. Each segment that none
+        continues ends one sequence. What belongs to the row (labels, token_index) keeps its place.
+
+        Args:
+            cu_seqlens_q: [num_segments + 1] borders of segments in the row.
+            cu_seqlens_k: [num_segments + 1] borders of their keys in kv_index.
+            kv_index: [num_keys] rows that segments see: those of the segments before it in its
+                sequences, from the first, and its own.
+            tokens: [num_tokens] of the row, for `shard` and `log_probs`; None: not known.
+        Raises:
+            ValueError: for borders that are none, and segments that are no tree in depth-first
+                order.
+        """
+        borders = _borders("cu_seqlens_q", cu_seqlens_q)
+        key_borders = _borders("cu_seqlens_k", cu_seqlens_k)
+        keys = whole_numbers("kv_index", kv_index)
+        if len(borders) != len(key_borders) or len(keys) != key_borders[-1]:
+            raise ValueError(
+                f"cu_seqlens_q has {len(borders)} borders, cu_seqlens_k {len(key_borders)} up to "
+                f"{key_borders[-1]}, kv_index {len(keys)} rows; give as many borders of queries as "
+                "of keys, and as many rows as cu_seqlens_k ends at"
+            )
+        numbers = np.zeros(borders[-1], np.int64) if tokens is None else _checked("tokens", tokens)
+        if len(numbers) != borders[-1]:
+            raise ValueError(
+                f"tokens has {len(numbers)} entries, but cu_seqlens_q ends at {borders[-1]}"
+            )
+        return cls(*_segments(borders, key_borders, keys, numbers), tokens is not None)
+
+    @property
+    def tokens(self) -> Tensor:
+        if self._tokens is None:
+            raise ValueError("this tree has no tokens; pass tokens= to tw.Tree.from_segments")
+        return self._tokens
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -284,6 +335,51 @@ def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
     return nodes[1:], paths
 
 
+def _segments(
+    borders: Sequence[int], key_borders: Sequence[int], keys: Array, tokens: Array
+) -> tuple[list[_Node], list[list[_Node]]]:
+    """Nodes of segments, and of every sequence its nodes: each ends at a node without children."""
+    nodes: list[_Node] = []
+    path: list[_Node] = []  # from the first to the latest segment
+    for i, (start, stop) in enumerate(pairwise(borders)):
+        seen = keys[key_borders[i] : key_borders[i + 1]]
+        before = len(seen) - (stop - start)
+        while path and path[-1].end > before:
+            path.pop()
+        rows = [np.arange(*node.rows()) for node in path] + [np.arange(start, stop)]
+        if start == stop or not np.array_equal(np.concatenate(rows), seen):
+            raise ValueError(
+                f"segment {i} has queries {start}..{stop - 1} and keys {seen.tolist()!s:.60}, but "
+                "keys must be the rows of the segments before it in its sequences, from the "
+                "first, and its own; segments in depth-first order, none empty"
+            )
+        node = _Node(tokens[start:stop], before, path[-1] if path else None, i, 0, start=start)
+        if path:
+            path[-1].children.append(node)
+        path.append(node)
+        nodes.append(node)
+    paths = [_from_first(node) for node in nodes if not node.children]
+    for node in chain.from_iterable(paths):
+        node.count += 1
+    return nodes, paths
+
+
+def _from_first(node: _Node | None) -> list[_Node]:
+    """The nodes before a node and itself, from the first."""
+    path: list[_Node] = []
+    while node:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _borders(name: str, cu_seqlens: Any) -> list[int]:
+    borders = whole_numbers(name, cu_seqlens)
+    if len(borders) < 2 or borders[0] != 0 or np.any(np.diff(borders) < 0):
+        raise ValueError(f"{name} ({cu_seqlens!r:.60}) must be ascending borders that begin with 0")
+    return borders.tolist()
+
+
 def _shared(a: Array, b: Array) -> int:
     """Return how many tokens two sequences begin with in common."""
     length = min(len(a), len(b))
@@ -291,7 +387,7 @@ def _shared(a: Array, b: Array) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def _checked(i: int, tokens: Any) -> Array:
+def _checked(name: str, tokens: Any) -> Array:
     try:
         array = positions(tokens)
         right = array.ndim == 1 and not np.any(np.asarray(tokens) != array)
@@ -299,6 +395,6 @@ def _checked(i: int, tokens: Any) -> Array:
         array, right = np.empty(0, np.int64), False
     if not right or len(array) == 0 or array.min() < 0:
         raise ValueError(
-            f"sequence {i} ({tokens!r:.60}) must be a list of one or more token ids from 0 on"
+            f"{name} ({tokens!r:.60}) must be a list of one or more token ids from 0 on"
         )
     return array

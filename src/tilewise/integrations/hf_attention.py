@@ -127,8 +127,8 @@ class LayerMask:
             if "ranks disagree on cu_seq_lens_q" not in str(differ):
                 raise
             raise ValueError(
-                f"{differ}: a Trainer gives each process other examples, unless its arguments come "
-                "from hf.trainer_args"
+                f"{differ}: a Trainer gives each process other examples, unless its arguments have "
+                "a parallelism_config of tilewise.integrations.accelerate"
             ) from None
         if isinstance(self.cp.mask, Slices):
             return self.cp.mask
@@ -302,8 +302,9 @@ def refused_rows(cp: ContextParallel, q_length: int, kv_length: int, q_offset: i
         one = " (models cannot run on none: hf.shard pads to one)" if rows == 0 else ""
         return (
             f"the model runs on {q_length} tokens, but the layout gives this rank {rows}{one}; "
-            "call it with what hf.shard returns, or hand it to a Trainer by hf.trainer_args. It "
-            "runs on whole rows, in generate() too, after model.set_attn_implementation('sdpa')"
+            "call it with what hf.shard returns, or split a Trainer's rows by ParallelismConfig of "
+            "tilewise.integrations.accelerate, in place of hf.parallelize. It runs on "
+            "whole rows, in generate() too, after model.set_attn_implementation('sdpa')"
         )
     return None
 

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
-from tilewise.integrations.hf import base_model, check_model
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
+from tilewise.integrations.hf_check import base_model, check_model
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import documents_of_call, split_call, wire

@@ -33,7 +33,7 @@ def _check(model: Any, _: Any, given: dict[str, Any]) -> None:
     error = (
         f"labels are given without {missing[0]}: the model would take the mean over this rank's "
         "labels alone, and shift them over the borders of its shards; call it with what "
-        "hf.shard(cp, input_ids, labels=labels) makes of the whole rows, or in a Trainer with "
-        "hf.trainer_args(cp, model, args)"
+        "hf.shard(cp, input_ids, labels=labels) makes of the whole rows; a Trainer is split by "
+        "ParallelismConfig of tilewise.integrations.accelerate, in place of hf.parallelize"
     )
     agree(transport_for(cp.group), None, error)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from tilewise.arguments import MOST_RANKS, checks_arguments, listed, whole_number
 from tilewise.plan.builder import gc_paused
@@ -119,8 +120,16 @@ def _of_one_wire(
     ]
 
 
+class Choice(NamedTuple):
+    """Plans for the two passes, one object if they are equal, and their simulated seconds."""
+
+    plan: Plan
+    backward_plan: Plan
+    seconds: float
+
+
 @lru_cache(maxsize=64)
-def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, Plan]:
+def promising(work: Workload, machine: Machine, world_size: int) -> Choice:
     """Plans for forward and backward that are likely among the fastest, found in little time.
 
     The options of the lowest bounds are simulated, a few in each pass: the usual ones, and those
@@ -130,7 +139,8 @@ def promising(work: Workload, machine: Machine, world_size: int) -> tuple[Plan, 
     even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
     tried = options(even, world_size, machine.node_size, usual=True)
     model = PassModel(even, machine, world_size, backward=False)
-    return _plans(PairSearch(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest())
+    pair = PairSearch(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest()
+    return Choice(*_plans(pair), pair.seconds)
 
 
 def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:

@@ -171,7 +171,7 @@ def _auto(setting: _Setting) -> Planned:
     """Return the plans that ContextParallel takes for strategy "auto"."""
     work = setting.work(setting.layout)
     machine = tw.Machine.preset("h100x8" if setting.case.device == "cuda" else "cpu-gloo")
-    plan, backward = promising(work, machine, setting.n)
+    plan, backward, _ = promising(work, machine, setting.n)
     return Planned(plan, setting.layout, None if backward is plan else backward)
 
 

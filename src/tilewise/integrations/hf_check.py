@@ -1,0 +1,106 @@
+"""Whether a model of transformers can be split, and how its attention is made to run over a cp."""
+
+from typing import Any
+
+from torch import nn
+
+from tilewise.arguments import checks_arguments
+from tilewise.context_parallel import ContextParallel
+from tilewise.integrations.hf_attention import attention_of, masks_of
+from tilewise.integrations.hf_masks import refused_model, uses_attention_interface
+from tilewise.integrations.hf_proof import PACKED, WHOLE, ModelUnderTest, refuted
+from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.hf_states import documents_of_call, has_state_functions, split_all_calls
+
+TAKEN = ("eager", "sdpa", "flash", "flex", "paged")
+
+
+def base_model(model: nn.Module) -> Any:
+    """The model of transformers that PEFT put its adapters into; others as they are.
+
+    Raises:
+        ValueError: if PEFT adds tokens to the sequence (prompt tuning and the like).
+    """
+    if not type(model).__module__.startswith("peft."):
+        return model
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{config.peft_type.value} puts tokens of its own before the sequence, which the "
+            "layout does not know; use adapters that change weights alone, such as LoRA"
+        )
+    return model.get_base_model()  # pyright: ignore[reportCallIssue]
+
+
+@checks_arguments
+def check_model(model: nn.Module, *, numerical: bool = True, loss: bool = True) -> None:
+    """Raise ValueError if a model of transformers cannot run with its sequence split.
+
+    A model that reaches tilewise's attention is asked again when it runs; one that never does (a
+    state space model, a hand-written attention) can only be seen here.
+
+    Args:
+        numerical: whether a tiny model of the same class and configuration is run, split over three
+            ranks in this process and not split, and has to have one loss and the same gradients.
+            It takes about a second, once for a class and configuration.
+        loss: whether the model's own loss, and what it pools, have to be right; False: its first
+            output alone, the logits or hidden states.
+    """
+    if not hasattr(model, "config"):
+        raise ValueError(f"model ({type(model).__name__}) must be a model of transformers")
+    # FSDP2 gives a model a class made at run time.
+    bases = (c for c in type(model).__mro__ if not c.__module__.startswith("torch.distributed"))
+    given = {"loss_function": getattr(model, "_loss_function", None)}
+    error = refusal(next(bases), model.config, numerical=numerical, loss=loss, **given)
+    if error:
+        raise ValueError(error)
+
+
+def refusal(
+    model_class: type,
+    config: Any,
+    *,
+    numerical: bool = True,
+    loss: bool = True,
+    loss_function: Any = None,
+) -> str | None:
+    """Why a model of this class and configuration is refused by check_model; None if it is not."""
+    text_config = config.get_text_config(decoder=True)
+    splits_states = has_state_functions(text_config)
+    error = refused_model(text_config, splits_states=splits_states)
+    if error is None and not uses_attention_interface(model_class, splits_states):
+        error = f"{model_class.__name__} does not use transformers' AttentionInterface"
+    if error is None and numerical:
+        text = config.to_json_string(use_diff=False)
+        documents = PACKED if splits_states else WHOLE
+        subject = ModelUnderTest(model_class, text, loss, loss_function, documents, config, attach)
+        error = refuted(subject)
+    return error
+
+
+def attach(model: Any, cp: ContextParallel, name: str) -> None:
+    """Make a model run over cp, under a name of its own among transformers' attentions."""
+    lengths = registered(cp, name, proven=True)
+    text = model.config.get_text_config(decoder=True)
+    sub_configs = getattr(model.config, "sub_configs", ())
+    only = {key: name for key in sub_configs if getattr(model.config, key) is text}
+    model.set_attn_implementation(only or name)  # what sees images is not split
+    lengths.agree_in(model)
+    split_all_calls(model, model, cp, name)
+
+
+def registered(cp: ContextParallel, name: str, proven: bool) -> RopeLengths:
+    """Register cp under a name; proven: check_model has tried the model."""
+    taken = [word for word in TAKEN if word in name]
+    if taken or not name:
+        raise ValueError(f"name ({name!r}) must not be empty or hold any of {', '.join(TAKEN)}")
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "tilewise.integrations.hf needs transformers: pip install 'tilewise[hf]'"
+        ) from error
+    lengths = RopeLengths(cp)
+    AttentionInterface.register(name, attention_of(cp, proven))
+    AttentionMaskInterface.register(name, masks_of(cp, lengths, proven, documents_of_call))
+    return lengths
