@@ -135,7 +135,7 @@ class Row(NamedTuple):
 
     Args:
         layers: types of its layers.
-        ruled: whether transformers' rule lets it be split; None: its configuration is not whole.
+        ruled: whether transformers' rule lets it be split; None: it cannot be asked.
         ringmaster: an outcome of ringmaster_models; empty: not tried.
     """
 
@@ -154,7 +154,8 @@ def classes() -> Iterator[tuple[type, type]]:
         for config_class, found in mapping.items():
             for model_class in found if isinstance(found, tuple) else (found,):
                 own = getattr(model_class, "config_class", None) is config_class
-                if own or model_class not in configs:
+                of_text = own and not config_class.sub_configs  # Qwen3.5 has another with images
+                if of_text or model_class not in configs:
                     configs[model_class] = config_class
     for model_class, config_class in configs.items():
         yield config_class, model_class
@@ -178,10 +179,7 @@ def row(config_class: type, model_class: Any) -> Row:
         reason = refusal(model_class, config)
     except Exception as error:  # of a default configuration
         return Row(name, UNKNOWN, f"its default configuration is not whole: {error}")
-    stands_for = SimpleNamespace(
-        config=config, _supports_context_parallel=model_class._supports_context_parallel
-    )
-    ruled = transformers.PreTrainedModel.supports_context_parallel.fget(stands_for)  # pyright: ignore
+    ruled = _ruled(model_class, config)
     outcome = RIGHT
     if reason is not None:
         outcome = OWN_LOSS if "loss=False" in reason else REFUSED
@@ -189,6 +187,17 @@ def row(config_class: type, model_class: Any) -> Row:
             outcome = UNKNOWN
             reason = re.sub(r".*can be split \((.*)\); check_model.*", r"\1", reason)
     return Row(name, outcome, reason or "", _layers(config), ruled)
+
+
+def _ruled(model_class: Any, config: Any) -> bool | None:
+    """transformers' rule for a class and a configuration; None: it raises (Musicgen)."""
+    stands_for = SimpleNamespace(
+        config=config, _supports_context_parallel=model_class._supports_context_parallel
+    )
+    try:
+        return transformers.PreTrainedModel.supports_context_parallel.fget(stands_for)  # pyright: ignore
+    except ValueError:
+        return None
 
 
 def _layers(config: Any) -> str:
