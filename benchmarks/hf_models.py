@@ -4,9 +4,13 @@
     python -m benchmarks.hf_models Llama Bert   # those whose class has one of these in its name
     python -m benchmarks.hf_models --write      # and write docs/integrations/huggingface_models.md
 
-Every class is asked what `hf.check_model` asks, with its default configuration: is it refused by
-its configuration, and if not, has a tiny model of it the same loss and gradients on three ranks as
-unsplit? Each runs in a process of its own, for at most --seconds.
+Every class is asked what `hf.check_model` asks: is it refused by its configuration, and if not, has
+a tiny model of it the same loss and gradients on three ranks as unsplit? Beside it stand what
+transformers' own rule says and what ringmaster does, where that is installed (--write needs it).
+Each runs in a process of its own, for at most --seconds.
+
+Configurations are the default ones, with the layer types of a published checkpoint where the
+default ones have none of these layers.
 """
 
 import argparse
@@ -17,7 +21,9 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import transformers
@@ -26,10 +32,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
+from benchmarks.peers import ringmaster_models
 from tilewise.integrations.hf_check import refusal
+from tilewise.integrations.hf_proof import is_masked
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrations" / "huggingface_models.md"
-RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "right", "right but for its loss", "refused", "not known"
+RIGHT, OWN_LOSS, REFUSED, UNKNOWN = "exact", "exact, own loss", "refused", "not known"
 # What some default configurations leave open.
 OPEN = {
     "head_dim": 16,
@@ -43,6 +51,14 @@ OPEN = {
     "pad_token_id": 0,
     "topk_group": 1,
     "vocab_size": 128,
+}
+# Layers of published checkpoints that the default configuration lacks.
+PUBLISHED = {
+    "Lfm2ForCausalLM": ("LFM2-1.2B", {"num_hidden_layers": 16, "attention": (2, 5, 8, 10, 12, 14)}),
+    "Lfm2MoeForCausalLM": (
+        "LFM2-8B-A1B",
+        {"num_hidden_layers": 24, "attention": (2, 6, 10, 14, 18, 21)},
+    ),
 }
 REASONS = {
     "carries a state": "a state along the sequence (state space, linear attention, recurrence)",
@@ -59,26 +75,39 @@ REASONS = {
 TEMPLATE = """\
 # Models of transformers
 
-All {num_models} causal and masked language models of transformers {version} with their default
-configurations, made by `python -m benchmarks.hf_models --write`. Each was asked what
-[`hf.check_model`](huggingface.md) asks: is it refused by its configuration, and if not, has a tiny
-model of it the same loss and the same gradients on three ranks as unsplit? Your configuration may
-differ from the default one; `check_model` asks for yours.
+All {num_models} causal and masked language models of transformers {version}, made by
+`python -m benchmarks.hf_models --write`, with their default configurations and, where these lack
+layers that published checkpoints have ({published}), with the layer types of such a
+checkpoint. Your configuration may be another; [`check_model`](huggingface.md) asks for yours.
 
-**Right** ({num_right}): {right}
+- **tilewise**: what [`hf.check_model`](huggingface.md) says. "exact": a tiny model of the class and
+  configuration has the same loss and the same gradients on three ranks as unsplit. "exact, own
+  loss": all but its own loss, which is the mean over a rank's labels: call it without labels,
+  compute the loss from the logits, `check_model(model, loss=False)`.
+- **transformers**: whether its rule `supports_context_parallel`, which accelerate and TRL ask, lets
+  the model be split at all. It says nothing of what then comes out.
+- **ringmaster**: what ringmaster {ringmaster} does with logits of a tiny model on 2 ranks of a CPU,
+  by its Ulysses over torch's sdpa. Its ring, its layers with a state and its sinks need CUDA
+  kernels, so this speaks of a CPU alone. It is made for causal models; others were not tried.
 
-**Right but for their own loss** ({num_own_loss}): these take the mean over a rank's own labels.
-Call them without labels, compute the loss from the logits: `check_model(model, loss=False)`.
-{own_loss}
+| | tilewise | transformers' rule | ringmaster |
+|---|---|---|---|
+| models split, of {num_models} | {num_right} | {num_ruled} | {num_ringmaster} |
+| of the {num_refused_by_rule} that transformers' rule refuses | {right_of_refused} | | \
+{ringmaster_of_refused} |
+| another result, in silence | 0 | not known | {num_wrong} |
 
-**Refused** ({num_refused}):
+| model | layers | tilewise | transformers | ringmaster |
+|---|---|---|---|---|
+{rows}
+
+## Why models are refused
 
 | for | models |
 |---|---|
 {refused}
 
-**Not known** ({num_unknown}): no tiny model of the default configuration runs here.
-`check_model` refuses them, and says why.
+No tiny model of these runs here, so `check_model` refuses them, and says why:
 
 | model | why |
 |---|---|
@@ -87,11 +116,20 @@ Call them without labels, compute the loss from the logits: `check_model(model, 
 
 
 class Row(NamedTuple):
-    """How one class did, and why it is refused."""
+    """How one class did, and why it is refused.
+
+    Args:
+        layers: types of its layers.
+        ruled: whether transformers' rule lets it be split; None: its configuration is not whole.
+        ringmaster: an outcome of ringmaster_models; empty: not tried.
+    """
 
     model: str
     outcome: str
     reason: str = ""
+    layers: str = ""
+    ruled: bool | None = None
+    ringmaster: str = ""
 
 
 def classes() -> Iterator[tuple[type, type]]:
@@ -105,23 +143,50 @@ def classes() -> Iterator[tuple[type, type]]:
                     yield config_class, model_class
 
 
+def configuration(config_class: type, name: str) -> Any:
+    """The default configuration of a class, with a published checkpoint's layers if it has some."""
+    layers = {}
+    if name in PUBLISHED:
+        given: dict[str, Any] = PUBLISHED[name][1]
+        count, attention = given["num_hidden_layers"], given["attention"]
+        types = ["full_attention" if i in attention else "conv" for i in range(count)]
+        layers = {"num_hidden_layers": count, "layer_types": types}
+    config = config_class(**layers)
+    for part in (config, config.get_text_config(decoder=True)):
+        for field, value in OPEN.items():
+            if field in vars(part) and vars(part)[field] is None:
+                setattr(part, field, value)
+    return config
+
+
 def row(config_class: type, model_class: Any) -> Row:
     """Ask for one class, in this process."""
     name = model_class.__name__
     try:
-        config = config_class()
-        for part in (config, config.get_text_config(decoder=True)):
-            for field, value in OPEN.items():
-                if field in vars(part) and vars(part)[field] is None:
-                    setattr(part, field, value)
+        config = configuration(config_class, name)
         reason = refusal(model_class, config)
     except Exception as error:  # of a default configuration
         return Row(name, UNKNOWN, f"its default configuration is not whole: {error}")
-    if reason is None:
-        return Row(name, RIGHT)
-    if "no tiny model" in reason:
-        return Row(name, UNKNOWN, re.sub(r".*can be split \((.*)\); check_model.*", r"\1", reason))
-    return Row(name, OWN_LOSS if "loss=False" in reason else REFUSED, reason)
+    stands_for = SimpleNamespace(
+        config=config, _supports_context_parallel=model_class._supports_context_parallel
+    )
+    ruled = transformers.PreTrainedModel.supports_context_parallel.fget(stands_for)  # pyright: ignore
+    outcome = RIGHT
+    if reason is not None:
+        outcome = OWN_LOSS if "loss=False" in reason else REFUSED
+        if "no tiny model" in reason:
+            outcome = UNKNOWN
+            reason = re.sub(r".*can be split \((.*)\); check_model.*", r"\1", reason)
+    return Row(name, outcome, reason or "", _layers(config), ruled)
+
+
+def _layers(config: Any) -> str:
+    """The types of a model's layers, as its configuration names them."""
+    text = config.get_text_config(decoder=True)
+    types = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    if not types and getattr(text, "sliding_window", None) is not None:
+        types = ["sliding_attention"]
+    return ", ".join(name.removesuffix("_attention") for name in types)
 
 
 def row_apart(config_class: type, model_class: type, seconds: float) -> Row:
@@ -133,13 +198,20 @@ def row_apart(config_class: type, model_class: type, seconds: float) -> Row:
     send.close()
     try:
         if receive.poll(seconds):
-            return receive.recv()
+            return _with_ringmaster(receive.recv(), config_class, model_class, seconds)
         return Row(model_class.__name__, UNKNOWN, f"took more than {seconds:g} s")
     except EOFError:
         return Row(model_class.__name__, UNKNOWN, "its process died")
     finally:
         process.kill()
         process.join()
+
+
+def _with_ringmaster(one: Row, config_class: type, model_class: type, seconds: float) -> Row:
+    if not ringmaster_models.is_here() or one.ruled is None or is_masked(model_class):
+        return one
+    config = configuration(config_class, one.model)
+    return one._replace(ringmaster=ringmaster_models.outcome(model_class, config, seconds))
 
 
 def short(reason: str) -> str:
@@ -152,30 +224,41 @@ def short(reason: str) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """The rows as a page of the documentation."""
-    by_outcome: Mapping[str, list[Row]] = defaultdict(list)
+    rows = sorted(rows)
     by_reason: Mapping[str, list[str]] = defaultdict(list)
-    for one in sorted(rows):
-        by_outcome[one.outcome].append(one)
+    for one in rows:
         if one.outcome == REFUSED:
             by_reason[short(one.reason)].append(one.model)
-    right, own_loss, unknown = (by_outcome[outcome] for outcome in (RIGHT, OWN_LOSS, UNKNOWN))
     refused = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    right = {one.model for one in rows if one.outcome in (RIGHT, OWN_LOSS)}
+    theirs = {one.model for one in rows if one.ringmaster == ringmaster_models.EXACT}
+    ruled_out = {one.model for one in rows if one.ruled is False}
+    checkpoints = [f"{model}: {checkpoint}" for model, (checkpoint, _) in PUBLISHED.items()]
     return TEMPLATE.format(
         num_models=len(rows),
         version=transformers.__version__,
+        ringmaster=version("axolotl-ringmaster"),
+        published="; ".join(checkpoints),
         num_right=len(right),
-        right=_names(right),
-        num_own_loss=len(own_loss),
-        own_loss=_names(own_loss),
-        num_refused=len(by_outcome[REFUSED]),
+        num_ruled=sum(one.ruled is True for one in rows),
+        num_ringmaster=len(theirs),
+        num_refused_by_rule=len(ruled_out),
+        right_of_refused=len(right & ruled_out),
+        ringmaster_of_refused=len(theirs & ruled_out),
+        num_wrong=sum(one.ringmaster == ringmaster_models.WRONG for one in rows),
+        rows="\n".join(map(_line, rows)),
         refused="\n".join(f"| {reason} | {', '.join(models)} |" for reason, models in refused),
-        num_unknown=len(unknown),
-        unknown="\n".join(f"| {one.model} | {one.reason.split(chr(10))[0]} |" for one in unknown),
+        unknown="\n".join(
+            f"| {one.model} | {one.reason.split(chr(10))[0]} |"
+            for one in rows
+            if one.outcome == UNKNOWN
+        ),
     )
 
 
-def _names(rows: Sequence[Row]) -> str:
-    return ", ".join(one.model for one in rows) + "."
+def _line(one: Row) -> str:
+    ruled = {True: "splits", False: "refuses", None: ""}[one.ruled]
+    return f"| {one.model} | {one.layers} | {one.outcome} | {ruled} | {one.ringmaster} |"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,6 +269,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    if options.write and not ringmaster_models.is_here():
+        parser.error("--write needs ringmaster: pip install --no-deps axolotl-ringmaster einops")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     rows = []

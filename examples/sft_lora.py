@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> list[float]:
 def main(argv: list[str] | None = None) -> None:
     """Train, and print the losses from rank 0."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--cp-size", type=int, default=1, help="ranks that share each row")
+    parser.add_argument("--cp-size", type=int, help="ranks that share each row")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args(argv)
     logging.getLogger("transformers").setLevel(logging.ERROR)

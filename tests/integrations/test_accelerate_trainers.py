@@ -8,8 +8,10 @@ pytest.importorskip("transformers", reason="needs transformers, of the extra hf"
 pytest.importorskip("trl", reason="needs trl")
 pytest.importorskip("peft", reason="needs peft")
 
+from peft import PeftModel
 from processes.launcher import run_processes
-from support.hf_trainers import Run, largest_difference, train
+from support.hf_models import build
+from support.hf_trainers import Run, largest_difference, resume, train
 
 PACKED = {"packing": True, "num_train_epochs": 10}
 
@@ -37,6 +39,11 @@ MANY = {
     **{f"SFT, padded, {m}": Run("sft", m, NO_BALANCE) for m in ("gemma3", "gpt2", "opt")},
     **{f"DPO, {m}": Run("dpo", m, NO_BALANCE) for m in ("llama", "gemma3", "gpt_oss", "mistral")},
     "KTO": Run("kto"),
+    "GRPO, near its reference, LoRA": Run("grpo", args={"beta": 0.04}, lora=True),
+    "Trainer, a loss of one's own": Run(
+        "trainer", args={"gradient_accumulation_steps": 2}, own_loss=True
+    ),
+    "compiled by inductor": Run("trainer", args={"torch_compile": True}),
     "RLOO": Run("rloo", "qwen3"),
     "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
     "SFT, padding-free": Run("sft", args={"padding_free": True, "max_length": None}),
@@ -101,6 +108,18 @@ def test_four_ranks(sizes: dict, tmp_path):
     grpo = {"per_device_train_batch_size": 2, "generation_batch_size": 8}  # of two groups
     runs = {name: FEW[name] for name in ("SFT, packed, LoRA", "DPO", "GRPO")}
     check(runs | {"GRPO, groups over ranks": Run("grpo", args=grpo)}, 4, tmp_path, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_run_resumes_in_the_middle_of_an_epoch_and_its_adapters_load_unsplit(tmp_path):
+    run = Run("sft", "gemma3", PACKED, lora=True).split(2)
+    for found in run_processes(2, resume, 2, run, str(tmp_path)):
+        assert largest_difference(found["resumed"], found["whole"]) == 0
+    loaded = PeftModel.from_pretrained(build("gemma3"), str(tmp_path / "checkpoint-5"))
+    adapters = {k: x.detach() for k, x in loaded.named_parameters() if "lora" in k}
+    trained = {k: found["whole"][k] for k in adapters}
+    assert adapters and largest_difference(adapters, trained) == 0
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
 STEPS = 5
+SAVES = {"save_strategy": "steps", "save_steps": 3}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Run:
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
         metrics: evaluate with compute_metrics.
+        own_loss: a compute_loss_func.
     """
 
     trainer: str
@@ -42,6 +44,7 @@ class Run:
     prompt_tuning: bool = False
     iterable: bool = False
     metrics: bool = False
+    own_loss: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -86,6 +89,18 @@ def _run(run: Run, folder: str) -> dict[str, Any]:
     }
 
 
+def resume(rank: int, world_size: int, run: Run, folder: str) -> dict[str, Any]:
+    """A run, and one that goes on from its checkpoint of step 3: their parameters."""
+    train(rank, world_size, {}, folder)
+    found = {}
+    for name, checkpoint in (("whole", None), ("resumed", f"{folder}/checkpoint-3")):
+        trainer = _trainer(replace(run, args={**run.args, **SAVES}), folder)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        found[name] = {k: x.detach().clone() for k, x in model.named_parameters()}
+    return found
+
+
 def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
     timed = ("runtime", "per_second", "time")
     return {k: v for k, v in log.items() if isinstance(v, float) and not any(t in k for t in timed)}
@@ -115,6 +130,7 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
 
     data: Any = [{"input_ids": tokenizer()(text)["input_ids"]} for text in texts()]
     measured: dict[str, Any] = {"compute_metrics": _accuracy} if run.metrics else {}
+    measured |= {"compute_loss_func": _doubled} if run.own_loss else {}
     return Trainer(
         model,
         TrainingArguments(folder, **given),
@@ -123,6 +139,13 @@ def _plain(run: Run, model: Any, folder: str, given: Any) -> Any:
         data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
         **measured,
     )
+
+
+def _doubled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Twice the usual loss, of whole logits and labels that are not shifted."""
+    logits, wanted = outputs["logits"][:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+    return 2 * loss / ((wanted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def _accuracy(prediction: Any) -> dict[str, float]:
@@ -157,23 +180,24 @@ def _sft(run: Run, model: Any, folder: str, given: Any) -> Any:
         "input_ids": [{"input_ids": tokenizer()(x)["input_ids"]} for x in texts()],
     }
     data: Any = Dataset.from_list(made[run.columns])
-    lora = None
-    if run.lora:
-        import peft
-
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    if run.prompt_tuning:
-        import peft
-
-        lora = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     return SFTTrainer(
         model,
         SFTConfig(folder, **{"max_length": 64} | given),
         train_dataset=data.to_iterable_dataset() if run.iterable else data,
         eval_dataset=None if run.iterable else data.select(range(7)),
         processing_class=tokenizer(),
-        peft_config=lora,
+        peft_config=_adapters(run),
     )
+
+
+def _adapters(run: Run) -> Any:
+    import peft
+
+    if run.lora:
+        return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    if run.prompt_tuning:
+        return peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    return None
 
 
 def _dpo(run: Run, model: Any, folder: str, given: Any) -> Any:
@@ -230,6 +254,7 @@ def _with_rewards(trainer: Any, config: Any, run: Run, model: Any, folder: str, 
         args=config(folder, **given | sizes | dict(run.args)),
         train_dataset=Dataset.from_dict({"prompt": texts(longest=8)}),
         processing_class=tokenizer(),
+        peft_config=_adapters(run),
     )
 
 

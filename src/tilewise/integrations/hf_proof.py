@@ -69,7 +69,7 @@ def refuted(subject: ModelUnderTest) -> str | None:
 def _refuted(subject: ModelUnderTest) -> str | None:
     name = subject.model_class.__name__
     try:
-        model = _tiny_model(subject)
+        model = tiny_model(subject.model_class, subject.config, subject.loss_function)
         want = _run(subject, model, None)
     except Exception as error:  # whatever a model's code raises
         why = f"({type(error).__name__}: {_first_line(error)})"
@@ -118,14 +118,14 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200]
 
 
-def _tiny_model(subject: ModelUnderTest) -> Any:
-    """A model of random weights, so large that what a token sees matters."""
-    config = shrunk(subject.config)
+def tiny_model(model_class: type, config: Any, loss_function: Any = None) -> Any:
+    """A small model of a class, of random weights so large that what a token sees matters."""
+    config = shrunk(config)
     config._attn_implementation = "eager"
     torch.default_generator.manual_seed(0)
-    model = subject.model_class(config).float().train()
-    if subject.loss_function is not None:
-        model.loss_function = subject.loss_function
+    model: Any = model_class(config).float().train()
+    if loss_function is not None:
+        model.loss_function = loss_function
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
