@@ -60,8 +60,8 @@ def test_known_layouts(make):
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        ([[0, 1], [1, 2]], r"has 4 positions, .* has 1 in place of 2"),
-        ([[0, 1], [3]], r"has 3 positions, .* has 3 in place of 2"),
+        ([[0, 1], [1, 2]], r"has 4 positions, .* lacks 3, has 1 twice"),
+        ([[0, 1], [3]], r"has 3 positions, .* lacks 2, has 3, which is none"),
         ([[0, 1.5]], r"positions of rank 0 \(\[0, 1.5\]\) must be a list of whole numbers"),
         (
             [[0], torch.ones(2, 2, dtype=torch.long)],
@@ -69,7 +69,7 @@ def test_known_layouts(make):
         ),
         ([[0], [True]], r"positions of rank 1 \(\[True\]\) must be a list of whole numbers"),
         ([], "num_tokens"),
-        ([[-1, 0]], "has -1 in place of 0"),
+        ([[-1, 0]], r"lacks 1, has -1, which is none"),
     ],
 )
 def test_wrong_positions(positions, message: str):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
@@ -24,9 +23,10 @@ from tilewise.integrations.hf_masks import (
     refused_model,
 )
 from tilewise.integrations.hf_rope import RopeLengths
+from tilewise.integrations.seeds import agreed_seed, drawn_seed
 from tilewise.masks.base import Causal, Document, Full, Mask, as_ints
 from tilewise.masks.tables import Slices
-from tilewise.transport.agreement import agree, agree_on_largest
+from tilewise.transport.agreement import agree
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.resolve import transport_for
 
@@ -87,17 +87,13 @@ class LayerMask:
         return self.settled
 
     def dropout_seed(self, module: nn.Module) -> int:
-        """The seed of a layer in this forward pass: rank 0's draw from torch's CPU generator.
+        """The seed of a layer in this forward pass, from rank 0's draw.
 
-        A recomputed layer draws in vain, so that what else it draws is as in forward. Ranks of a
-        loopback share the generator: rank 0 alone draws.
+        A recomputed layer draws in vain, so that what else it draws is as in forward.
         """
-        rank, number = self.cp.rank, 0
-        if rank == 0 or not isinstance(self.cp.group, LoopbackGroup):
-            number = int(torch.randint(MOST_SEEDS, (), device="cpu"))
+        number = drawn_seed(self.cp.group)
         if self.seed is None:
-            transport = transport_for(self.cp.group)
-            self.seed = agree_on_largest(transport, "dropout seed", 0 if rank else number)
+            self.seed = agreed_seed(self.cp.group, number)
         return (self.seed + self.layers.setdefault(module, len(self.layers))) % MOST_SEEDS
 
     def _settle(self, batch: int, given: Mapping[str, Any]) -> Mask:

@@ -105,13 +105,8 @@ class Layout(OpaqueValue):
         ]
         if num_tokens is None:
             everything = np.sort(np.concatenate(rows)) if rows else np.empty(0, np.int64)
-            wrong = np.flatnonzero(everything != np.arange(len(everything)))
-            if len(wrong):
-                raise ValueError(
-                    f"positions_by_rank has {len(everything)} positions, which must be "
-                    f"0..{len(everything) - 1}, each once, but has {everything[wrong[0]]} in place "
-                    f"of {wrong[0]}; give every token to exactly one rank, or pass num_tokens"
-                )
+            if (everything != np.arange(len(everything))).any():
+                raise ValueError(_not_a_permutation(everything))
             num_tokens = len(everything)
         return Layout(num_tokens, map(runs_of_positions, rows), name)
 
@@ -262,6 +257,21 @@ def _parts(num_tokens: int, n: int) -> list[Run]:
     size, longer = divmod(whole_number("num_tokens", num_tokens), _num_ranks(n))
     starts = [i * size + min(i, longer) for i in range(n + 1)]
     return [Run(a, b - a) for a, b in pairwise(starts)]
+
+
+def _not_a_permutation(positions: NDArray[np.int64]) -> str:
+    """Say which tokens sorted positions lack, have twice, or have without there being such."""
+    n = len(positions)
+    faults = (
+        (np.setdiff1d(np.arange(n), positions), "lacks {}"),
+        (positions[1:][np.diff(positions) == 0], "has {} twice"),
+        (positions[(positions < 0) | (positions >= n)], "has {}, which is none of them"),
+    )
+    said = [text.format(tokens[0]) for tokens, text in faults if len(tokens)]
+    return (
+        f"positions_by_rank has {n} positions, which must be 0..{n - 1}, each once, but "
+        f"{', '.join(said)}; give every token to exactly one rank, or pass num_tokens"
+    )
 
 
 def _tensor(positions: NDArray[np.int64]) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Other libraries' own names and signatures, run by tilewise."""
