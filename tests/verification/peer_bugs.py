@@ -72,7 +72,7 @@ BUGS = (
     Bug("transformers #42496", "late padding", "llama", LAST, ("padding_attended",)),
     Bug("rtp-llm #876", "scan", "scan", "scan", ("order_sensitive_layer",), {}, tw.zigzag),
     Bug("Automodel #1441", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.zigzag),
-    Bug("LlamaFactory #10727", "scan", "scan", "scan", ("order_sensitive_layer",)),
+    Bug("LlamaFactory #10727", "scan", "scan", "scan", ("state_restarts",)),
     Bug("prime-rl #3003", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.striped),
     Bug("diffusers #14265", "first keys", "llama", LAST, ("dv_wrong", "dk_wrong", "dq_wrong")),
     Bug("tt-metal #53205", "own lse", "llama", LAST, ("dq_wrong", "dk_wrong", "dv_wrong")),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.thinned import thinned
 from torch import nn
+from verification.state_zoo import STATE_CASES
 from verification.zoo import CASES, EDGES, VARIANTS, WINDOW, Settings, T, made, share
 
 import tilewise as tw
@@ -51,7 +52,8 @@ def test_a_fault_that_differs_a_little_is_named(case, cause):
 def test_the_zoo_has_every_cause():
     # effective_mask is told whether a sink or a cap is wanted; here padding looks like a sink.
     told = {"sink_added", "softcap_added"}
-    assert {case.fault for case in CASES} == set(CAUSES) - {"unknown"} - told
+    found = {case.fault for case in CASES} | {case.cause for case in STATE_CASES}
+    assert found == set(CAUSES) - {"unknown"} - told
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.verification.records import LeafSetting, OutputSetting, Record, rows_of_one
+from tilewise.verification.row_probe import RowProbe
 from tilewise.verification.weights import (
     Read,
     UnreadableError,
@@ -21,7 +22,7 @@ from tilewise.verification.weights import (
     width_of_head,
 )
 
-Run = Callable[[OutputSetting | LeafSetting], torch.Tensor]
+Run = Callable[[OutputSetting | LeafSetting | RowProbe], torch.Tensor]
 """What a setting reads: rows of the whole sequence [num_tokens, numbers]; or UnreadableError."""
 
 ANCESTORS = 3  # modules around a layer, in which its projections may lie
@@ -59,7 +60,7 @@ def find_path(
     before, names = list(whole.outputs), layer.split(".")
     if projection in whole.projections:
         earlier = before[: before.index(projection)]
-        inside = [name for name in earlier if _projects(name, whole, num_tokens)]
+        inside = [name for name in earlier if projects(name, whole, num_tokens)]
         inside = [name for name in inside if not layer or name.startswith(f"{layer}.")]
         with suppress(UnreadableError):
             if path := _path(inside, projection, run, num_tokens):
@@ -69,7 +70,7 @@ def find_path(
         inside = [
             name
             for name in known
-            if _projects(name, whole, num_tokens) and (not scope or name.startswith(f"{scope}."))
+            if projects(name, whole, num_tokens) and (not scope or name.startswith(f"{scope}."))
         ]
         for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
             with suppress(UnreadableError):
@@ -79,7 +80,7 @@ def find_path(
     return None
 
 
-def _projects(name: str, whole: Record, num_tokens: int) -> bool:
+def projects(name: str, whole: Record, num_tokens: int) -> bool:
     """Return whether a module is a projection that gives rows of the sequence."""
     given = whole.outputs[name]
     return name in whole.projections and rows_of_one(given, num_tokens) is not None

@@ -33,10 +33,14 @@ CAUSES = MappingProxyType(
         "labels_shifted": "Labels are shifted after they were split: borders predict wrong tokens.",
         "loss_term_per_rank": "A term of the loss is made of each rank's rows, and is no share.",
         "loss_scaled": "The ranks' losses add up to a multiple of the whole loss.",
-        "gradient_scaled": "The loss is right, but all gradients are multiplied by one number.",
+        "gradient_scaled": "The loss is right, but gradients are multiplied by one number.",
         "no_label_nan": "A rank without labels divides by zero.",
         "dropout_differs": "Random numbers are not those of the unsplit model.",
         "padding_attended": "Rows of padding are attended.",
+        "state_restarts": "A layer's state begins anew where a rank's tokens do.",
+        "state_gradient_lost": "State or rows that come from earlier tokens get no gradient.",
+        "halo_missing": "A short convolution does not see the rows before a rank's tokens.",
+        "borders_invented": "A layer takes other places for borders of documents.",
         "order_sensitive_layer": "A layer that needs neighbours in order sees a rank's rows only.",
         "missing_all_reduce": "A parameter's gradient is not summed over ranks, as others are.",
         "unknown": "The runs differ, and no cause of this list explains how.",
@@ -57,6 +61,11 @@ dropout_differs | dropped | {{dropped}}
 query_heads_permuted | permuted_heads | {{permuted_heads}}
 key_positions_lost | local_keys | {{local_keys}}
 positions_wrong | wrong_positions | {{wrong_positions}}
+order_sensitive_layer | mixes_rows other_rows | {{mixes_rows}}
+borders_invented | invented | {{invented}}
+state_restarts | restarts | {{restarts}}
+documents_ignored | passes_borders | {{passes_borders}}
+halo_missing | no_halo | {{no_halo}}
 order_sensitive_layer | mixes_rows | {{mixes_rows}}
 heads_missing | empty_heads | {{empty_heads}} of {{num_heads}} heads give nothing: {{which}}
 heads_missing | silent_rows !extra | {MISSED}: {{silent_rows}} queries of a head attend to nothing
@@ -107,6 +116,7 @@ loss_scaled | loss_ratio !border_rows !uncounted | {{loss_total}}; \
     gradients are {{loss_ratio}} times on the ranks
 loss_scaled | loss_times !border_rows !uncounted | {{loss_total}}
 gradient_scaled | gradient_ratio | {{gradient_ratio}}
+state_gradient_lost | state_gradient | {{state_gradient}}
 lse_gradient_lost | lse_lost !shrunk | {{lse_lost}}
 dv_wrong | dv | dv is {{dv}}
 dk_wrong | dk | dk is {{dk}}

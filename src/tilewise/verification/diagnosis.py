@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.transport.processes import RankError
-from tilewise.verification.attention_path import Path, PathPart, Run, find_path, read_by
+from tilewise.verification.attention_path import (
+    Path,
+    PathPart,
+    Run,
+    find_path,
+    read_by,
+)
 from tilewise.verification.causes import Facts, classify
 from tilewise.verification.comparison import (
     Comparison,
@@ -27,6 +33,7 @@ from tilewise.verification.comparison import (
     step_errors,
 )
 from tilewise.verification.gradients import difference, multiple
+from tilewise.verification.layer_order import LayerOrder
 from tilewise.verification.ranks import RankRunner
 from tilewise.verification.records import (
     LeafSetting,
@@ -36,6 +43,7 @@ from tilewise.verification.records import (
     rows_of_one,
     run_whole,
 )
+from tilewise.verification.row_probe import RowProbe
 from tilewise.verification.tables import facts_of_attention, some
 from tilewise.verification.weights import UnreadableError, above, read_weights
 
@@ -96,7 +104,9 @@ class Examination:
                 return Diagnosis(facts, layer)
         facts, allowed = self._attention(layer, first)
         if not facts and self._inputs_are_right(layer):
-            facts = self._runs_alone(layer)
+            with suppress(UnreadableError):
+                facts = LayerOrder(self, layer).forward()
+            facts = {**facts, **self._runs_alone(layer)}
         return Diagnosis(facts or UNKNOWN, layer, allowed)
 
     def of_loss(self) -> Diagnosis | None:
@@ -126,14 +136,17 @@ class Examination:
         layer = next((name for name in reversed(outputs) if name in wrong), None)
         if layer is None:
             return None
+        innermost = layer
         while layer in wrong or layer not in outputs:
             around = layer.rpartition(".")[0]
             if not around or (around in outputs and around not in wanted):
                 break
             layer = around
-        layer = self._around_projection(layer)
-        with suppress(UnreadableError):
-            return Diagnosis(self._gradients(layer) or UNKNOWN, layer)
+        layer = self._around_projection(layer if layer in outputs else innermost)
+        for look in (self._gradients, lambda layer: LayerOrder(self, layer).backward()):
+            with suppress(UnreadableError):
+                if facts := look(layer):
+                    return Diagnosis(facts, layer)
         return Diagnosis(UNKNOWN, layer)
 
     def of_parameters(self) -> Diagnosis:
@@ -243,12 +256,13 @@ class Examination:
         coarse = found.eps > torch.finfo(torch.float32).eps
         for dtype in (torch.float32, None) if coarse else (None,):
             with suppress(UnreadableError):
-                run, num_tokens = self._whole(dtype), len(found.counted)
+                run, num_tokens = self.whole_run(dtype), len(found.counted)
                 path = find_path(layer, found.whole, run, num_tokens, first)
                 if path is None:
                     break
                 eps = found.eps if dtype is None else torch.finfo(dtype).eps
-                facts, allowed = self._weights(path, self._split(path, dtype), eps)
+                width = len(path.weights.weights) * path.head_dim
+                facts, allowed = self._weights(path, self.split_run(width, dtype), eps)
                 if classify(facts):
                     return facts, allowed
         return facts, allowed
@@ -296,8 +310,8 @@ class Examination:
             "the diagonal one"
         }
 
-    def _whole(self, dtype: torch.dtype | None) -> Run:
-        def run(setting: OutputSetting | LeafSetting) -> Tensor:
+    def whole_run(self, dtype: torch.dtype | None) -> Run:
+        def run(setting: OutputSetting | LeafSetting | RowProbe) -> Tensor:
             reading = run_whole(self.model, self.inputs, ModelRun(setting, dtype=dtype)).reading
             rows = None if reading is None else rows_of_one(reading, len(self.found.counted))
             if rows is None or self.world.seconds_left < 0:
@@ -306,9 +320,10 @@ class Examination:
 
         return run
 
-    def _split(self, path: Path, dtype: torch.dtype | None) -> Run:
+    def split_run(self, width: int, dtype: torch.dtype | None) -> Run:
+        """Runs of the split model, of which rows of so many numbers are read."""
         positions, n = self.found.positions, len(self.found.counted)
-        template = torch.zeros(n, len(path.weights.weights) * path.head_dim).double()
+        template = torch.zeros(n, width).double()
 
         def run(setting: Any) -> Tensor:
             if self.world.seconds_left < 0:
@@ -387,7 +402,7 @@ class Examination:
 
     def _gradients(self, layer: str) -> Facts:
         """Return which gradients of a layer's attention are wrong."""
-        path = find_path(layer, self.found.whole, self._whole(None), len(self.found.counted))
+        path = find_path(layer, self.found.whole, self.whole_run(None), len(self.found.counted))
         if path is None:
             return {}
         parts = {"dq": path.q, "dk": path.k, "dv": [path.v]}

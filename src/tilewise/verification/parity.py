@@ -299,8 +299,9 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
 
     ids = inputs["input_ids"]
     cp = ContextParallel(group, num_tokens=ids.shape[1], mask=Causal())
-    model.set_attn_implementation(hf.register(cp, f"tilewise_parity_{rank}"))
-    out = model(**hf.shard(cp, ids, labels=inputs["labels"]))
+    out = hf.parallelize(model, cp, f"tilewise_parity_{rank}")(
+        **hf.shard(cp, ids, labels=inputs["labels"])
+    )
     return out.loss, cp.position_ids
 
 

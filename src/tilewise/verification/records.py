@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
+from tilewise.verification.row_probe import RowProbe
+
 
 class OutputSetting(NamedTuple):
     """Columns of a module's output that are replaced, and a module whose first input is read.
@@ -61,7 +63,7 @@ class LeafSetting:
 class ModelRun(NamedTuple):
     """One run: plain, or with a setting; dtype: in which the model runs, None: its own."""
 
-    setting: OutputSetting | LeafSetting | None = None
+    setting: OutputSetting | LeafSetting | RowProbe | None = None
     noise: float = 0.0
     seed: int = 0
     dtype: torch.dtype | None = None
@@ -82,6 +84,8 @@ class Record:
         positions: of a rank's rows, as the split said.
         reading: what a setting asked for; with LeafSetting in the graph.
         eps: the coarsest rounding of what was computed: models in fp64 may use fp32 inside.
+        in_layer: whether the layer of a RowProbe is running.
+        called: names of functions of torch that it called.
     """
 
     tables: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
@@ -91,6 +95,8 @@ class Record:
     positions: Tensor | None = None
     reading: Tensor | None = None
     eps: float = 0.0
+    in_layer: bool = False
+    called: set[str] = field(default_factory=set)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -126,7 +132,11 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
         parameter.grad = None
     recorder = _Recorder(model, job)
     record = recorder.record
-    handle = register_module_forward_hook(recorder.returned, with_kwargs=True)
+    handles = [register_module_forward_hook(recorder.returned, with_kwargs=True)]
+    backward = job.setting is None
+    if isinstance(job.setting, RowProbe):
+        handles += job.setting.attach(model, record)
+        backward = job.setting.backward
     try:
         with torch.enable_grad(), recorder:
             result = call()
@@ -134,12 +144,13 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
             if isinstance(result, tuple) and len(result) == 2 and result[1] is not None:
                 record.positions = torch.as_tensor(result[1]).detach().cpu().reshape(-1)
             undone = all(p.grad is None for p in model.parameters())
-            if job.setting is None and loss is not None and loss.requires_grad and undone:
+            if backward and loss is not None and loss.requires_grad and undone:
                 loss.backward()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     record.loss = None if loss is None else float(loss.detach())
-    if record.reading is not None and isinstance(job.setting, OutputSetting):
+    if record.reading is not None and not isinstance(job.setting, LeafSetting):
         record.reading = _kept(record.reading)
     grads = {name: x.grad for name, x in model.named_parameters()}
     record.parameters = {name: _kept(grad) for name, grad in grads.items() if grad is not None}
@@ -180,6 +191,8 @@ class _Recorder(TorchFunctionMode):
             with self:
                 return _OPEN_ATTENTION(*args, **kwargs)
         out = func(*args, **kwargs)
+        if self.record.in_layer:
+            self.record.called.add(getattr(func, "__name__", ""))
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point():
                 self.record.eps = max(self.record.eps, torch.finfo(x.dtype).eps)
@@ -210,6 +223,8 @@ class _Recorder(TorchFunctionMode):
     def _passed(self, name: str, args: Any, kwargs: Any, output: Any, outer: bool = False) -> Any:
         """Record what a module took and gave; return what it should give instead."""
         found, inputs, setting = first_rows(output), _tensors(args, kwargs), self.job.setting
+        if isinstance(setting, RowProbe):
+            return output
         if setting is not None:
             if self.record.reading is None and setting.read in (name, f"{name}()"):
                 self.record.reading = next(iter(inputs.values())) if setting.read == name else found
