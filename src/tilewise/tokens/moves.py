@@ -13,7 +13,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.layouts.runs import Run, runs_of_positions
 from tilewise.masks.base import Mask
 from tilewise.plan.kept import RecentValues
-from tilewise.tokens.pieces import few_pieces
+from tilewise.tokens.pieces import entries_of, few_pieces
 
 _KEPT: RecentValues[Hashable, RowMoves] = RecentValues(64)
 
@@ -119,3 +119,22 @@ def predecessor_moves(layout: Layout, first: tuple[int, ...], distance: int) -> 
         return RowMoves("scan", layout, wanted, first=first, distance=distance)
 
     return _KEPT.get(("scan", layout, first, distance), make)
+
+
+_ROUNDS: RecentValues[Hashable, list[RowMoves]] = RecentValues(16)
+
+
+def scan_moves(layout: Layout, cu_seqlens: tuple[int, ...]) -> list[RowMoves]:
+    """The rounds of a scan; a row is the map and the state of a piece, whatever its length.
+
+    First every piece gets the map of the one before it, then of those 1, 2, 4, ... places before.
+    """
+
+    def make() -> list[RowMoves]:
+        entries = entries_of(few_pieces(layout, cu_seqlens, "scan"), cu_seqlens)
+        distances = [1]
+        while 2 ** (len(distances) - 1) < entries.most - 1:
+            distances.append(2 ** (len(distances) - 1))
+        return [predecessor_moves(entries.layout, entries.first, x) for x in distances]
+
+    return _ROUNDS.get((layout, cu_seqlens), make)

@@ -61,3 +61,29 @@ def few_pieces(layout: Layout, cu_seqlens: tuple[int, ...], verb: str) -> list[l
         return pieces
 
     return _KEPT.get((layout, cu_seqlens), find)
+
+
+class Entries(NamedTuple):
+    """The pieces of all ranks, numbered in the order of their tokens.
+
+    Attributes:
+        layout: which rank has which.
+        first: of each piece the first one of its document.
+        most: pieces of the document that has most.
+    """
+
+    layout: Layout
+    first: tuple[int, ...]
+    most: int
+
+
+def entries_of(pieces: list[list[Piece]], cu_seqlens: tuple[int, ...]) -> Entries:
+    """Number the pieces of all ranks in the order of their tokens."""
+    order = sorted(piece for mine in pieces for piece in mine)
+    number = {piece: place for place, piece in enumerate(order)}
+    starts = np.array([piece.start for piece in order])
+    document = np.searchsorted(np.array(cu_seqlens), starts, "right")
+    first = np.searchsorted(document, document, "left")
+    positions = [[number[piece] for piece in mine] for mine in pieces]
+    layout = Layout.from_positions(positions, name="pieces")
+    return Entries(layout, tuple(first.tolist()), int(np.bincount(document).max()))

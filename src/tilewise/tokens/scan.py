@@ -8,37 +8,19 @@ Source: Hillis and Steele 1986, "Data parallel algorithms"; Blelloch 1990 for li
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.layouts.layout import Layout
-from tilewise.plan.kept import RecentValues
-from tilewise.tokens.moves import predecessor_moves
-from tilewise.tokens.pieces import Piece, few_pieces
+from tilewise.tokens.moves import scan_moves
+from tilewise.tokens.pieces import few_pieces
 from tilewise.tokens.rows import move_rows
 from tilewise.transport.agreement import settled
 from tilewise.transport.protocol import Transport
-
-
-class Entries(NamedTuple):
-    """The pieces of all ranks, numbered in the order of their tokens.
-
-    Attributes:
-        layout: which rank has which.
-        first: of each piece the first one of its document.
-        most: pieces of the document that has most.
-    """
-
-    layout: Layout
-    first: tuple[int, ...]
-    most: int
-
-
-_KEPT: RecentValues[Hashable, Entries] = RecentValues(16)
 
 
 def scan(  # noqa: PLR0913 - the map, and the split
@@ -63,48 +45,33 @@ def scan(  # noqa: PLR0913 - the map, and the split
         As update; 0 before the first piece of a document.
     """
 
-    def check() -> tuple[int, Entries]:
+    def check() -> tuple[int, list[RowMoves]]:
         pieces = few_pieces(layout, cu_seqlens, "scan")
         number = _dimension(decay, update, len(pieces[transport.rank]), dim)
         _check(decay, update, number, matrix)
-        return number, _KEPT.get((layout, cu_seqlens), lambda: entries_of(pieces, cu_seqlens))
+        return number, scan_moves(layout, cu_seqlens)
 
-    at, entries = settled(transport, check)
+    at, (first, *rounds) = settled(transport, check)
     maps = decay.movedim(at, 0)
     states = update.movedim(at, 0)
     if not matrix:
         maps = maps.reshape(*maps.shape, *[1] * (states.ndim - maps.ndim))
-    maps, states = _moved(maps, states, entries, 1, transport)
-    distance = 1
-    while distance < entries.most - 1:
-        earlier_maps, earlier_states = _moved(maps, states, entries, distance, transport)
+    maps, states = _moved(maps, states, first, transport)
+    for moves in rounds:
+        earlier_maps, earlier_states = _moved(maps, states, moves, transport)
         if matrix:
             states = maps @ earlier_states + states
             maps = maps @ earlier_maps
         else:
             states = maps * earlier_states + states
             maps = maps * earlier_maps
-        distance *= 2
     return states.movedim(0, at)
 
 
-def entries_of(pieces: list[list[Piece]], cu_seqlens: tuple[int, ...]) -> Entries:
-    """Number the pieces of all ranks in the order of their tokens."""
-    order = sorted(piece for mine in pieces for piece in mine)
-    number = {piece: place for place, piece in enumerate(order)}
-    starts = np.array([piece.start for piece in order])
-    document = np.searchsorted(np.array(cu_seqlens), starts, "right")
-    first = np.searchsorted(document, document, "left")
-    positions = [[number[piece] for piece in mine] for mine in pieces]
-    layout = Layout.from_positions(positions, name="pieces")
-    return Entries(layout, tuple(first.tolist()), int(np.bincount(document).max()))
-
-
 def _moved(
-    maps: Tensor, states: Tensor, entries: Entries, distance: int, transport: Transport
+    maps: Tensor, states: Tensor, moves: RowMoves, transport: Transport
 ) -> tuple[Tensor, Tensor]:
-    """Maps and states of the pieces so many places before; 0 where that is another document."""
-    moves = predecessor_moves(entries.layout, entries.first, distance)
+    """Maps and states of the pieces some places before; 0 where that is another document."""
     both = torch.cat([maps.flatten(1), states.flatten(1)], 1)
     moved = move_rows(both, moves, transport)
     a, b = moved.split([_row(maps), _row(states)], 1)
