@@ -15,6 +15,7 @@ from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
 from tilewise.tools.report.page import Figure
@@ -126,7 +127,7 @@ def _whole(work: tw.Workload) -> tw.Workload:
 
 def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """Every order of a tile's work beside the best possible one, in milliseconds."""
-    orders = ("greedy", "paced", "eager", "kv_first", "gather")
+    orders = ("greedy", "paced", "eager", "kv_first", "paper", "gather")
     units = {"tokens": "", "tile": "", "pass": "", "kernels over messages": "x",
              **dict.fromkeys(orders, "s"), "optimum": "s", "proven": "",
              "greedy over optimum": "x"}  # fmt: skip
@@ -141,6 +142,7 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
                 "greedy": greedy_tile_steps(shape, costs),
                 "paced": greedy_tile_steps(shape, costs, pace=pace),
                 **{name: stepwise_tile_steps(*shape, name, costs) for name in orders[2:4]},
+                "paper": paper_tile_steps(shape, costs),
             }
             times = {name: seconds_of(one, costs, block) for name, one in steps.items()}
             times["gather"] = moved(shape, costs) + blocks
@@ -152,8 +154,8 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
     about = (
         f"{_about(work, machine)} One rank's tile of shards of a {n}th of the tokens, on "
         "one port with the bandwidth of a NIC; latency and launches are left out (see "
-        "docs/schedules.md). The optimum is the least time of any program; where it is not proven, "
-        "the least that was found."
+        "docs/schedules.md). paper: the rule of the Mesh-Attention paper. The optimum is the least "
+        "time of any program; where it is not proven, the least that was found."
     )
     yield StudyTable("schedules", "Schedules of a mesh tile", about, units, rows)
 

@@ -70,7 +70,7 @@ def test_no_schedule_beats_the_optimum(monkeypatch: pytest.MonkeyPatch):
     (table,) = simulated.schedules(WORK, MACHINE, n=16)
     assert len(records(table)) == 8
     for row in records(table):
-        orders = [row[name] for name in ("greedy", "paced", "eager", "kv_first", "gather")]
+        orders = [row[name] for name in ("greedy", "paced", "eager", "kv_first", "paper", "gather")]
         assert row["proven"] == "yes" and row["optimum"] <= min(orders) * (1 + 1e-9)
         assert row["gather"] == max(orders)
         assert row["greedy over optimum"] == row["greedy"] / row["optimum"] <= 1.1
@@ -147,7 +147,9 @@ def test_the_page_shows_the_schedules_that_the_command_finds():
         mine = [found for found in records(table) if found["tokens"] == tokens]
         pace = [found["kernels over messages"] for found in mine]
         assert shows(row[1], min(pace), max(pace))
-        for name, cell in zip(("greedy", "eager", "kv_first", "gather"), row[2:], strict=True):
+        for name, cell in zip(
+            ("greedy", "paper", "eager", "kv_first", "gather"), row[2:], strict=True
+        ):
             over = [100 * (found[name] / found["optimum"] - 1) for found in mine]
             assert shows(cell, min(over), max(over)), (name, min(over), max(over))
     assert [x["proven"] for x in records(table)].count("no") == 3
