@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import tilewise as tw
 from benchmarks.mesh_optimum import least, search
-from benchmarks.study.table import StudyTable, Value, waiting_bars
+from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
@@ -18,6 +18,7 @@ from tilewise.strategies.mesh_schedules.model import moved, seconds_of
 from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.bench_charts import waiting_bars
 from tilewise.tools.report.page import Figure
 from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short
