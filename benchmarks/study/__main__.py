@@ -75,6 +75,8 @@ class StudyOptions(NamedTuple):
         typer.Argument(help=f"{', '.join((*STUDIES, *KEPT))}; or all.", show_default=False),
     ]
     draws: Annotated[int, option("Of the documents, in contexts.", min=1)] = 10
+    seed: Annotated[int | None, option("Of the documents, in masks; 0.", min=0)] = None
+    devices: Annotated[int | None, option("Of the model's step, in model; 64.", min=2)] = None
     rows: Annotated[
         Path | None, option("File of the rows of contexts or where, instead of the committed one.")
     ] = None
@@ -106,6 +108,11 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             raise ValueError(f"--rows ({options.rows}) is for contexts or where, one of them")
         if options.png is not None and "where" not in names:
             raise ValueError(f"--png ({options.png}) is of where; add it to the studies")
+        if options.seed is not None and "masks" not in names:
+            raise ValueError(f"--seed ({options.seed}) is of masks; add it to the studies")
+        if options.devices is not None and "model" not in names:
+            raise ValueError(f"--devices ({options.devices}) is of model; add it to the studies")
+        own = {"masks": {"seed": options.seed or 0}, "model": {"n": options.devices or 64}}
         check_writable(options.png)
         check_writable(options.rows)
         given, about = about, about.filled(USUAL)
@@ -119,7 +126,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         with working("") as tell:
             for name in (name for name in names if name in STUDIES):
                 tell(name)
-                tables += STUDIES[name](work, machine)
+                tables += STUDIES[name](work, machine, **own.get(name, {}))
         if "where" in names:
             (table,) = where(work, machine, path=options.rows or WHERE_ROWS)
             tables.append(table)

@@ -188,7 +188,7 @@ def _optimum(
     return (known, False) if best is None else (best, True)
 
 
-def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
+def masks(work: tw.Workload, machine: Machine, seed: int = 0) -> Iterator[StudyTable]:
     """What a ring keeps of its speed under causal and document masks, by ranks."""
     units = {"mask": "", "layout": "", "strategy": "", "devices": "", "time": "s", "waiting": "s",
              "TFLOP/s a device": "", "kept of full": "%", "imbalance": "x",
@@ -198,7 +198,7 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     names = ("full", "causal", "causal_document", "full_document")
     for name, n in product(names, MASKED_SIZES):
         num_tokens = n * per_device
-        mask = drawn(name, num_tokens, 0)
+        mask = drawn(name, num_tokens, seed)
         here = replace(work, num_tokens=num_tokens, mask=mask)
         layouts = {make.__name__: make(num_tokens, n) for make in (tw.contiguous, tw.zigzag)}
         if "document" in name:
@@ -224,7 +224,7 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
             )  # fmt: skip
     about = (
         f"{_about(_whole(work), machine, mask=False)} {count(per_device)} tokens a device; "
-        "documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
+        f"documents of prolong512k (seed {seed}). Kept of full: TFLOP/s of allowed pairs over a "
         "ring's under the full mask. Imbalance: kernels' seconds, busiest rank over the mean. "
         "needed sends each rank only what its queries see, on a layout with equal work."
     )
@@ -243,12 +243,12 @@ VOCABULARY = 50257
 MODEL_TOKENS = tuple(1 << power for power in range(13, 18))
 
 
-def clusters() -> tuple[Machine, Machine]:
-    """The two that ATTENTION2D was measured on; a NIC for each device is assumed."""
+def clusters(n: int) -> tuple[Machine, Machine]:
+    """The two that ATTENTION2D was measured on with 64; a NIC for each device is assumed."""
     a100, h100 = Machine.preset("a100x8"), Machine.preset("h100x8")
     return (
-        replace(a100, node_size=4, nics=4, name="16 x 4 A100"),
-        replace(h100, node_size=1, nics=1, name="64 x 1 H100"),
+        replace(a100, node_size=4, nics=4, name=f"{n // 4} x 4 A100"),
+        replace(h100, node_size=1, nics=1, name=f"{n} x 1 H100"),
     )
 
 
@@ -267,7 +267,11 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
     known = methods(n, work, n)
     names = "ring", "all_gather", "attention2d", "attention2d_overlap", "mesh"
     plans = [(x, known[x]()) for x in names]
-    every = product((*clusters(), machine), MODELS, MODEL_TOKENS)
+    for cluster in (every_cluster := (*clusters(n), machine)):
+        if n % cluster.node_size:
+            size = f"a node of {cluster.name} ({cluster.node_size})"
+            raise ValueError(f"--devices ({n}) must be a multiple of the devices of {size}")
+    every = product(every_cluster, MODELS, MODEL_TOKENS)
     for cluster, (title, layers, heads, head_dim), tokens in every:
         here = tw.Workload(tokens, heads, heads, head_dim, dtype=work.dtype, mask=tw.Causal())
         parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY

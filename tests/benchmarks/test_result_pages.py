@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from support.docs_blocks import ROOT
-from support.docs_tables import numbers_after, shows, table_of
+from support.docs_tables import NUMBER, numbers_after, shows, table_of
 
 import tilewise as tw
 
@@ -80,6 +80,53 @@ def test_all_passes_of_the_lab_are_those_of_the_rows():
         for cell, row in zip((forward, backward, both), mine, strict=True):
             assert shows(cell, 1e3 * row["median_seconds"]), (name, row["pass"])
         assert shows(sent, mine[2]["bytes_max_rank"] / 1e6), name
+
+
+def test_the_labs_table_in_short_is_that_of_its_rows():
+    rows = rows_of("network_measured")
+    assert len(rows) == 19 and all(row["is_exact"] for row in rows)
+    found = {(r["hosts"], r["mbit"], r["pass"], r["contender"]): r for r in rows}
+    header, lines = table_of("results.md", "| network | ring | double_ring |")
+    cases = (16, 50, "forward"), (16, 50, "both"), (4, 100, "both"), (64, 25, "forward")
+    for (name, first, *cells), case in zip(lines, (*cases, (64, 5, "forward")), strict=True):
+        ring = found[*case, "ring"]
+        assert shows(first, ring["median_seconds"]), name
+        for cell, who in zip(cells, header[2:], strict=True):
+            row = found.get((*case, who))
+            if row is None:
+                assert not cell, (name, who)
+                continue
+            ratios = (max(x["nic_bytes_by_host"]) for x in (ring, row))
+            faster = ring["median_seconds"] / row["median_seconds"]
+            assert shows(cell, faster, next(ratios) / next(ratios)), (name, who)
+
+
+def test_the_kernel_experiments_are_those_of_the_rows():
+    rows = rows_of("kernels_papers")
+    (number,) = numbers_after(
+        "results.md", "`tilewise bench kernels --cases benchmarks/cases/kernels_papers.toml`; its"
+    )
+    assert number == len(rows) and all(row["is_exact"] for row in rows)
+    usual = [
+        r for r in rows if (r["num_kv_heads"], r["head_dim"], r["dtype"]) == (8, 64, "float32")
+    ]
+    found = {
+        (r["num_tokens"], r["block"], r["density"], r["contender"], r["pass"]): r for r in usual
+    }
+    for name, *cells in table_of("results.md", "| 8:8 heads of 64, fp32 |").rows:
+        sizes = [float(x.strip(",")) for x in NUMBER.findall(name)]
+        tokens, block, density = sizes if len(sizes) > 1 else (*sizes, None, None)
+        for number, who in enumerate(("cpu", "sdpa")):
+            of = [found[1024 * tokens, block, density, who, x] for x in ("forward", "backward")]
+            assert shows(cells[number], *(1e3 * row["tflops"] for row in of)), (name, who)
+            assert shows(cells[2 + number], of[1]["peak_bytes"] / 1e6), (name, who)
+    plugin = [r for r in rows if r["contender"].endswith("blocks_of_64")]
+    cpu = [found[r["num_tokens"], r["block"], r["density"], "cpu", r["pass"]] for r in plugin]
+    slower = [a["median_seconds"] / b["median_seconds"] for a, b in zip(plugin, cpu, strict=True)]
+    held = [r["peak_bytes"] / 1e6 for r in plugin if r["pass"] == "backward"]
+    said = numbers_after("results.md", "`examples/block_sparse_kernel.py`, plain torch, holds")
+    assert said[:2] == [round(min(held)), round(max(held))]
+    assert said[2:] == [round(min(slower), 1), round(max(slower), 1)]
 
 
 def test_the_table_of_models_in_short_is_that_of_the_page_of_models():

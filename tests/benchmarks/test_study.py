@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.docs_tables import shows, table_of
+from support.docs_tables import numbers_after, shows, table_of
 from typer.testing import CliRunner
 
 import tilewise as tw
@@ -101,7 +101,7 @@ def test_a_models_step_is_its_attention_and_its_linear_layers(monkeypatch: pytes
     alone = tw.simulate(
         tw.ring(16),
         tw.Workload(1 << 13, 16, 16, 96, mask=tw.Causal()),
-        simulated.clusters()[0],
+        simulated.clusters(64)[0],
         exact=False,
     )
     assert one["attention"] == 24 * alone.seconds
@@ -178,6 +178,28 @@ def test_the_page_shows_what_a_ring_keeps_under_masks():
 
 
 @pytest.mark.slow
+def test_the_page_says_what_a_ring_keeps_with_the_benchmarks_heads(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(simulated, "MASKED_SIZES", (8, 16))
+    kept = {}
+    for seed in range(5):
+        (table,) = simulated.masks(replace(USUAL, num_heads=64, num_kv_heads=8), MACHINE, seed)
+        for row in records(table):
+            if row["strategy"] == "ring":
+                at = row["mask"], row["layout"], row["devices"]
+                kept.setdefault(at, []).append(row["kept of full"])
+    full, causal = ("full_document", "causal_document")
+    cut = {(mask, n): kept[mask, "zigzag_documents", n] for mask in (full, causal) for n in (8, 16)}
+    first = [round(cut[at][0]) for at in ((full, 8), (full, 16), (causal, 8), (causal, 16))]
+    said = numbers_after("studies.md", "on its layout a ring keeps")
+    left = [round(kept[full, "zigzag", n][0]) for n in (8, 16)]
+    assert said[:6] == [first[0], 8, first[1], 16, *first[2:]] and said[6:8] == left
+    spread = [f(cut[full, n]) for n in (8, 16) for f in (min, max)]
+    assert numbers_after("studies.md", "of `--seed 0` to `4`") == [round(x) for x in spread]
+
+
+@pytest.mark.slow
 def test_the_page_shows_the_models_steps():
     (table,) = simulated.model(USUAL, MACHINE)
     found = {
@@ -216,6 +238,9 @@ def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.M
         (["contexts", "--num-tokens", "100"], "must be at least 192"),
         (["tiles", "--rows", "x.jsonl"], "is for contexts or where"),
         (["tiles", "--png", "x.png"], "is of where"),
+        (["tiles", "--devices", "16"], "--devices (16) is of model; add it"),
+        (["tiles", "--seed", "1"], "--seed (1) is of masks; add it"),
+        (["model", "--devices", "12"], "must be a multiple of the devices of a node of h100x8 (8)"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str):
