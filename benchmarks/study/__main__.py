@@ -17,6 +17,7 @@ from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
+from benchmarks.study.train import train
 from benchmarks.study.where import ROWS as WHERE_ROWS
 from benchmarks.study.where import picture, where
 from tilewise.masks.base import Causal, Full
@@ -50,6 +51,7 @@ STUDIES = MappingProxyType(
         "masks": masks,
         "model": model,
         "stress": stress,
+        "train": train,
     }
 )
 KEPT = ("contexts", "where")
@@ -91,9 +93,9 @@ class StudyOptions(NamedTuple):
 def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies.
 
-    All but the measured memory is simulated. contexts takes half an hour of two cores where no row
-    is there yet, and where ten minutes: what is done is kept, the same command goes on, and fewer
-    --draws take less.
+    All but the measured memory and train is simulated. contexts takes half an hour of two cores
+    where no row is there yet, and where ten minutes: what is done is kept, the same command goes
+    on, and fewer --draws take less.
     """
     with refusing_bad_input():
         for path in (options.output, options.page):

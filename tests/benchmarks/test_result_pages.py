@@ -180,3 +180,17 @@ def test_the_documents_in_short_are_what_the_command_prints():
         for cell, who in zip(cells, ("tiled", "needed", "ring", "mesh"), strict=True):
             means = [row[who]["mean"] for row in mine]
             assert shows(cell.replace("-", " "), min(means), max(means)), (name, heads, who)
+
+
+def test_the_trained_models_are_those_of_the_rows():
+    text = (RESULTS / "train.json").read_text(encoding="utf-8")
+    loopback, lab = (
+        {row["strategy"]: row for row in table["rows"]} for table in json.loads(text)["studies"]
+    )
+    table = table_of("studies.md", "| strategy | loopback |")
+    assert [row[0] for row in table.rows] == [*loopback] == [*lab]
+    for name, *cells, held, off in table.rows:
+        for cell, row in zip(cells, (loopback[name], lab[name]), strict=True):
+            assert shows(cell, row["over ring"], row["waiting share"]), name
+        assert shows(held.removesuffix(" MB"), loopback[name]["memory"] / 1e6), name
+        assert float(off) == max(float(at[name]["loss, off"]) for at in (loopback, lab)), name
