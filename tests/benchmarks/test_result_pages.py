@@ -194,3 +194,23 @@ def test_the_trained_models_are_those_of_the_rows():
             assert shows(cell, row["over ring"], row["waiting share"]), name
         assert shows(held.removesuffix(" MB"), loopback[name]["memory"] / 1e6), name
         assert float(off) == max(float(at[name]["loss, off"]) for at in (loopback, lab)), name
+
+
+def test_the_methods_on_local_ranks_are_those_of_the_rows():
+    rows = rows_of("strategies_methods")
+    assert all(row["outcome"] == "ok" and row["is_exact"] for row in rows)
+    named = {(r["contender"].split(":")[-1], r["world_size"]) for r in rows}
+    found = {
+        (r["contender"].split(":")[-1], r["world_size"], r["mask"]): r
+        for r in rows
+        if r["pass"] == "both"
+    }
+    header, lines = table_of("results.md", "| a ring's bytes over its own")
+    shown = {(name.split(",")[0], int(name.split()[1])) for name, *_ in lines}
+    assert shown == {at for at in named if at[0] != "ring"}
+    for name, *cells in lines:
+        who, n = name.split(",")[0], int(name.split()[1])
+        for cell, mask in zip(cells, header[1:], strict=True):
+            at = {"documents": "full_document"}.get(mask, mask.replace(" documents", "_document"))
+            ring, row = (found[x, n, at]["bytes_max_rank"] for x in ("ring", who))
+            assert shows(cell, ring / row), (name, mask)
