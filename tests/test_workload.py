@@ -94,7 +94,7 @@ def test_rings_and_all_gather_send_n_minus_1_shards(n: int):
 def test_meshes_send_a_minus_1_and_b_minus_1_shards(n: int):
     for a in divisors(n) if n < 32 else (4, 8):
         for schedule in (
-            ("greedy", "gather") if n > 12 else ("greedy", "eager", "kv_first", "gather")
+            ("greedy", "gather") if n > 12 else ("greedy", "eager", "kv_first", "gather", "paper")
         ):
             plan = tw.mesh(n, q_tile=a, schedule=schedule)
             assert_sent(plan, Transfers(Fraction(a - 1), Fraction(n // a - 1)))

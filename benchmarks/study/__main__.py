@@ -17,6 +17,7 @@ from benchmarks.study.memory import memory
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
+from benchmarks.study.train import train
 from benchmarks.study.where import ROWS as WHERE_ROWS
 from benchmarks.study.where import picture, where
 from tilewise.masks.base import Causal, Full
@@ -50,6 +51,7 @@ STUDIES = MappingProxyType(
         "masks": masks,
         "model": model,
         "stress": stress,
+        "train": train,
     }
 )
 KEPT = ("contexts", "where")
@@ -75,6 +77,8 @@ class StudyOptions(NamedTuple):
         typer.Argument(help=f"{', '.join((*STUDIES, *KEPT))}; or all.", show_default=False),
     ]
     draws: Annotated[int, option("Of the documents, in contexts.", min=1)] = 10
+    seed: Annotated[int | None, option("Of the documents, in masks; 0.", min=0)] = None
+    devices: Annotated[int | None, option("Of the model's step, in model; 64.", min=2)] = None
     rows: Annotated[
         Path | None, option("File of the rows of contexts or where, instead of the committed one.")
     ] = None
@@ -89,9 +93,9 @@ class StudyOptions(NamedTuple):
 def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies.
 
-    All but the measured memory is simulated. contexts takes half an hour of two cores where no row
-    is there yet, and where ten minutes: what is done is kept, the same command goes on, and fewer
-    --draws take less.
+    All but the measured memory and train is simulated. contexts takes half an hour of two cores
+    where no row is there yet, and where ten minutes: what is done is kept, the same command goes
+    on, and fewer --draws take less.
     """
     with refusing_bad_input():
         for path in (options.output, options.page):
@@ -106,6 +110,11 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             raise ValueError(f"--rows ({options.rows}) is for contexts or where, one of them")
         if options.png is not None and "where" not in names:
             raise ValueError(f"--png ({options.png}) is of where; add it to the studies")
+        if options.seed is not None and "masks" not in names:
+            raise ValueError(f"--seed ({options.seed}) is of masks; add it to the studies")
+        if options.devices is not None and "model" not in names:
+            raise ValueError(f"--devices ({options.devices}) is of model; add it to the studies")
+        own = {"masks": {"seed": options.seed or 0}, "model": {"n": options.devices or 64}}
         check_writable(options.png)
         check_writable(options.rows)
         given, about = about, about.filled(USUAL)
@@ -119,7 +128,7 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         with working("") as tell:
             for name in (name for name in names if name in STUDIES):
                 tell(name)
-                tables += STUDIES[name](work, machine)
+                tables += STUDIES[name](work, machine, **own.get(name, {}))
         if "where" in names:
             (table,) = where(work, machine, path=options.rows or WHERE_ROWS)
             tables.append(table)

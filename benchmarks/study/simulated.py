@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import tilewise as tw
 from benchmarks.mesh_optimum import least, search
-from benchmarks.study.table import StudyTable, Value, waiting_bars
+from benchmarks.study.table import StudyTable, Value
 from tilewise.layouts.balanced import default_layout
 from tilewise.plan.payload import ShardWeights
 from tilewise.simulation import Simulation
@@ -15,8 +15,10 @@ from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
 from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
+from tilewise.tools.report.bench_charts import waiting_bars
 from tilewise.tools.report.page import Figure
 from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import count, short
@@ -126,7 +128,7 @@ def _whole(work: tw.Workload) -> tw.Workload:
 
 def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
     """Every order of a tile's work beside the best possible one, in milliseconds."""
-    orders = ("greedy", "paced", "eager", "kv_first", "gather")
+    orders = ("greedy", "paced", "eager", "kv_first", "paper", "gather")
     units = {"tokens": "", "tile": "", "pass": "", "kernels over messages": "x",
              **dict.fromkeys(orders, "s"), "optimum": "s", "proven": "",
              "greedy over optimum": "x"}  # fmt: skip
@@ -141,6 +143,7 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
                 "greedy": greedy_tile_steps(shape, costs),
                 "paced": greedy_tile_steps(shape, costs, pace=pace),
                 **{name: stepwise_tile_steps(*shape, name, costs) for name in orders[2:4]},
+                "paper": paper_tile_steps(shape, costs),
             }
             times = {name: seconds_of(one, costs, block) for name, one in steps.items()}
             times["gather"] = moved(shape, costs) + blocks
@@ -152,8 +155,8 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
     about = (
         f"{_about(work, machine)} One rank's tile of shards of a {n}th of the tokens, on "
         "one port with the bandwidth of a NIC; latency and launches are left out (see "
-        "docs/schedules.md). The optimum is the least time of any program; where it is not proven, "
-        "the least that was found."
+        "docs/schedules.md). paper: the rule of the Mesh-Attention paper. The optimum is the least "
+        "time of any program; where it is not proven, the least that was found."
     )
     yield StudyTable("schedules", "Schedules of a mesh tile", about, units, rows)
 
@@ -185,7 +188,7 @@ def _optimum(
     return (known, False) if best is None else (best, True)
 
 
-def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
+def masks(work: tw.Workload, machine: Machine, seed: int = 0) -> Iterator[StudyTable]:
     """What a ring keeps of its speed under causal and document masks, by ranks."""
     units = {"mask": "", "layout": "", "strategy": "", "devices": "", "time": "s", "waiting": "s",
              "TFLOP/s a device": "", "kept of full": "%", "imbalance": "x",
@@ -195,7 +198,7 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
     names = ("full", "causal", "causal_document", "full_document")
     for name, n in product(names, MASKED_SIZES):
         num_tokens = n * per_device
-        mask = drawn(name, num_tokens, 0)
+        mask = drawn(name, num_tokens, seed)
         here = replace(work, num_tokens=num_tokens, mask=mask)
         layouts = {make.__name__: make(num_tokens, n) for make in (tw.contiguous, tw.zigzag)}
         if "document" in name:
@@ -221,7 +224,7 @@ def masks(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
             )  # fmt: skip
     about = (
         f"{_about(_whole(work), machine, mask=False)} {count(per_device)} tokens a device; "
-        "documents of prolong512k (seed 0). Kept of full: TFLOP/s of allowed pairs over a "
+        f"documents of prolong512k (seed {seed}). Kept of full: TFLOP/s of allowed pairs over a "
         "ring's under the full mask. Imbalance: kernels' seconds, busiest rank over the mean. "
         "needed sends each rank only what its queries see, on a layout with equal work."
     )
@@ -240,12 +243,12 @@ VOCABULARY = 50257
 MODEL_TOKENS = tuple(1 << power for power in range(13, 18))
 
 
-def clusters() -> tuple[Machine, Machine]:
-    """The two that ATTENTION2D was measured on; a NIC for each device is assumed."""
+def clusters(n: int) -> tuple[Machine, Machine]:
+    """The two that ATTENTION2D was measured on with 64; a NIC for each device is assumed."""
     a100, h100 = Machine.preset("a100x8"), Machine.preset("h100x8")
     return (
-        replace(a100, node_size=4, nics=4, name="16 x 4 A100"),
-        replace(h100, node_size=1, nics=1, name="64 x 1 H100"),
+        replace(a100, node_size=4, nics=4, name=f"{n // 4} x 4 A100"),
+        replace(h100, node_size=1, nics=1, name=f"{n} x 1 H100"),
     )
 
 
@@ -264,7 +267,11 @@ def model(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[StudyTab
     known = methods(n, work, n)
     names = "ring", "all_gather", "attention2d", "attention2d_overlap", "mesh"
     plans = [(x, known[x]()) for x in names]
-    every = product((*clusters(), machine), MODELS, MODEL_TOKENS)
+    for cluster in (every_cluster := (*clusters(n), machine)):
+        if n % cluster.node_size:
+            size = f"a node of {cluster.name} ({cluster.node_size})"
+            raise ValueError(f"--devices ({n}) must be a multiple of the devices of {size}")
+    every = product(every_cluster, MODELS, MODEL_TOKENS)
     for cluster, (title, layers, heads, head_dim), tokens in every:
         here = tw.Workload(tokens, heads, heads, head_dim, dtype=work.dtype, mask=tw.Causal())
         parameters = 12 * (heads * head_dim) ** 2 * layers + heads * head_dim * VOCABULARY

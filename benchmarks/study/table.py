@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tilewise.tools.report.drawing import Series, axis, bars, lines, log_axis
+from tilewise.tools.report.drawing import Series, axis, lines, log_axis
 from tilewise.tools.report.page import Figure, Page, Section, Table
 from tilewise.tools.report.words import quantity
 
@@ -68,22 +68,6 @@ class StudyTable(NamedTuple):
         y = log_axis(self.height, y_unit, (y for line in found.values() for y in line.values()))
         title = f"{self.height}, by {self.along}"
         return Figure(f"{self.name}-chart", title, "", lines(x, y, series))
-
-
-def waiting_bars(
-    name: str, title: str, parts: Iterable[tuple[str, float, float]], caption: str = ""
-) -> Figure:
-    """A bar for each strategy: seconds of kernels, and of waiting for messages.
-
-    Args:
-        parts: name, seconds of computing, seconds of waiting.
-    """
-    names, computing, waiting = zip(*parts, strict=True)
-    series = [
-        Series(what, names, seconds, [f"{what}: {quantity(x, 's')}" for x in seconds], number)
-        for number, (what, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
-    ]
-    return Figure(name, title, caption, bars(axis("seconds", "s"), "s", series))
 
 
 def shown(value: Value, unit: str) -> str:

@@ -36,7 +36,7 @@ Validate: TypeAlias = Literal["always", "first", "never"]
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 Moves: TypeAlias = Literal["kv", "q"]
-Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather"]
+Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather", "paper"]
 
 
 class _Sizes(dict[str, int]):

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support.docs_tables import shows, table_of
+from support.docs_tables import numbers_after, shows, table_of
 from typer.testing import CliRunner
 
 import tilewise as tw
@@ -70,7 +70,7 @@ def test_no_schedule_beats_the_optimum(monkeypatch: pytest.MonkeyPatch):
     (table,) = simulated.schedules(WORK, MACHINE, n=16)
     assert len(records(table)) == 8
     for row in records(table):
-        orders = [row[name] for name in ("greedy", "paced", "eager", "kv_first", "gather")]
+        orders = [row[name] for name in ("greedy", "paced", "eager", "kv_first", "paper", "gather")]
         assert row["proven"] == "yes" and row["optimum"] <= min(orders) * (1 + 1e-9)
         assert row["gather"] == max(orders)
         assert row["greedy over optimum"] == row["greedy"] / row["optimum"] <= 1.1
@@ -101,7 +101,7 @@ def test_a_models_step_is_its_attention_and_its_linear_layers(monkeypatch: pytes
     alone = tw.simulate(
         tw.ring(16),
         tw.Workload(1 << 13, 16, 16, 96, mask=tw.Causal()),
-        simulated.clusters()[0],
+        simulated.clusters(64)[0],
         exact=False,
     )
     assert one["attention"] == 24 * alone.seconds
@@ -147,7 +147,9 @@ def test_the_page_shows_the_schedules_that_the_command_finds():
         mine = [found for found in records(table) if found["tokens"] == tokens]
         pace = [found["kernels over messages"] for found in mine]
         assert shows(row[1], min(pace), max(pace))
-        for name, cell in zip(("greedy", "eager", "kv_first", "gather"), row[2:], strict=True):
+        for name, cell in zip(
+            ("greedy", "paper", "eager", "kv_first", "gather"), row[2:], strict=True
+        ):
             over = [100 * (found[name] / found["optimum"] - 1) for found in mine]
             assert shows(cell, min(over), max(over)), (name, min(over), max(over))
     assert [x["proven"] for x in records(table)].count("no") == 3
@@ -173,6 +175,28 @@ def test_the_page_shows_what_a_ring_keeps_under_masks():
         for cell, n in zip(cells, header[1:], strict=True):
             key = masks[mask], layout, strategy, int(n)
             assert shows(cell, found[key]) if key in found else not cell, (name, n)
+
+
+@pytest.mark.slow
+def test_the_page_says_what_a_ring_keeps_with_the_benchmarks_heads(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(simulated, "MASKED_SIZES", (8, 16))
+    kept = {}
+    for seed in range(5):
+        (table,) = simulated.masks(replace(USUAL, num_heads=64, num_kv_heads=8), MACHINE, seed)
+        for row in records(table):
+            if row["strategy"] == "ring":
+                at = row["mask"], row["layout"], row["devices"]
+                kept.setdefault(at, []).append(row["kept of full"])
+    full, causal = ("full_document", "causal_document")
+    cut = {(mask, n): kept[mask, "zigzag_documents", n] for mask in (full, causal) for n in (8, 16)}
+    first = [round(cut[at][0]) for at in ((full, 8), (full, 16), (causal, 8), (causal, 16))]
+    said = numbers_after("studies.md", "on its layout a ring keeps")
+    left = [round(kept[full, "zigzag", n][0]) for n in (8, 16)]
+    assert said[:6] == [first[0], 8, first[1], 16, *first[2:]] and said[6:8] == left
+    spread = [f(cut[full, n]) for n in (8, 16) for f in (min, max)]
+    assert numbers_after("studies.md", "of `--seed 0` to `4`") == [round(x) for x in spread]
 
 
 @pytest.mark.slow
@@ -214,6 +238,9 @@ def test_tables_go_to_a_file_and_to_a_page(tmp_path: Path, monkeypatch: pytest.M
         (["contexts", "--num-tokens", "100"], "must be at least 192"),
         (["tiles", "--rows", "x.jsonl"], "is for contexts or where"),
         (["tiles", "--png", "x.png"], "is of where"),
+        (["tiles", "--devices", "16"], "--devices (16) is of model; add it"),
+        (["tiles", "--seed", "1"], "--seed (1) is of masks; add it"),
+        (["model", "--devices", "12"], "must be a multiple of the devices of a node of h100x8 (8)"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str):

@@ -21,6 +21,7 @@ from tilewise.planning.reasons import TIE, reason
 from tilewise.planning.trials import Trials, explore
 from tilewise.simulation.machine import Link
 from tilewise.simulation.simulator import simulate_pass
+from tilewise.strategies.mesh import SCHEDULES
 
 CLUSTERS = {
     "nodes": machine(1e9, 1e12, node_size=2, nics=2, inside=Link(8e9, 1e-7), launch_seconds=1e-6),
@@ -38,7 +39,7 @@ def by_hand(n: int, work: tw.Workload) -> list[tw.Plan]:
         inner = [tw.ring(m), tw.ring(m, moves="q"), tw.all_gather(m)]
         inner += [tw.double_ring(m // d, d) for d in sizes]
         inner += [tw.attention2d(d, m // d) for d in sizes]
-        for schedule in ("greedy", "eager", "kv_first", "gather"):
+        for schedule in SCHEDULES:
             inner += [tw.mesh(m, q_tile=d, schedule=schedule) for d in sizes]
         found += inner if degree == 1 else [tw.ulysses(degree, inner=plan) for plan in inner]
     return found

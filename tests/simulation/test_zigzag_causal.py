@@ -14,9 +14,9 @@ from tilewise.plan.ir import Plan, RankStep, find_symmetry
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
 from tilewise.simulation.tracks import Halves
+from tilewise.strategies.mesh import SCHEDULES
 
 CAUSAL = tw.Causal()
-SCHEDULES = ("greedy", "eager", "kv_first", "gather")
 
 
 def divisors(n: int) -> list[int]:

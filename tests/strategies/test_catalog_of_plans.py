@@ -14,6 +14,7 @@ from support.thinned import thinned
 import tilewise as tw
 from tilewise.plan.ir import Plan, Role, Side
 from tilewise.simulation.peak_memory import PassMemory
+from tilewise.strategies.mesh import SCHEDULES
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -52,7 +53,7 @@ def _shapes_of_64() -> list[Plan]:
         tw.attention2d(8, 8),
         tw.hierarchical(tw.mesh(8, q_tile=2), tw.ring(8)),
         tw.hierarchical(tw.mesh(16, q_tile=4), tw.mesh(4, q_tile=2)),
-        *(tw.mesh(64, q_tile=8, schedule=s) for s in ("greedy", "eager", "kv_first", "gather")),
+        *(tw.mesh(64, q_tile=8, schedule=s) for s in SCHEDULES),
         tw.mesh(64, q_tile=4),
         tw.ulysses(8, inner=tw.mesh(8, q_tile=2)),
         tw.tree(64),
@@ -131,7 +132,7 @@ def test_heads_are_split_around_a_grid():
         tw.check(tw.ulysses(2, inner=tw.attention2d(rows, columns)))
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first", "gather"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("n", "a"), [(9, 3), (12, 3), (12, 4), (16, 4)])
 def test_mesh_tiles_are_those_of_the_assignment_matrix(n: int, a: int, schedule: str):
     plan = tw.mesh(n, q_tile=a, schedule=schedule)
@@ -149,7 +150,7 @@ def test_mesh_tiles_are_those_of_the_assignment_matrix(n: int, a: int, schedule:
         assert rank in queries and rank in keys, "the local Q-KV property"
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first"])
+@pytest.mark.parametrize("schedule", ["greedy", "eager", "kv_first", "paper"])
 @pytest.mark.parametrize(("n", "a"), [(9, 3), (12, 3), (12, 4), (8, 2)])
 def test_mesh_transfers_go_to_neighbours_in_local_order(n: int, a: int, schedule: str):
     """Queries come from the right in their group, KV from a ranks below; #k is the k-th to come."""
@@ -173,7 +174,7 @@ def test_mesh_transfers_go_to_neighbours_in_local_order(n: int, a: int, schedule
 @pytest.mark.parametrize("n", [4, 6, 9, 16])
 def test_the_diagonal_block_is_local_and_runs_first(n: int):
     for a in divisors(n):
-        for schedule in ("greedy", "eager", "kv_first"):
+        for schedule in ("greedy", "eager", "kv_first", "paper"):
             first = tw.mesh(n, q_tile=a, schedule=schedule).steps[0]
             assert all(tile[0][:2] == ((r,), (r,)) for r, tile in enumerate(first.tiles))
 

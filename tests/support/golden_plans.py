@@ -28,6 +28,7 @@ GOLDEN = {
     "mesh_9_q_tile_3_greedy": tw.mesh(9, q_tile=3, schedule="greedy"),
     "mesh_9_q_tile_3_eager": tw.mesh(9, q_tile=3, schedule="eager"),
     "mesh_9_q_tile_3_kv_first": tw.mesh(9, q_tile=3, schedule="kv_first"),
+    "mesh_9_q_tile_3_paper": tw.mesh(9, q_tile=3, schedule="paper"),
     "mesh_9_q_tile_3_backward": tw.mesh(9, q_tile=3, backward=True),
     "mesh_6_q_tile_2_gather": tw.mesh(6, q_tile=2, schedule="gather"),
     "mesh_4_q_tile_2_causal_zigzag": tw.prune(tw.mesh(4, q_tile=2), tw.Causal(), tw.zigzag(32, 4)),

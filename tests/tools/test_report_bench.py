@@ -16,7 +16,14 @@ from support.report_pages import hostile_pages, many_rows, row, write_rows
 import tilewise as tw
 from benchmarks.longca import read_csv
 from tilewise.tools.report.bench_cases import cases, described, facets, slowdowns
-from tilewise.tools.report.bench_charts import memory, predictions, speeds, support, winners
+from tilewise.tools.report.bench_charts import (
+    memory,
+    predictions,
+    speeds,
+    support,
+    waiting,
+    winners,
+)
 from tilewise.tools.report.bench_report import page_of, read_rows, write_csv
 from tilewise.tools.report.page import Figure, Page, written
 
@@ -206,6 +213,38 @@ def test_published_speeds_and_our_times_share_a_page(tmp_path: Path):
     assert "Speed against ranks" in {
         f.title for f in figures(page_of(read_rows([published]))).values()
     }
+
+
+def test_bars_of_computing_and_waiting_are_those_of_the_case_with_most_strategies():
+    shared = {"kind": "network", "world_size": 8, "network": "lab", "mbit": 50.0}
+    rows = [
+        row("ring", median_seconds=0.6, exposed_seconds=0.5, **shared),
+        row("mesh", median_seconds=0.4, exposed_seconds=0.1, **shared),
+        row("a library", median_seconds=0.2, exposed_seconds=None, **shared),
+        row("ring", "full", median_seconds=9.0, exposed_seconds=1.0, **shared),
+    ]
+    figure = waiting("network", cases(rows))
+    assert figure is not None and "causal" in figure.caption
+    assert bars_of(figure) == {
+        "computing": {"mesh": pytest.approx(0.3), "ring": pytest.approx(0.1)},
+        "waiting": {"mesh": 0.1, "ring": 0.5},
+    }
+    assert waiting("network", cases(rows[2:])) is None
+
+
+def test_kernels_have_speed_and_memory_by_length_density_and_block(tmp_path: Path):
+    sizes = [(block, density) for block in (64, 128) for density in (0.1, 1.0)]
+    rows = [
+        row(who, "block_sparse_uniform", block=block, density=density, tflops=density, peak_bytes=9)
+        for who in ("cpu", "sdpa")
+        for block, density in sizes
+    ]
+    rows += [row("cpu", num_tokens=n, tflops=1.0, peak_bytes=n) for n in (1024, 2048)]
+    titles = {
+        f.title for f in figures(page_of(read_rows([write_rows(tmp_path / "r", rows)]))).values()
+    }
+    for field in ("tokens", "density", "block"):
+        assert {f"Speed against {field}", f"Memory against {field}"} <= titles
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "seqlen\n1\n"])

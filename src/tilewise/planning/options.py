@@ -146,8 +146,8 @@ def _variants(strategy: StrategyEntry, n: int, kv_bytes: float) -> Iterator[Vari
         return SCHEDULES.index(variant.schedule), (None, False, True).index(variant.backward)
 
     for a, b in strategy.factors(n):
-        found = sorted(strategy.at(a, b, kv_bytes), key=cost)
-        yield from (variant for variant in found if not variant.degenerate)
+        found = (variant for variant in strategy.at(a, b, kv_bytes) if not variant.degenerate)
+        yield from sorted(found, key=cost)
 
 
 def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:

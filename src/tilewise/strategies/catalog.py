@@ -71,7 +71,8 @@ class Variant(NamedTuple):
     shape: Shape
     schedule: str = ""  # of a mesh; "held" if it holds as few shards at once as it can
     backward: bool | None = None  # the one pass that it is for; None: both
-    degenerate: bool = False  # another's plan, as mesh(n, q_tile=1) is ring(n): exact, not tried
+    # exact, and not tried: another's plan, as mesh(n, q_tile=1) is ring(n), or only to compare with
+    degenerate: bool = False
 
 
 def _rings(n: int) -> Iterator[Variant]:
@@ -85,6 +86,9 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
     shape, thin = Shape(a, b, (a, b)), 1 in (a, b)
     for schedule in SCHEDULES:
         make = partial(mesh, a * b, a, schedule)
+        if schedule == "paper":
+            yield Variant("mesh", make, shape, schedule, degenerate=True)
+            continue
         if schedule in ("kv_first", "gather"):
             alone = thin and not (schedule == "gather" and a > 1)
             yield Variant("mesh", make, shape, schedule, degenerate=alone)

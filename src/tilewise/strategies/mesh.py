@@ -23,6 +23,7 @@ from tilewise.strategies.mesh_schedules.greedy import (
     stepwise_tile_steps,
 )
 from tilewise.strategies.mesh_schedules.model import TileStep
+from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -46,9 +47,10 @@ def mesh(
         world_size: number of ranks.
         q_tile: query shards per tile, a divisor of world_size. None: the one that sends least in
             both passes together, with backward=True in that pass, as least_tile counts.
-        schedule: "greedy", "eager", "kv_first" (see docs/schedules.md) or "gather": all transfers,
-            one call, scatter. A number: greedy for machines on which all blocks of a tile take so
-            many times as long as all its messages.
+        schedule: "greedy", "eager", "kv_first" (see docs/schedules.md), "paper": the rule of the
+            source, to compare with, or "gather": all transfers, one call, scatter. A number: greedy
+            for machines on which all blocks of a tile take so many times as long as all its
+            messages; "paper" takes them to be equally long.
         kv_bytes: bytes of a KV shard per byte of a query shard, 2 * num_kv_heads / num_heads. None:
             2, of as many KV heads as query heads; without q_tile the plan is made anew for the
             heads that volume, attention and all others find.
@@ -80,6 +82,8 @@ def mesh(
         _check_held(held, (a, n // a), schedule)
     if schedule == "gather":
         script = _gather_script(n, a)
+    elif schedule == "paper":
+        script = _tile_step_script(n, a, paper_tile_steps((a, n // a), costs))
     elif schedule in ("eager", "kv_first"):
         script = _tile_step_script(n, a, stepwise_tile_steps(a, n // a, str(schedule), costs))
     else:
@@ -133,7 +137,7 @@ def _for_heads(
 
 
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:
-    if schedule in ("eager", "kv_first", "gather"):
+    if schedule in ("eager", "kv_first", "paper", "gather"):
         raise ValueError(f"held ({held}) needs schedule='greedy'; {schedule!r} holds all shards")
     least = least_held(*shape)
     if held < least:

@@ -1,4 +1,4 @@
-"""Greedy schedules of a mesh tile: the paper's, and the best of many that are tried.
+"""Greedy schedules of a mesh tile: the best of many that are tried.
 
 Shards arrive and partials leave in an order, with all shards held or few.
 A rank that holds all its shards receives first and sends afterwards. One that may hold fewer keeps
@@ -332,7 +332,7 @@ def greedy_tile_steps(
     times = np.array([[seconds_of(x, costs, ratio * unit) for ratio in ratios] for x in found])
     over = (-np.sort(-times / times.min(0))).tolist()
     best = found[over.index(min(over))]
-    return best if costs.kv_partial else tuple(_with_kv_partials(best, *shape))
+    return best if costs.kv_partial else tuple(with_kv_partials(best, *shape))
 
 
 def _candidates(
@@ -352,7 +352,7 @@ def _candidates(
         yield tuple(Pacer(*shape, order, costs, style._replace(block=block)).tile_steps())
 
 
-def _with_kv_partials(tile_steps: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
+def with_kv_partials(tile_steps: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
     """Partials that take no time in the pass at hand leave as soon as their column is done."""
     left, sent, written = [rows] * columns, 0, []
     for tile_step in [*tile_steps, *[TileStep(())] * columns]:

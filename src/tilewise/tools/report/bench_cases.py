@@ -28,6 +28,7 @@ NUMBERS = (
     *("seed", "num_tokens", "tokens_per_rank", "num_heads", "num_kv_heads", "head_dim", "mbit"),
     *("world_size", "hosts", "ranks_per_host", "sparsity_ratio", "median_seconds", "tflops"),
     *("bytes_max_rank", "predicted_seconds", "peak_bytes", "predicted_peak_bytes"),
+    "exposed_seconds",
     *AXES[:-1],
 )
 
@@ -109,13 +110,16 @@ def facets(rows: Iterable[Row], along: str, most: int) -> list[Facet]:
     """Those groups of rows that show best how figures change along a field.
 
     Args:
-        along: "num_tokens" or "world_size", with the tokens of a rank or of all fixed.
+        along: "num_tokens"; "world_size", with the tokens of a rank or of all fixed; "density" or
+            "block".
         most: groups.
     """
-    free = {"num_tokens", "tokens_per_rank"}
-    fixed = [()] if along == "num_tokens" else [("tokens_per_rank",), ("num_tokens",)]
+    free, fixed = {along}, [()]
+    if along in ("num_tokens", "world_size"):
+        free |= {"num_tokens", "tokens_per_rank"}
     if along == "world_size":
-        free |= {"world_size", "hosts", "ranks_per_host"}
+        free |= {"hosts", "ranks_per_host"}
+        fixed = [("tokens_per_rank",), ("num_tokens",)]
     found: dict[tuple, list[Row]] = {}
     for more in fixed:
         names = *(name for name in IDENTITY if name not in free), *more

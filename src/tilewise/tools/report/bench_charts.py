@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean, median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.tools.report.bench_cases import (
     Facet,
@@ -47,6 +47,7 @@ SHOWN = (
 )
 UNITS = MappingProxyType(
     {"median_seconds": "s", "predicted_seconds": "s", "bytes_max_rank": "B", "peak_bytes": "B"}
+    | {"exposed_seconds": "s"}
     | {"predicted_peak_bytes": "B"}
 )
 Colours = Mapping[str, int]  # of contenders
@@ -190,31 +191,108 @@ def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
     return Figure("memory", "Memory beside each other", caption, drawing, table)
 
 
-def along(field: str, shown: Facet, number: int, colours: Colours) -> Figure:
-    """Seconds of all contenders against tokens or ranks; FLOP/s where there are no seconds."""
-    timed = is_timed(shown.rows[0])
-    title, unit, name, scale = (
-        ("time", "s", "median_seconds", 1.0)
-        if timed
-        else ("speed of a device", "FLOP/s", "tflops", 1e12)
+class Measure(NamedTuple):
+    """A figure of a row that a chart has for its height.
+
+    Attributes:
+        name: the row's field, times scale in its unit.
+        good: what is better.
+    """
+
+    name: str
+    title: str
+    unit: str
+    scale: float
+    good: str
+
+
+TIME = Measure("median_seconds", "time", "s", 1.0, "Lower is faster.")
+SPEED = Measure("tflops", "speed of a device", "FLOP/s", 1e12, "Higher is faster.")
+MEMORY = Measure("peak_bytes", "peak above the inputs", "B", 1.0, "Lower needs less.")
+FIELDS = MappingProxyType(
+    {"num_tokens": "tokens", "world_size": "ranks", "density": "density", "block": "block"}
+)
+"""Fields along which charts go, in words."""
+
+
+def waiting_bars(
+    name: str, title: str, parts: Iterable[tuple[str, float, float]], caption: str = ""
+) -> Figure:
+    """A bar for each strategy: seconds of kernels, and of waiting for messages.
+
+    Args:
+        parts: name, seconds of computing, seconds of waiting.
+    """
+    names, computing, waiting = zip(*parts, strict=True)
+    series = [
+        Series(what, names, seconds, [f"{what}: {quantity(x, 's')}" for x in seconds], number)
+        for number, (what, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
+    ]
+    return Figure(name, title, caption, bars(axis("seconds", "s"), "s", series))
+
+
+def waiting(kind: str, every: Iterable[ReportCase]) -> Figure | None:
+    """Computing and waiting of the strategies, in the case that most of them ran."""
+    known = [
+        [row for row in case.done if is_timed(row) and row.get("exposed_seconds") is not None]
+        for case in every
+    ]
+    rows = max(
+        (rows for rows in known if len(rows) > 1),
+        key=lambda rows: _size(ReportCase(rows)),
+        default=None,
     )
-    what = "tokens" if field == "num_tokens" else "ranks"
+    if rows is None:
+        return None
+    parts = [
+        (row["contender"], max(0.0, row["median_seconds"] - waited), waited)
+        for row in rows
+        for waited in [row["exposed_seconds"]]
+    ]
+    caption = (
+        f"{described(rows[0])}. Waiting for messages is that of the rank that waits longest; the "
+        "rest of the time is computing and all else. Other libraries' waiting is not known."
+    )
+    figure = waiting_bars(f"waiting-{kind}", f"Computing and waiting: {kind}", parts, caption)
+    return figure._replace(rows=row_table(rows, (*SHOWN, "exposed_seconds")))
+
+
+def along(
+    field: str, shown: Facet, number: int, colours: Colours, measure: Measure | None = None
+) -> Figure | None:
+    """A figure of all contenders against a field of FIELDS; None where no row has the figure.
+
+    Args:
+        measure: seconds; FLOP/s where there are no seconds.
+    """
+    if measure is None:
+        measure = TIME if is_timed(shown.rows[0]) else SPEED
+    title, unit, name, scale = measure.title, measure.unit, measure.name, measure.scale
+    what, of = FIELDS[field], [row for row in shown.rows if row.get(measure.name)]
+    if not of:
+        return None
     parts = []
-    for contender, rows in by_contender(shown.rows, colours).items():
-        figures: dict[int, list[float]] = {}
+    for contender, rows in by_contender(of, colours).items():
+        figures: dict[float, list[float]] = {}
         for row in rows:
-            figures.setdefault(int(row[field]), []).append(scale * row[name])
+            figures.setdefault(row[field], []).append(scale * row[name])
         line = {place: median(values) for place, values in sorted(figures.items())}
-        notes = [f"{contender}\n{count(p)} {what}: {quantity(v, unit)}" for p, v in line.items()]
+        notes = [f"{contender}\n{_place(p)} {what}: {quantity(v, unit)}" for p, v in line.items()]
         parts.append(Series(contender, [*line], [*line.values()], notes, colours[contender]))
-    places = sorted({int(row[field]) for row in shown.rows})
-    x = axis(what, ticks=[(place, count(place)) for place in places], log=True)
-    y = log_axis(title, unit, (scale * row[name] for row in shown.rows))
-    good = "Lower is faster." if timed else "Higher is faster."
-    caption = f"{shown.about}. {good} Both axes are logarithmic: parallel lines keep their ratio."
-    place = f"{what}-{shown.rows[0]['kind']}-{number}"
-    title = f"{'Time' if timed else 'Speed'} against {what}"
-    return Figure(place, title, caption, lines(x, y, parts), row_table(shown.rows))
+    places = sorted({row[field] for row in of})
+    x = axis(what, ticks=[(place, _place(place)) for place in places], log=field != "density")
+    y = log_axis(title, unit, (scale * row[name] for row in of))
+    axes = "The axis upwards is logarithmic" if field == "density" else "Both axes are logarithmic"
+    caption = f"{shown.about}. {measure.good} {axes}: parallel lines keep their ratio."
+    kinds = {TIME: "Time", SPEED: "Speed", MEMORY: "Memory"}
+    more = "" if measure is TIME else f"-{kinds[measure].lower()}"
+    place = f"{what}-{shown.rows[0]['kind']}-{number}{more}"
+    title = f"{kinds[measure]} against {what}"
+    return Figure(place, title, caption, lines(x, y, parts), row_table(of))
+
+
+def _place(value: float) -> str:
+    return f"{value:g}" if value < 1 or value % 1 else count(int(value))
 
 
 def bytes_against_time(rows: Iterable[Row], colours: Colours) -> Figure | None:

@@ -86,13 +86,27 @@ def page_of(found: Rows) -> Page:
                 facets([row for case in mine for row in case.rows], field, FACETS)
             )
         ],
+        ("sparse", "Speed and memory by length, density and block"): [
+            bench_charts.along(field, shown, number, colours, measure)
+            for mine in [by_kind.get("kernels", [])]
+            for field in ("num_tokens", "density", "block")
+            for number, shown in enumerate(
+                facets([row for case in mine for row in case.rows], field, FACETS)
+            )
+            for measure in (bench_charts.SPEED, bench_charts.MEMORY)
+        ],
         ("speed", "Speed per mask"): [bench_charts.speeds(*one, colours) for one in kinds],
+        ("waiting-section", "Computing and waiting"): [
+            bench_charts.waiting(kind, mine) for kind, mine in kinds if kind != "kernels"
+        ],
         ("traffic-section", "Traffic"): [bench_charts.bytes_against_time(rows, colours)],
         ("memory-section", "Memory"): [bench_charts.memory(rows, colours)],
         ("prediction", "Prediction"): [bench_charts.predictions(rows, colours)],
     }
     sections = [
-        Section(name, title, figures=tuple(filter(None, drawn)), narrow=name == "scaling")
+        Section(
+            name, title, figures=tuple(filter(None, drawn)), narrow=name in ("scaling", "sparse")
+        )
         for (name, title), drawn in figures.items()
         if any(drawn)
     ]
