@@ -246,6 +246,8 @@ def test_a_config_says_heads_widths_windows_and_sinks(
         ),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention; only full"),
         ({"index_topk": 64}, "index_topk means layers that are neither full nor sliding"),
+        ({"per_layer_config": {"1": {"head_dim": 9}}}, "per_layer_config means layers that differ"),
+        ({"model_type": "diffllama"}, "model_type (diffllama) has an attention of its own"),
     ],
 )
 def test_a_wrong_config_is_one_line_that_names_the_file_and_the_field(

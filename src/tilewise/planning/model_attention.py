@@ -11,17 +11,27 @@ from tilewise.masks.base import Causal, Mask, Window
 from tilewise.planning.candidate import read_json
 from tilewise.workload import Workload
 
-WITH_SINKS = ("gpt_oss",)
-"""Values of model_type whose softmax has a learned sink for each head."""
+WITH_SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
+"""Values of model_type that have layers whose softmax has a learned sink for each head."""
 
 WINDOWED_ALL_OVER = ("mistral", "mixtral", "phi3", "starcoder2")
 """Values of model_type whose `sliding_window`, without `layer_types`, is that of every layer."""
 
 OTHER_LAYERS = (
-    *("index_topk", "linear_attn_config", "mamba_d_state", "ssm_state_size", "attn_type_list"),
-    *("hybrid_override_pattern", "block_types", "attention_chunk_size"),
+    *("index_topk", "index_head_dim", "linear_attn_config", "mamba_d_state", "ssm_state_size"),
+    *("attn_type_list", "hybrid_override_pattern", "block_types", "attention_chunk_size"),
+    "keep_window_size",
 )
 """Fields of models with layers that are neither full nor sliding attention."""
+
+UNEQUAL_LAYERS = (
+    *("per_layer_config", "num_attention_heads_per_layer", "swa_num_attention_heads"),
+    *("global_head_dim", "num_global_key_value_heads"),
+)
+"""Fields of models whose layers differ in heads or widths."""
+
+OTHER_SOFTMAX = ("big_bird", "diffllama", "doge", "jetmoe")
+"""Values of model_type whose attention is not one softmax over the keys that a query sees."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +100,10 @@ def read_model(path: str | Path) -> ModelAttention:
 def _model(config: Mapping[str, Any]) -> ModelAttention:
     num_heads = _number(config, "num_attention_heads")
     num_kv_heads = _number(config, "num_key_value_heads", num_heads)
-    v_head_dim = None
+    v_head_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
     if config.get("kv_lora_rank"):  # latent attention, expanded: every head has its keys and values
         num_kv_heads = num_heads
         head_dim = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
-        v_head_dim = _number(config, "v_head_dim")
     elif config.get("head_dim") is not None:
         head_dim = _number(config, "head_dim")
     else:
@@ -109,16 +118,23 @@ def _model(config: Mapping[str, Any]) -> ModelAttention:
         raise ValueError(
             f"num_key_value_heads ({num_kv_heads}) must divide num_attention_heads ({num_heads})"
         )
-    others = [field for field in OTHER_LAYERS if config.get(field)]
-    if others:
-        raise ValueError(f"{others[0]} means layers that are neither full nor sliding attention")
+    kind = config.get("model_type")
+    if kind in OTHER_SOFTMAX:
+        raise ValueError(f"model_type ({kind}) has an attention of its own, which is not priced")
+    for fields, what in (
+        (OTHER_LAYERS, "layers that are neither full nor sliding attention"),
+        (UNEQUAL_LAYERS, "layers that differ in heads or widths"),
+    ):
+        found = next((field for field in fields if config.get(field)), None)
+        if found:
+            raise ValueError(f"{found} means {what}, which are not priced")
     return ModelAttention(
         num_heads,
         num_kv_heads,
         head_dim,
         v_head_dim,
         windows=_windows(config),
-        has_sinks=config.get("model_type") in WITH_SINKS,
+        has_sinks=kind in WITH_SINKS,
         has_softcap=bool(config.get("attn_logit_softcapping")),
     )
 
