@@ -161,13 +161,14 @@ def test_ulysses_is_said_to_be_as_good_where_it_is_the_best_plan():
 
 
 def test_windows_heads_and_padding_are_named_as_losses():
-    found = advise("megatron", MISTRAL, 32_001, H100, 16)
+    model = ModelAttention(4, 4, 64, windows=((4096, 1),))
+    found = advise("megatron", model, 32_001, H100, 8)
     assert found.setting is not None and found.setting.scheme == "all_gather"
-    assert found.setting.split.num_tokens == 32_032
-    assert any("31 tokens of padding" in text for text in found.lost)
+    assert found.setting.split.num_tokens == 32_016
+    assert any("15 tokens of padding" in text for text in found.lost)
     assert any("as long" in text or "longer" in text for text in found.lost)
     said = " ".join(found.refused)
-    assert "p2p: no sliding windows" in said and "a2a: 16 does not divide 32:8 heads" in said
+    assert "p2p: no sliding windows" in said and "a2a: 8 does not divide 4:4 heads" in said
     assert found.best.seconds < found.setting.seconds and "less time" in found.verdict
 
 
