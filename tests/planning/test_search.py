@@ -10,10 +10,10 @@ from support.described import machine, workload
 import tilewise as tw
 from tilewise.expressions import read_plan
 from tilewise.layouts.balanced import default_layout
+from tilewise.planning.advisor import nearest_settings
 from tilewise.planning.bounds import shape_bound, steps_bound
 from tilewise.planning.candidate import PlanRow
 from tilewise.planning.distances import least_bytes
-from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.options import Option, options
 from tilewise.planning.pairs import MAX_MESSAGES
 from tilewise.planning.pass_model import PassModel
@@ -282,12 +282,14 @@ def test_settings_of_other_libraries_are_priced_as_our_plans(mask: tw.Mask):
     work, cluster = workload(8, num_heads=4, num_kv_heads=4, mask=mask), CLUSTERS["slow"]
     best = tw.search(work, cluster, world_size=8)[0]
     megatron, titan = nearest_settings(best)
-    assert (megatron.library, titan.library) == ("Megatron-LM", "torchtitan")
+    assert megatron.library.startswith("Megatron") and titan.library.startswith("torchtitan")
     assert megatron.options.startswith("--context-parallel-size 8 --cp-comm-type ")
     for setting in (megatron, titan):
         plan = read_plan(setting.plan, 8)
-        assert setting.seconds == pytest.approx(tw.simulate(plan, work, cluster).seconds)
-        assert best.seconds <= TIE * setting.seconds
+        whole = tw.simulate(plan, work, cluster, prune=False)
+        assert setting.seconds == pytest.approx(whole.seconds)
+        # Whole shards may take less than halves do, where ranks that send halves share a link.
+        assert best.seconds <= TIE * tw.simulate(plan, work, cluster).seconds
     assert megatron.seconds <= tw.simulate(tw.ring(8), work, cluster).seconds
 
 

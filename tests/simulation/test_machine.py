@@ -35,7 +35,8 @@ def test_a_preset_is_complete_and_survives_its_file(name: str, tmp_path: Path):
 
 def test_presets_cover_the_devices_and_their_numbers_of_nics():
     names = {f"{d}x8{nics}" for d in ("a100", "h100", "h200", "b200") for nics in NICS}
-    assert {*names, "nvl72", "cpu-gloo"} == set(Machine.presets())
+    others = {"a100-40gbx8", "l40sx8", "a6000x8", "mi300xx8", "nvl72", "cpu-gloo"}
+    assert names | others == set(Machine.presets())
     for name in names:
         assert Machine.preset(name).nics == NICS[name[6:]]
     assert Machine.preset("nvl72").node_size == 72
@@ -74,8 +75,69 @@ def test_every_field_survives_a_file(tmp_path: Path):
     assert Machine.load(path) == machine
 
 
+EIGHT_LINES = """
+name = "h100x8"
+peak = { bfloat16 = 989e12, float16 = 989e12, float32 = 67e12, float64 = 67e12 }
+best = { forward = 0.65, backward = 0.55 }
+node_size = 8
+nics = 8
+inside_bandwidth = 450e9
+between_bandwidth = 50e9
+memory = 80e9
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_eight_lines_are_the_preset_that_has_the_same_figures(tmp_path: Path):
+    preset = Machine.preset("h100x8")
+    machine = Machine.load(written(tmp_path, EIGHT_LINES))
+    assert replace(machine, source=preset.source) == preset
+    assert machine.kernel("bfloat16", True).speed(256, 256) == pytest.approx(989e12 * 0.55 / 4)
+    spelled = EIGHT_LINES.replace("memory =", "memory_bytes =").replace(
+        "inside_bandwidth = 450e9", "inside = { bandwidth = 450e9, latency = 1e-6 }"
+    )
+    other = Machine.load(written(tmp_path, spelled + "merge_bandwidth = 1e12\n"))
+    assert other == replace(machine, inside=Link(450e9, 1e-6), merge_bandwidth=1e12)
+
+
+def test_the_example_file_is_a_machine_in_short_form():
+    machine = Machine.load(Path(__file__).parents[2] / "examples" / "machine.toml")
+    assert (machine.node_size, machine.nics, machine.memory_bytes) == (8, 4, 80_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nics = 8\n", "", "machine lacks nics"),
+        ("best = { forward = 0.65, backward = 0.55 }\n", "", "machine lacks best"),
+        (", backward = 0.55", "", "best (forward) must have forward and backward"),
+        ("0.65", "65", "best.forward (65.0) must be a share of the peak: above 0, at most 1"),
+        ("450e9", '"450 GB/s"', "inside_bandwidth ('450 GB/s') must be a finite number, not text"),
+        ("bfloat16 = 989e12", "bfloat16 = -1", "peak.bfloat16 (-1) must be FLOP per second"),
+        ("bfloat16 =", "bf16 =", "the dtype of a kernel"),
+        ("nics = 8", "nics = 3", "nics (3) must divide node_size (8)"),
+        ("memory =", "memroy =", "machine lacks memory"),
+        ("nics = 8", "nics = 8\nnisc = 8", "machine has no field 'nisc'; did you mean nics?"),
+        ("inside_bandwidth = 450e9", "inside = 450e9", "machine.inside (450000000000.0) must be"),
+    ],
+)
+def test_a_wrong_short_form_is_one_line_that_says_what_is_missing_or_wrong(
+    tmp_path: Path, old: str, new: str, message: str
+):
+    path = written(tmp_path, EIGHT_LINES.replace(old, new))
+    with pytest.raises(ValueError) as raised:
+        Machine.load(path)
+    text = str(raised.value)
+    assert text.startswith(f"{path}: ") and message in text and "\n" not in text
+
+
 def test_an_unknown_preset_is_answered_with_those_there_are():
-    with pytest.raises(ValueError, match=r"no preset 'h100x9'; there are a100x8, .*nvl72"):
+    with pytest.raises(ValueError, match=r"no preset 'h100x9'; there are a100-40gbx8, .*nvl72"):
         Machine.preset("h100x9")
 
 

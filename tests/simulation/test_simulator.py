@@ -303,3 +303,17 @@ def test_slow_ranks_and_jitter_are_the_same_in_every_run():
     for wrong in ({"slowness": 0.5}, {"jitter": -1.0}, {"slow_ranks": (-1,)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             replace(machine, **wrong)
+
+
+@pytest.mark.parametrize("mask", (tw.Causal(), tw.Causal() & tw.Window(99, 0)), ids=repr)
+def test_unpruned_every_rank_sends_whole_shards_and_computes_what_the_mask_allows(mask: tw.Mask):
+    n, tokens, machine = 4, 4096, tw.Machine.preset("h100x8")
+    work = tw.Workload(tokens, 2, 2, 64, mask=mask)
+    plan = tw.all_gather(n)
+    whole, pruned = (tw.simulate(plan, work, machine, prune=prune) for prune in (False, True))
+    sides = 2 * (n - 1) * (tokens // n) * 2 * 64 * 2  # keys and values of the other shards
+    sent = sum(sum(use.bytes_by_link.values()) for use in whole.forward.ranks[:1])
+    assert sent == sides
+    assert whole.sent_bytes > pruned.sent_bytes
+    compute = [max(use.compute_seconds for use in x.forward.ranks) for x in (whole, pruned)]
+    assert compute[0] == pytest.approx(compute[1], rel=0.02)

@@ -315,3 +315,40 @@ def test_the_installed_command_runs():
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == tw.show(tw.ring(2))
+
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "cases" / "models" / "llama-3.1-8b.json"
+
+
+def test_advise_prints_a_setting_to_paste_its_cost_and_the_verdict():
+    words = "advise", "--for", "megatron", "--model", str(MODEL), "--tokens", "32K"
+    shown = tilewise(*words)
+    assert shown.exit_code == 0, shown.output
+    assert "--context-parallel-size 8 --cp-comm-type a2a --seq-length 32768" in shown.stdout
+    assert "Your own Ulysses (a2a) is as good as anything of ours" in shown.stdout
+    told = json.loads(tilewise(*words, "--ranks", "4", "--nodes", "2", "--json").stdout)
+    assert told["setting"]["split"] | {"num_tokens": 0} == {
+        "ranks": 4,
+        "degree": 4,
+        "groups": 4,
+        "num_tokens": 0,
+    }
+    assert told["setting"]["options"].startswith("--context-parallel-size 4 --cp-comm-type a2a")
+    assert told["best"]["plans"] == ["ulysses(4)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--for", "fairseq"), "library ('fairseq') must be one of megatron, torchtitan"),
+        (("--model", "none.json"), "none.json cannot be read"),
+        (("--tokens", "many"), "--tokens ('many') must be a number such as"),
+        (("--machine", "h100x9"), "--machine ('h100x9') is neither a preset nor a file"),
+        (("--ranks", "3"), "ranks (3) must divide the 8 devices"),
+    ],
+)
+def test_advise_refuses_bad_input_in_one_line(change: tuple[str, str], message: str):
+    words = {"--for": "megatron", "--model": str(MODEL), "--tokens": "32K", change[0]: change[1]}
+    shown = tilewise("advise", *(word for pair in words.items() for word in pair))
+    assert shown.exit_code == 2 and message in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1

@@ -3,7 +3,8 @@
 options: what is tried; pass_model: a pass on a machine, as those who weigh plans see it; bounds:
 least times of a plan; trials: one pass of the options; teams: a sample of a split by heads; pairs:
 both passes; distances: what no plan can fall below; reasons, candidate: the answer and its file;
-elsewhere: what other libraries do nearest; hybrid: models with layers that carry a state.
+advisor, model_attention: settings of other libraries beside it; hybrid: models with layers that
+carry a state.
 """
 
 from tilewise.planning.candidate import Candidate, load_candidate

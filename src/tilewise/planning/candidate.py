@@ -186,7 +186,7 @@ def load_plan(path: str | Path) -> Plan | Candidate:
     Raises:
         ValueError: as load_candidate.
     """
-    data = _read_json(path)
+    data = read_json(path)
     if isinstance(data, dict) and data.get("format") == PLAN_FORMAT:
         with _reading(str(path), "plan"):
             return plan_from_data(data)
@@ -202,14 +202,15 @@ def load_candidate(path: str | Path) -> Candidate:
             a plan for another world, one that does not compute attention, heads that it cannot
             split; or that it cannot be read.
     """
-    data = _read_json(path)
+    data = read_json(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"{path} is no candidate: its format is {found!r}, not {FORMAT!r}")
     return _candidate(data, str(path))
 
 
-def _read_json(path: str | Path) -> Any:
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file; ValueError if it cannot be read or is no JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

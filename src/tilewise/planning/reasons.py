@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tilewise.planning.candidate import Candidate, PlanRow
 
-    Row = PlanRow | Candidate
+class Row(Protocol):
+    """Figures that are compared: a candidate, a line of a table, the cost of a setting."""
+
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def exposed_seconds(self) -> float: ...
+    @property
+    def bytes_by_link(self) -> Mapping[str, int]: ...
+
 
 HARDLY = 1 + 5e-5
 """What takes less than so many times as long takes as long, to a hundredth of a percent."""

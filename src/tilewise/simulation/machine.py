@@ -16,6 +16,7 @@ from typing import Any
 from tilewise.arguments import check_dtype, check_fields, checks_arguments, require_range
 from tilewise.serializer import read, write
 from tilewise.simulation.machine_files import (
+    in_full,
     parse_toml,
     preset_names,
     preset_tables,
@@ -187,7 +188,18 @@ class Machine:
     @staticmethod
     @checks_arguments
     def load(path: str | Path) -> Machine:
-        """A machine from a TOML file, as `to_toml` writes it.
+        """A machine from a TOML file, as `to_toml` writes it or in its short form of eight lines.
+
+            name = "mine"                                   # FLOP and bytes per second; bytes
+            peak = { bfloat16 = 989e12 }
+            best = { forward = 0.65, backward = 0.55 }      # shares of the peak
+            node_size = 8
+            nics = 8
+            inside_bandwidth = 450e9
+            between_bandwidth = 50e9
+            memory = 80e9
+
+        Bandwidths are one way. The presets are in this form: see machine_files.ShortForm.
 
         Raises:
             ValueError: if the file is no TOML, or a field is missing, unknown or out of range.
@@ -355,6 +367,6 @@ def read_machine(text: str, where: str) -> Machine:
 def _machine(tables: Mapping[str, Any], where: str) -> Machine:
     """A machine from the tables of a file, whose name every error gives."""
     try:
-        return read(Machine, {"kernel": [], **tables}, "machine")
+        return read(Machine, {"kernel": [], **in_full(tables)}, "machine")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

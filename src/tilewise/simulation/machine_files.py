@@ -1,17 +1,20 @@
-"""Machines as text: TOML files, and the presets that the package brings along.
+"""Machines as text: TOML files, their short form, and the presets that the package brings along.
 
-A preset is a device's data sheet and a node around it; the speed of a kernel is its dtype's peak
-times best x q / (q + half) x k / (k + half), for tiles of q queries and k keys.
+A preset is a device's data sheet and a node around it, in short form. There the speed of a kernel
+is its dtype's peak times best x q / (q + half) x k / (k + half), for tiles of q queries and k keys.
 """
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from tilewise.serializer import read
 
 SIZES = tuple(float(1 << power) for power in range(4, 17, 2))
-"""Queries and keys at which a preset's speeds are tabled."""
+"""Queries and keys at which the speeds of a short form are tabled."""
 
 
 def read_text(path: Path) -> str:
@@ -83,18 +86,15 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_tables(name: str) -> dict[str, Any] | None:
-    """The tables of a preset as a file of its own would have them; None if there is none."""
+    """The tables of a preset, in short form; None if there is none of this name."""
     presets = _presets()
     if name not in presets["machine"]:
         return None
     node = dict(presets["machine"][name])
-    device = presets["device"][node.pop("device")]
-    speeds = f"Speeds mean the kernel {device['kernel']}."
+    device = dict(presets["device"][node.pop("device")])
+    speeds = f"Speeds mean the kernel {device.pop('kernel')}."
     node["source"] = f"{device['source']} {speeds} {node.get('source', presets['assumed'])}"
-    made = {"name": name, "memory_bytes": device["memory_bytes"], "inside": device["inside"]}
-    if "launch_seconds" in device:
-        made["launch_seconds"] = device["launch_seconds"]
-    return {**made, "kernel": _kernels(device, presets["half"]), **node}
+    return {"name": name, "half": presets["half"], **device, **node}
 
 
 def _presets() -> Mapping[str, Any]:
@@ -102,9 +102,94 @@ def _presets() -> Mapping[str, Any]:
     return tomllib.loads(text)
 
 
-def _kernels(device: Mapping[str, Any], half: float) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class ShortForm:
+    """A machine in eight lines; a file that has peak or best is one.
+
+    Args:
+        peak: FLOP per second of a device by dtype, without sparsity.
+        best: share of the peak that the kernel's fastest calls reach, "forward" and "backward".
+        node_size: devices of a node.
+        nics: per node.
+        inside_bandwidth: bytes per second of a device's port to the others of its node, one way.
+        between_bandwidth: bytes per second of a NIC, one way.
+        memory: bytes of a device.
+        inside_latency, between_latency, launch_seconds: seconds; assumed unless given.
+        half: queries, or keys, of calls that run at half the speed of very long ones.
+    """
+
+    name: str
+    peak: dict[str, float]
+    best: dict[str, float]
+    node_size: int
+    nics: int
+    inside_bandwidth: float
+    between_bandwidth: float
+    memory: int
+    inside_latency: float = 4e-6
+    between_latency: float = 8e-6
+    launch_seconds: float = 5e-6
+    half: float = 256.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        passes = ("forward", "backward")
+        if set(self.best) != set(passes):
+            named = ", ".join(self.best) or "nothing"
+            raise ValueError(f"best ({named}) must have forward and backward, and nothing else")
+        wrong = {f"best.{which}": x for which, x in self.best.items() if not 0 < x <= 1}
+        for name, share in wrong.items():
+            raise ValueError(f"{name} ({share}) must be a share of the peak: above 0, at most 1")
+        if not self.peak:
+            raise ValueError("peak lacks a dtype, as in peak = { bfloat16 = 989e12 }")
+        for dtype, flops in self.peak.items():
+            if flops < 1:
+                raise ValueError(f"peak.{dtype} ({flops:g}) must be FLOP per second, at least 1")
+        if self.half < 0:
+            raise ValueError(f"half ({self.half:g}) must be at least 0 rows")
+
+
+def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a machine as `Machine.to_toml` writes them, of those of its short form.
+
+    Others are returned as they are. The short form may have a link or the memory as a full file
+    does: `inside = { bandwidth = 450e9, latency = 4e-6 }`, `memory_bytes = 80_000_000_000`. Fields
+    of a full file that the short form lacks (`pooled`, `merge_bandwidth`, ...) may follow.
+
+    Raises:
+        ValueError: if a field of the short form is missing, or its value is wrong.
+    """
+    if "peak" not in tables and "best" not in tables:
+        return dict(tables)
+    own = {parameter.name for parameter in fields(ShortForm)}
+    short = {name: value for name, value in tables.items() if name in own}
+    rest = {name: value for name, value in tables.items() if name not in own}
+    for link in ("inside", "between"):
+        port = rest.pop(link, None)
+        if isinstance(port, Mapping):
+            short |= {f"{link}_{name}": x for name, x in cast("Mapping[str, Any]", port).items()}
+        elif port is not None:
+            raise ValueError(f"machine.{link} ({port!r}) must be an object with a bandwidth")
+    if "memory_bytes" in rest:
+        short["memory"] = rest.pop("memory_bytes")
+    form = read(ShortForm, short, "machine")
+    return {
+        "name": form.name,
+        "node_size": form.node_size,
+        "nics": form.nics,
+        "inside": {"bandwidth": form.inside_bandwidth, "latency": form.inside_latency},
+        "between": {"bandwidth": form.between_bandwidth, "latency": form.between_latency},
+        "memory_bytes": form.memory,
+        "launch_seconds": form.launch_seconds,
+        "source": form.source,
+        "kernel": _kernels(form),
+        **rest,
+    }
+
+
+def _kernels(form: ShortForm) -> list[dict[str, Any]]:
     """The speeds of a device at all sizes, from its peaks."""
-    ramp = [size / (size + half) for size in SIZES]
+    ramp = [size / (size + form.half) for size in SIZES]
     return [
         {
             "dtype": dtype,
@@ -113,6 +198,6 @@ def _kernels(device: Mapping[str, Any], half: float) -> list[dict[str, Any]]:
             "keys": SIZES,
             "flops": [[peak * best * q * k for k in ramp] for q in ramp],
         }
-        for dtype, peak in device["peak"].items()
-        for which, best in device["best"].items()
+        for dtype, peak in form.peak.items()
+        for which, best in form.best.items()
     ]

@@ -175,6 +175,7 @@ def simulate(
     backward_plan: Plan | None = None,
     *,
     exact: bool | None = None,
+    prune: bool = True,
 ) -> Simulation:
     """Run both passes of a plan on a machine that is described, rank r on its device r.
 
@@ -185,12 +186,14 @@ def simulate(
             others: all are simulated, with few ranks' programs relabelled; where that would
             be more than 131072 messages in a pass, all are taken to send the most. False: so at
             any number.
+        prune: False: every transfer goes in full, as in libraries that send whole shards whatever
+            the mask; calls still compute what it allows.
     Raises:
         RuntimeError: if all ranks wait for messages that nobody sends.
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    passes = (_run(one, machine, exact) for one in work.resolve(plan, backward_plan))
+    passes = (_run(one, machine, exact, prune) for one in work.resolve(plan, backward_plan))
     (forward, symmetry), (backward, other) = passes
     return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
 
@@ -209,16 +212,20 @@ def simulate_pass(
     return _run(work.resolve(plan)[backward], machine, exact)
 
 
-def _run(resolved: ResolvedPass, machine: Machine, exact: bool | None) -> tuple[Timeline, Symmetry]:
+def _run(
+    resolved: ResolvedPass, machine: Machine, exact: bool | None, prune: bool = True
+) -> tuple[Timeline, Symmetry]:
     """A pass's timeline, and which rank stands for which."""
     plan, mask, layouts, _, payload = resolved
     alike = all_alike(plan, mask, layouts)
+    if not prune and not exact:
+        exact = False
     symmetry, halves = _relabelled(plan, machine, alike, layouts[0].size(0), exact)
     costs = PassCosts(resolved, machine, None, bool(alike))
     if halves is None and symmetry.members == 1:
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, mask, *layouts)
-        plan, costs = resolved.pruned, replace(costs, cells=cells)
+        plan, costs = resolved.pruned if prune else plan, replace(costs, cells=cells)
     written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
     network = Network(machine, symmetry)

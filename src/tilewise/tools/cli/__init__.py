@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tilewise.tools.cli.advise import advise_command
 from tilewise.tools.cli.bench import bench_app
 from tilewise.tools.cli.calibrate import calibrate
 from tilewise.tools.cli.demo import demo
@@ -39,6 +40,7 @@ for command in (
     demo,
     show_command,
     plan_command,
+    advise_command,
     simulate_command,
     mask_command,
     parity,

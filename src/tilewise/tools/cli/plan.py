@@ -7,8 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tilewise.planning.advisor import nearest_settings
 from tilewise.planning.candidate import Candidate
-from tilewise.planning.elsewhere import nearest_settings
 from tilewise.planning.search import search
 from tilewise.simulation.network import LINKS
 from tilewise.tools.cli.options import (
@@ -30,6 +30,7 @@ from tilewise.tools.cli.output import (
     write_output,
 )
 
+SETTING = ("library", "options", "plan", "save", "seconds")
 NARROW = 72  # columns of a terminal under which the table would be cut
 
 
@@ -91,7 +92,9 @@ def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
         "least_bytes": distances.least_bytes,
         "seconds_over_least": best.seconds / distances.compute_seconds,
         "bytes_over_least": sent / distances.least_bytes if distances.least_bytes else None,
-        "elsewhere": [setting._asdict() for setting in nearest_settings(best)],
+        "elsewhere": [
+            {name: getattr(setting, name) for name in SETTING} for setting in nearest_settings(best)
+        ],
     }
 
 
@@ -117,7 +120,7 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
     for setting in nearest_settings(best):
         plain(
             f"{setting.library}: {setting.options}\n  does nearest, {setting.plan} with "
-            f"save={setting.save}: {'~' * setting.sampled}{setting.seconds * 1e3:.4g} ms, "
+            f"save={setting.save}: {setting.seconds * 1e3:.4g} ms, "
             f"{setting.seconds / best.seconds - 1:+.1%}",
             soft_wrap=True,
         )
