@@ -13,6 +13,7 @@ from tilewise import transport as transport
 from tilewise import wires as _wires
 from tilewise.context_parallel import ContextParallel
 from tilewise.functional import attention
+from tilewise.kernels.bias import alibi
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
@@ -62,6 +63,7 @@ __all__ = [
     "Tree",
     "Window",
     "Workload",
+    "alibi",
     "all_gather",
     "attention",
     "attention2d",

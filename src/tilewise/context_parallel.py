@@ -25,6 +25,7 @@ from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
 from tilewise.functional import attention
+from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
@@ -411,6 +412,7 @@ class ContextParallel:
         validate: Validate = "first",
         kernel: Kernel | str | None = None,
         sink: Tensor | None = None,
+        bias: Tensor | Alibi | None = None,
         softcap: float | None = None,
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
@@ -448,6 +450,7 @@ class ContextParallel:
             validate=validate,
             kernel=self.kernel if kernel is None else kernel,
             sink=sink,
+            bias=bias,
             softcap=softcap,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,

@@ -11,6 +11,7 @@ from tilewise.execution.call import Call, known_of
 from tilewise.execution.mixed_precision import autocast_dtype, lowered, without_autocast
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import attend
+from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -76,6 +77,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     validate: Validate = "first",
     kernel: Kernel | str | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | Alibi | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
@@ -83,9 +85,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention over a sequence split across the ranks of a group.
 
-    out = softmax(softmax_scale q k^T + mask) v over all tokens; every rank passes its own rows and
-    gets its own rows of out. Gradients of q, k, v are exact; lse has one too. Every rank of the
-    group calls it with the same arguments but the tensors' values.
+    out = softmax(softmax_scale q k^T + bias + mask) v over all tokens; every rank passes its own
+    rows and gets its own rows of out. Gradients of q, k, v are exact; lse has one too. Every rank
+    of the group calls it with the same arguments but the tensors' values.
 
     Args:
         q: [num_tokens, num_heads, head_dim] or [batch, num_tokens, num_heads, head_dim], this
@@ -117,9 +119,17 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             it needs no backward pass. Ranks may differ. In code that torch.compile compiles a name.
         sink: [num_heads], q's dtype or fp32, the same on every rank (compared where the kind of
             call is, but not in compiled code): a logit a head that takes part
-            in the softmax and has no value. Its gradient is this rank's share, to be summed over
-            ranks as any replicated parameter's (complete on every rank under tree).
-        softcap: scores become softcap * tanh(score / softcap) before the mask.
+            in the softmax and has no value. [n, num_heads]: n of them a head; [batch, n,
+            num_heads]: of each batch entry its own. Its gradient is this rank's share, to be summed
+            over ranks as any replicated parameter's (complete on every rank under tree).
+        bias: added to the scaled (and capped) scores before the mask. A tensor [num_heads,
+            num_tokens, num_kv_tokens] of the whole sequence, the same on every rank (its kind is
+            compared, values are not), of any floating-point dtype but fp64 beside narrower q; or
+            `tw.alibi(slopes)`, -slope |i - j|. -inf hides a pair as a mask does. Each tile takes
+            its own rows and columns; nothing of it travels. The gradient of a tensor is this rank's
+            share, also under tree: the sum over ranks is the gradient. A tensor is not taken in
+            code that torch.compile compiles; tw.alibi is.
+        softcap: scores become softcap * tanh(score / softcap) before bias and mask.
         dropout_p: in [0, 1), the share of weights that are dropped; the others grow by 1 / (1 -
             dropout_p). lse is that without dropout.
         dropout_seed: from 0 on, the same on every rank; needed on several. The pairs that it drops
@@ -128,9 +138,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         return_max_logit: also return the largest score of every head, of this rank's queries.
     Returns:
         out as q, as wide as v; with return_lse (out, lse), lse [(batch,) num_tokens, num_heads],
-        natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled and
-        capped, without sink, -inf where nothing is seen, and without a gradient. Rows that no
-        key reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
+        natural log, fp32 (fp64 for fp64); with return_max_logit [num_heads], fp32, scaled, capped
+        and with the bias, without sink, -inf where nothing is seen, and without a gradient. Rows
+        that no key reaches: out 0, lse -inf (sink, if there is one), gradients of q, k, v 0.
     Raises:
         ValueError: the same on every rank, before any tensor is sent, if one rank's input is wrong
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
@@ -157,6 +167,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         dropout_p=dropout_p,
         dropout_seed=seed,
         sink=None if sink is None else kind_of(sink),
+        bias=bias if bias is None or isinstance(bias, Alibi) else kind_of(bias),
         wire_dtype=wire_dtype,
         wire=wire,
         save=save,
@@ -168,10 +179,11 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         kernel=kernel,
         autocast=region,
         needs_grad=torch.is_grad_enabled()
-        and any(getattr(x, "requires_grad", False) for x in (q, k, v)),
+        and any(getattr(x, "requires_grad", False) for x in (q, k, v, bias)),
     )
     with without_autocast(q, region):
-        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None, sink)
+        values = None if isinstance(bias, Alibi) else bias
+        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None, sink, values)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
     extras = [lse] * return_lse + largest

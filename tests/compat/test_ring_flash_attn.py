@@ -209,10 +209,40 @@ def test_dropout_has_the_gradient_of_what_it_dropped():
     assert abs(total - float((without * dout).sum())) > 1e-3
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_alibi_is_that_of_flash_attn_and_refused_for_packed_sequences(layout: str, causal: bool):
+    (q, k, v, dout), slopes = inputs(), torch.linspace(0.1, 1, HEADS)
+
+    def main(rank: int, group):
+        mine = [local(x, layout, rank).clone().requires_grad_() for x in (q, k, v)]
+        out, lse, _ = call(layout, rank, group, *mine, causal=causal, alibi_slopes=slopes)
+        out.backward(local(dout, layout, rank))
+        return out.detach(), lse.detach(), *(x.grad for x in mine)
+
+    if layout.endswith("_varlen"):
+        with pytest.raises(ValueError, match=r"alibi_slopes .* not supported for packed sequences"):
+            tw.loopback(N, main)
+        return
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in whole[1:])
+    at = torch.arange(CU[-1])
+    scores = torch.einsum("qhd,khd->hqk", whole[0], keys) * DIM**-0.5
+    scores = scores - slopes.double()[:, None, None] * (at[:, None] - at).abs()
+    scores = scores.masked_fill(~seen(layout, causal, (-1, -1)), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    grads = torch.autograd.grad(out, whole, dout)
+    for rank, (got, lse, *found) in enumerate(tw.loopback(N, main)):
+        own_lse = local(scores.logsumexp(-1).T, layout, rank).T
+        for x, y in zip((got, *found), (out, *grads), strict=True):
+            torch.testing.assert_close(x, local(y.detach(), layout, rank), rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse, own_lse.detach(), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"alibi_slopes": torch.ones(HEADS)}, "rank 1: alibi_slopes of ring-flash-attn"),
+        ({"alibi_slopes": torch.ones(2, HEADS)}, r"rank 1: slopes is \[2, "),
         ({"deterministic": True}, "rank 1: deterministic=True of ring-flash-attn"),
         ({"rows": 19}, r"rank 1: this rank has 19 rows of each sequence, .* 2 x the number of"),
         ({"rows": 18}, "ranks disagree on"),

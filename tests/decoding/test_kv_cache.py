@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -104,8 +105,12 @@ def test_chunks_and_then_tokens_are_dense_attention(n: int, mask: tw.Mask):
     assert max(tw.loopback(n, on_rank)) < 1e-12
 
 
-def test_sinks_softcap_and_another_width_of_values_in_every_call():
+@pytest.mark.parametrize("num_sinks", [1, 3])
+def test_sinks_softcap_and_another_width_of_values_in_every_call(num_sinks: int):
     x, sink = draw(1), torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+    # as many sinks a head as act like one
+    parts = (sink - math.log(num_sinks)).expand(num_sinks, -1)
+    given = parts if num_sinks > 1 else sink
     q, k, v = (t[:, :9] for t in x)
     v = torch.cat([v, v.flip(-1)], -1)
     keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for t in (k, v))
@@ -119,12 +124,12 @@ def test_sinks_softcap_and_another_width_of_values_in_every_call():
         cache = new_cache(group, 1, softcap=1.5, v_head_dim=2 * WIDTH)
         chunk = cache.chunk([5])
         first = (chunk.layout.shard(t[0, :5], rank) for t in (q, k, v))
-        out = cache.prefill(*first, chunk, plan=tw.ring(3), sink=sink)
+        out = cache.prefill(*first, chunk, plan=tw.ring(3), sink=given)
         worst = error(out, chunk.layout.shard(want[0, :5], rank))
-        out = cache.decode(q[:, 5:8], k[:, 5:8], v[:, 5:8], sink=sink)
+        out = cache.decode(q[:, 5:8], k[:, 5:8], v[:, 5:8], sink=given)
         worst = max(worst, error(out, want[:, 5:8]))
         cache.append(k[:, 8:], v[:, 8:])
-        return max(worst, error(cache.attention(q[:, 8:], sink=sink), want[:, 8:]))
+        return max(worst, error(cache.attention(q[:, 8:], sink=given), want[:, 8:]))
 
     assert max(tw.loopback(3, on_rank)) < 1e-12
 

@@ -122,6 +122,23 @@ WRONG = {
     "sink heads": Wrong({"sink": zeros(3)}, r"sink is float32 \[3\], but q has 4 heads"),
     "sink dtype": Wrong({"sink": zeros(4).double()}, "sink is float64, but must be float32 or q's"),
     "sink device": Wrong({"sink": zeros(4, device="meta")}, "sink is on meta, but q on cpu"),
+    "sinks of other heads": Wrong({"sink": zeros(2, 3)}, r"sink is float32 \[2, 3\], but q has 4"),
+    "sinks of no batch": Wrong({"sink": zeros(2, 1, 4)}, r"sink is float32 \[2, 1, 4\]"),
+    "no sinks a head": Wrong({"sink": zeros(0, 4)}, r"sink is float32 \[0, 4\]"),
+    "bias shape": Wrong(
+        {"bias": zeros(4, 4, 12)}, r"bias is float32 \[4, 4, 12\], but must be .*\[4, 12, 12\]"
+    ),
+    "bias per batch": Wrong({"bias": zeros(1, 4, 12, 12)}, r"\[1, 4, 12, 12\].*\[4, 12, 12\]"),
+    "bias dtype": Wrong(
+        {"bias": zeros(4, 12, 12).double()}, "bias is float64 .*but must be float32, bfloat16 or"
+    ),
+    "complex bias": Wrong({"bias": zeros(4, 12, 12).cfloat()}, "bias is complex64"),
+    "bias device": Wrong({"bias": zeros(4, 12, 12, device="meta")}, "bias is on meta, but q on"),
+    "no bias": Wrong({"bias": [0.0]}, "bias is list"),
+    "slopes": Wrong({"bias": tw.alibi([1.0] * 3)}, "has 3 slopes, but q has 4 heads"),
+    "bias and kernel": Wrong(
+        {"bias": tw.alibi([1.0] * 4), "kernel": "cpu"}, "'cpu' .* it has no bias"
+    ),
     "no sink": Wrong({"sink": [0.0] * 4}, r"sink is list"),
     "no plan": Wrong({"plan": "ring"}, "ring|str"),
     "no mask": Wrong({"mask": None}, "None"),
@@ -164,6 +181,7 @@ DISAGREEING = {
     "head_dim": {name: zeros(4, h, 4) for name, h in zip("qkv", (4, 2, 2), strict=True)},
     "softmax_scale": {"softmax_scale": 0.5},
     "sink": {"sink": zeros(4)},
+    "bias": {"bias": tw.alibi([1.0] * 4)},
     "softcap": {"softcap": 30.0},
     "dropout_p": {"dropout_p": 0.5, "dropout_seed": 0},
     "return_max_logit": {"return_max_logit": True},

@@ -137,10 +137,68 @@ def test_sinks_and_the_largest_score(kind: str):
     assert max(tw.loopback(N, main)) < 1e-12
 
 
+SCALED = {"core_attention_bias_type": "post_scale_bias"}
+LINEAR = {"core_attention_bias_type": "alibi"}
+
+
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("kind", ["no_mask", "causal"])
+@pytest.mark.parametrize("slopes", [None, "their own", "given"])
+def test_a_bias_is_added_as_transformer_engine_adds_it(comm, kind, slopes):
+    total, layout = 24, tw.zigzag(24, N)
+    q, k, v = (x.requires_grad_() for x in tokens_of(total))
+    values = torch.tensor([2 ** (-8 * (head + 1) / HEADS) for head in range(HEADS)]).double()
+    if slopes == "given":
+        values = torch.linspace(0, 1, HEADS, dtype=torch.float64)
+    at = torch.arange(total)
+    bias = -values[:, None, None] * (at[:, None] - at).abs()
+    if slopes is None:
+        bias = torch.randn(HEADS, total, total, dtype=torch.float64)
+    bias.requires_grad_()
+    repeated = (x.repeat_interleave(HEADS // KV, 1) for x in (k, v))
+    keys, wide = repeated
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * DIM**-0.5 + bias
+    seen = allowed(tw.Causal() if kind == "causal" else tw.Full(), total)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, wide).flatten(1)
+    dout = torch.randn_like(out)
+    wanted = [out.detach(), *torch.autograd.grad(out, (q, k, v, bias), dout)]
+
+    def main(rank: int, group) -> float:
+        attend = DotProductAttention(
+            HEADS, DIM, KV, attn_mask_type=kind, cp_group=group, cp_comm_type=comm
+        )
+        mine = [layout.shard(x.detach(), rank, dim=0).requires_grad_() for x in (q, k, v)]
+        own = layout.shard(bias.detach(), rank, dim=1).clone().requires_grad_()
+        given = LINEAR | ({"alibi_slopes": values} if slopes == "given" else {})
+        if slopes is None:
+            given = {**SCALED, "core_attention_bias": own[None]}
+        got = attend(*(x[:, None] for x in mine), **given)[:, 0]
+        leaves = [*mine, own] if slopes is None else mine
+        found = got, *torch.autograd.grad(got, leaves, layout.shard(dout, rank))
+        own_wanted = [layout.shard(x, rank, dim=0) for x in wanted[:4]]
+        own_wanted.append(layout.shard(wanted[4], rank, dim=1))
+        return max(
+            float((x - y).detach().abs().max()) for x, y in zip(found, own_wanted, strict=False)
+        )
+
+    if comm == "a2a" and slopes is None:
+        with pytest.raises(ValueError, match="not supported with cp_comm_type 'a2a'"):
+            tw.loopback(N, main)
+        return
+    assert max(tw.loopback(N, main)) < 1e-12
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
         ({"core_attention_bias": torch.zeros(1, HEADS, 24, 24)}, "rank 1: core_attention_bias of"),
+        (
+            {"core_attention_bias": torch.zeros(1, HEADS, 24, 24), **SCALED},
+            r"rank 1: core_attention_bias is .*24, 24\], but must be .*12, 24\]",
+        ),
+        ({"core_attention_bias_type": "pre_scale_bias"}, "rank 1: core_attention_bias_type"),
+        ({"alibi_slopes": torch.ones(2, HEADS), **LINEAR}, r"rank 1: slopes is \[2, "),
         ({"alibi_slopes": torch.ones(HEADS)}, "rank 1: alibi_slopes of TransformerEngine"),
         ({"score_mod": abs}, "rank 1: score_mod of TransformerEngine"),
         ({"attn_mask_type": "arbitrary"}, r"rank 1: attn_mask_type \('arbitrary'\) must be one"),

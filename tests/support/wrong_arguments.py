@@ -193,8 +193,8 @@ CALL_OPTIONS: Arguments = {
     "layout": tw.contiguous(16, 1), "mask": MASK, "group": None, "softmax_scale": 0.5,
     "return_lse": False, "backward_plan": None, "kv_layout": None, "wire_dtype": None,
     "wire": None, "save": None, "prune": True, "q_positions": None, "validate": "first",
-    "kernel": None, "sink": None, "softcap": None, "dropout_p": 0.0, "dropout_seed": 0,
-    "return_max_logit": False,
+    "kernel": None, "sink": None, "bias": None, "softcap": None, "dropout_p": 0.0,
+    "dropout_seed": 0, "return_max_logit": False,
 }  # fmt: skip
 CP_OPTIONS = {k: v for k, v in CALL_OPTIONS.items() if k not in ("layout", "group")}
 CACHE_OPTIONS: Arguments = {
@@ -212,6 +212,7 @@ POSITIONS: Arguments = {"q_positions": [0, 1], "k_positions": [0, 1]}
 
 def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[], Arguments]]]:
     masks, machines = tw.masks, {"machine": machine()}
+    yield "alibi", tw.alibi, {"slopes": [0.5, 0.25]}
     yield "Causal", tw.Causal, {}
     yield "Full", tw.Full, {}
     yield "Window", tw.Window, {"left": 2, "right": 0}

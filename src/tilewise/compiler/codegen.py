@@ -121,7 +121,7 @@ class CallTraits(NamedTuple):
         batch: sequences that lie side by side in every row.
         prune: whether what the mask makes needless is left out.
         keep: a forward pass keeps what it receives for backward, where the call saves that.
-        places: kernels are told where their rows lie in the sequence (dropout).
+        places: kernels are told where their rows lie in the sequence (dropout, bias).
         asks: tiles are computed by whoever runs the code (decoding).
     """
 

@@ -35,7 +35,7 @@ class PassKind(NamedTuple):
         call, payload = self.call, self.payload
         extras = {
             'save="gathered"': call.keep or payload.saved,
-            "dropout": call.places,
+            "dropout or bias": call.places,
             "max_logit": payload.max_logit,
             "prune=False": not call.prune,
         }

@@ -198,7 +198,7 @@ class KVCache:
             q: [batch, tokens, num_heads, head_dim], the same on every rank.
             mask: of positions within a sequence, up to num_tokens; default Causal().
             counts: how many of q's tokens each sequence has, the rest being padding; default all.
-            sink: [num_heads], as tw.attention takes it.
+            sink: [num_heads] or [n, num_heads], as tw.attention takes it.
         Returns:
             out as q, the same bits on every rank; 0 for padding and rows that no key reaches.
         """

@@ -14,7 +14,8 @@ from tilewise.arguments import DtypeName, Save, Validate, require_type
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.execution.expansion import Expansion
-from tilewise.execution.sinks import SinkKind
+from tilewise.execution.sinks import TensorKind
+from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel, Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -38,6 +39,7 @@ class Call(OpaqueValue):
 
     Attributes:
         sink: its kind; the tensor takes part in no constant.
+        bias: its kind if it is a tensor.
         autocast: dtype of the torch.autocast region in which attention was called, if in one.
         needs_grad: a backward pass may follow.
         resolved: the call, if it is resolved already; group is then its transport.
@@ -53,7 +55,8 @@ class Call(OpaqueValue):
     softcap: float | None = field(default=None, metadata=MUST_AGREE)
     dropout_p: float = field(default=0.0, metadata=MUST_AGREE)
     dropout_seed: int | None = field(default=None, metadata=MUST_AGREE)
-    sink: SinkKind | None = field(default=None, metadata=MUST_AGREE)
+    sink: TensorKind | None = field(default=None, metadata=MUST_AGREE)
+    bias: TensorKind | Alibi | None = field(default=None, metadata=MUST_AGREE)
     wire_dtype: torch.dtype | DtypeName | None = field(default=None, metadata=MUST_AGREE)
     wire: AnyWire | None = field(default=None, metadata=MUST_AGREE)
     save: Save | None = field(default=None, metadata=MUST_AGREE)

@@ -10,7 +10,8 @@ from tilewise.compiler.rank_plan import PassKind, RankPlan
 from tilewise.execution.call import ResolvedCall
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import WorkspacePool
-from tilewise.kernels.protocol import accumulator_dtype, call_style, loadable
+from tilewise.kernels.bias import DenseBias
+from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style, loadable
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
 from tilewise.transport.protocol import Transport, team_transport
@@ -22,7 +23,12 @@ def _names(num_tensors: int) -> tuple[str, ...]:
 
 
 def forward_pass(
-    problem: ResolvedCall, transport: Transport, q: Tensor, *kv: Tensor, keep: bool
+    problem: ResolvedCall,
+    transport: Transport,
+    q: Tensor,
+    *kv: Tensor,
+    keep: bool,
+    bias: DenseBias | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
@@ -31,6 +37,7 @@ def forward_pass(
     Args:
         kv: k and v, or latents [(batch,) tokens, 1, width].
         keep: a backward pass follows; save="gathered" then keeps what was received.
+        bias: a dense one, if the call has one.
     """
     batched, payload = q.ndim == 4, problem.passes[0].payload
     rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
@@ -41,7 +48,7 @@ def forward_pass(
     largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
     for x in largest:
         given["largest"] = rows_first(x, batched)
-    work = Pass(transport, problem.scores, expansion=problem.expansion)
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
     kept = bound.run(given, work)
     return out, lse, [*map(_largest, largest), *kept]
 
@@ -52,6 +59,7 @@ def backward_pass(
     saved: Sequence[Tensor],
     kept: Sequence[Tensor],
     grads: tuple[Tensor | None, Tensor | None],
+    bias: DenseBias | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv; or dq and that of latents.
 
@@ -59,6 +67,7 @@ def backward_pass(
         saved: q, k, v (or latents), out, lse of the forward pass.
         kept: what forward_pass kept.
         grads: dout and dlse; None: zero.
+        bias: a dense one, with room for its gradient if it gets one.
     """
     batched = saved[0].ndim == 4
     q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
@@ -71,9 +80,14 @@ def backward_pass(
     given["dout"] = out.new_zeros(out.shape) if dout is None else dout
     given |= {f"kept{number}": x for number, x in enumerate(kept)}
     bound = bound_code(problem, transport, q, backward=True)
-    work = Pass(transport, problem.scores, expansion=problem.expansion, dlse=dlse)
+    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, dlse=dlse)
     bound.run(given, work)
     return tuple(results)
+
+
+def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:
+    """What one pass does to scores: bound codes outlive it, and hold no tensor of a call."""
+    return problem.scores if bias is None else problem.scores._replace(bias=bias)
 
 
 def bound_code(
@@ -87,7 +101,7 @@ def bound_code(
     batch, device, scores = q.shape[1], q.device, problem.scores
 
     def make() -> BoundCode:
-        call = CallTraits(batch, problem.prune, keep, places=scores.dropout_p > 0)
+        call = CallTraits(batch, problem.prune, keep, places=scores.by_place)
         passes, rank, code = problem.passes, transport.rank, None
         own = passes[backward]
         if isinstance(own.plan, RankPlan):

@@ -20,6 +20,7 @@ from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import TRIED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
 from tilewise.execution.validation import (
+    check_bias,
     check_mask_heads,
     check_numbers,
     check_ranks,
@@ -147,7 +148,11 @@ def resolve(
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
     if call.sink is not None:
-        check_sink(call.sink, num_heads, dtype, q.device.type)
+        batch = int(q.shape[0]) if q.ndim == 4 else None
+        check_sink(call.sink, num_heads, dtype, q.device.type, batch)
+    if call.bias is not None:
+        tokens = layouts[0].num_tokens, layouts[1].num_tokens
+        check_bias(call.bias, (num_heads, *tokens), dtype, q.device.type)
     scores = checked_scores(call, head_dim, world_size)
     if world_size > 1 and shape.wires.forward != Plain(dtype_name(dtype)):
         check_numbers(shape.wires.forward, **named_operands(q, k, v))

@@ -364,7 +364,7 @@ class BoundCode:
             return lambda _: (scores,)
         q, k, first, _ = op.places
         places = Places(self._positions(q), self._positions(k), first)
-        # dropout's seed is another at every pass
+        # dropout's seed and a dense bias are others at every pass
         return lambda work: (work.scores._replace(places=places),)
 
     def _positions(self, table: ops.Table) -> Tensor:

@@ -26,6 +26,8 @@ from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
 from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
 from tilewise.execution.sinks import values_of
 from tilewise.execution.validation import check_numbers, named_operands
+from tilewise.kernels.bias import Alibi, DenseBias
+from tilewise.kernels.protocol import accumulator_dtype
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import And, Causal, Document, Full, Mask, Or, Window
 from tilewise.masks.sequences import Growing
@@ -47,12 +49,18 @@ MASKS = (Mask, Full, Causal, Window, Document, And, Or, Slices, Blocks, PerHead,
 
 
 def agreed_call(
-    q: Tensor, k: Tensor, v: Tensor | None, call: Call, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    call: Call,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[ResolvedCall, Transport]:
     """The checked call, which all ranks have agreed on.
 
     Args:
         sink: its values are compared where the call's kind is; None: none is known here.
+        bias: a dense one.
 
     Raises:
         ValueError: the same on every rank, before any tensor is sent.
@@ -65,6 +73,12 @@ def agreed_call(
         if call.validate not in ("always", "first", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
+        if bias is not None and _watched(q, k, v, bias):
+            raise ValueError(
+                "bias (a tensor) is not supported where operators are followed (selective "
+                "checkpointing, modes and classes of tensors); take tw.alibi, or call attention "
+                "outside of them"
+            )
     except Exception as raised:  # whatever it is, the other ranks must learn of it
         if _mode(q, call) == "never":
             raise
@@ -141,13 +155,14 @@ def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
     return make() if problem.kept is None else problem.kept.kinds.get(backward, make)
 
 
-def attend(
+def attend(  # noqa: PLR0913 - all that is compared
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
     call: Call,
     seed: int | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Results:
     """out, lse, and the largest score of every head if it is asked for.
 
@@ -155,6 +170,7 @@ def attend(
         k, v: where the call has a latent, latents [(batch,) tokens, width] and None.
         seed: of dropout in compiled code, where it is no constant.
         sink: only to be compared among ranks; compiled code does not compare it.
+        bias: a dense one; ALiBi stands in the call.
     """
     latent = call.wire is not None and latent_of(call.wire) is not None
     if torch.compiler.is_compiling():
@@ -163,15 +179,20 @@ def attend(
                 "attention with latents runs outside compiled code; wrap the function that calls "
                 "it in torch.compiler.disable"
             )
+        if bias is not None:
+            raise ValueError(
+                "bias (a tensor) is not supported in compiled code; take tw.alibi, or wrap the "
+                "function that calls attention in torch.compiler.disable"
+            )
         return _through_dispatcher(q, k, v, call, seed)
     if latent and isinstance(k, Tensor) and k.ndim:
         k = k.unsqueeze(-2)
-    resolved, transport = agreed_call(q, k, v, call, sink)
+    resolved, transport = agreed_call(q, k, v, call, sink, bias)
     if not latent and _watched(q, k, v):
         return _through_dispatcher(q, k, v, call.with_resolved(resolved, transport), None)
     kv = (k,) if v is None else (k, v)
     leaves = resolved.expansion.leaves if resolved.expansion else ()
-    given = call, resolved, transport, 1 + len(kv), q, *kv, *leaves
+    given = call, resolved, transport, 1 + len(kv), bias, q, *kv, *leaves
     out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
@@ -203,19 +224,22 @@ class _Attention(torch.autograd.Function):
         resolved: ResolvedCall,
         transport: Transport,
         num_operands: int,
+        bias: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Args: tensors: q, k and v (or latents), then what expand uses and learns."""
+        """Args: bias: a dense one. tensors: q, k and v (or latents), then what expand uses and
+        learns."""
         operands, leaves = tensors[:num_operands], tensors[num_operands:]
         keep = call.needs_grad or bool(leaves)
         # An expand may ask torch for gradients of what it makes.
         below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
         with below, _Explained(call):
-            out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep)
+            given = None if bias is None else DenseBias(bias)
+            out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep, bias=given)
         largest = kept[: resolved.scores.max_logit]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*largest)
-        ctx.save_for_backward(*operands, out, lse, *leaves, *kept)
+        ctx.save_for_backward(bias, *operands, out, lse, *leaves, *kept)
         ctx.call = call, resolved, transport
         ctx.counts = num_operands, len(leaves)
         return out, lse, *largest
@@ -226,22 +250,35 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         call, resolved, transport = ctx.call
         num_operands, num_leaves = ctx.counts
-        tensors = ctx.saved_tensors  # read once: checkpointing allows no more
+        bias, *tensors = ctx.saved_tensors  # read once: checkpointing allows no more
+        dense = None if bias is None else _with_room(bias, ctx.needs_input_grad[4])
         saved, rest = tensors[: num_operands + 2], tensors[num_operands + 2 :]
         leaves, kept = rest[:num_leaves], rest[num_leaves:]
         expansion, grads = resolved.expansion, (dout, dlse)
         if expansion is not None:
             expansion.begin_backward()
         with torch.no_grad():
-            if expansion is None and _watched(*grads, *saved):
+            if expansion is None and dense is None and _watched(*grads, *saved):
                 told = call.with_resolved(resolved, transport)
                 found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, told)
             else:
-                found = _agreed_backward(resolved, transport, call, saved, kept, grads)
+                found = _agreed_backward(resolved, transport, call, saved, kept, grads, dense)
         if expansion is not None:
             found = *found, *expansion.gradients()
-        found = _once_differentiable(found, *saved[:num_operands], *leaves, *grads)
-        return None, None, None, None, *found
+        dbias = None
+        if bias is not None and dense is not None and dense.grad is not None:
+            dbias = dense.grad.to(bias.dtype)
+            found = *found, dbias
+        found = _once_differentiable(found, *saved[:num_operands], *leaves, bias, *grads)
+        if dbias is not None:
+            *found, dbias = found
+        return None, None, None, None, dbias, *found
+
+
+def _with_room(bias: Tensor, learns: bool) -> DenseBias:
+    """A dense bias in a backward pass: sums of its gradient are fp32 or wider."""
+    dtype = accumulator_dtype(bias.dtype)
+    return DenseBias(bias, torch.zeros_like(bias, dtype=dtype) if learns else None)
 
 
 class _Operator(torch.autograd.Function):
@@ -332,13 +369,14 @@ def _backward(
     return _agreed_backward(resolved, transport, call, saved, kept, (dout, dlse))
 
 
-def _agreed_backward(
+def _agreed_backward(  # noqa: PLR0913 - all that backward reads
     resolved: ResolvedCall,
     transport: Transport,
     call: Call,
     saved: Sequence[Tensor],
     kept: Sequence[Tensor],
     grads: tuple[Tensor | None, Tensor | None],
+    bias: DenseBias | None = None,
 ) -> tuple[Tensor, ...]:
     """The backward pass, on which the ranks agree first.
 
@@ -349,7 +387,8 @@ def _agreed_backward(
     q, *kv, _, _ = saved
     _agree_backward(resolved, transport, call, q, grads[0], *kv)
     with without_autocast(q, autocast_dtype(q)), _Explained(call):
-        return backward_pass(resolved, transport, saved, kept[resolved.scores.max_logit :], grads)
+        kept = kept[resolved.scores.max_logit :]
+        return backward_pass(resolved, transport, saved, kept, grads, bias)
 
 
 def _agree_backward(
@@ -396,7 +435,7 @@ def _registered() -> torch.library.Library:
 
         OpaqueType.__bases__ = (OpaqueBaseMeta, *OpaqueType.__bases__)
         register, kind = opaque_object.register_opaque_type, "value"
-    for value in (Call, Plan, RankPlan, Layout, *MASKS):
+    for value in (Call, Plan, RankPlan, Layout, Alibi, *MASKS):
         register(value, typ=kind, members={"__eq__": opaque_object.MemberType.USE_REAL})
     logging.getLogger("torch._inductor.codecache").addFilter(_tells)
     library = torch.library.Library("tilewise", "DEF")

@@ -8,6 +8,8 @@ from torch import Tensor
 from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call
+from tilewise.execution.sinks import TensorKind
+from tilewise.kernels.bias import Alibi, Bias, DenseBias
 from tilewise.kernels.protocol import Scores
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
@@ -215,6 +217,38 @@ def check_mask_heads(mask: Mask, num_kv_heads: int) -> None:
         )
 
 
+def check_bias(
+    bias: TensorKind | Alibi, shape: tuple[int, int, int], dtype: str, device: str
+) -> None:
+    """Raise ValueError unless a bias is for these heads and tokens.
+
+    Args:
+        shape: (num_heads, num_tokens, num_kv_tokens) of the whole attention.
+        dtype, device: of q.
+    """
+    if isinstance(bias, Alibi):
+        if len(bias.slopes) != shape[0]:
+            raise ValueError(
+                f"tw.alibi has {len(bias.slopes)} slopes, but q has {shape[0]} heads; pass one "
+                "slope a head"
+            )
+        return
+    if bias.shape != shape:
+        raise ValueError(
+            f"bias is {bias}, but must be [num_heads, num_tokens, num_kv_tokens] of the whole "
+            f"sequence, {list(shape)}, the same on every rank and for every batch entry, or "
+            "tw.alibi(slopes)"
+        )
+    floats = ("float32", "bfloat16", "float16", *(("float64",) if dtype == "float64" else ()))
+    if bias.dtype not in floats:
+        raise ValueError(
+            f"bias is {bias}, but must be {', '.join(floats[:-1])} or {floats[-1]} beside q of "
+            f"{dtype}; convert it"
+        )
+    if bias.device != device:
+        raise ValueError(f"bias is on {bias.device}, but q on {device}; move it there")
+
+
 def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
     """Check what a call does to its scores and weights, and return it.
 
@@ -227,15 +261,16 @@ def checked_scores(call: Call, head_dim: int, world_size: int) -> Scores:
         raise ValueError(f"dropout_p ({p}) must be at least 0 and below 1; leave it out for none")
     if seed is not None:
         seed = whole_number("dropout_seed", seed, 0, MOST_SEEDS - 1)
+    bias: Bias | None = DenseBias() if isinstance(call.bias, TensorKind) else call.bias
     if not p:
-        return Scores(scale, softcap, max_logit=call.return_max_logit)
+        return Scores(scale, softcap, max_logit=call.return_max_logit, bias=bias)
     if seed is None and world_size > 1:
         raise ValueError(
             f"dropout_p ({p}) on {world_size} ranks needs a dropout_seed; pass the same on all, "
             "another at every layer and step"
         )
     seed = int(torch.randint(MOST_SEEDS, ())) if seed is None else seed
-    return Scores(scale, softcap, p, seed, call.return_max_logit)
+    return Scores(scale, softcap, p, seed, call.return_max_logit, bias=bias)
 
 
 def checked_softcap(softcap: float | None) -> float | None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tilewise.context_parallel import ContextParallel
 from tilewise.execution.validation import MOST_SEEDS
 from tilewise.integrations.seeds import agreed_seed
+from tilewise.kernels.bias import Alibi, alibi
 from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal, Document, Full, Mask, Window
@@ -39,14 +40,12 @@ COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 QKV_FORMATS = ("sbhd", "bshd", "thd")
 CAUSAL_TYPES = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
 MASK_TYPES = ("no_mask", "padding", *CAUSAL_TYPES)
+BIAS_TYPES = ("no_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 SEEDS_APART = 1 << 40  # of dropout on the ranks of tensor parallelism, whose heads differ
 # TransformerEngine's arguments that are taken with these values alone.
 ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "core_attention_bias_type": ("no_bias",),
-        "core_attention_bias": (None,),
-        "alibi_slopes": (None,),
         "inference_params": (None,),
         "fp8_output": (None, False),
         "bf16_backward": (None, False),
@@ -101,6 +100,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.all_heads = num_attention_heads
         self.tp_rank = 0 if tp_group is None else tp_group.rank()
         self.num_heads = num_attention_heads // (tp_size if tp_group is None else tp_group.size())
         self.attention_dropout, self.attention_type = attention_dropout, attention_type
@@ -210,9 +210,6 @@ class DotProductAttention(nn.Module):
         """
         transport = transport_for(self._group)
         others |= {
-            "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes,
             "inference_params": inference_params,
             "fp8_output": fp8_output,
             "bf16_backward": bf16_backward,
@@ -221,7 +218,7 @@ class DotProductAttention(nn.Module):
         mask_type = (attn_mask_type or self.attn_mask_type).replace(",", "_")
         mask_type = "padding_causal" if mask_type == "causal_padding" else mask_type
 
-        def checked() -> tuple[Layout, Layout | None, Mask]:
+        def checked() -> tuple[Layout, Layout | None, Mask, Tensor | Alibi | None]:
             _refuse(others)
             _check_among("qkv_format", kind, QKV_FORMATS)
             _check_among("attn_mask_type", mask_type, MASK_TYPES)
@@ -248,9 +245,11 @@ class DotProductAttention(nn.Module):
                     f"key_layer has {kv_rows} rows, but query_layer has {rows}: that is for "
                     f"attn_mask_type 'no_mask' without a window, not {mask_type!r}"
                 )
-            return tokens, None if keys is tokens else keys, mask
+            of_bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+            bias = self._bias(*of_bias, tokens, plain=kind != "thd" and keys is tokens)
+            return tokens, None if keys is tokens else keys, mask, bias
 
-        tokens, keys, mask = settled(transport, checked)
+        tokens, keys, mask, bias = settled(transport, checked)
         q, k, v = query_layer, key_layer, value_layer
         if kind == "sbhd":
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -266,6 +265,7 @@ class DotProductAttention(nn.Module):
             kv_layout=keys,
             softmax_scale=self.softmax_scale,
             sink=self.softmax_offset,
+            bias=bias,
             dropout_p=dropout,
             dropout_seed=seed,
             return_max_logit=self.return_max_logit,
@@ -278,6 +278,71 @@ class DotProductAttention(nn.Module):
         n = transport.world_size
         of_ranks = move_rows(logits[0][None], gather_moves(contiguous(n, n), None), transport)
         return out, of_ranks.amax(0)
+
+    def _bias(
+        self,
+        kind: str,
+        values: Tensor | None,
+        slopes: Tensor | None,
+        layout: Layout,
+        *,
+        plain: bool,
+    ) -> Tensor | Alibi | None:
+        """TransformerEngine's core_attention_bias, or its ALiBi, as attention takes them.
+
+        Args:
+            plain: the sequence is not packed, and keys are as many as queries.
+        """
+        _check_among("core_attention_bias_type", kind, BIAS_TYPES)
+        if (values is not None) != (kind == "post_scale_bias"):
+            raise ValueError(
+                "core_attention_bias of TransformerEngine must be a tensor where "
+                f"core_attention_bias_type is 'post_scale_bias', and else None; it is {kind!r}"
+            )
+        if slopes is not None and kind != "alibi":
+            raise ValueError(
+                "alibi_slopes of TransformerEngine must be None where core_attention_bias_type "
+                f"({kind!r}) is not 'alibi'"
+            )
+        if kind == "no_bias":
+            return None
+        if not plain:
+            raise ValueError(
+                f"core_attention_bias_type {kind!r} is not supported for qkv_format 'thd', nor for "
+                "keys of another length than queries; leave it 'no_bias'"
+            )
+        if values is not None:
+            return self._whole_bias(values, layout)
+        if slopes is not None:
+            return alibi(slopes)
+        n = self.num_heads
+        if n != self.all_heads or n & (n - 1):
+            raise ValueError(
+                f"core_attention_bias_type 'alibi' needs alibi_slopes for {n} of {self.all_heads} "
+                "heads: the slopes that are known by themselves are those of all, a power of 2"
+            )
+        return alibi([2 ** (-8 * (head + 1) / n) for head in range(n)])
+
+    def _whole_bias(self, values: Tensor, layout: Layout) -> Tensor:
+        """A bias of this rank's queries in place among those of the whole sequence.
+
+        Strategies that move keys alone compute a rank's own queries, and read no other rows.
+        """
+        transport = transport_for(self._group)
+        if self.cp_comm_type not in ("p2p", "all_gather") and transport.world_size > 1:
+            raise ValueError(
+                f"core_attention_bias is not supported with cp_comm_type {self.cp_comm_type!r}: "
+                "a rank has its own rows of it; take 'p2p' or 'all_gather'"
+            )
+        positions = layout.positions(transport.rank)
+        shape = 1, self.num_heads, len(positions), layout.num_tokens
+        if tuple(values.shape) != shape:
+            raise ValueError(
+                f"core_attention_bias is {list(values.shape)}, but must be [1, heads, this rank's "
+                f"rows, all keys], {list(shape)}, the same for every batch entry"
+            )
+        whole = values.new_zeros((self.num_heads, layout.num_tokens, layout.num_tokens))
+        return whole.index_copy(1, torch.as_tensor(positions, device=values.device), values[0])
 
     def _context_parallel(self, layout: Layout) -> ContextParallel:
         """The one of this layout; made anew where it changes."""
@@ -374,6 +439,8 @@ class CoreAttention(DotProductAttention):
             packed_seq_params: None, or Megatron's; cp_group and local_cp_size, if set, say which
                 ranks share this batch.
         """
+        if attention_bias is not None:
+            others = {"core_attention_bias_type": "post_scale_bias", **others}
         packed = {name: getattr(packed_seq_params, name, None) for name in PACKED}
         group, size = (getattr(packed_seq_params, x, None) for x in ("cp_group", "local_cp_size"))
         if (group is not None or size is not None) and group is not self.cp_group:

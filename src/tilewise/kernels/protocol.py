@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilewise.kernels.bias import Bias
 from tilewise.kernels.merge import merge_into
 from tilewise.plan.payload import ALIGNMENT_BYTES
 from tilewise.tiles.call_rows import CallStyle
@@ -33,15 +34,16 @@ class Places(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """out = dropout(softmax(cap(scale q k^T) + mask)) v;  cap(x) = softcap tanh(x / softcap).
+    """out = dropout(softmax(cap(scale q k^T) + bias + mask)) v;  cap(x) = c tanh(x / c), c softcap.
 
     Attributes:
         softcap: None: no cap.
         dropout_p: the share of weights that are dropped; the others grow by 1 / (1 - dropout_p).
             lse is that without dropout.
         dropout_seed: with it and `places`, kernels.dropout says which pairs are dropped.
-        max_logit: the largest score of every row is asked for, after the cap.
-        places: of one kernel call, if there is dropout.
+        max_logit: the largest score of every row is asked for, after cap and bias.
+        places: of one kernel call, if there is dropout or a bias.
+        bias: with `places`, kernels.bias says what is added to each pair's score.
     """
 
     scale: float
@@ -50,13 +52,19 @@ class Scores(NamedTuple):
     dropout_seed: int = 0
     max_logit: bool = False
     places: Places | None = None
+    bias: Bias | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Features that not every kernel has, by the name of the argument that asks for each."""
-        asked = self.softcap is not None, self.dropout_p > 0, self.max_logit
-        names = "softcap", "dropout_p", "return_max_logit"
+        asked = self.softcap is not None, self.dropout_p > 0, self.max_logit, self.bias is not None
+        names = "softcap", "dropout_p", "return_max_logit", "bias"
         return tuple(compress(names, asked)) if any(asked) else ()
+
+    @property
+    def by_place(self) -> bool:
+        """True if a kernel must know where its rows and keys lie in the sequence."""
+        return self.dropout_p > 0 or self.bias is not None
 
 
 def lacks(needs: tuple[str, ...], *has: str) -> str | None:
@@ -148,7 +156,9 @@ class Kernel(Protocol):
         dq = scale ds k;  dk = scale ds^T q;  dv = p^T dout.
 
         With a cap, s = softcap t, t = tanh(scale q k^T / softcap): p = exp(s - lse), and ds grows
-        by 1 - t^2. With dropout p of dv and dout v^T are multiplied by what the weights are.
+        by 1 - t^2. A bias is added to s; its gradient is ds without that factor and scale, summed
+        over the batch, and is added to `scores.bias.grad`. With dropout p of dv and dout v^T are
+        multiplied by what the weights are.
 
         Args:
             lse, delta: [m, batch, num_heads], of the whole attention, not of this call;

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from tilewise.kernels.bias import BiasPlaces, add_bias_gradient, bias_of_pairs
 from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.dropout import kept
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores, accumulator_dtype
@@ -37,7 +38,7 @@ class Reference(AsideKernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
     ) -> Accumulators:
         dtype = accumulator_dtype(q.dtype)
-        table = _table(q.to(dtype), k.to(dtype), call, scores)
+        table = _masked(_capped(q.to(dtype), k.to(dtype), scores), call, scores)
         lse = torch.logsumexp(table, -1)
         statistics = (lse, table.amax(-1)) if scores.max_logit else (lse,)
         p = _weights(table, lse)
@@ -53,30 +54,48 @@ class Reference(AsideKernel):
         q, k, v, dout, lse, delta = (x.to(dtype) for x in operands)
         heads = (k.shape[2], -1)
         lse, delta = (x.unflatten(2, heads).permute(1, 2, 3, 0) for x in (lse, delta))
-        table = _table(q, k, call, scores)
-        p = _weights(table, lse)
+        capped = _capped(q, k, scores)
+        slope = None if scores.softcap is None else 1 - (capped / scores.softcap).square_()
+        p = _weights(_masked(capped, call, scores), lse)
         dout = dout.unflatten(2, heads)
         dp = torch.einsum("mbhgd,nbhd->bhgmn", dout, v)
         weights = p
         if scores.dropout_p:
             factor = _kept(scores, p)
             weights, dp = p * factor, dp * factor
-        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None])) * scores.scale
-        if scores.softcap is not None:
-            ds *= 1 - (table / scores.softcap).nan_to_num_(neginf=0.0).square_()
+        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
+        if scores.bias is not None:
+            places = _bias_places(scores, q.shape[2])
+            add_bias_gradient(scores.bias, places, ds.sum(0).flatten(0, 1))
+        ds *= scores.scale if slope is None else slope.mul_(scores.scale)
         dq = torch.einsum("bhgmn,nbhd->mbhgd", ds, k).flatten(2, 3)
         dk = torch.einsum("bhgmn,mbhgd->nbhd", ds, q.unflatten(2, heads))
         return dq, dk, torch.einsum("bhgmn,mbhgd->nbhd", weights, dout)
 
 
-def _table(q: Tensor, k: Tensor, call: KernelCall, scores: Scores) -> Tensor:
-    """cap(scale q k^T), -inf where not allowed: [batch, num_kv_heads, queries a KV head, m, n]."""
+def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """cap(scale q k^T), [batch, num_kv_heads, queries a KV head, m, n]."""
     table = torch.einsum("mbhgd,nbhd->bhgmn", q.unflatten(2, (k.shape[2], -1)), k) * scores.scale
     if scores.softcap is not None:
         table.div_(scores.softcap).tanh_().mul_(scores.softcap)
-    if call.kind is not Kind.FULL:
-        table.masked_fill_(~call_mask(call, q.device), -torch.inf)
     return table
+
+
+def _masked(table: Tensor, call: KernelCall, scores: Scores) -> Tensor:
+    """The table with the bias added, and -inf where a pair is not allowed; changed in place."""
+    if scores.bias is not None:
+        groups = table.shape[1:3]
+        places = _bias_places(scores, groups[0] * groups[1])
+        table += bias_of_pairs(scores.bias, places, table.dtype).unflatten(0, groups)
+    if call.kind is not Kind.FULL:
+        table.masked_fill_(~call_mask(call, table.device), -torch.inf)
+    return table
+
+
+def _bias_places(scores: Scores, num_heads: int) -> BiasPlaces:
+    assert scores.places is not None
+    q, k, first = scores.places
+    return BiasPlaces(q, k, (first, first + num_heads))
 
 
 def _weights(table: Tensor, lse: Tensor) -> Tensor:

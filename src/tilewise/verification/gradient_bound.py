@@ -9,7 +9,7 @@ from tilewise.arguments import require_type
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.execution.call import Call, ResolvedCall, known_of
 from tilewise.execution.forward_backward import rows_first, rows_last
-from tilewise.execution.sinks import kind_of
+from tilewise.execution.sinks import kind_of, one_sink
 from tilewise.execution.torch_op import agreed_call
 from tilewise.functional import attention
 from tilewise.kernels.protocol import accumulator_dtype
@@ -58,6 +58,8 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     try:
         for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
             require_type(Tensor, name, x, "this rank's rows")
+        if call.get("bias") is not None:
+            raise ValueError("bias is not supported: no bound of gradients is proven with one")
         if dout.shape != (*q.shape[:-1], v.shape[-1]):
             wanted = (*q.shape[:-1], v.shape[-1])
             raise ValueError(f"dout {tuple(dout.shape)} must be {wanted}, as out")
@@ -83,7 +85,7 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     of_out = attention_bound(problem, transport, (q, k, v, out, lse), {**call})
     if sink is not None:
         without: Any = {**call, "sink": None, "return_lse": True}
-        share = torch.sigmoid(attention(q, k, v, **without)[1] - sink.detach().to(lse.dtype))
+        share = torch.sigmoid(attention(q, k, v, **without)[1] - one_sink(sink.detach(), lse.dtype))
     batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
     tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out, share)]
     sizes = _sizes(problem, transport, tensors, sink is not None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewise.arguments import whole_number
 from tilewise.functional import attention
 from tilewise.integrations.seeds import agreed_seed
+from tilewise.kernels.bias import Alibi, alibi
 from tilewise.layouts.documents import zigzag_documents
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.layouts.runs import Run
@@ -47,10 +48,6 @@ class Options(NamedTuple):
 
 
 REFUSED: tuple[tuple[Callable[[Options], bool], str], ...] = (
-    (
-        lambda given: given.alibi_slopes is not None,
-        "alibi_slopes of ring-flash-attn is not supported; pass None",
-    ),
     (
         lambda given: bool(given.deterministic),
         "deterministic=True of ring-flash-attn is not supported: results are merged in a fixed "
@@ -104,7 +101,7 @@ def attend(
     transport, (q, k, v) = transport_for(options.group), qkv
     n = transport.world_size
 
-    def checked() -> tuple[Split, Split, Mask]:
+    def checked() -> tuple[Split, Split, Mask, Alibi | None]:
         for is_given, message in REFUSED:
             if is_given(options):
                 raise ValueError(message)
@@ -116,9 +113,17 @@ def attend(
                 f"k has {k.shape[-3]} rows, but q has {q.shape[-3]}: of keys of another length all "
                 "are seen; pass causal=False and window_size=(-1, -1)"
             )
-        return tokens, keys, mask
+        bias = None
+        if options.alibi_slopes is not None:
+            if tokens.documents is not None or keys is not tokens:
+                raise ValueError(
+                    "alibi_slopes of ring-flash-attn is not supported for packed sequences, nor "
+                    "for keys of another length than queries; pass None"
+                )
+            bias = alibi(options.alibi_slopes)
+        return tokens, keys, mask, bias
 
-    tokens, keys, mask = settled(transport, checked)
+    tokens, keys, mask, bias = settled(transport, checked)
     out, lse = attention(
         q,
         k,
@@ -131,6 +136,7 @@ def attend(
         softmax_scale=options.softmax_scale,
         softcap=options.softcap,
         sink=options.sink,
+        bias=bias,
         dropout_p=options.dropout_p,
         dropout_seed=agreed_seed(options.group) if options.dropout_p else None,
         return_lse=True,
