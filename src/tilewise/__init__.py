@@ -15,6 +15,7 @@ from tilewise.context_parallel import ContextParallel
 from tilewise.functional import attention
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.documents import zigzag_documents
+from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
@@ -71,6 +72,7 @@ __all__ = [
     "double_ring",
     "effective_mask",
     "hierarchical",
+    "joint",
     "loopback",
     "mesh",
     "needed",
