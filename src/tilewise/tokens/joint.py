@@ -18,18 +18,15 @@ from tilewise.arguments import Validate, dtype_name, shown
 from tilewise.compiler.row_moves import RowMoves, share_moves
 from tilewise.layouts.layout import Layout, contiguous
 from tilewise.plan.ir import Plan
-from tilewise.plan.kept import KeptWith, RecentValues
+from tilewise.plan.kept import RecentValues
 from tilewise.strategies.ring import ring
 from tilewise.tokens.rows import move_rows
-from tilewise.transport.agreement import agree, settled
+from tilewise.tokens.same_rows import first_difference
+from tilewise.transport.agreement import settled
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group, LocalTransport, transport_for
 
-PROJECTIONS = 4
-"""Numbers by which rows are compared; rows of other content differ in all of them."""
-
 _ROWS: RecentValues[Hashable, Tensor] = RecentValues(64)
-_COMPARED: KeptWith[RecentValues[Hashable, bool]] = KeptWith(lambda _: RecentValues(256))
 
 
 class OwnedCall(NamedTuple):
@@ -143,46 +140,32 @@ def _compare(
     sides: list[tuple[str, Tensor, Layout, int]], transport: Transport, validate: Validate
 ) -> None:
     """Raise on all ranks where a replicated row is another on one of them, at new kinds of call."""
-    if validate == "never" or transport.world_size == 1:
-        return
     shared = [side for side in sides if len(side[2].replicated)]
     fields = {"call": "comparison of replicated rows"}
-    for name, x, layout, _ in shared:
+    for name, x, layout, dim in shared:
+        others = [size for place, size in enumerate(x.shape) if place != x.ndim + dim]
         fields[f"layout of {name}"] = layout.fingerprint
-        others = [size for place, size in enumerate(x.shape) if place != x.ndim - 3]
         fields[f"shape of {name}"] = f"{dtype_name(x.dtype)} {others}"
-    known = _COMPARED.of(getattr(transport, "process_group", transport))
-    new: list[bool] = []
-    known.get(tuple(fields.items()), lambda: not new.append(True))
-    if not new and validate != "always":
-        return
-    agree(transport, fields, None, "always")
-    found = [_sketch(x, layout, transport.rank, dim) for _, x, layout, dim in shared]
-    own = torch.cat([sketch.flatten() for sketch in found]).contiguous()
-    records = transport.gather_records(own.view(torch.uint8))
-    sizes = [sketch.numel() for sketch in found]
-    by_rank = [record.view(torch.float64).split(sizes) for record in records]
-    for rank, theirs in enumerate(by_rank[1:], start=1):
-        for (name, x, layout, _), first, other in zip(shared, by_rank[0], theirs, strict=True):
-            a, b = (y.view(-1, 1 + PROJECTIONS) for y in (first, other))
-            allowed = torch.finfo(x.dtype).eps ** 0.5 * (a[:, :1] + b[:, :1])
-            wrong = ((a - b).abs() > allowed).any(1).nonzero()
-            if len(wrong):
-                token = int(layout.replicated[int(wrong[0])])
-                raise ValueError(
-                    f"replicated rows of {name} differ: token {token} is another on rank {rank} "
-                    f"than on rank 0 ({len(wrong)} of {len(layout.replicated)} rows); give every "
-                    "rank the same text, noise and weights, or skip this by validate='never'"
-                )
+
+    def rows() -> list[tuple[str, Tensor]]:
+        return [
+            (name, _replicated(x, layout, transport.rank, dim)) for name, x, layout, dim in shared
+        ]
+
+    found = first_difference(transport, fields, rows, validate)
+    if found is not None:
+        (layout,) = (layout for name, _, layout, _ in shared if name == found.name)
+        raise ValueError(
+            f"replicated rows of {found.name} differ: token {layout.replicated[found.row]} is "
+            f"another on rank {found.rank} than on rank 0 ({found.num_rows} of "
+            f"{len(layout.replicated)} rows); give every rank the same text, noise and weights, or "
+            "skip this by validate='never'"
+        )
 
 
-def _sketch(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """The norm and a few projections of each replicated row, fp64 [rows, 1 + PROJECTIONS]."""
-    rows = torch.from_numpy(np.flatnonzero(np.isin(layout.rows(rank), layout.replicated)))
-    order = torch.from_numpy(np.argsort(layout.rows(rank)[rows.numpy()]))
-    values = x.detach().index_select(dim, rows[order].to(x.device)).movedim(dim, 0)
-    values = values.flatten(1).cpu().double().nan_to_num()
-    place = torch.arange(1, values.shape[1] + 1, dtype=torch.float64)
-    directions = torch.stack([(place * place * (1 + i)).sin() for i in range(PROJECTIONS)], 1)
-    norm = values.norm(dim=1, keepdim=True)
-    return torch.cat([norm, values @ directions], 1)
+def _replicated(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """The replicated rows of x, in order of their positions, [rows, ...]."""
+    positions = layout.rows(rank)
+    order = np.argsort(positions)
+    rows = order[np.isin(positions[order], layout.replicated)]
+    return x.index_select(dim, torch.from_numpy(rows).to(x.device)).movedim(dim, 0)
