@@ -97,7 +97,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             wire=tw.wire.Latent(...) the latents [(batch,) num_tokens, width], and None.
         plan: from a strategy; of the backward pass too, unless backward_plan is given. Or what
             `BatchStep.prepare` made, which knows layout and mask: they may then be left out.
-        layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
+        layout: which tokens each rank owns; of k and v too, unless kv_layout is given. Of `joint`
+            layouts every rank holds some tokens: their rows of out are complete on all, and
+            gradients of their q, k and v are shares.
         mask: acts on global positions.
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
         softmax_scale: above 0; default 1 / sqrt(head_dim).

@@ -47,8 +47,17 @@ from tilewise.transport.resolve import Group, transport_for
 
 __all__ = ["TRIED", "enable_parallelism"]
 
-TRIED = ("FluxTransformer2DModel", "WanTransformer3DModel")
+TRIED = (
+    "ChronoEditTransformer3DModel",
+    "Flux2Transformer2DModel",
+    "FluxTransformer2DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel",
+)
 """Classes of models of diffusers that tests compare with one process."""
+
+TAKES_NO_TEXT = TRIED[1:3]
+"""Those of them that run on a rank without a row of the text, if it has one of the image."""
 
 MOST_JOINED = 3
 """Most tensors that a model concatenates to one sequence of attention."""
@@ -198,7 +207,8 @@ class _SplitModel:
         fields |= {name: f"{x.dtype} {list(x.shape)}" for name, x in inputs.items()}
 
         def rows() -> list[tuple[str, Tensor]]:
-            return [(name, x.reshape(1, -1)) for name, x in inputs.items() if x.numel()]
+            given = [(name, x) for name, x in inputs.items() if x.numel()]
+            return [(name, x.reshape(-1, x.shape[-1] if x.ndim else 1)) for name, x in given]
 
         found = first_difference(self.transport, fields, rows, self.validate)
         if found is not None:
@@ -211,10 +221,11 @@ class _SplitModel:
     def split(self, x: Tensor, key: Key, dim: int) -> Tensor:
         """This rank's part of a whole tensor; its backward pass has zeros elsewhere."""
         self.lengths[key] = length = x.shape[dim]
-        if max(self.lengths.values()) < self.world_size:
+        most = max(self.lengths.values()) if self.name in TAKES_NO_TEXT else length
+        if most < self.world_size:
             raise ValueError(
                 f"{key[1]!r} of {key[0] or self.name} has {length} rows for {self.world_size} "
-                "ranks, of which each needs one; use fewer ranks or larger images"
+                "ranks, of which each needs one; use fewer ranks, larger images or longer texts"
             )
         (run,) = contiguous(max(length, 1), self.world_size).runs[self.rank] or (Run(0, 0),)
         return x.narrow(dim, min(run.start, length), min(run.count, length))
