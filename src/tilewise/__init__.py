@@ -16,6 +16,7 @@ from tilewise.functional import attention
 from tilewise.kernels.bias import alibi
 from tilewise.layouts.balanced import balanced
 from tilewise.layouts.documents import zigzag_documents
+from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks import lengths as lengths
 from tilewise.masks.base import Causal, Document, Full, Window
@@ -73,6 +74,7 @@ __all__ = [
     "double_ring",
     "effective_mask",
     "hierarchical",
+    "joint",
     "loopback",
     "mesh",
     "needed",

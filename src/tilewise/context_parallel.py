@@ -35,6 +35,7 @@ from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.tokens.conv import causal_conv1d
+from tilewise.tokens.joint import owned_rows
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
 from tilewise.tokens.pieces import Piece, few_pieces, pieces_of
 from tilewise.tokens.rows import move_rows
@@ -151,7 +152,8 @@ class ContextParallel:
 
         Args:
             x: this rank's rows.
-            dim: of its tokens.
+            dim: of its tokens. Of replicated tokens the result has one rank's rows, and that rank
+                the gradient.
             mask: only the rows that this rank's queries see travel, the others are 0; None: all.
         Raises:
             ValueError: the same on every rank, if one rank's rows do not fit, or the ranks differ.
@@ -163,6 +165,7 @@ class ContextParallel:
             return gather_moves(self.layout, mask)
 
         transport = transport_for(self.group)
+        x = settled(transport, lambda: owned_rows(x, self.layout, self.rank, dim))
         return move_rows(x, settled(transport, moves), transport, dim)
 
     def relayout(self, x: Tensor, to: Layout, dim: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
 from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
+from tilewise.tokens.joint import is_joint, owned_call
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 
@@ -98,7 +99,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             wire=tw.wire.Latent(...) the latents [(batch,) num_tokens, width], and None.
         plan: from a strategy; of the backward pass too, unless backward_plan is given. Or what
             `BatchStep.prepare` made, which knows layout and mask: they may then be left out.
-        layout: which tokens each rank owns; of k and v too, unless kv_layout is given.
+        layout: which tokens each rank owns; of k and v too, unless kv_layout is given. Of `joint`
+            layouts every rank holds some tokens: their rows of out are complete on all, and
+            gradients of their q, k and v are shares.
         mask: acts on global positions.
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
         softmax_scale: above 0; default 1 / sqrt(head_dim).
@@ -155,6 +158,21 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     if region is not None:
         q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
         sink = None if sink is None else _sink_under_autocast(sink)
+    joint = None
+    if not compiled and is_joint(plan, layout, kv_layout):
+        joint = owned_call(
+            q,
+            k,
+            v,
+            plan,
+            backward_plan,
+            cast(Layout, layout),
+            kv_layout,
+            group,
+            validate,
+            (dropout_p, dropout_seed),
+        )
+        q, k, v, plan, backward_plan, layout, kv_layout, group, _ = joint
     call = Call(
         plan=plan,
         backward_plan=backward_plan,
@@ -186,6 +204,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None, sink, values)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
+        if joint is not None:
+            out = joint.completed(out)
+            lse = joint.completed(lse) if return_lse else lse
     extras = [lse] * return_lse + largest
     return (out, *extras) if extras else out
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.arguments import (
+    ITEM_BYTES,
     DtypeName,
     LayoutName,
     Save,
@@ -21,6 +22,7 @@ from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.compiler.row_moves import share_moves
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
@@ -32,6 +34,13 @@ MOST_NUMBERS = 1 << 48
 """Of one tensor: bytes of all ranks together are counted in 64 bits."""
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
+
+
+class Volume(NamedTuple):
+    """Bytes sent by each rank in each pass."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,18 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
+    def shared_bytes(self, plan: Plan) -> Volume:
+        """Bytes of out that each rank sends to all others, and of dout that it sends back.
+
+        Of the tokens that every rank of a joint layout holds, one rank computes each.
+        """
+        layout = self.layout_for(plan.world_size)
+        if plan.replicated_queries or not len(layout.replicated):
+            nothing = (0,) * plan.world_size
+            return Volume(nothing, nothing)
+        row_bytes = self.num_heads * self.widths[1] * ITEM_BYTES(self.dtype)
+        return Volume(*share_moves(layout).volume(row_bytes))
+
     def call_shape(self, world_size: int) -> CallShape:
         """The call on a number of ranks."""
         return CallShape(
@@ -163,13 +184,6 @@ class Workload:
         return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
 
 
-class Volume(NamedTuple):
-    """Bytes sent by each rank in each pass."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-
-
 @checks_arguments
 def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Volume:
     """Bytes that each rank sends, after pruning; agreement messages are not counted.
@@ -177,8 +191,13 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
     """
-    forward, backward = work.resolve(plan, backward_plan)
-    return Volume(_sent(forward), _sent(backward))
+    passes, shared = work.resolve(plan, backward_plan), work.shared_bytes(plan)
+    return Volume(
+        *(
+            tuple(map(sum, zip(_sent(one), more, strict=True)))
+            for one, more in zip(passes, shared, strict=True)
+        )
+    )
 
 
 def _sent(resolved: ResolvedPass) -> tuple[int, ...]:

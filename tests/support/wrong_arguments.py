@@ -238,6 +238,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
         "positions_by_rank": [[0, 1], [2, 3]], "num_tokens": 4, "name": "x",
     }  # fmt: skip
     yield "zigzag_documents", tw.zigzag_documents, {"cu_seqlens": [0, 8, 16], "world_size": 2}
+    yield "joint", tw.joint, {"layout": tw.contiguous(16, 2), "replicated": [0, 5]}
     yield "default_layout", default_layout, {"mask": MASK, "num_tokens": 16, "world_size": 2}
     yield (
         "balanced",

@@ -46,7 +46,7 @@ def shard_layouts(
     Raises:
         ValueError: if the layout's ranks are not the plan's.
     """
-    kv_layout = layout if kv_layout is None else kv_layout
+    layout, kv_layout = layout.owned, (layout if kv_layout is None else kv_layout).owned
     for what, given in (("layout", layout), ("kv_layout", kv_layout)):
         if given.world_size != plan.world_size:
             raise ValueError(
@@ -83,7 +83,7 @@ def _by_home(plan: Plan, layout: Layout, side: Side) -> Layout:
 
 def check_made_for(plan: Plan, mask: Mask, layout: Layout) -> None:
     """Raise ValueError if a mask-aware plan is used with another mask or layout than its own."""
-    if plan.made_for not in (None, (mask, layout)):
+    if plan.made_for not in (None, (mask, layout.owned)):
         theirs = " on ".join(map(repr, plan.made_for or ()))
         raise ValueError(
             f"{plan.name.split('(')[0]} is a plan for {theirs}, not for {mask!r} on {layout!r}; "

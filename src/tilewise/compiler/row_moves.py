@@ -8,7 +8,7 @@ ranks wanted a row. `row_code` writes either pass as a code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -82,6 +82,12 @@ class RowMoves:
         self.name, self.layout = name, layout
         self.arguments = {key: str(value) for key, value in arguments.items()}
         self.wanted = tuple(map(tuple, wanted))
+        if not layout.is_partition:
+            raise ValueError(
+                f"{name} on {layout!r}: {sum(layout.sizes)} rows for {layout.num_tokens} tokens, "
+                "but every token must belong to exactly one rank; on a joint layout take the "
+                "tokens that one rank holds, under their own layout"
+            )
         if len(self.wanted) != layout.world_size:
             raise ValueError(
                 f"wanted is for {len(self.wanted)} ranks, but the layout for {layout.world_size}"
@@ -205,3 +211,9 @@ class RowMoves:
         ]
         title = f"{self.name} over {self.layout!r}: rows to rank"
         return "\n".join([title, f"from  {head}", *lines])
+
+
+@lru_cache(maxsize=64)
+def share_moves(layout: Layout) -> RowMoves:
+    """The rows that every rank of a joint layout holds, of those that each owns."""
+    return RowMoves("share", layout.owned, layout.runs)

@@ -143,7 +143,14 @@ def check_ranks(call: Call, rank: int, world_size: int) -> None:
                 f"{rank}; pass step.prepare({rank})"
             )
     for name, layout in (("layout", call.layout), ("kv_layout", kv_layout)):
-        if not layout.is_partition:
+        # The keys of one rank are whole, whichever of the queries it has.
+        some_queries = world_size == 1 and name == "layout" and call.kv_layout is not None
+        if len(layout.replicated):
+            raise ValueError(
+                f"{name} has tokens that every rank holds, which attention takes outside compiled "
+                "code alone; wrap the function that calls it in torch.compiler.disable"
+            )
+        if not layout.is_partition and not some_queries:
             raise ValueError(
                 f"{name} has {sum(layout.sizes)} rows for {layout.num_tokens} tokens; "
                 "every token must belong to exactly one rank"

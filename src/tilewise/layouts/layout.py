@@ -150,7 +150,10 @@ class Layout(OpaqueValue):
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Any], dim: int = 0) -> Any:
-        """The whole tensor, from every rank's rows in rank order; the inverse of shard."""
+        """The whole tensor, from every rank's rows in rank order; the inverse of shard.
+
+        Rows of replicated tokens are rank 0's.
+        """
         shards = listed("shards", shards, "tensors, one per rank")
         if not all(hasattr(x, "index_select") for x in shards):
             raise ValueError(f"shards ({', '.join(map(shown, shards))}) must be tensors")
@@ -164,7 +167,11 @@ class Layout(OpaqueValue):
             )
         import torch
 
-        order = _tensor(np.argsort(np.concatenate([self.rows(s) for s in range(self.world_size)])))
+        rows = np.concatenate([self.rows(s) for s in range(self.world_size)])
+        order = np.argsort(rows, kind="stable")
+        if len(self.replicated):  # the first rank's row of each
+            order = order[np.diff(rows[order], prepend=-1) > 0]
+        order = _tensor(order)
         return torch.cat(list(shards), dim).index_select(dim, order.to(shards[0].device))
 
     def cut(self, homes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> Layout:
@@ -211,6 +218,47 @@ class Layout(OpaqueValue):
             return [*(run.start for run in runs), self.num_tokens] == ends
         rows = np.concatenate([self.rows(shard) for shard in range(self.world_size)])
         return len(rows) == self.num_tokens and bool((np.sort(rows) == np.arange(len(rows))).all())
+
+    @cached_property
+    def replicated(self) -> NDArray[np.int64]:
+        """Positions that every rank holds, ascending, if each other token belongs to one rank.
+
+        None of other layouts: of partitions, and of those in which some ranks share a token.
+        """
+        n, nothing = self.world_size, np.empty(0, np.int64)
+        if n == 1 or sum(self.sizes) <= self.num_tokens:
+            return nothing
+        holders = np.zeros(self.num_tokens, np.int64)
+        for shard in range(n):
+            own = np.bincount(self.rows(shard), minlength=self.num_tokens)
+            if own.max() > 1:
+                return nothing
+            holders += own
+        return np.flatnonzero(holders == n) if ((holders == 1) | (holders == n)).all() else nothing
+
+    @cached_property
+    def owned(self) -> Layout:
+        """The partition in which each replicated token belongs to one of the ranks that hold it.
+
+        A rank owns a row of replicated tokens, in order, that fills up ranks with few others.
+        Layouts without replicated tokens are their own.
+        """
+        if not len(self.replicated):
+            return self
+        others = np.array(self.sizes) - len(self.replicated)
+        owner = np.full(self.num_tokens, -1)
+        owner[self.replicated] = np.repeat(
+            np.arange(self.world_size), _filling_up(others, len(self.replicated))
+        )
+        rows = [self.rows(rank) for rank in range(self.world_size)]
+        runs = [
+            runs_of_positions(row[np.isin(owner[row], (-1, rank))]) for rank, row in enumerate(rows)
+        ]
+        return Layout(self.num_tokens, runs, f"{self.name} owned")
+
+    def owned_rows(self, rank: int) -> torch.Tensor:
+        """Which of a rank's rows it has under `owned`, a LongTensor."""
+        return _tensor(np.flatnonzero(np.isin(self.rows(rank), self.owned.rows(rank))))
 
     @cached_property
     def _key(self) -> tuple[int, tuple[tuple[Run, ...], ...]]:
@@ -290,6 +338,20 @@ def _clip(runs: Sequence[Run], piece: tuple[int, int]) -> list[Run]:
             clipped.append(Run(run.start + first * run.stride, last - first, run.stride))
         offset += run.count
     return clipped
+
+
+def _filling_up(sizes: NDArray[np.int64], num_more: int) -> NDArray[np.int64]:
+    """Shares of num_more, by rank, after which sizes are as equal as they can be."""
+    ascending = np.sort(sizes)
+    # To bring the i smallest to the size of the next takes so many.
+    needed = np.arange(1, len(sizes) + 1) * np.append(ascending[1:], np.inf) - ascending.cumsum()
+    filled = int(np.argmax(needed >= num_more)) + 1
+    level, longer = divmod(num_more + int(ascending[:filled].sum()), filled)
+    lowest = np.argsort(sizes, kind="stable")[:filled]
+    shares = np.zeros(len(sizes), np.int64)
+    shares[lowest] = level - sizes[lowest]
+    shares[np.sort(lowest)[:longer]] += 1
+    return shares
 
 
 def _num_ranks(n: int) -> int:

@@ -262,7 +262,7 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
 
 def _plan(file: FilePlan, name: str, work: Workload, whole: _FileCandidate, path: str) -> Plan:
     with _reading(path, name):
-        where = work.mask, work.layout_for(whole.world_size)
+        where = work.mask, work.layout_for(whole.world_size).owned
         plan = candidate_format.read_plan(file, whole.world_size, whole.save, where)
         head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         return plan

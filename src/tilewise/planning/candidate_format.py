@@ -71,7 +71,7 @@ def read_layout(file: FileLayout, num_tokens: int, world_size: int) -> Layout:
             raise ValueError(f"layout {name!r} has no runs and is none of {[*dict(LAYOUTS)]}")
         return dict(LAYOUTS)[name](num_tokens, world_size)
     layout = Layout(num_tokens, runs, name)
-    if layout.world_size != world_size or not layout.is_partition:
+    if layout.world_size != world_size or not layout.owned.is_partition:
         raise ValueError(
             f"layout gives {sum(layout.sizes)} of {num_tokens} tokens to {layout.world_size} of "
             f"{world_size} ranks; every token must belong to exactly one rank"

@@ -57,7 +57,7 @@ def _cells(work: Workload) -> float:
 def _most_cells(work: Workload, world_size: int, price: Price, num_bytes: float) -> float:
     """No rank that moves so many bytes computes more cells."""
     group = work.num_heads / work.num_kv_heads
-    keys = float(max(work.layout_for(world_size).sizes))
+    keys = float(max(work.layout_for(world_size).owned.sizes))
     queries, others = group * keys, work.num_tokens - keys
     at_home = work.num_kv_heads * queries * keys
     one_side = num_bytes * max(keys / price.q, queries / price.kv)

@@ -43,7 +43,7 @@ class PassModel:
 
     @cached_property
     def layout(self) -> Layout:
-        return self.work.layout_for(self.world_size)
+        return self.work.layout_for(self.world_size).owned
 
     @cached_property
     def alike(self) -> bool | None:

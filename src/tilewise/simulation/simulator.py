@@ -26,6 +26,7 @@ from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.prices import PassCosts
+from tilewise.simulation.shared_rows import with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -193,7 +194,10 @@ def simulate(
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
             alike, unless exact.
     """
-    passes = (_run(one, machine, exact, prune) for one in work.resolve(plan, backward_plan))
+    passes = (
+        _joined(_run(one, machine, exact, prune), plan, work, machine, one.payload.backward)
+        for one in work.resolve(plan, backward_plan)
+    )
     (forward, symmetry), (backward, other) = passes
     return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
 
@@ -209,7 +213,16 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    return _run(work.resolve(plan)[backward], machine, exact)
+    ran = _run(work.resolve(plan)[backward], machine, exact)
+    return _joined(ran, plan, work, machine, backward)
+
+
+def _joined(
+    ran: tuple[Timeline, Symmetry], plan: Plan, work: Workload, machine: Machine, backward: bool
+) -> tuple[Timeline, Symmetry]:
+    """A pass with what a joint layout adds to it."""
+    timeline, symmetry = ran
+    return with_shared_rows(timeline, symmetry, plan, work, machine, backward), symmetry
 
 
 def _run(

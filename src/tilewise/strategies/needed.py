@@ -57,7 +57,7 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
         node_size: neighbouring ranks that share a node, to which rows then come once and are
             passed on; None: every reader is sent its rows by their owner.
     """
-    require_type(Layout, "layout", layout)
+    layout = require_type(Layout, "layout", layout).owned
     require_type(Mask, "mask", mask).check_tokens(layout.num_tokens)
     n = layout.world_size
     size = n if node_size is None else whole_number("node_size", node_size)

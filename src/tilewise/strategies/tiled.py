@@ -43,6 +43,7 @@ def tiled(
     Raises:
         ValueError: if kv_bytes, slack or linear is out of range.
     """
+    layout = layout.owned
     mask.check_tokens(layout.num_tokens)
     usual = getattr(layout, "balance", LEVEL)
     balance = _balance(

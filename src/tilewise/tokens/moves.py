@@ -50,20 +50,23 @@ def relayout_moves(layout: Layout, to: Layout) -> RowMoves:
 
 
 def gather_moves(layout: Layout, mask: Mask | None) -> RowMoves:
-    """All rows in order on every rank; with a mask those that the rank's queries see."""
+    """All rows in order on every rank; with a mask those that the rank's queries see.
+
+    Rows of replicated tokens come from their owners, of `layout.owned`.
+    """
 
     def make() -> RowMoves:
-        n, num_tokens = layout.world_size, layout.num_tokens
+        n, num_tokens, owned = layout.world_size, layout.num_tokens, layout.owned
         if mask is None:
-            return RowMoves("gather", layout, [[Run(0, num_tokens)]] * n)
+            return RowMoves("gather", owned, [[Run(0, num_tokens)]] * n)
         seen = np.zeros((n, num_tokens), bool)
-        for (reader, owner), cell in cells(mask, layout, layout).items():
-            rows = layout.rows(owner)
+        for (reader, owner), cell in cells(mask, layout, owned).items():
+            rows = owned.rows(owner)
             for start, stop in [(0, len(rows))] if cell.k_rows is None else cell.k_rows:
                 seen[reader, rows[start:stop]] = True
         every = np.arange(num_tokens)
         wanted = [_runs_with_fill(np.where(mine, every, FILL)) for mine in seen]
-        return RowMoves("gather", layout, wanted, mask=mask)
+        return RowMoves("gather", owned, wanted, mask=mask)
 
     return _KEPT.get(("gather", layout, mask), make)
 

@@ -1,0 +1,216 @@
+"""Models of diffusers with their sequence split: output and every gradient of one process."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("diffusers", reason="needs diffusers, of the extra diffusers")
+
+from processes.launcher import run_processes
+from support.diffusers_models import (
+    Inputs,
+    chrono_edit,
+    flux,
+    flux2,
+    flux2_inputs,
+    flux_inputs,
+    qwen_image,
+    qwen_image_inputs,
+    wan,
+    wan_inputs,
+)
+
+import tilewise as tw
+from tilewise.integrations.diffusers import enable_parallelism
+
+KINDS = {
+    "flux": (flux, flux_inputs),
+    "wan": (wan, wan_inputs),
+    "wan from an image": (partial(wan, image=True), partial(wan_inputs, image=True)),
+    "wan with a time a token": (wan, partial(wan_inputs, token_times=True)),
+    "flux2": (flux2, flux2_inputs),
+    "chronoedit": (chrono_edit, partial(wan_inputs, image=True)),
+    "qwen-image": (qwen_image, qwen_image_inputs),
+}
+LEAVES = "hidden_states", "encoder_hidden_states"
+
+
+class Trained(NamedTuple):
+    """The output of a model, and the gradients of its parameters and inputs."""
+
+    out: Tensor
+    gradients: dict[str, Tensor]
+
+
+def made(make: Any) -> Any:
+    torch.manual_seed(0)
+    return make().train()
+
+
+def trained(model: nn.Module, inputs: Inputs) -> Trained:
+    """One step, with a loss that weighs every number of the output differently."""
+    model.zero_grad()
+    leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES}
+    out = model(**{**inputs, **leaves}, return_dict=False)[0]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    (out * weights).sum().backward()
+    named = {**dict(model.named_parameters()), **leaves}
+    nothing = {name: torch.zeros_like(x) for name, x in named.items()}
+    found = {name: nothing[name] if x.grad is None else x.grad.clone() for name, x in named.items()}
+    return Trained(out.detach(), found)
+
+
+def assert_one_process(ranks: list[Trained], whole: Trained) -> None:
+    def error(x: Tensor, y: Tensor) -> float:
+        return float((x - y).abs().max() / y.abs().max().clamp_min(1))
+
+    assert max(error(rank.out, whole.out) for rank in ranks) < 1e-5
+    errors = {
+        name: error(torch.stack([rank.gradients[name] for rank in ranks]).sum(0), grad)
+        for name, grad in whole.gradients.items()
+    }
+    assert max(errors.values()) < 1e-5, errors
+
+
+def plan_for(draw: Random, n: int) -> Any:
+    plans: list[Any] = ["auto", tw.ring(n), tw.all_gather(n)]
+    if n % 2 == 0:
+        plans.append(tw.ulysses(2, inner=tw.ring(n // 2)))
+    return draw.choice(plans)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_model_is_one_process(kind: str, seed: int) -> None:
+    make, inputs_of = KINDS[kind]
+    draw = Random(seed)
+    n, model = draw.randint(2, 6), made(make)
+    if seed % 2:
+        model.enable_gradient_checkpointing()  # pyright: ignore[reportCallIssue]
+    calls = [inputs_of(draw) for _ in range(2)]
+    want = [trained(model, inputs) for inputs in calls]
+    plan = plan_for(draw, n)
+
+    def on_rank(rank: int, group: Any) -> list[Trained]:
+        own = enable_parallelism(copy.deepcopy(model), group, strategy=plan)
+        return [trained(own, inputs) for inputs in calls]
+
+    for ranks, whole in zip(zip(*tw.loopback(n, on_rank), strict=True), want, strict=True):
+        assert_one_process([*ranks], whole)
+    again = trained(model, calls[0])  # its attention takes the same way, and is not split
+    assert torch.equal(again.out, want[0].out)
+
+
+def test_lora_is_one_process() -> None:
+    from peft import LoraConfig
+
+    model = made(wan)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    model.add_adapter(config)  # pyright: ignore[reportCallIssue]
+    inputs = wan_inputs(Random(0))
+    want = trained(model, inputs)
+
+    def on_rank(rank: int, group: Any) -> Trained:
+        return trained(enable_parallelism(copy.deepcopy(model), group), inputs)
+
+    assert any("lora" in name for name in want.gradients)
+    assert_one_process(tw.loopback(3, on_rank), want)
+
+
+def _on_process(rank: int) -> list[Trained]:
+    from diffusers.models._modeling_parallel import ContextParallelConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, inputs = made(flux), flux_inputs(Random(1))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    groups = mesh, mesh["ulysses"], ContextParallelConfig(ulysses_degree=2), None
+    return [trained(enable_parallelism(copy.deepcopy(model), group), inputs) for group in groups]
+
+
+def test_meshes_and_their_configuration_on_processes() -> None:
+    want = trained(made(flux), flux_inputs(Random(1)))
+    for ranks in zip(*run_processes(2, _on_process), strict=True):
+        assert_one_process([*ranks], want)
+
+
+def test_a_plan_of_one_s_own_is_taken() -> None:
+    class Unknown(type(made(wan))):
+        _cp_plan = None
+
+    inputs = wan_inputs(Random(2))
+    torch.manual_seed(0)
+    model = Unknown(**{name: x for name, x in made(wan).config.items() if name[0] != "_"})
+    plan = type(made(wan))._cp_plan
+    with pytest.raises(ValueError, match="Unknown needs a cp_plan: its class declares none"):
+        enable_parallelism(model)
+    want = trained(model, inputs)
+
+    def on_rank(rank: int, group: Any) -> Trained:
+        return trained(enable_parallelism(copy.deepcopy(model), group, cp_plan=plan), inputs)
+
+    assert_one_process(tw.loopback(2, on_rank), want)
+
+
+def on_ranks(change: Any, n: int = 2) -> None:
+    """Call a split Flux on every rank with inputs of change(rank, inputs)."""
+    model, inputs = made(flux), flux_inputs(Random(0))
+
+    def on_rank(rank: int, group: Any) -> None:
+        own = enable_parallelism(copy.deepcopy(model), group)
+        own(**change(rank, dict(inputs)))
+
+    tw.loopback(n, on_rank)
+
+
+def test_noise_that_each_rank_draws_is_found() -> None:
+    def noise(rank: int, inputs: Inputs) -> Inputs:
+        x = inputs["hidden_states"]
+        return {**inputs, "hidden_states": x + 0.1 * rank * torch.ones_like(x)}
+
+    with pytest.raises(
+        ValueError, match=r"hidden_states of Flux.* another tensor on rank 1 .*seed"
+    ):
+        on_ranks(noise)
+
+    def longer(rank: int, inputs: Inputs) -> Inputs:
+        x = inputs["encoder_hidden_states"]
+        return {**inputs, "encoder_hidden_states": x[:, rank:]}
+
+    with pytest.raises(ValueError, match="ranks disagree on encoder_hidden_states"):
+        on_ranks(longer)
+
+
+def test_what_cannot_be_split_is_named() -> None:
+    model = made(flux)
+    with pytest.raises(ValueError, match=r"ring.* is for 4 ranks, but the group has 1"):
+        enable_parallelism(model, strategy=tw.ring(4))
+    enable_parallelism(model)
+    with pytest.raises(ValueError, match=r"split already: transformer_blocks\.0\.attn has"):
+        enable_parallelism(model)
+    with pytest.raises(ValueError, match="Linear needs a cp_plan: its class declares none"):
+        enable_parallelism(nn.Linear(2, 2))
+    plan: Any = type(model)._cp_plan
+    with pytest.raises(ValueError, match="has no module 'none'"):
+        enable_parallelism(made(flux), cp_plan={**plan, "none": plan["proj_out"]})
+
+    def few(rank: int, inputs: Inputs) -> Inputs:
+        first = {name: inputs[name][:, :2] for name in ("hidden_states",)}
+        return {**inputs, **first, "img_ids": inputs["img_ids"][:2]}
+
+    model, padded = made(qwen_image), qwen_image_inputs(Random(0))
+    padded["encoder_hidden_states_mask"] = torch.ones(padded["encoder_hidden_states"].shape[:2])
+
+    def with_a_mask(rank: int, group: Any) -> None:
+        enable_parallelism(copy.deepcopy(model), group)(**padded)
+
+    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn of Qwen.* with attn_mask"):
+        tw.loopback(2, with_a_mask)
+    with pytest.raises(ValueError, match=r"'hidden_states' of Flux.* has 2 rows for 3 ranks"):
+        on_ranks(few, 3)
