@@ -299,7 +299,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "Workload.resolve", work().resolve, {"plan": PLAN, "backward_plan": None}
     yield "volume", tw.volume, {"plan": PLAN, "work": work(), "backward_plan": None}
     simulated = {"plan": PLAN, "work": work(dtype="bfloat16"), **machines, "backward_plan": None}
-    yield "simulate", tw.simulate, {**simulated, "exact": None}
+    yield "simulate", tw.simulate, {**simulated, "exact": None, "prune": True}
     yield "search", tw.search, {
         "work": work(dtype="bfloat16"), **machines, "world_size": 2, "memory_bytes": None,
         "wires": (), "progress": None,
