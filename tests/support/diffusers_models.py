@@ -10,6 +10,27 @@ from torch import Tensor, nn
 
 Inputs = dict[str, Any]
 
+FLUX: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+}
+WAN: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+IMAGE: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 24}
+
 
 def _normal(draw: Random, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
@@ -18,16 +39,7 @@ def _normal(draw: Random, *shape: int) -> Tensor:
 def flux() -> nn.Module:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    return FluxTransformer2DModel(**FLUX, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
 
 
 def flux_inputs(draw: Random) -> Inputs:
@@ -52,20 +64,7 @@ def wan(*, image: bool = False) -> nn.Module:
     """Wan; with image: it also attends to an image that it begins with."""
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-    more: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 24} if image else {}
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=32,
-        **more,
-    )
+    return WanTransformer3DModel(**WAN, cross_attn_norm=True, **(IMAGE if image else {}))
 
 
 def wan_inputs(draw: Random, *, image: bool = False, token_times: bool = False) -> Inputs:
@@ -87,14 +86,7 @@ def flux2() -> nn.Module:
     from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
+        **FLUX, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4)
     )
 
 
@@ -110,19 +102,7 @@ def flux2_inputs(draw: Random) -> Inputs:
 def chrono_edit() -> nn.Module:
     from diffusers.models.transformers.transformer_chronoedit import ChronoEditTransformer3DModel
 
-    return ChronoEditTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-        image_dim=16,
-        added_kv_proj_dim=24,
-    )
+    return ChronoEditTransformer3DModel(**WAN, **IMAGE)
 
 
 def qwen_image() -> nn.Module:
