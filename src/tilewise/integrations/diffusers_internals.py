@@ -1,5 +1,5 @@
-"""What stands in diffusers under private names: its registry of attention backends, its plans and
-the processors of its attention layers. Of diffusers 0.42.
+"""Private names of diffusers 0.42 that this package uses: the registry of its attention backends,
+its plans and the processors of its attention layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class SplitAttention(Protocol):
-    """What a processor hands to the dispatch of attention as its parallel configuration."""
+    """The parallel configuration that a processor hands to the dispatch of attention."""
 
     def attention(self, call: dict[str, Any]) -> Tensor:
         """Return out of a call whose rows are split, by the names of the dispatch's arguments."""
@@ -32,10 +32,6 @@ class Split(NamedTuple):
     dim: int
     num_dims: int | None
 
-    @property
-    def key(self) -> tuple[str, str | int, int | None]:
-        return self.module, self.name, self.item
-
 
 class Gather(NamedTuple):
     """An output, by number, whose rows are gathered."""
@@ -46,7 +42,7 @@ class Gather(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Where a model is split and gathered."""
+    """The tensors that a model splits, and the outputs that it gathers."""
 
     splits: tuple[Split, ...]
     gathers: tuple[Gather, ...]
