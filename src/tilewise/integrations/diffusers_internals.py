@@ -4,7 +4,7 @@ its plans and the processors of its attention layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -13,8 +13,12 @@ from torch import Tensor, nn
 class SplitAttention(Protocol):
     """The parallel configuration that a processor hands to the dispatch of attention."""
 
-    def attention(self, call: dict[str, Any]) -> Tensor:
-        """Return out of a call whose rows are split, by the names of the dispatch's arguments."""
+    def attention(self, call: dict[str, Any], backend: Callable[[], Tensor]) -> Tensor:
+        """Return out of a call whose rows are split, by the names of the dispatch's arguments.
+
+        Args:
+            backend: runs the call on this rank's rows alone.
+        """
         ...
 
 
@@ -158,5 +162,5 @@ class _Routed:
     def __call__(self, **call: Any) -> Any:
         config: Any = call.get("_parallel_config")
         if hasattr(config, "attention"):
-            return config.attention(call)
+            return config.attention(call, lambda: self(**{**call, "_parallel_config": None}))
         return self.backend(**{name: x for name, x in call.items() if name in self.accepted})
