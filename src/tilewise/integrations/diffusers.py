@@ -504,15 +504,13 @@ def _install(
 ) -> None:
     """Hang the splits and gathers into a model, and the beginning of each call."""
     split = {name for x in cuts.splits for name, _ in modules_named(model, x.module)}
-    both = [
-        x for at in cuts.gathers for x, _ in modules_named(model, at.module) if x in split - {""}
-    ]
+    gathered = [name for x in cuts.gathers for name, _ in modules_named(model, x.module)]
+    both = [name for name in gathered if name in split - {""}]
     if both:
         raise ValueError(
-            f"the plan of {state.name} splits and gathers {both[0]!r}: what every rank computes whole "
-            "between such modules would be counted by each in training, and rows that it tells apart "
-            "inside them by whole lengths are others; pass a cp_plan that splits once, before the "
-            "first block, and gathers once, after the last"
+            f"the plan of {state.name} splits and gathers {both[0]!r}: every rank computes whole "
+            "tensors between such modules, whose gradients each would count; pass a cp_plan that "
+            "splits once, before the first block, and gathers once, after the last"
         )
     hooks: list[Callable[[], Any]] = []
     signature = inspect.signature(model.forward)
