@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     JambaConfig,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     ModernBertConfig,
@@ -189,14 +188,8 @@ def test_documents_of_cp_that_the_batch_does_not_have():
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [
-        (BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"),
-        (
-            Llama4TextConfig(**TINY, num_hidden_layers=4),
-            "attn_temperature_tuning counts this rank's rows",
-        ),
-    ],
-    ids=["bloom", "llama4"],
+    [(BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'")],
+    ids=["bloom"],
 )
 def test_models_that_cannot_be_split(config: Any, message: str):
     config.num_attention_heads, config.num_key_value_heads, config.intermediate_size = 4, 2, 32

@@ -101,7 +101,8 @@ def config(name: str, **changes: Any) -> PreTrainedConfig:
                 "num_local_experts": 2,
                 "num_hidden_layers": 4,
                 "attention_chunk_size": 6,
-                "attn_temperature_tuning": False,
+                "floor_scale": 3,  # tokens after which queries grow
+                "attn_scale": 0.7,
             },
         ),
         "opt": (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from tilewise.context_parallel import ContextParallel
@@ -255,6 +256,8 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         if error:
             refuse(cp, f"{type(module).__name__}: {error}")
         mask = attention_mask.whole(len(query), given)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = _tempered(module, query, cp, mask)
         rows = cp.layout.size(cp.rank)
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
@@ -274,6 +277,27 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
     return attend
+
+
+def _tempered(module: Any, query: Tensor, cp: ContextParallel, mask: Mask) -> Tensor:
+    """Llama 4's queries, which grow with a token's position: with that in its document.
+
+    The layer took the number of the row on this rank for it.
+    """
+    positions = cp.position_ids
+    for part in parts(mask):
+        if isinstance(part, Document):
+            starts = torch.tensor(part.cu_seqlens)
+            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    if len(positions) == 0:
+        return query
+
+    def scales(x: Tensor) -> Tensor:
+        steps = torch.floor((x.to(query.device, torch.float32) + 1.0) / module.floor_scale)
+        return torch.log1p(steps) * module.attn_scale + 1.0
+
+    ratio = scales(positions) / scales(torch.arange(len(positions)))
+    return (query * ratio[:, None]).to(query.dtype)
 
 
 def _unproven(found: Any, proven: bool) -> str | None:

@@ -122,10 +122,6 @@ def refused_model(config: Any, *, splits_states: bool = False) -> str | None:
             f"{name}: {skips[0]} skips layers at random, on each rank others, and all ranks run a "
             "layer's attention together; set it to 0 before the model is made"
         )
-    if getattr(config, "attn_temperature_tuning", False):
-        return (
-            f"{name}: attn_temperature_tuning counts this rank's rows as positions; set it to False"
-        )
     return None
 
 

@@ -90,6 +90,8 @@ def _shrink(config: Any) -> None:
             setattr(config, name, _resized(name, value, scale))
     for one in rope_parameters(config):
         _shrink_rope(config, one, scale)
+    if getattr(config, "attn_temperature_tuning", False):
+        config.floor_scale = 4  # tokens after which queries grow
     _fit_heads(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
