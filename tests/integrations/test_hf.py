@@ -24,6 +24,7 @@ from support.hf_models import (
     split_in_threads,
     summed,
 )
+from support.hybrid_models import run_apart
 from support.thinned import thinned
 from transformers import BertConfig, BertModel
 
@@ -33,7 +34,7 @@ from tilewise.integrations import hf
 N = 4
 WHOLE, PACKED, SHORT = (0, 22), (0, 5, 16, 17, 22), (0, 3)
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3", "cohere2")
-MODELS = ("llama", "llama4", "granite", "deepseek_v3", "qwen3", "mixtral", "gpt2", *WINDOWED)
+MODELS = ("llama", "granite", "deepseek_v3", "qwen3", "mixtral", "gpt2", *WINDOWED)
 
 
 def compare(name: str, given: Case, **options: Any) -> None:
@@ -100,8 +101,21 @@ def test_any_strategy_and_layout(options: dict):
 
 
 @pytest.mark.parametrize("cu_seqlens", [WHOLE, PACKED, SHORT], ids=["whole", "packed", "short"])
-def test_chunks_count_from_the_start_of_each_document(cu_seqlens: tuple[int, ...]):
-    compare("llama4", case(cu_seqlens))
+def test_llama_4_counts_chunks_and_temperature_from_each_document(cu_seqlens: tuple[int, ...]):
+    """Unsplit, transformers counts the temperature over the whole row: documents run apart."""
+    given = case(cu_seqlens)
+    got, want = split_in_threads("llama4", given), run_apart(build("llama4"), given)
+    assert not {what: error for what, error in errors(got, want).items() if not error < 1e-5}
+
+
+def test_the_temperature_of_llama_4_matters():
+    given = case(PACKED)
+    want = run_apart(build("llama4"), given)
+    for other in (
+        run_apart(build("llama4", attn_temperature_tuning=False), given),
+        run_whole(build("llama4"), given),
+    ):
+        assert errors(other, want)["logits"] > 1e-2
 
 
 def test_scores_are_capped_as_unsplit():

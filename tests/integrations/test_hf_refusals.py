@@ -186,12 +186,15 @@ def test_documents_of_cp_that_the_batch_does_not_have():
     assert "cp.mask has documents Document((0, 5, 22)), but the batch has" in text
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [(BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'")],
-    ids=["bloom"],
-)
-def test_models_that_cannot_be_split(config: Any, message: str):
+def test_llama_4_counts_no_places_in_a_tree():
+    tree = tw.Slices([((0, NUM_TOKENS), (0, NUM_TOKENS), "causal")])
+    make = lambda name: build("llama4", name, no_rope_layers=[0] * 4)  # noqa: E731
+    text = refusal(lambda cp, m: m(**plain(cp)), make, mask=tree)
+    assert "attn_temperature_tuning counts a token's place in its document" in text
+
+
+def test_a_model_beside_transformers_attention_interface_is_refused():
+    config, message = BloomConfig(**TINY, n_layer=1, n_head=4), "does not go through transformers'"
     config.num_attention_heads, config.num_key_value_heads, config.intermediate_size = 4, 2, 32
     cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
     name = hf.register(cp)

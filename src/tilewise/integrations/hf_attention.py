@@ -31,6 +31,10 @@ from tilewise.transport.agreement import agree
 from tilewise.transport.loopback import LoopbackGroup
 from tilewise.transport.resolve import transport_for
 
+TEMPERED_TREE = (
+    "attn_temperature_tuning counts a token's place in its document, which cp.mask of Slices (a "
+    "tree, say) does not tell; set it to False"
+)
 UNREADABLE = "it makes a mask of its own from it, which tilewise cannot run"
 
 
@@ -59,6 +63,7 @@ class LayerMask:
         self.read = read or (lambda _: mask)
         self.cu_seqlens: tuple[int, ...] | None = None  # in a model whose states are split, too
         self.settled: Mask | None = None
+        self.documents: tuple[int, ...] = ()  # once settled, except of Slices
         self.seed: int | None = None  # of dropout, in the first layer that drops
         self.layers: dict[nn.Module, int] = {}  # those that drop, counted
 
@@ -153,8 +158,14 @@ class LayerMask:
                 f"{Document(cu_seqlens)}; pass position_ids that start at 0 in each document, or "
                 "make cp with tw.Causal()"
             )
+        return self.settle(cu_seqlens)
+
+    def settle(self, cu_seqlens: tuple[int, ...]) -> Mask:
+        """Take these documents of the whole sequence, and return the mask with them."""
         mask = self.read(cu_seqlens)
-        return mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
+        self.documents = cu_seqlens
+        self.settled = mask if len(cu_seqlens) == 2 else mask & Document(cu_seqlens)
+        return self.settled
 
 
 def _documents(
@@ -256,8 +267,12 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         if error:
             refuse(cp, f"{type(module).__name__}: {error}")
         mask = attention_mask.whole(len(query), given)
-        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            query = _tempered(module, query, cp, mask)
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(
+            module, "use_rope", True
+        ):
+            if isinstance(mask, Slices):
+                refuse(cp, f"{type(module).__name__}: {TEMPERED_TREE}")
+            query = _tempered(module, query, cp, attention_mask.documents)
         rows = cp.layout.size(cp.rank)
         # A rank without tokens runs the model on one row of padding, which never gets here.
         spare = query.shape[2] if rows == 0 else 0
@@ -279,24 +294,28 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
     return attend
 
 
-def _tempered(module: Any, query: Tensor, cp: ContextParallel, mask: Mask) -> Tensor:
-    """Llama 4's queries, which grow with a token's position: with that in its document.
+def _tempered(
+    module: Any, query: Tensor, cp: ContextParallel, cu_seqlens: tuple[int, ...]
+) -> Tensor:
+    """Return Llama 4's queries, scaled by each token's place in its document.
 
-    The layer took the number of the row on this rank for it.
+    scale(place) = attn_scale * log1p(floor((place + 1) / floor_scale)) + 1. The layer has already
+    multiplied by the scale of the row's number on this rank, which is divided out.
+
+    Args:
+        query: [batch, heads, rows, head_dim].
     """
-    positions = cp.position_ids
-    for part in parts(mask):
-        if isinstance(part, Document):
-            starts = torch.tensor(part.cu_seqlens)
-            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    if len(positions) == 0:
+    if len(cp.position_ids) == 0:
         return query
+    starts = torch.tensor(cu_seqlens)
+    document = torch.searchsorted(starts, cp.position_ids, right=True) - 1
+    places = cp.position_ids - starts[document]
 
     def scales(x: Tensor) -> Tensor:
         steps = torch.floor((x.to(query.device, torch.float32) + 1.0) / module.floor_scale)
         return torch.log1p(steps) * module.attn_scale + 1.0
 
-    ratio = scales(positions) / scales(torch.arange(len(positions)))
+    ratio = scales(places) / scales(torch.arange(len(places)))
     return (query * ratio[:, None]).to(query.dtype)
 
 

@@ -536,9 +536,7 @@ def _masks_beside(implementation: str) -> Callable[..., Any]:
 
             return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
         mask = masks_of(call.cp, call.split.lengths, True, documents_of_call)(**given)
-        edges = call.rows.cu_seqlens
-        whole = mask.read(edges)
-        mask.settled = whole if len(edges) == 2 else whole & Document(edges)
+        mask.settle(call.rows.cu_seqlens)
         return mask
 
     return make_mask
