@@ -37,7 +37,7 @@ from tilewise.integrations.hf_rope import RopeLengths
 from tilewise.integrations.hf_states import documents_of_call, split_call, wire
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
-from tilewise.masks.base import Causal, Document, Full
+from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.moves import gather_moves
