@@ -21,6 +21,12 @@ from support.diffusers_models import (
     flux2,
     flux2_inputs,
     flux_inputs,
+    ltx,
+    ltx2,
+    ltx2_inputs,
+    ltx_inputs,
+    minimax_h3,
+    minimax_h3_inputs,
     qwen_image,
     qwen_image_inputs,
     wan,
@@ -38,8 +44,16 @@ KINDS = {
     "flux2": (flux2, flux2_inputs),
     "chronoedit": (chrono_edit, partial(wan_inputs, image=True)),
     "qwen-image": (qwen_image, qwen_image_inputs),
+    "qwen-image with padding": (qwen_image, partial(qwen_image_inputs, padded=True)),
+    "ltx": (ltx, ltx_inputs),
+    "ltx2": (ltx2, ltx2_inputs),
+    "ltx2 with a time a token": (
+        partial(ltx2, rope_type="split", gated_attn=True),
+        partial(ltx2_inputs, token_times=True),
+    ),
+    "minimax-h3": (minimax_h3, minimax_h3_inputs),
 }
-LEAVES = "hidden_states", "encoder_hidden_states"
+LEAVES = "hidden_states", "encoder_hidden_states", "audio_hidden_states"
 
 
 class Trained(NamedTuple):
@@ -57,8 +71,9 @@ def made(make: Any) -> Any:
 def trained(model: nn.Module, inputs: Inputs) -> Trained:
     """One step, with a loss that weighs every number of the output differently."""
     model.zero_grad()
-    leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES}
-    out = model(**{**inputs, **leaves}, return_dict=False)[0]
+    leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
+    outs = model(**{**inputs, **leaves}, return_dict=False)
+    out = torch.cat([x.flatten() for x in outs])
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     (out * weights).sum().backward()
     named = {**dict(model.named_parameters()), **leaves}
@@ -199,18 +214,42 @@ def test_what_cannot_be_split_is_named() -> None:
     plan: Any = type(model)._cp_plan
     with pytest.raises(ValueError, match="has no module 'none'"):
         enable_parallelism(made(flux), cp_plan={**plan, "none": plan["proj_out"]})
+    block = {"hidden_states": plan[""]["hidden_states"]}
+    several = {**plan, "transformer_blocks.*": block, "transformer_blocks.0": plan["proj_out"]}
+    with pytest.raises(ValueError, match=r"splits and gathers 'transformer_blocks\.0'"):
+        enable_parallelism(made(flux), cp_plan=several)
 
-    def few(rank: int, inputs: Inputs) -> Inputs:
-        first = {name: inputs[name][:, :2] for name in ("hidden_states",)}
-        return {**inputs, **first, "img_ids": inputs["img_ids"][:2]}
 
-    model, padded = made(qwen_image), qwen_image_inputs(Random(0))
-    padded["encoder_hidden_states_mask"] = torch.ones(padded["encoder_hidden_states"].shape[:2])
+def refused(make: Any, inputs: Inputs) -> str:
+    model = made(make)
 
-    def with_a_mask(rank: int, group: Any) -> None:
-        enable_parallelism(copy.deepcopy(model), group)(**padded)
+    def on_rank(rank: int, group: Any) -> None:
+        enable_parallelism(copy.deepcopy(model), group)(**inputs)
 
-    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn of Qwen.* with attn_mask"):
-        tw.loopback(2, with_a_mask)
-    with pytest.raises(ValueError, match=r"'hidden_states' of Flux.* has 2 rows for 3 ranks"):
-        on_ranks(few, 3)
+    with pytest.raises(ValueError) as error:
+        tw.loopback(2, on_rank)
+    return str(error.value)
+
+
+def test_masks_that_cannot_be_split_are_named() -> None:
+    inputs = ltx2_inputs(Random(0))
+    length = inputs["hidden_states"].shape[1]
+    inputs["video_self_attention_mask"] = torch.ones(2, length, length).tril()
+    assert "attn1 of LTX2VideoTransformer3DModel attends with attn_mask" in refused(ltx2, inputs)
+    inputs = ltx_inputs(Random(0))
+    inputs["encoder_attention_mask"][1] = 0
+    length = inputs["encoder_attention_mask"].shape[1]
+    assert f"hides all {length} keys of batch entry 1" in refused(ltx, inputs)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3])
+def test_images_of_fewer_tokens_than_ranks_are_whole_on_each(num_tokens: int) -> None:
+    model, inputs = made(flux), flux_inputs(Random(0))
+    inputs |= {name: inputs[name][:, :num_tokens] for name in ("hidden_states",)}
+    inputs["img_ids"] = inputs["img_ids"][:num_tokens]
+    want = trained(model, inputs)
+
+    def on_rank(rank: int, group: Any) -> Trained:
+        return trained(enable_parallelism(copy.deepcopy(model), group), inputs)
+
+    assert_one_process(tw.loopback(4, on_rank), want)

@@ -10,6 +10,27 @@ from torch import Tensor, nn
 
 Inputs = dict[str, Any]
 
+FLUX: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+}
+WAN: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+IMAGE: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 24}
+
 
 def _normal(draw: Random, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
@@ -18,16 +39,7 @@ def _normal(draw: Random, *shape: int) -> Tensor:
 def flux() -> nn.Module:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
+    return FluxTransformer2DModel(**FLUX, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
 
 
 def flux_inputs(draw: Random) -> Inputs:
@@ -52,20 +64,7 @@ def wan(*, image: bool = False) -> nn.Module:
     """Wan; with image: it also attends to an image that it begins with."""
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-    more: dict[str, Any] = {"image_dim": 16, "added_kv_proj_dim": 24} if image else {}
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=32,
-        **more,
-    )
+    return WanTransformer3DModel(**WAN, cross_attn_norm=True, **(IMAGE if image else {}))
 
 
 def wan_inputs(draw: Random, *, image: bool = False, token_times: bool = False) -> Inputs:
@@ -87,14 +86,7 @@ def flux2() -> nn.Module:
     from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
+        **FLUX, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4)
     )
 
 
@@ -110,19 +102,7 @@ def flux2_inputs(draw: Random) -> Inputs:
 def chrono_edit() -> nn.Module:
     from diffusers.models.transformers.transformer_chronoedit import ChronoEditTransformer3DModel
 
-    return ChronoEditTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-        image_dim=16,
-        added_kv_proj_dim=24,
-    )
+    return ChronoEditTransformer3DModel(**WAN, **IMAGE)
 
 
 def qwen_image() -> nn.Module:
@@ -139,12 +119,127 @@ def qwen_image() -> nn.Module:
     )
 
 
-def qwen_image_inputs(draw: Random) -> Inputs:
-    """A text of at least 6 tokens, without padding."""
-    height, width = draw.randint(3, 6), draw.randint(2, 5)
-    return {
+def padding(draw: Random, length: int) -> Tensor:
+    """A mask [2, length] with some ones: at the end of one entry, anywhere in the other."""
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[0, draw.randint(1, length) :] = 0
+    mask[1, draw.sample(range(length), draw.randint(0, length - 1))] = 0
+    return mask
+
+
+def qwen_image_inputs(draw: Random, *, padded: bool = False) -> Inputs:
+    height, width, text = draw.randint(3, 6), draw.randint(2, 5), draw.randint(1, 12)
+    inputs = {
         "hidden_states": _normal(draw, 2, height * width, 16),
-        "encoder_hidden_states": _normal(draw, 2, draw.randint(6, 12), 32),
+        "encoder_hidden_states": _normal(draw, 2, text, 32),
         "timestep": torch.tensor([0.5, 0.7]),
         "img_shapes": [[(1, height, width)]] * 2,
+    }
+    return inputs | ({"encoder_hidden_states_mask": padding(draw, text)} if padded else {})
+
+
+def ltx() -> nn.Module:
+    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
+
+    return LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        cross_attention_dim=24,
+        num_layers=2,
+        caption_channels=16,
+    )
+
+
+def ltx_inputs(draw: Random) -> Inputs:
+    frames, height, width = draw.randint(1, 3), draw.randint(2, 3), draw.randint(2, 4)
+    text = draw.randint(1, 9)
+    return {
+        "hidden_states": _normal(draw, 2, frames * height * width, 4),
+        "encoder_hidden_states": _normal(draw, 2, text, 16),
+        "timestep": torch.tensor([500, 700]),
+        "encoder_attention_mask": padding(draw, text),
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+    }
+
+
+def ltx2(*, rope_type: str = "interleaved", **options: Any) -> nn.Module:
+    from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+
+    return LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        cross_attention_dim=24,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=16,
+        rope_type=rope_type,
+        **options,
+    )
+
+
+def ltx2_inputs(draw: Random, *, token_times: bool = False) -> Inputs:
+    """A video with its sound; token_times: with a time for each token of the video."""
+    inputs, sound = ltx_inputs(draw), draw.randint(2, 7)
+    inputs |= {
+        "audio_hidden_states": _normal(draw, 2, sound, 4),
+        "audio_encoder_hidden_states": _normal(draw, 2, 5, 16),
+        "audio_num_frames": sound,
+        "audio_encoder_attention_mask": padding(draw, 5),
+    }
+    if token_times:
+        shape = inputs["hidden_states"].shape[:2]
+        inputs["audio_timestep"] = inputs["timestep"]
+        inputs["timestep"] = (500 * _normal(draw, *shape)).abs()
+    return inputs
+
+
+def minimax_h3() -> nn.Module:
+    from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
+
+    return MiniMaxH3Transformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=32,
+        in_channels=4,
+        audio_in_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        time_embed_hidden_dim=32,
+        time_embed_dim=16,
+        rope_freq_dim=2,
+    )
+
+
+def minimax_h3_inputs(draw: Random) -> Inputs:
+    """Text, sound and video of one sequence, in any order."""
+    video, text, sound = draw.randint(4, 12), draw.randint(1, 6), draw.randint(1, 5)
+    num_tokens = video + text + sound
+    order = torch.tensor(draw.sample(range(num_tokens), num_tokens))
+    places = [x.sort().values for x in order.split([video, text, sound])]
+    tags = torch.zeros(num_tokens, dtype=torch.long)
+    tags[places[1]], tags[places[2]] = 1, 2
+    return {
+        "hidden_states": _normal(draw, 1, video, 16),
+        "audio_hidden_states": _normal(draw, 1, sound, 4),
+        "encoder_hidden_states": _normal(draw, 1, text, 16),
+        "timestep": torch.tensor([0.5, 0.7]),
+        "timestep_indices": torch.arange(num_tokens) % 2,
+        "token_tags": tags,
+        "position_ids": _normal(draw, num_tokens, 3).abs(),
+        "video_indices": places[0],
+        "text_indices": places[1],
+        "audio_indices": places[2],
     }

@@ -13,7 +13,7 @@ import torch
 from support.thinned import thinned
 from torch import nn
 from verification.state_zoo import STATE_CASES
-from verification.zoo import CASES, EDGES, VARIANTS, WINDOW, Settings, T, made, share
+from verification.zoo import CASES, EDGES, VARIANTS, WINDOW, Settings, T, joint, made, share
 
 import tilewise as tw
 from tilewise.verification.causes import CAUSES
@@ -47,6 +47,11 @@ QUICK = "mean_of_ranks", "labels_rolled", "own_key_seen", "sink_larger", "loss_d
 def test_a_fault_that_differs_a_little_is_named(case, cause):
     report = tw.parity(*made(case.settings), case.split, backend="loopback")
     assert (report.equal, report.layer, report.cause) == (False, case.layer, cause), str(report)
+
+
+def test_tokens_that_every_rank_holds_are_compared_by_their_sums():
+    report = tw.parity(*made(), partial(share, layout=joint, given=True), backend="loopback")
+    assert report.equal, str(report)
 
 
 def test_the_zoo_has_every_cause():

@@ -20,6 +20,7 @@ WIDTH = HEADS * DIM
 LATENT, VALUE = 12, 6  # of "mla"
 EDGES = 0, 13, T
 MOST_TOKENS = 64
+SHARED = 5  # tokens that every rank holds, of `joint`
 WINDOW = 5
 
 
@@ -246,6 +247,9 @@ def shared_attention(
         factor = {"dq_wrong": 0.5, "dk_wrong": 1.5, "dv_wrong": 0.0}[fault]
         which = ("dq_wrong", "dk_wrong", "dv_wrong").index(fault)
         q, k, v = (Wrong.apply(x, factor if i == which else 1.0) for i, x in enumerate((q, k, v)))
+    if fault == "shared_gradient_lost" and cp.rank:
+        own = cp.position_ids < SHARED
+        k, v = (torch.where(own[:, None, None], x.detach(), x) for x in (k, v))
     keys, values = cp.unshard(k, 1), cp.unshard(v, 1)
     allowed = settings.allowed(here, everywhere)
     size = -(-num_tokens // cp.world_size)
@@ -295,6 +299,10 @@ def shared_attention(
         keys, values = keys.roll(1, 2), values.roll(1, 2)
     elif fault == "counted_twice":
         again = everywhere[ranks == 0]
+        keys, values = (torch.cat([x, x[:, again]], 1) for x in (keys, values))
+        allowed = torch.cat([allowed, allowed[:, again]], 1)
+    elif fault == "shared_counted_per_rank":
+        again = everywhere[:SHARED].repeat(cp.world_size - 1)
         keys, values = (torch.cat([x, x[:, again]], 1) for x in (keys, values))
         allowed = torch.cat([allowed, allowed[:, again]], 1)
     elif fault == "lse_gradient_lost":
@@ -380,6 +388,11 @@ def share(
         count = (labels != -100).sum()
     elif fault == "dropout_differs":
         torch.manual_seed(rank)
+    if len(cp.layout.replicated) and rank:  # the loss of shared rows counts once
+        labels = labels.masked_fill(positions < SHARED, -100)
+    if fault == "noise_per_rank" and rank:
+        noise = torch.randn(ids.shape[1], WIDTH, generator=torch.Generator().manual_seed(rank))
+        model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + noise, *args[1:]))
     if fault == "no_label_nan":
         labels = torch.full_like(labels, -100) if rank == 0 else labels
         count = (labels != -100).sum()
@@ -410,6 +423,10 @@ def reduce(model: nn.Module, cp: tw.ContextParallel, leave_out: str | None) -> N
         parameter.grad.copy_(total.reshape(parameter.grad.shape))
 
 
+def joint(num_tokens: int, n: int) -> tw.Layout:
+    return tw.joint(tw.contiguous(num_tokens - SHARED, n), replicated=range(SHARED))
+
+
 class Case(NamedTuple):
     """A fault, the model that shows it, and the layer in which it is."""
 
@@ -425,6 +442,7 @@ class Case(NamedTuple):
 
 FIRST, SECOND = "layers.0.attention", "layers.1.attention"
 LATER = {"first": 1, "layout": tw.contiguous}
+JOINT = {"first": 1, "layout": joint, "given": True}
 CASES = (
     Case("mask_ignored", FIRST),
     Case("window_ignored", SECOND, Settings(window=WINDOW), LATER),
@@ -457,6 +475,9 @@ CASES = (
     Case("padding_attended", FIRST),
     Case("order_sensitive_layer", "conv", Settings(conv=True)),
     Case("missing_all_reduce", "layers.0.mlp_norm"),
+    Case("shared_counted_per_rank", SECOND, Settings(), JOINT),
+    Case("shared_gradient_lost", SECOND, Settings(), JOINT),
+    Case("noise_per_rank", "layers.0.norm", Settings(), {"layout": tw.contiguous}),
 )
 
 THREE, STRICT = Settings(documents=(0, 9, 20, T)), Settings(window=WINDOW, strict=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any, Literal, TypeVar
 
@@ -34,7 +35,11 @@ from tilewise.integrations.diffusers_internals import (
     route_calls,
     split_processor,
 )
+from tilewise.integrations.diffusers_models import MODELS, Attends
+from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, Run, contiguous
+from tilewise.masks.base import Mask
+from tilewise.masks.tables import Slices
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues
 from tilewise.strategies.ring import ring
@@ -42,22 +47,16 @@ from tilewise.strategies.ulysses import ulysses
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows
 from tilewise.tokens.same_rows import first_difference
-from tilewise.transport.agreement import agree
+from tilewise.transport.agreement import agree, settled
 from tilewise.transport.resolve import Group, transport_for
 
 __all__ = ["TRIED", "enable_parallelism"]
 
-TRIED = (
-    "ChronoEditTransformer3DModel",
-    "Flux2Transformer2DModel",
-    "FluxTransformer2DModel",
-    "QwenImageTransformer2DModel",
-    "WanTransformer3DModel",
-)
+TRIED = tuple(MODELS)
 """Classes of models of diffusers that tests compare with one process."""
 
-TAKES_NO_TEXT = TRIED[1:3]
-"""Those of them that run on a rank without a row of the text, if it has one of the image."""
+HIDDEN = -9000.0
+"""Most that a mask in numbers adds to scores of keys that it hides: -10,000 in any dtype."""
 
 MOST_JOINED = 3
 """Most tensors that a model concatenates to one sequence of attention."""
@@ -104,7 +103,7 @@ def enable_parallelism(
     Raises:
         ValueError: if the model has no plan, has been split already, or has attention that cannot
             be split. Calls raise it on every rank for inputs that differ between ranks, and for
-            attention with a mask, dropout or keys of another length.
+            attention with dropout or a mask that differs between queries.
     """
     name = type(model).__name__
     of_mesh, ranks = _strategy_of(group)
@@ -133,10 +132,25 @@ def enable_parallelism(
                 f"{layer} attends to an image prompt that every rank has whole "
                 f"({type(processor).__name__}), which cannot be split; unload the IP adapter"
             )
-    state = _SplitModel(name, ranks, strategy, validate)
-    _install(model, cuts, state)
+    whole_outputs: tuple[str, ...] = ()
+    attends: dict[str, Attends | None] = {}
+    if cp_plan is None:
+        known = MODELS[name]
+        whole_outputs = known.whole_outputs
+        cuts = cuts._replace(splits=(*cuts.splits, *known.splits))
+        for layer, _ in layers:
+            fits = [part for part in known.layers if part in layer.split(".")]
+            if not fits:
+                raise ValueError(
+                    f"{layer} of {name} is no attention layer that was tried "
+                    f"({', '.join(known.layers)}); pass cp_plan=, and compare with one process"
+                )
+            attends[layer] = known.layers[fits[0]]
+    state = _SplitModel(name, ranks, strategy, validate, cp_plan is None)
+    _install(model, cuts, whole_outputs, state)
     for layer, processor in layers:
-        split_processor(processor, _Layer(layer, state))
+        if attends.get(layer, _UNKNOWN) is not None:
+            split_processor(processor, _Layer(layer, attends.get(layer), state))
     route_calls()
     return model
 
@@ -182,8 +196,9 @@ class _SplitModel:
         group: Group,
         strategy: Literal["auto"] | Plan,
         validate: Validate,
+        is_tried: bool,
     ):
-        self.name, self.strategy = name, strategy
+        self.name, self.strategy, self.is_tried = name, strategy, is_tried
         self.validate: Validate = validate
         self.transport = transport_for(group)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
@@ -219,16 +234,44 @@ class _SplitModel:
             )
 
     def split(self, x: Tensor, key: Key, dim: int) -> Tensor:
-        """This rank's part of a whole tensor; its backward pass has zeros elsewhere."""
+        """This rank's part of a whole tensor; its backward pass has zeros elsewhere.
+
+        A tensor of fewer rows than ranks stays whole on every rank, as a text of one token does.
+        """
         self.lengths[key] = length = x.shape[dim]
-        most = max(self.lengths.values()) if self.name in TAKES_NO_TEXT else length
-        if most < self.world_size:
+        if length < self.world_size:
+            if self.is_tried:
+                return x
             raise ValueError(
                 f"{key[1]!r} of {key[0] or self.name} has {length} rows for {self.world_size} "
                 "ranks, of which each needs one; use fewer ranks, larger images or longer texts"
             )
-        (run,) = contiguous(max(length, 1), self.world_size).runs[self.rank] or (Run(0, 0),)
-        return x.narrow(dim, min(run.start, length), min(run.count, length))
+        (run,) = contiguous(length, self.world_size).runs[self.rank]
+        return x.narrow(dim, run.start, run.count)
+
+    def sequence(self, names: tuple[str, ...], num_rows: int) -> Layout:
+        """The layout of a sequence of a tried model.
+
+        Split parts stand by rank, each rank's in order, as its rows do.
+
+        Args:
+            names: of the arguments that it is made of.
+            num_rows: of this rank; the length of an argument that is never split.
+        """
+        by_name = {key[1]: length for key, length in self.lengths.items()}
+        lengths = [by_name.get(name, -1) for name in names]
+        whole = [length < self.world_size for length in lengths]
+        lengths = [num_rows if length < 0 else length for length in lengths]
+        if all(whole):
+            return joint(self.world_size, range(sum(lengths)))
+        parts = [x for x, is_whole in zip(lengths, whole, strict=True) if not is_whole]
+        sizes = [contiguous(x, self.world_size).sizes for x in parts]
+        split = _by_rank(tuple(map(sum, zip(*sizes, strict=True))))
+        if not any(whole):
+            return split
+        before = sum(lengths[: whole.index(False)])
+        after = range(before + split.num_tokens, sum(lengths))
+        return joint(split, [*range(before), *after])
 
     def layout(self, sequence: str, num_rows: int, most: int = MOST_JOINED) -> Layout:
         """The layout of a sequence that is made up of split tensors, found by its rows.
@@ -257,16 +300,11 @@ class _SplitModel:
                     f"plan does not say all that {self.name} splits"
                 )
         self._candidates[sequence] = candidates
-        (rows, *_) = sizes.values()
-        starts = np.cumsum([0, *rows]).tolist()
-        runs = [[Run(start, count)] for start, count in zip(starts, rows, strict=False)]
-        return Layout(starts[-1], runs, "split")
+        return _by_rank(next(iter(sizes.values())))
 
     def _sizes(self, keys: tuple[Key, ...]) -> tuple[int, ...]:
         """Rows of each rank of tensors one after the other."""
-        n = self.world_size
-        parts = [contiguous(max(self.lengths[key], 1), n).sizes for key in keys]
-        parts = [x if self.lengths[key] else (0,) * n for x, key in zip(parts, keys, strict=True)]
+        parts = [contiguous(self.lengths[key], self.world_size).sizes for key in keys]
         return tuple(map(sum, zip(*parts, strict=True)))
 
     def _rows_of_ranks(self, sequence: str, num_rows: int) -> tuple[int, ...]:
@@ -275,11 +313,21 @@ class _SplitModel:
         records = self.transport.gather_records(record)
         return tuple(int(x.view(torch.int64)) for x in records)
 
-    def attention(self, layer: str, call: Mapping[str, Any]) -> Tensor:
-        """Attention of a layer over the rows of all ranks."""
+    def attention(
+        self,
+        layer: str,
+        attends: Attends | None,
+        call: Mapping[str, Any],
+        backend: Callable[[], Tensor],
+    ) -> Tensor:
+        """Attention of a layer over the rows of all ranks.
+
+        Args:
+            attends: what its sequences are made of; None: found by their rows.
+            backend: that of diffusers, for rows of this rank alone.
+        """
         q, k, v = call["query"], call["key"], call["value"]
         refused = {
-            "attn_mask": call.get("attn_mask") is not None,
             "dropout_p": bool(call.get("dropout_p")),
             "is_causal": bool(call.get("is_causal")),
             "return_lse": bool(call.get("return_lse")),
@@ -290,13 +338,74 @@ class _SplitModel:
                 f"{layer} of {self.name} attends with {names}, which cannot be split yet; call the "
                 "model without it"
             )
-        if k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"{layer} of {self.name} has {q.shape[1]} rows of queries and {k.shape[1]} of "
-                "keys on this rank; only attention of a sequence to itself is split"
-            )
-        layout = self.layout(layer, int(q.shape[1]))
-        return self._cp(layout).attention(q, k, v, softmax_scale=call.get("scale"))
+        num_rows, num_keys = int(q.shape[1]), int(k.shape[1])
+        if attends is None:
+            layout = keys = self.layout(layer, num_rows)
+            if num_keys != num_rows:
+                keys = self.layout(f"keys of {layer}", num_keys)
+        else:
+            layout = self.sequence(attends.queries, num_rows)
+            keys = self.sequence(attends.keys, num_keys)
+        if len(keys.replicated) == keys.num_tokens:
+            return backend()
+        options: dict[str, Any] = {"softmax_scale": call.get("scale")}
+        if keys != layout:
+            moves = "kv" if keys.num_tokens <= layout.num_tokens else "q"
+            plan = ring(self.world_size, moves) if self.strategy == "auto" else self.strategy
+            options |= {"kv_layout": keys, "plan": plan}
+        cp, given = self._cp(layout), call.get("attn_mask")
+        if given is None:
+            return cp.attention(q, k, v, **options)
+        outs: list[Tensor] = []
+        entries: list[int] = []
+        for mask, batch in self._masks(layer, given, len(q), layout, keys):
+            rows = (x[batch] for x in (q, k, v))
+            outs.append(cp.attention(*rows, mask=mask, **options))
+            entries += batch
+        return torch.cat(outs)[np.argsort(entries).tolist()]
+
+    def _masks(
+        self, layer: str, given: Tensor, num_entries: int, layout: Layout, keys: Layout
+    ) -> list[tuple[Mask | None, list[int]]]:
+        """Masks of keys that some entries of a batch have in common, and these entries.
+
+        Args:
+            given: this rank's, broadcast to [batch, num_heads, rows, keys]: of padding, the same
+                for all heads and queries.
+        """
+
+        def visible() -> Tensor:
+            x = given.detach()[(None,) * (4 - given.ndim)]
+            x = x.expand(num_entries, *x.shape[1:])
+            seen = x if x.dtype == torch.bool else x == 0
+            is_padding = bool((seen == seen[:, :1, :1]).all())
+            if x.dtype != torch.bool:
+                is_padding &= bool((seen | (x <= HIDDEN)).all())
+            if not is_padding or x.shape[-1] != keys.size(self.rank):
+                raise ValueError(
+                    f"{layer} of {self.name} attends with attn_mask {list(given.shape)}, which is "
+                    f"none of padding: one that hides some of the {keys.size(self.rank)} keys from "
+                    "all queries and heads, by False or by -10,000, and adds 0 elsewhere. Others "
+                    "cannot be split; call the model without it"
+                )
+            return seen[:, 0, 0].to("cpu", torch.uint8)
+
+        seen = settled(self.transport, visible)
+        record = torch.zeros(num_entries, max(keys.sizes), dtype=torch.uint8)
+        record[:, : seen.shape[1]] = seen
+        whole = np.zeros((num_entries, keys.num_tokens), bool)
+        for rank, theirs in enumerate(self.transport.gather_records(record.flatten())):
+            rows = theirs.view(record.shape)[:, : keys.size(rank)].numpy()
+            whole[:, keys.rows(rank)] = rows.astype(bool)
+        entries: dict[bytes, list[int]] = {}
+        for entry, row in enumerate(whole):
+            if not row.any():
+                raise ValueError(
+                    f"{layer} of {self.name} attends with attn_mask, which hides all "
+                    f"{keys.num_tokens} keys of batch entry {entry}; leave at least one"
+                )
+            entries.setdefault(row.tobytes(), []).append(entry)
+        return [(_mask_of_keys(whole[x[0]], layout.num_tokens), x) for x in entries.values()]
 
     def _cp(self, layout: Layout) -> ContextParallel:
         def make() -> ContextParallel:
@@ -313,21 +422,50 @@ class _SplitModel:
     def gather(self, x: Tensor, at: Gather) -> Tensor:
         """All rows of a tensor, whose backward pass takes this rank's slice."""
         rows, where = int(x.shape[at.dim]), at.module or "the model"
-        layout = self.layout(f"output {at.item} of {where}", rows, most=1)
+        if self.is_tried:
+            layout = self.sequence(("hidden_states",), rows)
+            if len(layout.replicated):
+                return self.shared(x)
+        else:
+            layout = self.layout(f"output {at.item} of {where}", rows, most=1)
         return _Gathered.apply(x, self, layout, at.dim % x.ndim)  # pyright: ignore
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A tensor that every rank computes whole, whose backward pass gives each rank a share."""
+        return _Shared.apply(x, self.rank, self.world_size)  # pyright: ignore
+
+
+_UNKNOWN = Attends((), ())
+"""Stands for a layer of a model that was not tried."""
+
+
+def _by_rank(sizes: tuple[int, ...]) -> Layout:
+    """The layout of so many rows of each rank, one rank after the other."""
+    starts = np.cumsum([0, *sizes]).tolist()
+    runs = [[Run(start, count)] for start, count in zip(starts, sizes, strict=False)]
+    return Layout(starts[-1], runs, "split")
+
+
+def _mask_of_keys(visible: np.ndarray, num_queries: int) -> Mask | None:
+    """The mask by which all queries attend to the keys that are visible; None: to all."""
+    if visible.all():
+        return None
+    edges = np.flatnonzero(np.diff(visible, prepend=False, append=False)).tolist()
+    ranges = zip(edges[::2], edges[1::2], strict=True)
+    return Slices([((0, num_queries), keys, "full") for keys in ranges])
 
 
 class _Layer:
     """An attention layer of a split model, as its processor's parallel configuration."""
 
-    def __init__(self, name: str, model: _SplitModel):
-        self.name, self.model = name, model
+    def __init__(self, name: str, attends: Attends | None, model: _SplitModel):
+        self.name, self.attends, self.model = name, attends, model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
         return self
 
-    def attention(self, call: dict[str, Any]) -> Tensor:
-        return self.model.attention(self.name, call)
+    def attention(self, call: dict[str, Any], backend: Callable[[], Tensor]) -> Tensor:
+        return self.model.attention(self.name, self.attends, call, backend)
 
 
 class _Gathered(torch.autograd.Function):
@@ -344,8 +482,36 @@ class _Gathered(torch.autograd.Function):
         return grad.narrow(ctx.dim, start, stop - start), None, None, None
 
 
-def _install(model: nn.Module, cuts: Cuts, state: _SplitModel) -> None:
+class _Shared(torch.autograd.Function):
+    """Every rank computes all of it: each rank's gradient is a slice, and zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, world_size: int) -> Tensor:
+        ctx.of = rank, world_size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        rank, world_size = ctx.of
+        start, stop = (grad.numel() * part // world_size for part in (rank, rank + 1))
+        share = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+        share.view(-1)[start:stop] = grad.reshape(-1)[start:stop]
+        return share, None, None
+
+
+def _install(
+    model: nn.Module, cuts: Cuts, whole_outputs: tuple[str, ...], state: _SplitModel
+) -> None:
     """Hang the splits and gathers into a model, and the beginning of each call."""
+    split = {name for x in cuts.splits for name, _ in modules_named(model, x.module)}
+    gathered = [name for x in cuts.gathers for name, _ in modules_named(model, x.module)]
+    both = [name for name in gathered if name in split - {""}]
+    if both:
+        raise ValueError(
+            f"the plan of {state.name} splits and gathers {both[0]!r}: every rank computes whole "
+            "tensors between such modules, whose gradients each would count; pass a cp_plan that "
+            "splits once, before the first block, and gathers once, after the last"
+        )
     hooks: list[Callable[[], Any]] = []
     signature = inspect.signature(model.forward)
 
@@ -364,6 +530,9 @@ def _install(model: nn.Module, cuts: Cuts, state: _SplitModel) -> None:
                 hooks.append(_input_hook(module, name, inputs, state))
             if outputs or gathers:
                 hooks.append(_output_hook(module, name, outputs, gathers, state))
+    for path in whole_outputs:
+        for _, module in modules_named(model, path):
+            hooks.append(partial(module.register_forward_hook, _shared_hook(state)))
     for hook in hooks:  # all at once: a plan that does not fit leaves the model as it is
         hook()
 
@@ -419,3 +588,7 @@ def _output_hook(
         return items[0] if isinstance(output, Tensor) else tuple(items)
 
     return lambda: module.register_forward_hook(hook)
+
+
+def _shared_hook(state: _SplitModel) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    return lambda _, __, output: state.shared(output)

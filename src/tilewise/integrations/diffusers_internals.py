@@ -1,20 +1,24 @@
-"""What stands in diffusers under private names: its registry of attention backends, its plans and
-the processors of its attention layers. Of diffusers 0.42.
+"""Private names of diffusers 0.42 that this package uses: the registry of its attention backends,
+its plans and the processors of its attention layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 
 class SplitAttention(Protocol):
-    """What a processor hands to the dispatch of attention as its parallel configuration."""
+    """The parallel configuration that a processor hands to the dispatch of attention."""
 
-    def attention(self, call: dict[str, Any]) -> Tensor:
-        """Return out of a call whose rows are split, by the names of the dispatch's arguments."""
+    def attention(self, call: dict[str, Any], backend: Callable[[], Tensor]) -> Tensor:
+        """Return out of a call whose rows are split, by the names of the dispatch's arguments.
+
+        Args:
+            backend: runs the call on this rank's rows alone.
+        """
         ...
 
 
@@ -32,10 +36,6 @@ class Split(NamedTuple):
     dim: int
     num_dims: int | None
 
-    @property
-    def key(self) -> tuple[str, str | int, int | None]:
-        return self.module, self.name, self.item
-
 
 class Gather(NamedTuple):
     """An output, by number, whose rows are gathered."""
@@ -46,7 +46,7 @@ class Gather(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Where a model is split and gathered."""
+    """The tensors that a model splits, and the outputs that it gathers."""
 
     splits: tuple[Split, ...]
     gathers: tuple[Gather, ...]
@@ -162,5 +162,5 @@ class _Routed:
     def __call__(self, **call: Any) -> Any:
         config: Any = call.get("_parallel_config")
         if hasattr(config, "attention"):
-            return config.attention(call)
+            return config.attention(call, lambda: self(**{**call, "_parallel_config": None}))
         return self.backend(**{name: x for name, x in call.items() if name in self.accepted})

@@ -257,7 +257,7 @@ class Layout(OpaqueValue):
         return Layout(self.num_tokens, runs, f"{self.name} owned")
 
     def owned_rows(self, rank: int) -> torch.Tensor:
-        """Which of a rank's rows it has under `owned`, a LongTensor."""
+        """Return indices of a rank's rows that it has under `owned` too, a LongTensor."""
         return _tensor(np.flatnonzero(np.isin(self.rows(rank), self.owned.rows(rank))))
 
     @cached_property

@@ -168,4 +168,4 @@ def _replicated(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     positions = layout.rows(rank)
     order = np.argsort(positions)
     rows = order[np.isin(positions[order], layout.replicated)]
-    return x.index_select(dim, torch.from_numpy(rows).to(x.device)).movedim(dim, 0)
+    return x.detach().index_select(dim, torch.from_numpy(rows).to(x.device)).movedim(dim, 0)

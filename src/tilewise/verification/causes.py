@@ -22,6 +22,9 @@ CAUSES = MappingProxyType(
         "shard_skipped": "Some ranks never see the keys of some others.",
         "key_positions_lost": "Keys of every shard are masked as if they were the queries' own.",
         "counted_twice": "Keys, or whole rows, are counted more than once.",
+        "shared_counted_per_rank": "Keys that every rank holds are counted once for each rank.",
+        "shared_gradient_lost": "Tokens that every rank holds lack other ranks' gradient shares.",
+        "noise_per_rank": "Ranks compute on other inputs, as where each draws noise of its own.",
         "query_heads_permuted": "Query heads come back in another order.",
         "gqa_shifted": "Query heads read the keys or values of another KV head.",
         "heads_missing": "Some heads are computed by no rank.",
@@ -58,6 +61,8 @@ TABLE = f"""
 no_label_nan | nan_loss | the loss of rank {{nan_loss}} is not a number
 dropout_differs | random_layer | {{random_layer}}
 dropout_differs | dropped | {{dropped}}
+noise_per_rank | foreign_inputs | {{foreign_inputs}}
+shared_counted_per_rank | shared_keys | {{shared_keys}}
 query_heads_permuted | permuted_heads | {{permuted_heads}}
 key_positions_lost | local_keys | {{local_keys}}
 positions_wrong | wrong_positions | {{wrong_positions}}
@@ -109,6 +114,7 @@ unknown | values_differ | weights differ by up to {{values_differ:.1%}}
 unknown | undiagnosed | {{undiagnosed}}
 unknown | unread | its outputs or gradients deviate, and no attention in it was read that differs
 unknown | uncounted | {{uncounted}}
+shared_gradient_lost | shared_gradient | {{shared_gradient}}
 missing_all_reduce | unreduced | {{unreduced}}
 labels_shifted | border_rows !uncounted | {{border_rows}}
 loss_term_per_rank | loss_term | {{loss_total}}; {{loss_term}}

@@ -45,6 +45,15 @@ class MatchedRows(NamedTuple):
         factors = torch.tensor(scales, dtype=torch.float64)[self.ranks, None]
         return self._replace(want=self.want * factors)
 
+    def shares_summed(self) -> MatchedRows:
+        """Return each position once: gradients of rows that several ranks hold are shares."""
+        first, inverse = torch.unique(self.positions, return_inverse=True)
+        got = torch.zeros(len(first), self.got.shape[1], dtype=self.got.dtype)
+        got.index_add_(0, inverse, self.got)
+        at = torch.full((len(first),), len(inverse))
+        at = at.scatter_reduce(0, inverse, torch.arange(len(inverse)), "amin")
+        return MatchedRows(self.want[at], got, first, self.ranks[at])
+
     def where(self, kept: Tensor) -> MatchedRows:
         return MatchedRows(*(x[kept] for x in self))
 
@@ -151,7 +160,18 @@ class Comparison(NamedTuple):
             return None
         rows = rows_of(parts[0], parts[1:], positions, num_tokens)
         rows = rows and rows.where(self.counted[rows.positions])
+        if rows and noisy is None and kind == "gradient" and len(self.shared):
+            rows = rows.shares_summed()
         return rows if rows and len(rows.want) else None
+
+    @property
+    def shared(self) -> Tensor:
+        """Positions of the tokens that every rank holds, if some are held by one alone."""
+        count = torch.zeros(len(self.counted), dtype=torch.int64)
+        for own in self.positions:
+            count[own[own >= 0].unique()] += 1
+        everywhere = (count == len(self.positions)).nonzero().flatten()
+        return everywhere if len(self.positions) > 1 and (count == 1).any() else everywhere[:0]
 
     def limits(self, kind: str, name: str) -> Tensor:
         """Return the differences that rounding explains: of the worst row, and of the root mean

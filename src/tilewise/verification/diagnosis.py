@@ -99,7 +99,7 @@ class Examination:
             return None
         first = next((name for name in names if self._inputs_are_right(name)), names[0])
         layer = self._around_projection(first)
-        for look in (self._other_inputs, self._draws):
+        for look in (self._other_inputs, self._draws, self._foreign_inputs):
             if facts := look(layer):
                 return Diagnosis(facts, layer)
         facts, allowed = self._attention(layer, first)
@@ -143,11 +143,32 @@ class Examination:
                 break
             layer = around
         layer = self._around_projection(layer if layer in outputs else innermost)
+        if facts := self._shared_gradient(wrong):
+            return Diagnosis(facts, layer)
         for look in (self._gradients, lambda layer: LayerOrder(self, layer).backward()):
             with suppress(UnreadableError):
                 if facts := look(layer):
                     return Diagnosis(facts, layer)
         return Diagnosis(UNKNOWN, layer)
+
+    def _shared_gradient(self, wrong: set[str]) -> Facts:
+        """Return whether gradients are wrong on rows that all ranks hold, and on these alone."""
+        found, shared = self.found, self.found.shared
+        if not len(shared):
+            return {}
+        for name in reversed([name for name in found.whole.outputs if name in wrong]):
+            rows = found.rows("gradient", name)
+            assert rows is not None
+            off = rows.scaled(self.scales).errors() > float(found.limits("gradient", name)[0])
+            of_shared = torch.isin(rows.positions, shared)
+            if off.any() and not (off & ~of_shared).any():
+                text = f"{int(off.sum())} of {len(shared)} rows that every rank holds"
+                return {
+                    "shared_gradient": f"{text} have another gradient at {name}, summed over "
+                    "ranks; all other rows are right"
+                }
+            break
+        return {}
 
     def of_parameters(self) -> Diagnosis:
         """Gradients that are not reduced where others are, or all multiplied by one number."""
@@ -238,6 +259,25 @@ class Examination:
                 return {"wrong_positions": text}
         return {}
 
+    def _foreign_inputs(self, layer: str) -> Facts:
+        """Return whether what a module gets is right on some ranks only, and no module made it."""
+        for kind, x in self.found.whole.inputs(layer).items():
+            rows = self.found.rows(kind, layer) if x.is_floating_point() else None
+            if rows is None or self.found.error(kind, layer) <= 1:
+                continue
+            wrong = rows.errors() > float(self.found.limits(kind, layer)[0])
+            wholly = {int(r) for r in rows.ranks.unique() if wrong[rows.ranks == r].all()}
+            others = {*rows.ranks.tolist()} - wholly
+            elsewhere = torch.cdist(rows.got[wrong], rows.want).min(1).values
+            moved = (elsewhere <= 1e-4 * float(rows.want.norm(dim=1).max())).any()
+            if wholly and not moved and not any(wrong[rows.ranks == r].any() for r in others):
+                text = f"{layer or 'the model'} gets rows on ranks {some(sorted(wholly))} that are"
+                return {
+                    "foreign_inputs": f"{text} none of the unsplit model's, and no module made "
+                    "them; draw noise from generators of one seed, or broadcast it"
+                }
+        return {}
+
     def _draws(self, layer: str) -> Facts:
         again = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)
         if again is None or torch.equal(again, self.found.whole.outputs[layer]):
@@ -294,8 +334,25 @@ class Examination:
                 f"head {got.sources[h]}, not {want.sources[h]}"
             )
         facts["projected"] = True
+        facts |= self._shared_keys(*tables)
         facts |= self._local_keys(split.any(0).numpy(), whole.any(0).numpy())
         return facts, (split.any(0), whole.any(0))
+
+    def _shared_keys(self, want: np.ndarray, got: np.ndarray) -> Facts:
+        """Return whether the weights of keys that all ranks hold are as many times too large."""
+        shared, n = self.found.shared.numpy(), len(self.found.ranks)
+        if not len(shared):
+            return {}
+        times = np.ones(want.shape[-1])
+        times[shared] = n
+        right = want * times
+        right /= right.sum(-1, keepdims=True).clip(1e-300)
+        if np.abs(right - got).max() > 1e-3 or np.abs(want - got).max() <= 1e-3:
+            return {}
+        return {
+            "shared_keys": f"the {len(shared)} keys that every rank holds weigh {n} times what is "
+            "right beside the others"
+        }
 
     def _local_keys(self, got: np.ndarray, want: np.ndarray) -> Facts:
         """Return whether queries see keys of every rank by the numbers of their rows there."""
