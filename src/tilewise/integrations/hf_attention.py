@@ -267,9 +267,8 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         if error:
             refuse(cp, f"{type(module).__name__}: {error}")
         mask = attention_mask.whole(len(query), given)
-        if getattr(module, "attn_temperature_tuning", False) and not getattr(
-            module, "use_rope", True
-        ):
+        tempered = getattr(module, "attn_temperature_tuning", False)
+        if tempered and not getattr(module, "use_rope", True):
             if isinstance(mask, Slices):
                 refuse(cp, f"{type(module).__name__}: {TEMPERED_TREE}")
             query = _tempered(module, query, cp, attention_mask.documents)
