@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -186,6 +187,25 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(backend, timeout):
     report = tw.parity(*made(), hanging, timeout=timeout, backend=backend)
     assert not report.equal and "rank 2 gave no answer in time" in str(report)
     assert backend == "gloo" or "rank 1" not in str(report)
+
+
+def test_ranks_that_are_late_leave_the_seed_of_the_process_alone():
+    """One that woke up after the time set torch's seed in the midst of what came later."""
+    woken, ended, begun = threading.Event(), threading.Event(), []
+
+    def late(model: Any, inputs: Any, rank: int, group: Any) -> Any:
+        begun.append(rank)
+        if rank == 1:
+            woken.wait()
+            threading.Timer(0.2, ended.set).start()
+        return share(model, inputs, rank, group)
+
+    report = tw.parity(*made(), late, timeout=5, backend="loopback")
+    assert "rank 1 gave no answer in time" in str(report)
+    before = torch.get_rng_state()
+    woken.set()
+    ended.wait()
+    assert begun == [0, 1] and torch.equal(torch.get_rng_state(), before)
 
 
 def test_one_rank_has_all_rows():

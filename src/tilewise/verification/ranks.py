@@ -25,6 +25,10 @@ BACKENDS = ("gloo", "loopback", "torchrun")
 WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank waits for others
 
 
+class Abandoned(BaseException):
+    """Ends a rank whose answer nobody waits for; no `except Exception` of a split keeps it."""
+
+
 class RankShare(NamedTuple):
     """The model and input of which every rank runs a copy."""
 
@@ -32,9 +36,28 @@ class RankShare(NamedTuple):
     inputs: Mapping[str, Any]
     split: Split
 
-    def run(self, rank: int, group: Any, job: ModelRun) -> Record:
+    def run(
+        self, rank: int, group: Any, job: ModelRun, abandoned: threading.Event | None = None
+    ) -> Record:
+        """Run one rank's share.
+
+        Args:
+            abandoned: set when the time is over. From then on the rank leaves the process alone: it
+                begins no model, hence sets no seed, and computes no backward pass.
+        """
+
+        def go_on() -> None:
+            if abandoned is not None and abandoned.is_set():
+                raise Abandoned
+
+        def call() -> Any:
+            result = self.split(model, inputs, rank, group)
+            go_on()
+            return result
+
+        go_on()
         model, inputs = copied(self.model, self.inputs, job.dtype)
-        return run_model(model, lambda: self.split(model, inputs, rank, group), job)
+        return run_model(model, call, job)
 
 
 class RankRunner:
@@ -120,12 +143,12 @@ class RankRunner:
         """Return what call gives, in a thread of its own; or which of its ranks failed or
         are late.
         """
-        box, threads = list[Any](), dict[int, int]()
+        box, threads, abandoned = list[Any](), dict[int, int](), threading.Event()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def on_rank(rank: int, group: Any) -> Record:
             threads[rank] = threading.get_ident()
-            return self.share.run(rank, group, jobs[rank])
+            return self.share.run(rank, group, jobs[rank], abandoned)
 
         def run() -> None:
             try:
@@ -139,6 +162,7 @@ class RankRunner:
         thread.start()
         thread.join(max(self.seconds_left, 1.0))
         if not box:
+            abandoned.set()
             late = [_late(rank, thread) for rank, thread in threads.items()]
             return late or [RankFailure(-1, "late", "")]
         (answer,) = box
