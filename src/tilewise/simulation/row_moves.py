@@ -1,15 +1,35 @@
-"""How long verbs on tokens take on a machine: their messages share its links as attention's do."""
+"""Rows on their way from rank to rank, in seconds: verbs on tokens, and shared rows of attention.
+
+Their messages share a machine's links as attention's do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tilewise.compiler.row_moves import Arriving, RowMoves
 from tilewise.plan.shifts import Symmetry
+from tilewise.simulation.disturbance import disturbed
 from tilewise.simulation.engine import LOST, EventLoop, Flow, RankOperation, Track
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import Network
 from tilewise.simulation.timeline import Timeline
+
+
+class RankRows(NamedTuple):
+    """Rows that one rank hands out and gets in one exchange.
+
+    Attributes:
+        sends: (peer, number of rows) of each message.
+        num_recvs: messages that it gets.
+        packed, unpacked: rows that it copies before it sends, and after all have arrived.
+    """
+
+    sends: tuple[tuple[int, int], ...]
+    num_recvs: int
+    packed: int
+    unpacked: int
 
 
 def simulate_moves(
@@ -31,47 +51,75 @@ def simulate_moves(
     sizes = sorted({one.world_size for one in moves})
     if len(sizes) != 1:
         raise ValueError(f"moves are for {sizes} ranks; give some, all for the same number")
-    (n,) = sizes
-    network = Network(machine, Symmetry(n))
-    flows, last = list[Flow](), dict[tuple[int, int], int]()
-    operations = [list[RankOperation]() for _ in range(n)]
-    for one in reversed(moves) if backward else moves:
-        ranks = [one.of_rank(rank) for rank in range(n)]
-        arriving = [list[int]() for _ in range(n)]
-        for rank, mine in enumerate(ranks):
-            leaving, sends = list[int](), mine.recvs if backward else mine.sends
-            for sent in sends:
-                leaving.append(len(flows))
-                arriving[sent.peer].append(len(flows))
-                flows.append(
-                    _flow(network, rank, sent, row_bytes, last.get((rank, sent.peer), LOST))
-                )
-                last[rank, sent.peer] = leaving[-1]
-            posted = len(mine.sends) + len(mine.recvs)
-            packed = _copy_seconds(machine, row_bytes, sends)
-            operations[rank].append(RankOperation(own=packed))
-            own = machine.message_seconds * posted
-            operations[rank].append(RankOperation(own=own, leaving=tuple(leaving)))
-        for rank, mine in enumerate(ranks):
-            unpacked = _copy_seconds(machine, row_bytes, mine.sends if backward else mine.recvs)
-            operations[rank].append(RankOperation(own=unpacked, awaited=tuple(arriving[rank])))
-    tracks = tuple(
-        Track(rank, network.compute(rank), 0.0, tuple(mine)) for rank, mine in enumerate(operations)
-    )
-    loop = EventLoop(tracks, tuple(flows), network.routes, network.num_resources)
-    if loop.run():
-        raise RuntimeError(f"ranks wait for rows that nobody sends: {moves[0].name}")
+
+    def rows(one: RowMoves, rank: int) -> RankRows:
+        mine = one.of_rank(rank)
+        out, back = (mine.recvs, mine.sends) if backward else (mine.sends, mine.recvs)
+        sends = tuple((sent.peer, sent.num_rows) for sent in out)
+        return RankRows(sends, len(back), _num_rows(out), _num_rows(back))
+
+    ordered = reversed(moves) if backward else moves
+    rounds = [{rank: rows(one, rank) for rank in range(one.world_size)} for one in ordered]
+    loop = run_exchanges(rounds, row_bytes, machine, Symmetry(sizes[0]), f"{moves[0].name}, rows")
     return Timeline(max(loop.ended, default=0.0), loop.uses(1))
 
 
-def _flow(network: Network, rank: int, sent: Arriving, row_bytes: int, after: int) -> Flow:
-    link, num_bytes = network.link(rank, sent.peer), row_bytes * sent.num_rows
-    seconds = num_bytes / network.bandwidth(link) + network.machine.carry_seconds
-    route, name = network.message(rank, sent.peer), f"rows to {sent.peer}"
-    return Flow(rank, route, link, seconds, num_bytes, 1, network.latency(link), after, name)
+def run_exchanges(
+    rounds: Sequence[dict[int, RankRows]],
+    row_bytes: int,
+    machine: Machine,
+    symmetry: Symmetry,
+    name: str,
+    call_seconds: float = 0.0,
+) -> EventLoop:
+    """Return the event loop of exchanges that follow one another, after it has run.
+
+    Args:
+        rounds: of each exchange the rows of every rank that stands for itself or others.
+        name: of the messages, in traces.
+        call_seconds: of each rank before its first exchange.
+    """
+    network = Network(machine, symmetry)
+    flows, last = list[Flow](), dict[tuple[int, int], int]()
+    operations = {rank: list[RankOperation]() for rank in symmetry.firsts()}
+    for one in rounds:
+        awaited = {rank: list[int]() for rank in operations}
+        for rank, mine in one.items():
+            leaving = range(len(flows), len(flows) + len(mine.sends))
+            for number, (peer, num_rows) in zip(leaving, mine.sends, strict=True):
+                # Those of ranks that another stands for arrive with its own.
+                waits = [peer] if symmetry.members == 1 else [*{peer, rank} & operations.keys()]
+                for each in waits:
+                    awaited[each].append(number)
+                link, num_bytes = network.link(rank, peer), row_bytes * num_rows
+                seconds = num_bytes / network.bandwidth(link) + machine.carry_seconds
+                route, latency = network.message(rank, peer), network.latency(link)
+                after = last.get((rank, peer), LOST)
+                label = f"{name} to {peer}"
+                flows.append(Flow(rank, route, link, seconds, num_bytes, 1, latency, after, label))
+                last[rank, peer] = number
+            posting = machine.message_seconds * (len(mine.sends) + mine.num_recvs)
+            packing = _copy_seconds(machine, row_bytes * mine.packed)
+            operations[rank].append(RankOperation(own=packing))
+            operations[rank].append(RankOperation(own=posting, leaving=tuple(leaving)))
+        for rank, mine in one.items():
+            unpacking = _copy_seconds(machine, row_bytes * mine.unpacked)
+            operations[rank].append(RankOperation(own=unpacking, awaited=tuple(awaited[rank])))
+    tracks = tuple(
+        Track(rank, network.compute(rank), call_seconds, tuple(mine))
+        for rank, mine in operations.items()
+    )
+    loop = EventLoop(
+        *disturbed(tracks, tuple(flows), machine), network.routes, network.num_resources
+    )
+    stuck = loop.run()
+    assert stuck is None, stuck
+    return loop
 
 
-def _copy_seconds(machine: Machine, row_bytes: int, rows: Sequence[Arriving]) -> float:
-    if not machine.pack_bandwidth:
-        return 0.0
-    return row_bytes * sum(one.num_rows for one in rows) / machine.pack_bandwidth
+def _num_rows(messages: Sequence[Arriving]) -> int:
+    return sum(one.num_rows for one in messages)
+
+
+def _copy_seconds(machine: Machine, num_bytes: int) -> float:
+    return num_bytes / machine.pack_bandwidth if machine.pack_bandwidth else 0.0

@@ -9,10 +9,9 @@ from dataclasses import replace
 from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Plan
 from tilewise.plan.shifts import Symmetry
-from tilewise.simulation.disturbance import disturbed
-from tilewise.simulation.engine import LOST, EventLoop, Flow, RankOperation, Track
+from tilewise.simulation.engine import EventLoop
 from tilewise.simulation.machine import Machine
-from tilewise.simulation.network import Network
+from tilewise.simulation.row_moves import RankRows, run_exchanges
 from tilewise.simulation.timeline import RankUse, Timeline
 from tilewise.workload import Workload
 
@@ -65,8 +64,7 @@ def _sum(one: RankUse, other: RankUse) -> RankUse:
 
 def _exchange(work: Workload, machine: Machine, symmetry: Symmetry, backward: bool) -> EventLoop:
     """Owners send their rows to all others; backward, all others send theirs to the owners."""
-    n, network = symmetry.world_size, Network(machine, symmetry)
-    layout = work.layout_for(n)
+    n, layout = symmetry.world_size, work.layout_for(symmetry.world_size)
     row_bytes = work.num_heads * work.widths[1] * ITEM_BYTES(work.dtype)
     num_shared = len(layout.replicated)
     owned = [
@@ -75,49 +73,18 @@ def _exchange(work: Workload, machine: Machine, symmetry: Symmetry, backward: bo
     ]
     if symmetry.members > 1:
         owned = [max(owned)] * n
-    flows: list[Flow] = []
-    number: dict[tuple[int, int], int] = {}
-    for rank in symmetry.firsts():
-        for peer in range(n):
-            size = owned[peer if backward else rank] * row_bytes
-            if peer == rank or not size:
-                continue
-            link, route = network.link(rank, peer), network.message(rank, peer)
-            seconds = size / network.bandwidth(link) + machine.carry_seconds
-            number[rank, peer] = len(flows)
-            name = f"{'dout' if backward else 'out'} of shared rows to {peer}"
-            latency = network.latency(link)
-            flows.append(Flow(rank, route, link, seconds, size, 1, latency, LOST, name))
-    tracks: list[Track] = []
-    for rank in symmetry.firsts():
-        # Those of ranks that another stands for arrive with its own.
-        sends = tuple(x for (src, _), x in number.items() if src == rank)
-        recvs = tuple(x for (_, dst), x in number.items() if dst == rank)
-        arriving = (n - 1) * owned[rank] if backward else num_shared - owned[rank]
-        leaving = num_shared - owned[rank] if backward else owned[rank]
-        posting = machine.message_seconds * (len(sends) + bool(arriving) * (n - 1))
-        copied = _copy_seconds(machine, (leaving + layout.sizes[rank]) * row_bytes)
-        tracks.append(
-            Track(
-                rank,
-                None,
-                machine.call_seconds[backward] + _agree_seconds(machine, n, backward),
-                (
-                    RankOperation(leaving=sends, own=posting),
-                    RankOperation(awaited=(*sends, *recvs), own=copied),
-                ),
-            )
-        )
-    disturbed_tracks, late = disturbed(tuple(tracks), tuple(flows), machine)
-    loop = EventLoop(disturbed_tracks, late, network.routes, network.num_resources)
-    stuck = loop.run()
-    assert stuck is None, stuck
-    return loop
 
+    def rows(rank: int) -> RankRows:
+        peers = [peer for peer in range(n) if peer != rank]
+        mine, others = owned[rank], num_shared - owned[rank]
+        if backward:
+            sends = tuple((peer, owned[peer]) for peer in peers if owned[peer])
+            return RankRows(sends, len(peers) if mine else 0, others, layout.sizes[rank])
+        sends = tuple((peer, mine) for peer in peers if mine)
+        return RankRows(sends, sum(owned[peer] > 0 for peer in peers), mine, layout.sizes[rank])
 
-def _copy_seconds(machine: Machine, num_bytes: int) -> float:
-    return num_bytes / machine.pack_bandwidth if machine.pack_bandwidth else 0.0
-
-
-def _agree_seconds(machine: Machine, world_size: int, backward: bool) -> float:
-    return 0.0 if backward else machine.agree_seconds * (world_size - 1)
+    begin = machine.call_seconds[backward]
+    begin += 0.0 if backward else machine.agree_seconds * (n - 1)
+    name = f"{'dout' if backward else 'out'} of shared rows"
+    rounds = [{rank: rows(rank) for rank in symmetry.firsts()}]
+    return run_exchanges(rounds, row_bytes, machine, symmetry, name, begin)
