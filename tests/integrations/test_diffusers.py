@@ -21,6 +21,10 @@ from support.diffusers_models import (
     flux2,
     flux2_inputs,
     flux_inputs,
+    helios,
+    helios_inputs,
+    hunyuan_video,
+    hunyuan_video_inputs,
     ltx,
     ltx2,
     ltx2_inputs,
@@ -52,6 +56,12 @@ KINDS = {
         partial(ltx2_inputs, token_times=True),
     ),
     "minimax-h3": (minimax_h3, minimax_h3_inputs),
+    "hunyuan-video": (hunyuan_video, hunyuan_video_inputs),
+    "helios": (helios, helios_inputs),
+    "helios without history in cross attention": (
+        partial(helios, guidance_cross_attn=False),
+        helios_inputs,
+    ),
 }
 LEAVES = "hidden_states", "encoder_hidden_states", "audio_hidden_states"
 
@@ -240,6 +250,32 @@ def test_masks_that_cannot_be_split_are_named() -> None:
     inputs["encoder_attention_mask"][1] = 0
     length = inputs["encoder_attention_mask"].shape[1]
     assert f"hides all {length} keys of batch entry 1" in refused(ltx, inputs)
+
+
+def test_settings_that_cannot_be_split_are_named() -> None:
+    model = made(partial(helios, is_amplify_history=True))
+    with pytest.raises(ValueError, match="is_amplify_history=True, which scales keys"):
+        enable_parallelism(model)
+    model = made(hunyuan_video)
+    model.register_to_config(image_condition_type="token_replace")
+    with pytest.raises(ValueError, match="image_condition_type='token_replace', which"):
+        enable_parallelism(model)
+
+
+@pytest.mark.parametrize("validate", ["first", "never"])
+def test_inputs_are_compared_unless_validate_is_never(validate: Any) -> None:
+    model, inputs = made(hunyuan_video), hunyuan_video_inputs(Random(0))
+
+    def on_rank(rank: int, group: Any) -> None:
+        own = enable_parallelism(copy.deepcopy(model), group, validate=validate)
+        text = inputs["encoder_hidden_states"] * (1 + rank)  # on every rank, in all attention
+        own(**{**inputs, "encoder_hidden_states": text})
+
+    if validate == "never":
+        tw.loopback(2, on_rank)
+        return
+    with pytest.raises(ValueError, match=r"encoder_hidden_states .* another tensor on rank 1"):
+        tw.loopback(2, on_rank)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3])

@@ -243,3 +243,73 @@ def minimax_h3_inputs(draw: Random) -> Inputs:
         "text_indices": places[1],
         "audio_indices": places[2],
     }
+
+
+def hunyuan_video() -> nn.Module:
+    from diffusers.models.transformers.transformer_hunyuan_video import (
+        HunyuanVideoTransformer3DModel,
+    )
+
+    return HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 4, 4),
+    )
+
+
+def hunyuan_video_inputs(draw: Random) -> Inputs:
+    """A video beside a text that is padded at its end, each batch entry's by another length."""
+    frames, height, width = draw.randint(1, 3), 2 * draw.randint(2, 3), 2 * draw.randint(1, 4)
+    text = draw.randint(1, 9)
+    lengths = torch.tensor([draw.randint(1, text), text])
+    return {
+        "hidden_states": _normal(draw, 2, 4, frames, height, width),
+        "timestep": torch.tensor([500, 700]),
+        "encoder_hidden_states": _normal(draw, 2, text, 16),
+        "encoder_attention_mask": (torch.arange(text) < lengths[:, None]).long(),
+        "pooled_projections": _normal(draw, 2, 8),
+        "guidance": torch.tensor([1000.0, 2000.0]),
+    }
+
+
+def helios(*, guidance_cross_attn: bool = True, **options: Any) -> nn.Module:
+    from diffusers.models.transformers.transformer_helios import HeliosTransformer3DModel
+
+    return HeliosTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_dim=(4, 4, 4),
+        guidance_cross_attn=guidance_cross_attn,
+        **options,
+    )
+
+
+def helios_inputs(draw: Random) -> Inputs:
+    """A video with some or none of its history."""
+    frames, height, width = draw.randint(1, 3), 4 * draw.randint(1, 2), 4 * draw.randint(1, 2)
+    inputs = {
+        "hidden_states": _normal(draw, 2, 4, frames, height, width),
+        "timestep": torch.tensor([500, 700]),
+        "encoder_hidden_states": _normal(draw, 2, draw.randint(1, 9), 16),
+        "indices_hidden_states": torch.arange(20, 20 + frames).expand(2, -1),
+    }
+    for name, frames in {"short": 1, "mid": 2, "long": 8}.items():
+        if draw.random() < 0.7 or (name != "short" and "latents_history_short" in inputs):
+            inputs[f"latents_history_{name}"] = _normal(draw, 2, 4, frames, height, width)
+            inputs[f"indices_latents_history_{name}"] = torch.arange(frames).expand(2, -1)
+        if "latents_history_short" not in inputs:
+            break
+    return inputs

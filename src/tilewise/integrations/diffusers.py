@@ -35,7 +35,7 @@ from tilewise.integrations.diffusers_internals import (
     route_calls,
     split_processor,
 )
-from tilewise.integrations.diffusers_models import MODELS, Attends
+from tilewise.integrations.diffusers_models import MODELS, Attends, ModelSplit
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Mask
@@ -111,13 +111,20 @@ def enable_parallelism(
         strategy = of_mesh
     declared = plan_of_model(model)
     if cp_plan is None and name not in TRIED:
-        known = "declares a plan that was not tried" if declared else "declares none"
+        has_plan = "declares a plan that was not tried" if declared else "declares none"
         raise ValueError(
-            f"{name} needs a cp_plan: its class {known}. Tried are {', '.join(TRIED)}; pass "
+            f"{name} needs a cp_plan: its class {has_plan}. Tried are {', '.join(TRIED)}; pass "
             "cp_plan= in diffusers' form, which says which modules' inputs are split and which "
             "outputs are gathered, and compare with one process"
         )
-    cuts = cuts_of(declared if cp_plan is None else cp_plan)
+    known = MODELS[name] if cp_plan is None else ModelSplit({})
+    for setting, value, reason in known.refused:
+        if getattr(model.config, setting) == value:
+            raise ValueError(
+                f"{name} has {setting}={value!r}, which {reason}, so that it cannot be split; take "
+                "a model without it"
+            )
+    cuts = known.cuts or cuts_of(declared if cp_plan is None else cp_plan)
     layers = [*processors(model)]
     if not layers or not cuts.splits or not cuts.gathers:
         raise ValueError(
@@ -132,11 +139,8 @@ def enable_parallelism(
                 f"{layer} attends to an image prompt that every rank has whole "
                 f"({type(processor).__name__}), which cannot be split; unload the IP adapter"
             )
-    whole_outputs: tuple[str, ...] = ()
     attends: dict[str, Attends | None] = {}
     if cp_plan is None:
-        known = MODELS[name]
-        whole_outputs = known.whole_outputs
         cuts = cuts._replace(splits=(*cuts.splits, *known.splits))
         for layer, _ in layers:
             fits = [part for part in known.layers if part in layer.split(".")]
@@ -146,8 +150,8 @@ def enable_parallelism(
                     f"({', '.join(known.layers)}); pass cp_plan=, and compare with one process"
                 )
             attends[layer] = known.layers[fits[0]]
-    state = _SplitModel(name, ranks, strategy, validate, cp_plan is None)
-    _install(model, cuts, whole_outputs, state)
+    state = _SplitModel(name, ranks, strategy, validate, known if cp_plan is None else None)
+    _install(model, cuts, state)
     for layer, processor in layers:
         if attends.get(layer, _UNKNOWN) is not None:
             split_processor(processor, _Layer(layer, attends.get(layer), state))
@@ -196,9 +200,9 @@ class _SplitModel:
         group: Group,
         strategy: Literal["auto"] | Plan,
         validate: Validate,
-        is_tried: bool,
+        known: ModelSplit | None,
     ):
-        self.name, self.strategy, self.is_tried = name, strategy, is_tried
+        self.name, self.strategy, self.known = name, strategy, known
         self.validate: Validate = validate
         self.transport = transport_for(group)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
@@ -238,9 +242,10 @@ class _SplitModel:
 
         A tensor of fewer rows than ranks stays whole on every rank, as a text of one token does.
         """
+        self.lengths.pop(key, None)  # the last of a name is the one that was split last
         self.lengths[key] = length = x.shape[dim]
         if length < self.world_size:
-            if self.is_tried:
+            if self.known is not None:
                 return x
             raise ValueError(
                 f"{key[1]!r} of {key[0] or self.name} has {length} rows for {self.world_size} "
@@ -255,17 +260,23 @@ class _SplitModel:
         Split parts stand by rank, each rank's in order, as its rows do.
 
         Args:
-            names: of the arguments that it is made of.
-            num_rows: of this rank; the length of an argument that is never split.
+            names: of the tensors that it is made of; at most one is never split.
+            num_rows: of this rank; those of the others are left for the one that is never split.
         """
-        by_name = {key[1]: length for key, length in self.lengths.items()}
+        by_name = {
+            key[1] if isinstance(key[1], str) else key[0]: length
+            for key, length in self.lengths.items()
+        }
         lengths = [by_name.get(name, -1) for name in names]
         whole = [length < self.world_size for length in lengths]
-        lengths = [num_rows if length < 0 else length for length in lengths]
-        if all(whole):
-            return joint(self.world_size, range(sum(lengths)))
         parts = [x for x, is_whole in zip(lengths, whole, strict=True) if not is_whole]
         sizes = [contiguous(x, self.world_size).sizes for x in parts]
+        others = sum(x[self.rank] for x in sizes) + sum(
+            x for x, is_whole in zip(lengths, whole, strict=True) if is_whole and x >= 0
+        )
+        lengths = [num_rows - others if length < 0 else length for length in lengths]
+        if all(whole):
+            return joint(self.world_size, range(sum(lengths)))
         split = _by_rank(tuple(map(sum, zip(*sizes, strict=True))))
         if not any(whole):
             return split
@@ -348,7 +359,7 @@ class _SplitModel:
             keys = self.sequence(attends.keys, num_keys)
         if len(keys.replicated) == keys.num_tokens:
             return backend()
-        options: dict[str, Any] = {"softmax_scale": call.get("scale")}
+        options: dict[str, Any] = {"softmax_scale": call.get("scale"), "validate": self.validate}
         if keys != layout:
             moves = "kv" if keys.num_tokens <= layout.num_tokens else "q"
             plan = ring(self.world_size, moves) if self.strategy == "auto" else self.strategy
@@ -420,14 +431,21 @@ class _SplitModel:
         return self._cps.get(layout, make)
 
     def gather(self, x: Tensor, at: Gather) -> Tensor:
-        """All rows of a tensor, whose backward pass takes this rank's slice."""
+        """All rows of a tensor.
+
+        Its backward pass takes this rank's slice; within a model the sum over ranks of that.
+        """
         rows, where = int(x.shape[at.dim]), at.module or "the model"
-        if self.is_tried:
-            layout = self.sequence(("hidden_states",), rows)
+        if self.known is None:
+            layout = self.layout(f"output {at.item} of {where}", rows, most=1)
+        else:
+            layout = self.sequence((self.known.output,), rows)
+            if self.known.gathers_within:
+                if len(layout.replicated):
+                    return x
+                return move_rows(x, gather_moves(layout, None), self.transport, at.dim)
             if len(layout.replicated):
                 return self.shared(x)
-        else:
-            layout = self.layout(f"output {at.item} of {where}", rows, most=1)
         return _Gathered.apply(x, self, layout, at.dim % x.ndim)  # pyright: ignore
 
     def shared(self, x: Tensor) -> Tensor:
@@ -499,14 +517,12 @@ class _Shared(torch.autograd.Function):
         return share, None, None
 
 
-def _install(
-    model: nn.Module, cuts: Cuts, whole_outputs: tuple[str, ...], state: _SplitModel
-) -> None:
+def _install(model: nn.Module, cuts: Cuts, state: _SplitModel) -> None:
     """Hang the splits and gathers into a model, and the beginning of each call."""
     split = {name for x in cuts.splits for name, _ in modules_named(model, x.module)}
     gathered = [name for x in cuts.gathers for name, _ in modules_named(model, x.module)]
     both = [name for name in gathered if name in split - {""}]
-    if both:
+    if both and (state.known is None or not state.known.gathers_within):
         raise ValueError(
             f"the plan of {state.name} splits and gathers {both[0]!r}: every rank computes whole "
             "tensors between such modules, whose gradients each would count; pass a cp_plan that "
@@ -530,7 +546,7 @@ def _install(
                 hooks.append(_input_hook(module, name, inputs, state))
             if outputs or gathers:
                 hooks.append(_output_hook(module, name, outputs, gathers, state))
-    for path in whole_outputs:
+    for path in () if state.known is None else state.known.whole_outputs:
         for _, module in modules_named(model, path):
             hooks.append(partial(module.register_forward_hook, _shared_hook(state)))
     for hook in hooks:  # all at once: a plan that does not fit leaves the model as it is

@@ -1,6 +1,7 @@
 """Models of diffusers 0.42 that tests compare with one process, and what each layer attends to.
 
-A sequence is named by the arguments whose rows it is made of, in their order.
+A sequence is named by the tensors whose rows it is made of, in their order: an argument by its
+name, an output by its module's.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tilewise.integrations.diffusers_internals import Split
+from tilewise.integrations.diffusers_internals import Cuts, Gather, Split
 
 
 class Attends(NamedTuple):
-    """Arguments that the queries and the keys of an attention layer are rows of.
+    """Tensors that the queries and the keys of an attention layer are rows of.
 
-    An argument that is never split is whole on every rank.
+    One that is never split is whole on every rank.
     """
 
     queries: tuple[str, ...]
@@ -30,23 +31,65 @@ class ModelSplit(NamedTuple):
             on every rank, so that it stays as it is.
         splits: tensors that are split beside those of the plan.
         whole_outputs: modules whose output every rank computes whole.
+        cuts: in place of the class's plan, if it has none, or one for other sizes of it.
+        gathers_within: what is gathered goes on in the model, whole on every rank, before it is
+            split again, so that gradients of it are shares.
+        output: the split tensor whose rows are gathered.
+        refused: values of the model's configuration that cannot be split, with the reason.
     """
 
     layers: Mapping[str, Attends | None]
     splits: tuple[Split, ...] = ()
     whole_outputs: tuple[str, ...] = ()
+    cuts: Cuts | None = None
+    gathers_within: bool = False
+    output: str = "hidden_states"
+    refused: tuple[tuple[str, object, str], ...] = ()
 
 
 _ITSELF = Attends(("hidden_states",), ("hidden_states",))
 _WITH_TEXT = Attends(*2 * (("encoder_hidden_states", "hidden_states"),))
 _TO_TEXT = Attends(("hidden_states",), ("encoder_hidden_states",))
 _TO_VIDEO = Attends(("audio_hidden_states",), ("hidden_states",))
+_BESIDE_TEXT = Attends(*2 * (("x_embedder", "encoder_hidden_states"),))
+
+_HELIOS = Cuts(
+    (
+        Split("blocks.*.attn1", "hidden_states", None, 1, 3),
+        Split("blocks.*.attn1", "rotary_emb", None, 1, 3),
+        Split("blocks.*.attn2", "hidden_states", None, 1, 3),
+        Split("blocks.*.ffn", "hidden_states", None, 1, 3),
+    ),
+    tuple(Gather(f"blocks.*.{layer}", 0, 1) for layer in ("attn1", "attn2", "ffn")),
+)
+_HUNYUAN_VIDEO = Cuts(
+    (
+        Split("x_embedder", 0, None, 1, 3),
+        *(Split("rope", part, None, 0, 2) for part in (0, 1)),
+    ),
+    (Gather("proj_out", 0, 1),),
+)
 
 MODELS: Mapping[str, ModelSplit] = MappingProxyType(
     {
         "ChronoEditTransformer3DModel": ModelSplit({"attn1": _ITSELF, "attn2": None}),
         "Flux2Transformer2DModel": ModelSplit({"attn": _WITH_TEXT}),
         "FluxTransformer2DModel": ModelSplit({"attn": _WITH_TEXT}),
+        "HeliosTransformer3DModel": ModelSplit(
+            {"attn1": _ITSELF, "attn2": None},
+            whole_outputs=("proj_out",),
+            cuts=_HELIOS,
+            gathers_within=True,
+            refused=(("is_amplify_history", True, "scales keys by their place in the whole"),),
+        ),
+        "HunyuanVideoTransformer3DModel": ModelSplit(
+            {"attn": _BESIDE_TEXT},
+            cuts=_HUNYUAN_VIDEO,
+            output="x_embedder",
+            refused=(
+                ("image_condition_type", "token_replace", "treats the first frame's rows apart"),
+            ),
+        ),
         "LTX2VideoTransformer3DModel": ModelSplit(
             {
                 "attn1": _ITSELF,
