@@ -48,6 +48,9 @@ class Unsplit(train_lm.Whole):
 
     num_ranks = 1
 
+    def sum(self, x: Tensor) -> None:
+        """Nothing is split."""
+
     def mine(self, sequences: list[train_lm.Batch]) -> list[train_lm.Batch]:
         return sequences
 

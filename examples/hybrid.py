@@ -108,16 +108,12 @@ def train(group: object = None, layout: tw.Layout | None = None) -> list[float]:
     cp = tw.ContextParallel(group, num_tokens=NUM_TOKENS, mask=mask, layout=layout)  # pyright: ignore
     model = copy.deepcopy(initial())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ranks = tw.contiguous(cp.world_size, cp.world_size)
-    shares = tw.ContextParallel(group, num_tokens=cp.world_size, layout=ranks)  # pyright: ignore
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model(cp.shard(tokens, 0), cp)
         loss.backward()
-        for parameter in model.parameters():  # sum over ranks, as DDP or FSDP does it
-            assert parameter.grad is not None
-            parameter.grad = shares.gather(parameter.grad[None]).sum(0)
+        cp.sum_gradients(model)
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses

@@ -108,8 +108,6 @@ def train(model: Any, tokens: Tensor, steps: int, cp: tw.ContextParallel) -> lis
     """The loss of every step; each step's gradients are summed over ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     labels = cp.roll(cp.shard(tokens, dim=0), -1, dim=0)
-    one_each = tw.contiguous(cp.world_size, cp.world_size)
-    ranks = tw.ContextParallel(cp.group, num_tokens=cp.world_size, layout=one_each)
     losses = []
     for _ in range(steps):
         rows = cp.shard(tokens, dim=0)[None]
@@ -118,10 +116,7 @@ def train(model: Any, tokens: Tensor, steps: int, cp: tw.ContextParallel) -> lis
         loss = cp.mean(total, (labels >= 0).sum())
         optimizer.zero_grad()
         loss.backward()
-        for weight in model.parameters():
-            if weight.requires_grad:
-                own = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                weight.grad = ranks.unshard(own[None], dim=0).sum(0)
+        cp.sum_gradients(model)
         optimizer.step()
         losses.append(loss.item())
     return losses

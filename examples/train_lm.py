@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ WIRES = {
     "float8": tw.wire.Wires(tw.wire.Float8(), tw.wire.Float8(), PLAIN),
 }
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Run = Callable[..., Any]
+"""Runs a layer on tensors of rows: (layer, *tensors)."""
 # Largest difference of a loss, relative, and of a parameter. The default run over 4 ranks has
 # 2.9e-16 and 3.7e-14; with --dtype float32 1.5e-7 and 4.4e-5. Longer runs drift further.
 TOLERANCES = {"float64": (1e-13, 1e-10), "float32": (1e-4, 1e-2)}
@@ -57,46 +60,101 @@ class Config:
         return self.width // self.num_heads
 
 
-class Block(nn.Module):
-    """Attention and a SwiGLU, each on normalised input and added to the stream."""
+class Projections(nn.Module):
+    """Queries, keys and values of normalised rows; RoPE turns the first two."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         c = config
         self.head_dim = c.head_dim
-        self.norms = nn.ModuleList([nn.RMSNorm(c.width, eps=1e-6) for _ in range(2)])
+        self.norm = nn.RMSNorm(c.width, eps=1e-6)
         self.q = nn.Linear(c.width, c.num_heads * c.head_dim, bias=False)
         self.kv = nn.Linear(c.width, 2 * c.num_kv_heads * c.head_dim, bias=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.norm(x)
+        turn = angles(position_ids, self.head_dim).to(y.dtype)
+        q = self.q(y).unflatten(-1, (-1, self.head_dim))
+        k, v = self.kv(y).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
+        return rotated(q, turn), rotated(k, turn), v
+
+
+class Update(nn.Module):
+    """What attention found, then a SwiGLU on normalised rows, each added to the stream."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        c = config
         self.out = nn.Linear(c.num_heads * c.head_dim, c.width, bias=False)
+        self.norm = nn.RMSNorm(c.width, eps=1e-6)
         self.up = nn.Linear(c.width, 2 * c.hidden, bias=False)
         self.down = nn.Linear(c.hidden, c.width, bias=False)
 
-    def forward(self, x: Tensor, turn: Tensor, attention: Attention) -> Tensor:
-        y = self.norms[0](x)
-        q = self.q(y).unflatten(-1, (-1, self.head_dim))
-        k, v = self.kv(y).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
-        x = x + self.out(attention(rotated(q, turn), rotated(k, turn), v).flatten(-2))
-        gate, up = self.up(self.norms[1](x)).chunk(2, -1)
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.out(attended.flatten(-2))
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 
+class Head(nn.Module):
+    """Logits of normalised rows, by the embedding's own weight."""
+
+    def __init__(self, config: Config, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.norm, self.embedding = nn.RMSNorm(config.width, eps=1e-6), embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) @ self.embedding.weight.T
+
+
+class Losses(nn.Module):
+    """The loss of each token; 0 where its label is -100."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+
+
+LOSSES = Losses()
+
+
+def run_whole(module: nn.Module, *inputs: Tensor) -> Any:
+    """Run a layer that treats each token by itself on all rows at once."""
+    return module(*inputs)
+
+
+class Block(nn.Module):
+    """Attention and a SwiGLU, each on normalised input and added to the stream."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.project, self.update = Projections(config), Update(config)
+
+    def forward(self, x: Tensor, position_ids: Tensor, attention: Attention, run: Run) -> Tensor:
+        q, k, v = run(self.project, x, position_ids)
+        return run(self.update, x, attention(q, k, v))
+
+
 class Llama(nn.Module):
-    """Tokens [num_tokens] and their positions to logits [num_tokens, vocabulary]."""
+    """Tokens [num_tokens] and their positions to logits [num_tokens, vocabulary].
+
+    Its layers but attention treat each token by itself; `run` may run them on blocks of tokens.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
-        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.head = Head(config, self.embedding)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, attention: Attention) -> Tensor:
-        x = self.embedding(tokens)
-        turn = angles(position_ids, self.config.head_dim).to(x.dtype)
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor, attention: Attention, run: Run = run_whole
+    ) -> Tensor:
+        x = run(self.embedding, tokens)
         for block in self.blocks:
-            x = block(x, turn, attention)
-        return self.norm(x) @ self.embedding.weight.T
+            x = block(x, position_ids, attention, run)
+        return run(self.head, x)
 
 
 def angles(position_ids: Tensor, head_dim: int) -> Tensor:
@@ -155,17 +213,30 @@ class Whole:
 
         return dense
 
-    def sum(self, x: Tensor) -> None:
-        pass
+    def run(self, module: nn.Module, *inputs: Tensor) -> Any:
+        return module(*inputs)
+
+    def mean(self, losses: Tensor, count: Tensor) -> Tensor:
+        return losses.sum() / count
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        """This process has all of them."""
 
 
 class Split:
     """The sequence split over the ranks of the default group, if there is one."""
 
-    def __init__(self, num_tokens: int, strategy: str, wire: str = "none") -> None:
+    def __init__(
+        self, num_tokens: int, strategy: str, wire: str = "none", reduction: str = "fast"
+    ) -> None:
         self.wire = WIRES[wire]
         plan = "auto" if strategy == "auto" else read_plan(strategy, ranks()[1])
-        self.cp = tw.ContextParallel(num_tokens=num_tokens, mask=tw.Causal(), strategy=plan)
+        self.cp = tw.ContextParallel(
+            num_tokens=num_tokens, mask=tw.Causal(), strategy=plan, reduction=reduction
+        )
+        self.run = self.cp.by_blocks
+        self.mean = self.cp.mean
+        self.sum_gradients = self.cp.sum_gradients
 
     def shard(self, x: Tensor) -> Tensor:
         return self.cp.shard(x, dim=0)
@@ -175,11 +246,6 @@ class Split:
             return self.cp.attention(q, k, v, mask=mask, wire=self.wire)
 
         return attend
-
-    def sum(self, x: Tensor) -> None:
-        """Sum over ranks, in place."""
-        if self.cp.world_size > 1:
-            dist.all_reduce(x)
 
 
 Way = Whole | Split
@@ -194,19 +260,13 @@ def ranks() -> tuple[int, int]:
 def train_step(model: Llama, optimizer: torch.optim.AdamW, way: Way, b: Batch) -> float:
     """One step; the loss is the mean over all labelled tokens of the whole sequence."""
     tokens, labels, position_ids = map(way.shard, (b.tokens, b.labels, b.position_ids))
-    logits = model(tokens, position_ids, way.attention(b.mask, len(b.tokens)))
-    # Each rank has a share of the sum, divided by the whole sequence's count: shares add up.
-    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
-    loss = total / (b.labels != -100).sum()
+    logits = model(tokens, position_ids, way.attention(b.mask, len(b.tokens)), way.run)
+    loss = way.mean(way.run(LOSSES, logits, labels), (labels != -100).sum())
     optimizer.zero_grad()
     loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([loss.detach()[None], *(grad.flatten() for grad in grads)])
-    way.sum(flat)
-    for grad, summed in zip(grads, flat[1:].split([g.numel() for g in grads]), strict=True):
-        grad.copy_(summed.view_as(grad))
+    way.sum_gradients(model)
     optimizer.step()
-    return float(flat[0])
+    return float(loss.detach())
 
 
 def train(way: Way, args: argparse.Namespace, on_step: Callable[[float], None]) -> Trained:
@@ -278,6 +338,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto", help='as in "ulysses(2, inner=ring(2))"')
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--wire", choices=WIRES, default="none", help="what travels, rounded to")
+    parser.add_argument(
+        "--reduction",
+        choices=("fast", "canonical"),
+        default="fast",
+        help="canonical: the same bits at any split",
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
@@ -294,7 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     console = Console(quiet=ranks()[0] != 0)
-    way = Split(args.num_tokens, args.strategy, args.wire)
+    way = Split(args.num_tokens, args.strategy, args.wire, args.reduction)
     model, losses = with_progress(way, args, f"split over {ranks()[1]}")
     console.print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} nats per byte")
     if ranks()[0] == 0 and args.save:

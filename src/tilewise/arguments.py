@@ -35,6 +35,7 @@ Save: TypeAlias = Literal["replay", "gathered"]
 Validate: TypeAlias = Literal["always", "first", "never"]
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 LayoutName: TypeAlias = Literal["contiguous", "zigzag", "striped"]
+Reduction: TypeAlias = Literal["fast", "canonical"]
 Moves: TypeAlias = Literal["kv", "q"]
 Schedule: TypeAlias = Literal["greedy", "eager", "kv_first", "gather", "paper"]
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.arguments import (
     DtypeName,
+    Reduction,
     Save,
     Validate,
     dtype_name,
@@ -30,10 +31,12 @@ from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import given_kernel
 from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
+from tilewise.layouts.whole_blocks import whole_blocks
 from tilewise.masks.base import Document, Full, Mask
 from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
+from tilewise.tokens.blocks import GradientSums, block_edges, run_by_blocks, sum_gradients
 from tilewise.tokens.conv import causal_conv1d
 from tilewise.tokens.joint import owned_rows
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
@@ -72,6 +75,9 @@ class ContextParallel:
         machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
             tensors, "cpu-gloo" for others.
         kernel: what attention takes as kernel, for all calls that do not name another.
+        reduction: what attention takes as reduction. "canonical": layouts that are not given have
+            whole blocks of tokens on each rank, `by_blocks` runs layers on these, and mean and
+            sum_gradients have the same bits at any split (docs/numerics.md).
     """
 
     def __init__(  # noqa: PLR0913 - a constructor of a value
@@ -84,6 +90,7 @@ class ContextParallel:
         layout: Layout | None = None,
         machine: Machine | None = None,
         kernel: Kernel | str | None = None,
+        reduction: Reduction = "fast",
     ):
         if isinstance(mesh_or_group, DeviceMesh):
             mesh_or_group = _group_of(mesh_or_group)
@@ -101,8 +108,11 @@ class ContextParallel:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.mask = Full() if mask is None else require_type(Mask, "mask", mask)
         self.mask.check_tokens(num_tokens)
+        self.reduction = of_kind("reduction", reduction, Reduction)
         if layout is None:
             layout = default_layout(self.mask, num_tokens, self.world_size)
+            if reduction == "canonical":
+                layout = whole_blocks(layout, block_edges(num_tokens))
         require_type(Layout, "layout", layout)
         if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
             raise ValueError(
@@ -122,6 +132,7 @@ class ContextParallel:
         self._plan = strategy if isinstance(strategy, Plan) else None
         self._backward_plan: Plan | None = None
         self._for_one_mask = False
+        self._gradient_sums = GradientSums()
 
     def __repr__(self) -> str:
         plan = "auto" if self._plan is None else self._plan.name
@@ -346,19 +357,62 @@ class ContextParallel:
             raise ValueError(f"cu_seqlens ends at {edges[-1]}, but the sequence has {n} tokens")
         return edges
 
-    def mean(self, loss_sum: Tensor, count: Tensor | float) -> Tensor:
+    def mean(self, losses: Tensor, count: Tensor | float) -> Tensor:
         """The whole sequence's mean loss, the same number on every rank.
 
         Its backward gives this rank's share: gradients summed over ranks are the whole's. Ranks
         without a label pass 0 and 0; where no rank has one, the mean is not a number.
 
         Args:
-            loss_sum: sum of this rank's losses, as of cross_entropy(..., reduction="sum").
+            losses: this rank's losses, as of cross_entropy(..., reduction="none"), or their sum.
+                With reduction="canonical" those of each token: a sum's bits depend on the split.
             count: how many losses that is: of labels that are not ignored.
         Raises:
             ValueError: the same on every rank, if one rank's arguments are no such numbers.
         """
-        return mean_over_ranks(loss_sum, count, transport_for(self.group))
+        exact = self.reduction == "canonical"
+        return mean_over_ranks(losses, count, transport_for(self.group), exact)
+
+    def by_blocks(self, module: torch.nn.Module, *inputs: Tensor, dim: int = 0) -> Any:
+        """Run a layer that treats each token by itself: a linear layer, a norm, an MLP, a head.
+
+            x = x + cp.by_blocks(mlp, x)
+            q, k, v = cp.by_blocks(projections, x, cp.position_ids)
+
+        With reduction="fast" it is module(*inputs). With "canonical" the layer runs on blocks of 64
+        tokens at fixed places of the sequence, so that the bits of its rows do not depend on the
+        split, and keeps what each block adds to the gradients of its parameters for sum_gradients:
+        24 bytes a number, until then. Other layers may share the parameters.
+
+        Args:
+            inputs: this rank's rows, the same numbers of tokens.
+            dim: of the tokens, in inputs and results.
+        Returns:
+            This rank's rows of what the layer returns: a tensor or a tuple of tensors.
+        Raises:
+            ValueError: the same on every rank, if the layout cuts a block, or inputs are no rows.
+        """
+        if self.reduction == "fast":
+            return module(*inputs)
+        transport = transport_for(self.group)
+        return run_by_blocks(module, inputs, self.layout, transport, self._gradient_sums, dim)
+
+    def sum_gradients(self, module: torch.nn.Module) -> None:
+        """Give every parameter of a module the sum of all ranks' gradients, the same on all ranks.
+
+            loss.backward()
+            cp.sum_gradients(model)
+            optimizer.step()
+
+        With reduction="fast" gradients are added in the order of ranks. With "canonical" they are
+        those that by_blocks kept, and their sum has the same bits at any split.
+
+        Raises:
+            ValueError: the same on every rank, if the ranks' parameters differ, or with "canonical"
+                one has a gradient that by_blocks did not make.
+        """
+        sums = self._gradient_sums if self.reduction == "canonical" else None
+        sum_gradients(module, transport_for(self.group), sums)
 
     # The overloads say what is returned; help() and a test know the options by name.
     @overload

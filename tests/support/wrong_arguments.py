@@ -367,6 +367,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "ContextParallel", tw.ContextParallel, {
         "mesh_or_group": None, "num_tokens": 16, "mask": MASK, "strategy": tw.ring(1),
         "layout": tw.contiguous(16, 1), **machines, "kernel": "cpu",
+        "reduction": "fast",
     }  # fmt: skip
     yield "cp.shard", of(cp, "shard"), {"x": torch.ones(16, 2), "dim": 0}
     yield "cp.unshard", of(cp, "unshard"), {"x": torch.ones(16, 2), "dim": 0}
@@ -384,7 +385,8 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "cp.conv1d", of(cp, "conv1d"), {**conv1d, "activation": None, "cu_seqlens": [0, 16]}
     scan = {"decay": torch.ones(1, 2), "update": torch.ones(1, 2), "matrix": False}
     yield "cp.scan", of(cp, "scan"), {**scan, "cu_seqlens": [0, 16], "dim": None}
-    yield "cp.mean", of(cp, "mean"), {"loss_sum": torch.ones(()), "count": 2}
+    yield "cp.mean", of(cp, "mean"), {"losses": torch.ones(()), "count": 2}
+    yield "cp.sum_gradients", of(cp, "sum_gradients"), {"module": torch.nn.Linear(2, 2)}
     yield "cp.attention", of(cp, "attention"), lambda: qkv(plan=tw.ring(1), **CP_OPTIONS)
     yield "cp.plan", of(cp, "plan"), lambda: qkv(wire=None)
     yield "KVCache", tw.KVCache, CACHE_OPTIONS
