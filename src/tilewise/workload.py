@@ -227,7 +227,7 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
     sizes = [np.asarray(layout.sizes) for layout in layouts]
     equal = all(len(set(layout.sizes)) == 1 for layout in layouts)
     known: dict[int, list[tuple[int, int, np.ndarray]]] = {}
-    for rank in symmetry.firsts():
+    for rank in symmetry.representatives():
         shards: dict[Item, list[int]] = {}
         for step in plan.rank_steps(rank):
             for transfer in step.sends:
@@ -241,13 +241,13 @@ def _sent_alike(resolved: ResolvedPass, symmetry: Symmetry) -> tuple[int, ...]:
     def sent(rank: int) -> int:
         return sum(
             int(sizes[side][absolute(moved, rank, symmetry.shifts)].sum()) * row_bytes
-            for side, row_bytes, moved in known[symmetry.first(rank)]
+            for side, row_bytes, moved in known[symmetry.representative(rank)]
         )
 
     if not equal:
         return tuple(map(sent, range(plan.world_size)))
     of_class = {rank: sent(rank) for rank in known}
-    return tuple(of_class[symmetry.first(rank)] for rank in range(plan.world_size))
+    return tuple(of_class[symmetry.representative(rank)] for rank in range(plan.world_size))
 
 
 @checks_arguments

@@ -12,8 +12,8 @@ from support.described import MACHINES, workload
 import tilewise as tw
 from tilewise.plan.ir import Plan, RankStep, find_symmetry
 from tilewise.simulation.machine import Machine
+from tilewise.simulation.priced_programs import Halves
 from tilewise.simulation.simulator import MOST_MESSAGES, num_messages, simulate, simulate_pass
-from tilewise.simulation.tracks import Halves
 from tilewise.strategies.mesh import SCHEDULES
 
 CAUSAL = tw.Causal()
@@ -91,7 +91,7 @@ def test_the_rows_of_transfers_are_those_that_pruning_leaves(plan: Plan):
     pruned = tw.prune(plan, CAUSAL, tw.zigzag(8 * n, n))
     dropped = [len(x.transfers) for x in pruned.steps] != [len(x.transfers) for x in plan.steps]
     assert halves.complete or dropped
-    for written in {halves.symmetry.written(rank) for rank in range(n) if halves.complete}:
+    for written in {halves.symmetry.template(rank) for rank in range(n) if halves.complete}:
         members = halves.members(written)
         busy = [k for k, step in enumerate(plan.steps) if step.transfers or any(step.tiles)]
         for place, number in enumerate(busy):

@@ -92,16 +92,16 @@ class Symmetry(NamedTuple):
         """Ranks per class."""
         return span(self.shifts)
 
-    def first(self, rank: int) -> int:
+    def representative(self, rank: int) -> int:
         """The lowest rank of a rank's class, which stands for it."""
         return relative(rank, rank, self.shifts)
 
-    def firsts(self) -> list[int]:
+    def representatives(self) -> list[int]:
         """One rank of every class."""
         every = np.arange(self.world_size)
         return np.flatnonzero(relative(every, every, self.shifts) == every).tolist()
 
-    def written(self, rank: int) -> int:
+    def template(self, rank: int) -> int:
         """The rank whose steps, relabelled, are this rank's."""
         return relative(rank, rank, self.plan_shifts)
 

@@ -70,7 +70,7 @@ class Trial:
             for side, layout in zip(Side, resolved.layouts, strict=True)
         ]
         most = 0
-        for rank in find_symmetry(plan).firsts():
+        for rank in find_symmetry(plan).representatives():
             steps = plan.rank_steps(rank)
             transfers = (x for step in steps for x in (*step.sends, *step.recvs))
             touched = {(x.item.side, x.item.shard) for x in transfers}

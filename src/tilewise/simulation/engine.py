@@ -52,9 +52,8 @@ class RankOperation(NamedTuple):
     awaited: tuple[int, ...] = ()
 
 
-class Track(NamedTuple):
-    """All that one rank does in a pass.
-
+class PricedProgram(NamedTuple):
+    """The operations of one rank in a pass, with their seconds.
     Attributes:
         route: of kernels and own work, where ranks share cores.
         call_seconds: own work before the first operation.
@@ -82,56 +81,57 @@ class Deadlock(NamedTuple):
 
 
 AWAIT, COMPUTE, LEAVE = range(3)
-"""Parts of an operation that are still to come; own work follows as the last."""
+"""Stages of an operation, in order; the rank's own work is the last one."""
 
 
 class EventLoop:
-    """Runs tracks once. Messages from one rank to another go one after the other, in order.
+    """Runs programs once. Messages from one rank to another go one after the other, in order.
 
     Args:
-        tracks: one per rank.
+        programs: one per rank.
         flows: that their operations name.
         routes, num_resources: the network's.
     Attributes:
-        begins: of each track when its operations began, then when the last ended.
+        begins: for each program the times at which its operations began, and the last one ended.
         messages: spans in the lanes of links.
     """
 
     def __init__(
         self,
-        tracks: tuple[Track, ...],
+        programs: tuple[PricedProgram, ...],
         flows: tuple[Flow, ...],
         routes: list[Route],
         num_resources: int,
     ):
-        self.tracks, self.flows = tracks, flows
+        self.programs, self.flows = programs, flows
         self.bandwidth = FairShare(routes, num_resources)
-        num = len(tracks)
-        self.index_of_rank = {track.rank: index for index, track in enumerate(tracks)}
-        self.place, self.part, self.missing = [-1] * num, [AWAIT] * num, [0] * num
-        self.begins: list[list[float]] = [[] for _ in tracks]
-        self.computing: list[float | None] = [None] * num  # since when a kernel runs
-        self.busy, self.ended = [0.0] * num, [np.nan] * num
-        self.done = bytearray(len(flows) + 2)
-        self.done[ARRIVED] = 1
-        self.waiting: dict[int, list[int]] = defaultdict(list)
-        self.following: dict[int, list[int]] = defaultdict(list)
-        self.started: dict[int, float] = {}
-        self.events: list[tuple[float, int]] = []  # a flow, or -1 - index of a track
-        self.starting: list[int] = []
-        self.working: list[tuple[int, int, float]] = []  # index of a track, route, seconds
+        num_ranks = len(programs)
+        self.index_of_rank = {program.rank: index for index, program in enumerate(programs)}
+        self.operation_index = [-1] * num_ranks
+        self.stage, self.num_missing = [AWAIT] * num_ranks, [0] * num_ranks
+        self.begins: list[list[float]] = [[] for _ in programs]
+        self.kernel_starts: list[float | None] = [None] * num_ranks  # since when a kernel runs
+        self.kernel_seconds, self.end_seconds = [0.0] * num_ranks, [np.nan] * num_ranks
+        self.flow_done = bytearray(len(flows) + 2)
+        self.flow_done[ARRIVED] = 1
+        self.ranks_by_missing_flow: dict[int, list[int]] = defaultdict(list)
+        self.following_flows: dict[int, list[int]] = defaultdict(list)
+        self.flow_starts: dict[int, float] = {}
+        self.events: list[tuple[float, int]] = []  # a flow, or -1 - index of a rank
+        self.starting_flows: list[int] = []
+        self.starting_work: list[tuple[int, int, float]] = []  # index of a rank, route, seconds
         self.messages: list[Span] = []
         self.now = 0.0
 
     def run(self) -> Deadlock | None:
         """Run to the end, or until no rank can go on."""
-        ready = list(range(len(self.tracks)))
+        ready = list(range(len(self.programs)))
         while True:
             for index in ready:
                 self._go_on(index)
             self._start()
-            at = self.events[0][0] if self.events else np.inf
-            self.now = min(at, self.bandwidth.next_end)
+            next_event = self.events[0][0] if self.events else np.inf
+            self.now = min(next_event, self.bandwidth.next_end)
             if self.now == np.inf:
                 break
             ready = []
@@ -146,70 +146,71 @@ class EventLoop:
                     ready.append(self._worked(-1 - number))
                 else:
                     self._begin(number)
-        return self._deadlock() if any(np.isnan(end) for end in self.ended) else None
+        return self._deadlock() if any(np.isnan(end) for end in self.end_seconds) else None
 
     def _go_on(self, index: int) -> None:
         """Run a rank until it has to wait."""
-        track, begins = self.tracks[index], self.begins[index]
-        place, part = self.place[index], self.part[index]
-        if place < 0:
-            place = 0
-            if track.call_seconds:
-                self.place[index] = place
-                self._work(index, track.call_seconds)
+        program, begins = self.programs[index], self.begins[index]
+        operation_index, stage = self.operation_index[index], self.stage[index]
+        if operation_index < 0:
+            operation_index = 0
+            if program.call_seconds:
+                self.operation_index[index] = operation_index
+                self._work(index, program.call_seconds)
                 return
-        while place < len(track.operations):
-            kernel, own, leaving, awaited = track.operations[place]
-            if part == AWAIT:
+        while operation_index < len(program.operations):
+            kernel, own, leaving, awaited = program.operations[operation_index]
+            if stage == AWAIT:
                 begins.append(self.now)
-                part = COMPUTE
+                stage = COMPUTE
                 if awaited and self._blocked(index, awaited):
-                    self.place[index], self.part[index] = place, part
+                    self.operation_index[index], self.stage[index] = operation_index, stage
                     return
-            if part == COMPUTE:
-                part = LEAVE
+            if stage == COMPUTE:
+                stage = LEAVE
                 if kernel:
-                    self.place[index], self.part[index] = place, part
-                    self.computing[index] = self.now
+                    self.operation_index[index], self.stage[index] = operation_index, stage
+                    self.kernel_starts[index] = self.now
                     self._work(index, kernel)
                     return
             for flow in leaving:
                 self._launch(flow)
-            place, part = place + 1, AWAIT
+            operation_index, stage = operation_index + 1, AWAIT
             if own:
-                self.place[index], self.part[index] = place, part
+                self.operation_index[index], self.stage[index] = operation_index, stage
                 self._work(index, own)
                 return
-        if place == len(track.operations):
+        if operation_index == len(program.operations):
             begins.append(self.now)
-            self.place[index] = place + 1
-            if self._blocked(index, [flow for x in track.operations for flow in x.leaving]):
+            self.operation_index[index] = operation_index + 1
+            if self._blocked(index, [flow for x in program.operations for flow in x.leaving]):
                 return
-        self.ended[index] = self.now
+        self.end_seconds[index] = self.now
 
     def _blocked(self, index: int, flows: tuple[int, ...] | list[int]) -> bool:
-        """Return whether a rank has to wait for any of these; if so, it is woken when all are
-        there.
+        """Return whether a rank has to wait for any of these flows.
+
+        If it has to, `_arrived` wakes it when all of them are there.
         """
-        late = {flow for flow in flows if not self.done[flow]}
-        self.missing[index] = len(late)
-        for flow in late:
-            self.waiting[flow].append(index)
-        return bool(late)
+        missing_flows = {flow for flow in flows if not self.flow_done[flow]}
+        self.num_missing[index] = len(missing_flows)
+        for flow in missing_flows:
+            self.ranks_by_missing_flow[flow].append(index)
+        return bool(missing_flows)
 
     def _work(self, index: int, seconds: float) -> None:
         """Keep a rank busy, and the cores that its route names."""
-        route = self.tracks[index].route
+        route = self.programs[index].route
         if route is None:
             heapq.heappush(self.events, (self.now + seconds, -1 - index))
         else:
-            self.working.append((index, route, seconds))
+            self.starting_work.append((index, route, seconds))
 
     def _worked(self, index: int) -> int:
-        since = self.computing[index]
-        if since is not None:
-            self.busy[index] += self.now - since
-            self.computing[index] = None
+        kernel_start = self.kernel_starts[index]
+        if kernel_start is not None:
+            self.kernel_seconds[index] += self.now - kernel_start
+            self.kernel_starts[index] = None
         return index
 
     def _launch(self, flow: int) -> None:
@@ -217,59 +218,67 @@ class EventLoop:
         heapq.heappush(self.events, (self.now + latency, flow))
 
     def _begin(self, flow: int) -> None:
-        """A message's first byte leaves, once those before it to the same peer are through."""
-        before = self.flows[flow].after
-        if before != LOST and not self.done[before]:
-            self.following[before].append(flow)
+        """Let a message's first byte leave, unless an earlier message to its peer is under way."""
+        previous_flow = self.flows[flow].after
+        if previous_flow != LOST and not self.flow_done[previous_flow]:
+            self.following_flows[previous_flow].append(flow)
             return
-        self.started[flow] = self.now
-        self.starting.append(flow)
+        self.flow_starts[flow] = self.now
+        self.starting_flows.append(flow)
 
     def _arrived(self, flow: int) -> list[int]:
-        """All of a flow's messages are there; the tracks that can go on."""
-        self.done[flow] = 1
-        sent = self.flows[flow]
-        start = self.started.pop(flow)
-        self.messages.append(Span(sent.rank, sent.link, sent.name, start, self.now - start))
-        for later in self.following.pop(flow, ()):
+        """Note that all of a flow's messages are there; return the ranks that can go on."""
+        self.flow_done[flow] = 1
+        arrived_flow = self.flows[flow]
+        start = self.flow_starts.pop(flow)
+        rank, link, name = arrived_flow.rank, arrived_flow.link, arrived_flow.name
+        self.messages.append(Span(rank, link, name, start, self.now - start))
+        for later in self.following_flows.pop(flow, ()):
             self._begin(later)
-        woken = []
-        for index in self.waiting.pop(flow, ()):
-            self.missing[index] -= 1
-            if not self.missing[index]:
-                woken.append(index)
-        return woken
+        woken_ranks = []
+        for index in self.ranks_by_missing_flow.pop(flow, ()):
+            self.num_missing[index] -= 1
+            if not self.num_missing[index]:
+                woken_ranks.append(index)
+        return woken_ranks
 
     def _start(self) -> None:
-        """Hand what begins now to the network, together."""
-        if not (self.starting or self.working):
+        """Hand all flows and kernels that begin at this moment to the network, together."""
+        if not (self.starting_flows or self.starting_work):
             return
-        flows = [self.flows[flow] for flow in self.starting]
-        ids = [*self.starting, *(-1 - index for index, _, _ in self.working)]
-        routes = [*(f.route for f in flows), *(route for _, route, _ in self.working)]
-        counts = [*(f.messages for f in flows), *(1 for _ in self.working)]
-        amounts = [*(f.seconds for f in flows), *(seconds for _, _, seconds in self.working)]
+        flows = [self.flows[flow] for flow in self.starting_flows]
+        ids = [*self.starting_flows, *(-1 - index for index, _, _ in self.starting_work)]
+        routes = [*(f.route for f in flows), *(route for _, route, _ in self.starting_work)]
+        counts = [*(f.messages for f in flows), *(1 for _ in self.starting_work)]
+        amounts = [*(f.seconds for f in flows), *(seconds for _, _, seconds in self.starting_work)]
         self.bandwidth.add(ids, np.array(routes), np.array(counts), np.array(amounts, float))
-        self.starting, self.working = [], []
+        self.starting_flows, self.starting_work = [], []
 
     def _deadlock(self) -> Deadlock:
-        stuck = [index for index, end in enumerate(self.ended) if np.isnan(end)]
-        track, place = self.tracks[stuck[0]], self.place[stuck[0]]
-        num_ended = len(self.ended) - len(stuck)
-        if place >= len(track.operations):
-            return Deadlock(track.rank, None, (), num_ended)
-        arrived = tuple(bool(self.done[flow]) for flow in track.operations[place].awaited)
-        return Deadlock(track.rank, place, arrived, num_ended)
+        waiting_ranks = [index for index, end in enumerate(self.end_seconds) if np.isnan(end)]
+        program = self.programs[waiting_ranks[0]]
+        operation_index = self.operation_index[waiting_ranks[0]]
+        num_ended = len(self.end_seconds) - len(waiting_ranks)
+        if operation_index >= len(program.operations):
+            return Deadlock(program.rank, None, (), num_ended)
+        arrived = tuple(
+            bool(self.flow_done[flow]) for flow in program.operations[operation_index].awaited
+        )
+        return Deadlock(program.rank, operation_index, arrived, num_ended)
 
     def uses(self, members: int) -> tuple[RankUse, ...]:
-        """Return how each rank spent the pass; each stands for so many ranks."""
-        total = max(self.ended, default=0.0)
-        sent: list[dict[str, int]] = [defaultdict(int) for _ in self.tracks]
+        """Return how each rank spent the pass.
+
+        Args:
+            members: number of ranks that each stands for.
+        """
+        total = max(self.end_seconds, default=0.0)
+        sent: list[dict[str, int]] = [defaultdict(int) for _ in self.programs]
         for flow in self.flows:
             sent[self.index_of_rank[flow.rank]][flow.link] += flow.num_bytes * flow.messages
         return tuple(
-            RankUse(track.rank, members, busy, end - busy, total - end, dict(links))
-            for track, busy, end, links in zip(
-                self.tracks, self.busy, self.ended, sent, strict=True
+            RankUse(program.rank, members, busy, end - busy, total - end, dict(links))
+            for program, busy, end, links in zip(
+                self.programs, self.kernel_seconds, self.end_seconds, sent, strict=True
             )
         )

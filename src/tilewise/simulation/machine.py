@@ -144,9 +144,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for what in ("node_size", "nics", "memory_bytes", "rack_nodes", "core_sharers"):
-            if getattr(self, what) is not None:
-                require_range(what, getattr(self, what))
+        for name in ("node_size", "nics", "memory_bytes", "rack_nodes", "core_sharers"):
+            if getattr(self, name) is not None:
+                require_range(name, getattr(self, name))
         if max(self.node_size, self.nics) % min(self.node_size, self.nics):
             raise ValueError(
                 f"nics ({self.nics}) must divide node_size ({self.node_size}) or be divided by it"
@@ -159,8 +159,12 @@ class Machine:
                     f"{link} must have a bandwidth of at least 1 byte per second and a latency of "
                     f"0 to {MOST_SECONDS:g} s"
                 )
-        for what, least, most in (("slowness", 1, 1e6), ("jitter", 0, 1e3), ("seed", 0, 1 << 62)):
-            require_range(what, getattr(self, what), least, most)
+        for name, lowest, highest in (
+            ("slowness", 1, 1e6),
+            ("jitter", 0, 1e3),
+            ("seed", 0, 1 << 62),
+        ):
+            require_range(name, getattr(self, name), lowest, highest)
         for rank in self.slow_ranks:
             require_range("slow_ranks", rank, 0)
         _check_numbers(self)
@@ -221,7 +225,7 @@ class Machine:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether ranks that do the same take different times."""
+        """True if ranks that do the same take different times."""
         return bool(self.jitter or (self.slow_ranks and self.slowness > 1))
 
     @property
@@ -250,15 +254,17 @@ class Machine:
             ValueError: if the machine has none.
         """
         twin = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, dtype)
-        for wanted in (dtype, twin):
-            found = [k for k in self.kernels if (k.dtype, k.backward) == (wanted, backward)]
-            if found:
-                return _between(sorted(found, key=lambda k: k.head_dim), head_dim)
-        known = ", ".join(sorted({kernel.dtype for kernel in self.kernels}))
-        which = "backward" if backward else "forward"
+        for kernel_dtype in (dtype, twin):
+            matching = [
+                k for k in self.kernels if (k.dtype, k.backward) == (kernel_dtype, backward)
+            ]
+            if matching:
+                return _between(sorted(matching, key=lambda k: k.head_dim), head_dim)
+        known_dtypes = ", ".join(sorted({kernel.dtype for kernel in self.kernels}))
+        pass_name = "backward" if backward else "forward"
         raise ValueError(
-            f"machine {self.name!r} has no {which} kernel speeds for {dtype}, only for {known}; "
-            "add a [[kernel]] table for it"
+            f"machine {self.name!r} has no {pass_name} kernel speeds for {dtype}, only for "
+            f"{known_dtypes}; add a [[kernel]] table for it"
         )
 
     @checks_arguments
@@ -316,30 +322,30 @@ def _between(kernels: list[KernelSpeed], head_dim: int | None) -> KernelSpeed:
 
 
 def _check_numbers(machine: Machine) -> None:
-    for what in (
+    for name in (
         *("launch_seconds", "message_seconds", "carry_seconds"),
         *("agree_seconds", "merge_seconds", "copy_cores"),
     ):
-        if not 0 <= getattr(machine, what) <= MOST_SECONDS:
-            value = getattr(machine, what)
-            raise ValueError(f"{what} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
+        if not 0 <= getattr(machine, name) <= MOST_SECONDS:
+            value = getattr(machine, name)
+            raise ValueError(f"{name} ({value}) must be at least 0 and at most {MOST_SECONDS:g}")
     calls = machine.call_seconds
     if len(calls) != 2 or not all(0 <= seconds <= MOST_SECONDS for seconds in calls):
         raise ValueError(f"call_seconds ({calls}) must be two numbers from 0 to {MOST_SECONDS:g}")
-    for what in ("cores", "merge_bandwidth", "pack_bandwidth"):
-        value = getattr(machine, what)
+    for name in ("cores", "merge_bandwidth", "pack_bandwidth"):
+        value = getattr(machine, name)
         if value is not None and not value > 0:
-            raise ValueError(f"{what} ({value}) must be above 0, or left out")
+            raise ValueError(f"{name} ({value}) must be above 0, or left out")
 
 
 def _check_kernel(kernel: KernelSpeed) -> None:
     check_dtype("the dtype of a kernel", kernel.dtype)
     most = {"head_dim": MOST_COUNT, "launch_seconds": MOST_SECONDS, "edge_keys": MOST_COUNT}
-    for what, limit in most.items():
-        require_range(f"kernel {kernel.dtype}: {what}", getattr(kernel, what), 0, limit)
-    for what, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
+    for name, limit in most.items():
+        require_range(f"kernel {kernel.dtype}: {name}", getattr(kernel, name), 0, limit)
+    for name, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
-            raise ValueError(f"kernel {kernel.dtype}: {what} {sizes} must be positive and ascend")
+            raise ValueError(f"kernel {kernel.dtype}: {name} {sizes} must be positive and ascend")
     shape = [len(kernel.keys)] * len(kernel.queries)
     if [len(row) for row in kernel.flops] != shape or not all(
         1 <= flops < math.inf for row in kernel.flops for flops in row

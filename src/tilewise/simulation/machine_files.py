@@ -135,10 +135,10 @@ class ShortForm:
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
         if set(self.best) != set(passes):
-            named = ", ".join(self.best) or "nothing"
-            raise ValueError(f"best ({named}) must have forward and backward, and nothing else")
-        wrong = {f"best.{which}": x for which, x in self.best.items() if not 0 < x <= 1}
-        for name, share in wrong.items():
+            names = ", ".join(self.best) or "nothing"
+            raise ValueError(f"best ({names}) must have forward and backward, and nothing else")
+        wrong_shares = {f"best.{which}": x for which, x in self.best.items() if not 0 < x <= 1}
+        for name, share in wrong_shares.items():
             raise ValueError(f"{name} ({share}) must be a share of the peak: above 0, at most 1")
         if not self.peak:
             raise ValueError("peak lacks a dtype, as in peak = { bfloat16 = 989e12 }")
@@ -161,17 +161,17 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "peak" not in tables and "best" not in tables:
         return dict(tables)
-    own = {parameter.name for parameter in fields(ShortForm)}
-    short = {name: value for name, value in tables.items() if name in own}
-    rest = {name: value for name, value in tables.items() if name not in own}
+    short_fields = {parameter.name for parameter in fields(ShortForm)}
+    short = {name: value for name, value in tables.items() if name in short_fields}
+    other_fields = {name: value for name, value in tables.items() if name not in short_fields}
     for link in ("inside", "between"):
-        port = rest.pop(link, None)
+        port = other_fields.pop(link, None)
         if isinstance(port, Mapping):
             short |= {f"{link}_{name}": x for name, x in cast("Mapping[str, Any]", port).items()}
         elif port is not None:
             raise ValueError(f"machine.{link} ({port!r}) must be an object with a bandwidth")
-    if "memory_bytes" in rest:
-        short["memory"] = rest.pop("memory_bytes")
+    if "memory_bytes" in other_fields:
+        short["memory"] = other_fields.pop("memory_bytes")
     form = read(ShortForm, short, "machine")
     return {
         "name": form.name,
@@ -183,7 +183,7 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
         "launch_seconds": form.launch_seconds,
         "source": form.source,
         "kernel": _kernels(form),
-        **rest,
+        **other_fields,
     }
 
 
@@ -193,11 +193,11 @@ def _kernels(form: ShortForm) -> list[dict[str, Any]]:
     return [
         {
             "dtype": dtype,
-            "pass": which,
+            "pass": pass_name,
             "queries": SIZES,
             "keys": SIZES,
             "flops": [[peak * best * q * k for k in ramp] for q in ramp],
         }
         for dtype, peak in form.peak.items()
-        for which, best in form.best.items()
+        for pass_name, best in form.best.items()
     ]

@@ -74,8 +74,8 @@ class Network:
 
     def latency(self, link: str) -> float:
         across = self.machine.across
-        known: dict[str, Link | None] = {BETWEEN: self.machine.between, ACROSS: across}
-        return (known.get(link) or self.machine.inside).latency
+        links: dict[str, Link | None] = {BETWEEN: self.machine.between, ACROSS: across}
+        return (links.get(link) or self.machine.inside).latency
 
     def bandwidth(self, link: str) -> float:
         """Bytes per second of one message that has the network to itself."""
@@ -92,15 +92,15 @@ class Network:
         link, machine = self.link(src, dst), self.machine
         ends = (("out", src), ("in", dst))
         uses = []
-        for way, rank in ends:
+        for direction, rank in ends:
             if link == INSIDE:
-                uses.append(self._use(f"port {way}", rank, 1, 1.0))
+                uses.append(self._use(f"port {direction}", rank, 1, 1.0))
             else:
-                uses.append(self._use(f"nic {way}", rank, machine.nic_sharers, 1.0))
+                uses.append(self._use(f"nic {direction}", rank, machine.nic_sharers, 1.0))
             if link == ACROSS and machine.across and machine.rack_nodes:
                 share = machine.nic_bandwidth / machine.across.bandwidth
                 rack = machine.node_size * machine.rack_nodes
-                uses.append(self._use(f"rack {way}", rank, rack, share))
+                uses.append(self._use(f"rack {direction}", rank, rack, share))
             if machine.cores is not None and machine.copy_cores:
                 slower = self.bandwidth(link) / machine.inside.bandwidth
                 share = machine.copy_cores * slower / machine.cores
@@ -112,19 +112,19 @@ class Network:
         cores = self.machine.cores
         if cores is None:
             return None
-        own = self._use("own core", rank, 1, 1.0)
-        return self._route([own, self._use("cores", rank, _sharers(self.machine), 1 / cores)])
+        own_core = self._use("own core", rank, 1, 1.0)
+        return self._route([own_core, self._use("cores", rank, _sharers(self.machine), 1 / cores)])
 
     def _use(self, kind: str, rank: int, block: int, weight: float) -> tuple[int, float]:
-        key = kind, self.symmetry.first(rank) // block
+        key = kind, self.symmetry.representative(rank) // block
         resource = self._resources.setdefault(key, len(self._resources))
         return resource, weight * self.symmetry.together(block)
 
     def _route(self, uses: list[tuple[int, float]]) -> int:
-        joined: dict[int, float] = {}
+        weight_by_resource: dict[int, float] = {}
         for resource, weight in uses:
-            joined[resource] = joined.get(resource, 0.0) + weight
-        route = tuple(sorted(joined.items()))
+            weight_by_resource[resource] = weight_by_resource.get(resource, 0.0) + weight
+        route = tuple(sorted(weight_by_resource.items()))
         number = self._known.setdefault(route, len(self.routes))
         if number == len(self.routes):
             self.routes.append(route)
@@ -186,37 +186,40 @@ class FairShare:
     def advance(self, now: float) -> list[int]:
         """Let time pass, to the next end at most; return the flows that have ended."""
         self.now = now
-        done: list[int] = []
+        ended_flows: list[int] = []
         while self.next_end <= now * (1 + CLOSE):
             _, island = heapq.heappop(self._queue)
-            done += self._islands[island].advance(now)
+            ended_flows += self._islands[island].advance(now)
             self._note(island)
-        return done
+        return ended_flows
 
 
 def _islands(routes: Sequence[Route], num_resources: int) -> list[list[int]]:
     """The routes that share resources, directly or by way of others."""
-    above = list(range(num_resources))
+    parent = list(range(num_resources))
 
     def root(resource: int) -> int:
-        while above[resource] != resource:
-            above[resource] = resource = above[above[resource]]
+        while parent[resource] != resource:
+            parent[resource] = resource = parent[parent[resource]]
         return resource
 
     for route in routes:
         for resource, _ in route:
-            above[root(resource)] = root(route[0][0])
-    found: dict[int, list[int]] = {}
+            parent[root(resource)] = root(route[0][0])
+    routes_by_root: dict[int, list[int]] = {}
     for number, route in enumerate(routes):
-        found.setdefault(root(route[0][0]), []).append(number)
-    return list(found.values())
+        routes_by_root.setdefault(root(route[0][0]), []).append(number)
+    return list(routes_by_root.values())
 
 
 def _renumbered(routes: list[Route]) -> tuple[Route, ...]:
     """The routes with resources numbered as they occur."""
-    known: dict[int, int] = {}
+    new_numbers: dict[int, int] = {}
     return tuple(
-        tuple((known.setdefault(resource, len(known)), weight) for resource, weight in route)
+        tuple(
+            (new_numbers.setdefault(resource, len(new_numbers)), weight)
+            for resource, weight in route
+        )
         for route in routes
     )
 
@@ -283,11 +286,11 @@ class _Many:
         seconds, self._now = now - self._now, now
         self._left = self._left - seconds * self._rate
         ended = self._left <= (SAME * seconds + 2 * CLOSE * now) * self._rate
-        done, kept = self._ids[ended].tolist(), ~ended
-        self._ids, self._route = self._ids[kept], self._route[kept]
-        self._count, self._left = self._count[kept], self._left[kept]
+        ended_ids, remaining = self._ids[ended].tolist(), ~ended
+        self._ids, self._route = self._ids[remaining], self._route[remaining]
+        self._count, self._left = self._count[remaining], self._left[remaining]
         self._refresh()
-        return done
+        return ended_ids
 
     def _refresh(self) -> None:
         if not len(self._ids):
@@ -314,13 +317,13 @@ class _Few:
         self._refresh()
 
     def advance(self, now: float) -> list[int]:
-        near = SAME * (now - self._now) + 2 * CLOSE * now
+        tolerance = SAME * (now - self._now) + 2 * CLOSE * now
         self._pass(now)
         rate = self._rate
-        done = [flow[0] for flow in self._flows if flow[3] <= near * rate[flow[1]]]
-        self._flows = [flow for flow in self._flows if flow[3] > near * rate[flow[1]]]
+        ended_ids = [flow[0] for flow in self._flows if flow[3] <= tolerance * rate[flow[1]]]
+        self._flows = [flow for flow in self._flows if flow[3] > tolerance * rate[flow[1]]]
         self._refresh()
-        return done
+        return ended_ids
 
     def _pass(self, now: float) -> None:
         seconds, self._now, rate = now - self._now, now, self._rate
@@ -335,8 +338,8 @@ class _Few:
         for _, route, count, _ in self._flows:
             counts[route] += count
         rate = self._rate = self._rates.listed(counts)
-        first = min(left / rate[route] for _, route, _, left in self._flows)
-        self.next_end = self._now + max(first, 0.0)
+        first_end = min(left / rate[route] for _, route, _, left in self._flows)
+        self.next_end = self._now + max(first_end, 0.0)
 
 
 def fair_rates(use: Array, weight: Array, counts: Array, num_resources: int) -> Array:
@@ -351,25 +354,28 @@ def fair_rates(use: Array, weight: Array, counts: Array, num_resources: int) -> 
     Returns:
         [routes]; 0 where there is no flow.
     """
-    rate, room = np.zeros(len(counts)), np.ones(num_resources)
-    open_ = np.flatnonzero(counts)
-    while len(open_):
-        used, demand = use[open_], weight[open_] * counts[open_, None]
-        load = np.bincount(used.ravel(), demand.ravel(), num_resources)
+    rate, free_capacity = np.zeros(len(counts)), np.ones(num_resources)
+    open_routes = np.flatnonzero(counts)
+    while len(open_routes):
+        resources, demand = use[open_routes], weight[open_routes] * counts[open_routes, None]
+        load = np.bincount(resources.ravel(), demand.ravel(), num_resources)
         share = np.full(num_resources, np.inf)
-        np.divide(room, load, out=share, where=load > 0)
-        of_flow, columns = share[used], range(used.shape[1])  # by column: an axis of 2 to 6 is slow
-        own = reduce(np.minimum, (of_flow[:, column] for column in columns))
-        least = np.full(num_resources, np.inf)
+        np.divide(free_capacity, load, out=share, where=load > 0)
+        # Column by column, because numpy is slow along an axis of 2 to 6.
+        share_by_use, columns = share[resources], range(resources.shape[1])
+        own_share = reduce(np.minimum, (share_by_use[:, column] for column in columns))
+        least_share = np.full(num_resources, np.inf)
         for column in columns:
-            np.minimum.at(least, used[:, column], own)
-        scarce = least >= share * (1 - ROUNDING)
+            np.minimum.at(least_share, resources[:, column], own_share)
+        is_scarce = least_share >= share * (1 - ROUNDING)
         # Looser, so that whatever made a resource scarce is filled with it.
-        filling = scarce[used] & (of_flow <= own[:, None] * (1 + 10 * ROUNDING))
+        filling = is_scarce[resources] & (share_by_use <= own_share[:, None] * (1 + 10 * ROUNDING))
         filled = reduce(np.logical_or, (filling[:, column] for column in columns))
-        now = open_[filled]
-        rate[now] = own[filled]
-        spent = (demand[filled] * own[filled, None]).ravel()
-        room = np.maximum(room - np.bincount(used[filled].ravel(), spent, num_resources), 0)
-        open_ = open_[~filled]
+        filled_routes = open_routes[filled]
+        rate[filled_routes] = own_share[filled]
+        used_capacity = (demand[filled] * own_share[filled, None]).ravel()
+        free_capacity = np.maximum(
+            free_capacity - np.bincount(resources[filled].ravel(), used_capacity, num_resources), 0
+        )
+        open_routes = open_routes[~filled]
     return rate

@@ -21,7 +21,7 @@ from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import zigzag
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan, find_symmetry
-from tilewise.simulation.tracks import EXACT_RANKS, halves_of
+from tilewise.simulation.priced_programs import EXACT_RANKS, halves_of
 
 SMALL_SHARD = 1024
 """Rows. Equal shards under a full or a causal mask are counted at this size, where tiles are cut as
@@ -53,8 +53,11 @@ class PassMemory:
             layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
             resolved = resolved._replace(layouts=(layout, layout))
         pruned, self._ranks = _pruned(resolved, alike)
-        forward, later = (one._replace(plan=pruned, layouts=resolved.layouts) for one in passes)
-        self._passes = forward, later
+        forward_pass, backward_pass = (
+            resolved_pass._replace(plan=pruned, layouts=resolved.layouts)
+            for resolved_pass in passes
+        )
+        self._passes = forward_pass, backward_pass
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -68,9 +71,9 @@ class PassMemory:
         return all(self._scale * self._of_rank(rank) <= memory for rank in self._ranks)
 
     def sample(self, num_ranks: int) -> int:
-        """Of the rank that needs most of so many: those that receive most bytes in forward.
+        """Return the most that one of a few ranks needs: those that receive most in forward.
 
-        Of 8 of 32 ranks it was at least 97 % of peak_bytes, whatever the plan.
+        With 8 of 32 ranks it was at least 97 % of peak_bytes, for every plan that was tried.
         """
         resolved = self._passes[0]
 
@@ -99,19 +102,19 @@ def _pruned(resolved: ResolvedPass, alike: bool | None) -> tuple[Plan, Sequence[
     plan, layouts = resolved.plan, resolved.layouts
     symmetry = None if alike is None else find_symmetry(plan)
     if symmetry is not None and symmetry.members > 1:
-        firsts = symmetry.firsts()
+        representatives = symmetry.representatives()
         if not alike or plan.world_size > HALVED_RANKS:
-            return plan, firsts
+            return plan, representatives
         halves = halves_of(plan, symmetry.plan_shifts, layouts[0].size(0))
         if halves.complete:
-            members = (halves.members(first) for first in firsts)
+            members = (halves.members(first) for first in representatives)
             return halves.pruned(plan), [rank for ranks in members for rank in _some(ranks)]
         if plan.world_size > EXACT_RANKS:
-            return plan, firsts
+            return plan, representatives
     return resolved.pruned, range(plan.world_size)
 
 
 def _some(ranks: np.ndarray) -> list[int]:
     n = len(ranks)
-    places = range(n) if n <= LIKE_RANKS else (0, 3, n // 4, n // 2, n - 1)
-    return ranks[list(places)].tolist()
+    indices = range(n) if n <= LIKE_RANKS else (0, 3, n // 4, n // 2, n - 1)
+    return ranks[list(indices)].tolist()

@@ -239,8 +239,8 @@ def price(operation: Operation, costs: PassCosts) -> Price:
             messages = len(operation.sends) + len(operation.recvs)
             return Price(own=costs.machine.message_seconds * messages)
         case Unpack(transfer, decodes):
-            passed = costs.encoded_bytes if decodes else costs.item_bytes
-            return Price(own=costs.pack_seconds(passed(transfer.item, transfer.rows)))
+            copied_bytes = costs.encoded_bytes if decodes else costs.item_bytes
+            return Price(own=costs.pack_seconds(copied_bytes(transfer.item, transfer.rows)))
         case Merge(transfer, adds):
             item, rows = transfer.item, transfer.rows
             if adds:

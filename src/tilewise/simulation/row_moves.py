@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tilewise.compiler.row_moves import Arriving, RowMoves
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.disturbance import disturbed
-from tilewise.simulation.engine import LOST, EventLoop, Flow, RankOperation, Track
+from tilewise.simulation.engine import LOST, EventLoop, Flow, PricedProgram, RankOperation
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import Network
 from tilewise.simulation.timeline import Timeline
@@ -48,20 +48,24 @@ def simulate_moves(
     Raises:
         ValueError: if there are no moves, or they are for different numbers of ranks.
     """
-    sizes = sorted({one.world_size for one in moves})
+    sizes = sorted({move.world_size for move in moves})
     if len(sizes) != 1:
         raise ValueError(f"moves are for {sizes} ranks; give some, all for the same number")
 
-    def rows(one: RowMoves, rank: int) -> RankRows:
-        mine = one.of_rank(rank)
-        out, back = (mine.recvs, mine.sends) if backward else (mine.sends, mine.recvs)
+    def rows(move: RowMoves, rank: int) -> RankRows:
+        rank_moves = move.of_rank(rank)
+        out, received = (
+            (rank_moves.recvs, rank_moves.sends)
+            if backward
+            else (rank_moves.sends, rank_moves.recvs)
+        )
         sends = tuple((sent.peer, sent.num_rows) for sent in out)
-        return RankRows(sends, len(back), _num_rows(out), _num_rows(back))
+        return RankRows(sends, len(received), _num_rows(out), _num_rows(received))
 
     ordered = reversed(moves) if backward else moves
-    rounds = [{rank: rows(one, rank) for rank in range(one.world_size)} for one in ordered]
+    rounds = [{rank: rows(move, rank) for rank in range(move.world_size)} for move in ordered]
     loop = run_exchanges(rounds, row_bytes, machine, Symmetry(sizes[0]), f"{moves[0].name}, rows")
-    return Timeline(max(loop.ended, default=0.0), loop.uses(1))
+    return Timeline(max(loop.end_seconds, default=0.0), loop.uses(1))
 
 
 def run_exchanges(
@@ -80,37 +84,41 @@ def run_exchanges(
         call_seconds: of each rank before its first exchange.
     """
     network = Network(machine, symmetry)
-    flows, last = list[Flow](), dict[tuple[int, int], int]()
-    operations = {rank: list[RankOperation]() for rank in symmetry.firsts()}
-    for one in rounds:
+    flows, last_flow = list[Flow](), dict[tuple[int, int], int]()
+    operations = {rank: list[RankOperation]() for rank in symmetry.representatives()}
+    for exchange in rounds:
         awaited = {rank: list[int]() for rank in operations}
-        for rank, mine in one.items():
-            leaving = range(len(flows), len(flows) + len(mine.sends))
-            for number, (peer, num_rows) in zip(leaving, mine.sends, strict=True):
+        for rank, rank_rows in exchange.items():
+            leaving = range(len(flows), len(flows) + len(rank_rows.sends))
+            for flow, (peer, num_rows) in zip(leaving, rank_rows.sends, strict=True):
                 # Those of ranks that another stands for arrive with its own.
-                waits = [peer] if symmetry.members == 1 else [*{peer, rank} & operations.keys()]
-                for each in waits:
-                    awaited[each].append(number)
+                waiting_ranks = (
+                    [peer] if symmetry.members == 1 else [*{peer, rank} & operations.keys()]
+                )
+                for waiting_rank in waiting_ranks:
+                    awaited[waiting_rank].append(flow)
                 link, num_bytes = network.link(rank, peer), row_bytes * num_rows
                 seconds = num_bytes / network.bandwidth(link) + machine.carry_seconds
                 route, latency = network.message(rank, peer), network.latency(link)
-                after = last.get((rank, peer), LOST)
+                previous = last_flow.get((rank, peer), LOST)
                 label = f"{name} to {peer}"
-                flows.append(Flow(rank, route, link, seconds, num_bytes, 1, latency, after, label))
-                last[rank, peer] = number
-            posting = machine.message_seconds * (len(mine.sends) + mine.num_recvs)
-            packing = _copy_seconds(machine, row_bytes * mine.packed)
+                flows.append(
+                    Flow(rank, route, link, seconds, num_bytes, 1, latency, previous, label)
+                )
+                last_flow[rank, peer] = flow
+            posting = machine.message_seconds * (len(rank_rows.sends) + rank_rows.num_recvs)
+            packing = _copy_seconds(machine, row_bytes * rank_rows.packed)
             operations[rank].append(RankOperation(own=packing))
             operations[rank].append(RankOperation(own=posting, leaving=tuple(leaving)))
-        for rank, mine in one.items():
-            unpacking = _copy_seconds(machine, row_bytes * mine.unpacked)
+        for rank, rank_rows in exchange.items():
+            unpacking = _copy_seconds(machine, row_bytes * rank_rows.unpacked)
             operations[rank].append(RankOperation(own=unpacking, awaited=tuple(awaited[rank])))
-    tracks = tuple(
-        Track(rank, network.compute(rank), call_seconds, tuple(mine))
-        for rank, mine in operations.items()
+    programs = tuple(
+        PricedProgram(rank, network.compute(rank), call_seconds, tuple(rank_rows))
+        for rank, rank_rows in operations.items()
     )
     loop = EventLoop(
-        *disturbed(tracks, tuple(flows), machine), network.routes, network.num_resources
+        *disturbed(programs, tuple(flows), machine), network.routes, network.num_resources
     )
     stuck = loop.run()
     assert stuck is None, stuck
@@ -118,7 +126,7 @@ def run_exchanges(
 
 
 def _num_rows(messages: Sequence[Arriving]) -> int:
-    return sum(one.num_rows for one in messages)
+    return sum(message.num_rows for message in messages)
 
 
 def _copy_seconds(machine: Machine, num_bytes: int) -> float:

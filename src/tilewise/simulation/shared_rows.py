@@ -32,31 +32,33 @@ def with_shared_rows(
     if plan.replicated_queries or not len(layout.replicated):
         return timeline
     loop = _exchange(work, machine, symmetry, backward)
-    more = {use.rank: use for use in loop.uses(symmetry.members)}
-    uses = tuple(_sum(use, more[use.rank]) for use in timeline.ranks)
-    seconds = max(loop.ended, default=0.0)
+    exchange_uses = {use.rank: use for use in loop.uses(symmetry.members)}
+    uses = tuple(_sum(use, exchange_uses[use.rank]) for use in timeline.ranks)
+    seconds = max(loop.end_seconds, default=0.0)
     recording = timeline.recording
     if recording is not None:
         # Exchanges of a forward pass follow it, those of a backward pass come first.
         shift = 0.0 if backward else timeline.seconds
-        late = [span._replace(start=span.start + shift) for span in loop.messages]
+        exchange_messages = [span._replace(start=span.start + shift) for span in loop.messages]
         begins = recording.begins
         if backward:
             begins = tuple(tuple(x + seconds for x in row) for row in begins)
-            own = [span._replace(start=span.start + seconds) for span in recording.messages]
+            pass_messages = [
+                span._replace(start=span.start + seconds) for span in recording.messages
+            ]
         else:
-            own = [*recording.messages]
-        recording = replace(recording, begins=begins, messages=(*own, *late))
+            pass_messages = [*recording.messages]
+        recording = replace(recording, begins=begins, messages=(*pass_messages, *exchange_messages))
     return Timeline(timeline.seconds + seconds, uses, recording)
 
 
-def _sum(one: RankUse, other: RankUse) -> RankUse:
-    links = {*one.bytes_by_link, *other.bytes_by_link}
-    return one._replace(
-        exposed_seconds=one.exposed_seconds + other.exposed_seconds,
-        idle_seconds=one.idle_seconds + other.idle_seconds,
+def _sum(use: RankUse, exchange_use: RankUse) -> RankUse:
+    links = {*use.bytes_by_link, *exchange_use.bytes_by_link}
+    return use._replace(
+        exposed_seconds=use.exposed_seconds + exchange_use.exposed_seconds,
+        idle_seconds=use.idle_seconds + exchange_use.idle_seconds,
         bytes_by_link={
-            link: one.bytes_by_link.get(link, 0) + other.bytes_by_link.get(link, 0)
+            link: use.bytes_by_link.get(link, 0) + exchange_use.bytes_by_link.get(link, 0)
             for link in links
         },
     )
@@ -68,23 +70,23 @@ def _exchange(work: Workload, machine: Machine, symmetry: Symmetry, backward: bo
     row_bytes = work.num_heads * work.widths[1] * ITEM_BYTES(work.dtype)
     num_shared = len(layout.replicated)
     owned = [
-        own - (held - num_shared)
-        for own, held in zip(layout.owned.sizes, layout.sizes, strict=True)
+        num_owned - (num_held - num_shared)
+        for num_owned, num_held in zip(layout.owned.sizes, layout.sizes, strict=True)
     ]
     if symmetry.members > 1:
         owned = [max(owned)] * n
 
     def rows(rank: int) -> RankRows:
         peers = [peer for peer in range(n) if peer != rank]
-        mine, others = owned[rank], num_shared - owned[rank]
+        num_mine, num_others = owned[rank], num_shared - owned[rank]
         if backward:
             sends = tuple((peer, owned[peer]) for peer in peers if owned[peer])
-            return RankRows(sends, len(peers) if mine else 0, others, layout.sizes[rank])
-        sends = tuple((peer, mine) for peer in peers if mine)
-        return RankRows(sends, sum(owned[peer] > 0 for peer in peers), mine, layout.sizes[rank])
+            return RankRows(sends, len(peers) if num_mine else 0, num_others, layout.sizes[rank])
+        sends = tuple((peer, num_mine) for peer in peers if num_mine)
+        return RankRows(sends, sum(owned[peer] > 0 for peer in peers), num_mine, layout.sizes[rank])
 
-    begin = machine.call_seconds[backward]
-    begin += 0.0 if backward else machine.agree_seconds * (n - 1)
+    call_seconds = machine.call_seconds[backward]
+    call_seconds += 0.0 if backward else machine.agree_seconds * (n - 1)
     name = f"{'dout' if backward else 'out'} of shared rows"
-    rounds = [{rank: rows(rank) for rank in symmetry.firsts()}]
-    return run_exchanges(rounds, row_bytes, machine, symmetry, name, begin)
+    rounds = [{rank: rows(rank) for rank in symmetry.representatives()}]
+    return run_exchanges(rounds, row_bytes, machine, symmetry, name, call_seconds)

@@ -25,6 +25,7 @@ from tilewise.simulation.engine import Deadlock, EventLoop
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
+from tilewise.simulation.priced_programs import EXACT_RANKS, Halves, halves_of, price_programs
 from tilewise.simulation.prices import PassCosts
 from tilewise.simulation.shared_rows import with_shared_rows
 from tilewise.simulation.timeline import (
@@ -34,7 +35,6 @@ from tilewise.simulation.timeline import (
     rank_operations,
     trace_text,
 )
-from tilewise.simulation.tracks import EXACT_RANKS, Halves, halves_of, priced_tracks
 from tilewise.workload import Workload
 
 MOST_MESSAGES = 1 << 17
@@ -112,8 +112,8 @@ class Simulation:
         total: dict[str, int] = {}
         for timeline in self._passes:
             for use in timeline.ranks:
-                for link, sent in use.bytes_by_link.items():
-                    total[link] = total.get(link, 0) + use.members * sent
+                for link, num_bytes in use.bytes_by_link.items():
+                    total[link] = total.get(link, 0) + use.members * num_bytes
         return total
 
     @property
@@ -136,9 +136,11 @@ class Simulation:
 
     def use(self, rank: int) -> tuple[RankUse, RankUse]:
         """Return how a rank spends forward and backward."""
-        first, other = (symmetry.first(rank) for symmetry in self.symmetries)
+        forward_rank, backward_rank = (
+            symmetry.representative(rank) for symmetry in self.symmetries
+        )
         forward, backward = self._uses
-        return forward[first], backward[other]
+        return forward[forward_rank], backward[backward_rank]
 
     def trace(self, path: str | Path) -> None:
         """Write the timeline as JSON that Chrome's tracing page and Perfetto read.
@@ -158,7 +160,7 @@ class Simulation:
 
     @cached_property
     def _uses(self) -> tuple[dict[int, RankUse], dict[int, RankUse]]:
-        forward, backward = ({use.rank: use for use in part.ranks} for part in self._passes)
+        forward, backward = ({use.rank: use for use in timeline.ranks} for timeline in self._passes)
         return forward, backward
 
     def _bytes(self, rank: int) -> dict[str, int]:
@@ -195,11 +197,15 @@ def simulate(
             alike, unless exact.
     """
     passes = (
-        _joined(_run(one, machine, exact, prune), plan, work, machine, one.payload.backward)
-        for one in work.resolve(plan, backward_plan)
+        _joined(
+            _run(resolved, machine, exact, prune), plan, work, machine, resolved.payload.backward
+        )
+        for resolved in work.resolve(plan, backward_plan)
     )
-    (forward, symmetry), (backward, other) = passes
-    return Simulation(forward, backward, (symmetry, other), (plan, backward_plan or plan), work)
+    (forward, symmetry), (backward, backward_symmetry) = passes
+    return Simulation(
+        forward, backward, (symmetry, backward_symmetry), (plan, backward_plan or plan), work
+    )
 
 
 def simulate_pass(
@@ -213,15 +219,19 @@ def simulate_pass(
 
     A planner chooses the plans of forward and backward apart.
     """
-    ran = _run(work.resolve(plan)[backward], machine, exact)
-    return _joined(ran, plan, work, machine, backward)
+    timeline_and_symmetry = _run(work.resolve(plan)[backward], machine, exact)
+    return _joined(timeline_and_symmetry, plan, work, machine, backward)
 
 
 def _joined(
-    ran: tuple[Timeline, Symmetry], plan: Plan, work: Workload, machine: Machine, backward: bool
+    timeline_and_symmetry: tuple[Timeline, Symmetry],
+    plan: Plan,
+    work: Workload,
+    machine: Machine,
+    backward: bool,
 ) -> tuple[Timeline, Symmetry]:
     """A pass with what a joint layout adds to it."""
-    timeline, symmetry = ran
+    timeline, symmetry = timeline_and_symmetry
     return with_shared_rows(timeline, symmetry, plan, work, machine, backward), symmetry
 
 
@@ -239,32 +249,32 @@ def _run(
         _check_affordable(plan, machine, exact)
         cells = None if alike is False else table_cells(plan, mask, *layouts)
         plan, costs = resolved.pruned if prune else plan, replace(costs, cells=cells)
-    written = sorted({symmetry.written(rank) for rank in symmetry.firsts()})
-    programs = {rank: lower(plan, rank, carries=payload.carries) for rank in written}
+    templates = sorted({symmetry.template(rank) for rank in symmetry.representatives()})
+    programs = {rank: lower(plan, rank, carries=payload.carries) for rank in templates}
     network = Network(machine, symmetry)
-    tracks, flows = priced_tracks(plan, programs, costs, network, halves)
-    tracks, flows = disturbed(tracks, flows, machine)
-    loop = EventLoop(tracks, flows, network.routes, network.num_resources)
+    priced, flows = price_programs(plan, programs, costs, network, halves)
+    priced, flows = disturbed(priced, flows, machine)
+    loop = EventLoop(priced, flows, network.routes, network.num_resources)
     deadlock = loop.run()
     run_plan = halves.pruned(plan) if halves else plan
     if deadlock:
-        raise RuntimeError(_deadlock_text(deadlock, run_plan, payload, len(tracks)))
+        raise RuntimeError(_deadlock_text(deadlock, run_plan, payload, len(priced)))
     begins = tuple(map(tuple, loop.begins))
     recording = Recording(run_plan, payload, begins, tuple(loop.messages))
-    seconds = max(loop.ended, default=0.0)
+    seconds = max(loop.end_seconds, default=0.0)
     return Timeline(seconds, loop.uses(symmetry.members), recording), symmetry
 
 
 def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: int) -> str:
-    rank, place, arrived, num_ended = deadlock
-    missing = "its sends"
-    if place is not None:
-        operation = list(rank_operations(plan, payload, rank))[place]
+    rank, operation_index, arrived, num_ended = deadlock
+    awaited = "its sends"
+    if operation_index is not None:
+        operation = list(rank_operations(plan, payload, rank))[operation_index]
         assert isinstance(operation, Await)
         transfer = operation.recvs[arrived.index(False)]
-        missing = f"step {operation.step}, {transfer.item} from rank {transfer.src}"
+        awaited = f"step {operation.step}, {transfer.item} from rank {transfer.src}"
     return (
-        f"no rank can go on: rank {rank} waits for {missing}; {num_ended} of {num_ranks} ranks "
+        f"no rank can go on: rank {rank} waits for {awaited}; {num_ended} of {num_ranks} ranks "
         "have ended"
     )
 
@@ -277,24 +287,28 @@ def _relabelled(
     Args:
         size: rows of a shard.
     """
-    n, alone = plan.world_size, Symmetry(plan.world_size)
+    n, every_rank = plan.world_size, Symmetry(plan.world_size)
     if alike is None or exact or machine.is_disturbed:
-        return alone, None
-    found = find_symmetry(plan, blocks(machine, n))
-    if not alike or (found.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)):
-        return found, None
-    shifts = found.plan_shifts or find_symmetry(plan).plan_shifts
+        return every_rank, None
+    symmetry = find_symmetry(plan, blocks(machine, n))
+    if not alike or (
+        symmetry.members > 1 and (exact is False or num_messages(plan) > MOST_MESSAGES)
+    ):
+        return symmetry, None
+    shifts = symmetry.plan_shifts or find_symmetry(plan).plan_shifts
     if shifts:
         halves = halves_of(plan, shifts, size)
         if halves.complete:
             return halves.symmetry, halves
-    return alone if n <= EXACT_RANKS else found, None
+    return every_rank if n <= EXACT_RANKS else symmetry, None
 
 
 def num_messages(plan: Plan) -> int:
     """Messages of a pass, if all ranks send as many as the first."""
-    first = sum(len({(x.dst, *x.item[:2]) for x in step.sends}) for step in plan.rank_steps(0))
-    return plan.world_size * first
+    first_rank_messages = sum(
+        len({(x.dst, *x.item[:2]) for x in step.sends}) for step in plan.rank_steps(0)
+    )
+    return plan.world_size * first_rank_messages
 
 
 def _check_affordable(plan: Plan, machine: Machine, exact: bool | None) -> None:

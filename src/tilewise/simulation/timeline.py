@@ -82,8 +82,8 @@ class Timeline:
 
         Labels are written now, from the ranks' programs: few who simulate look at them.
         """
-        own = (span for use in self.ranks for span in self.rank_spans(use.rank))
-        return (*own, *self.messages)
+        operation_spans = (span for use in self.ranks for span in self.rank_spans(use.rank))
+        return (*operation_spans, *self.messages)
 
     @property
     def messages(self) -> tuple[Span, ...]:
@@ -100,18 +100,18 @@ class Timeline:
                 f"it: one of {', '.join(map(str, index_of_rank))}"
             )
         index = index_of_rank[rank]
-        use, (*begins, last) = self.ranks[index], self.recording.begins[index]
+        use, (*begins, last_end) = self.ranks[index], self.recording.begins[index]
         ended = use.compute_seconds + use.exposed_seconds
-        first = begins[0] if begins else last
-        if first:
-            yield Span(rank, "call", "call", 0.0, first)
-        ends = (*begins[1:], last)
-        named = rank_operations(self.recording.plan, self.recording.payload, rank)
-        for operation, start, end in zip(named, begins, ends, strict=True):
+        first_begin = begins[0] if begins else last_end
+        if first_begin:
+            yield Span(rank, "call", "call", 0.0, first_begin)
+        ends = (*begins[1:], last_end)
+        rank_program = rank_operations(self.recording.plan, self.recording.payload, rank)
+        for operation, start, end in zip(rank_program, begins, ends, strict=True):
             lane = "compute" if isinstance(operation, Attend) else "wait"
             yield Span(rank, lane, str(operation), start, end - start)
-        if ended > last:
-            yield Span(rank, "call", "wait for sends", last, ended - last)
+        if ended > last_end:
+            yield Span(rank, "call", "wait for sends", last_end, ended - last_end)
 
 
 def rank_operations(plan: Plan, payload: Payload, rank: int) -> Iterator[Operation]:
@@ -131,22 +131,22 @@ def _names(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
     for rank, number in sorted(members.items()):
         name = f"rank {rank}" + f" and {number - 1} like it" * (number > 1)
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-        for lane, what in enumerate(LANES):
-            args = {"name": what}
+        for lane, lane_name in enumerate(LANES):
+            args = {"name": lane_name}
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": args}
 
 
 def _events(passes: tuple[Timeline, Timeline]) -> Iterator[dict[str, Any]]:
-    begin = 0.0
-    for what, timeline in zip(("forward", "backward"), passes, strict=True):
+    pass_start = 0.0
+    for pass_name, timeline in zip(("forward", "backward"), passes, strict=True):
         for rank, lane, name, start, seconds in timeline.spans:
             yield {
                 "ph": "X",
                 "name": name,
-                "cat": what,
+                "cat": pass_name,
                 "pid": rank,
                 "tid": LANES.index(lane),
-                "ts": round((begin + start) * 1e6, 6),
+                "ts": round((pass_start + start) * 1e6, 6),
                 "dur": round(seconds * 1e6, 6),
             }
-        begin += timeline.seconds
+        pass_start += timeline.seconds

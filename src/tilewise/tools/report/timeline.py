@@ -60,7 +60,7 @@ def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineBars:
         for span in part.messages:
             messages.setdefault(span.rank, []).append(span)
         for row, use in enumerate(uses):
-            rank = symmetry.first(use.rank)
+            rank = symmetry.representative(use.rank)
             by_lane: dict[str, list[Span]] = {}
             for span in (*part.rank_spans(rank), *messages.get(rank, ())):
                 if span.seconds:
