@@ -152,6 +152,22 @@ def test_split_inside_the_forward(name: str):
     assert all(torch.equal(made, tokens) for _, made in ranks)
 
 
+def test_a_call_with_a_cache_of_states_runs_unsplit():
+    whole, ids = build("Mamba").eval(), case((0, 13)).input_ids
+
+    def two_calls(model: Any) -> Tensor:
+        cache = model(ids[:, :12], use_cache=True).cache_params
+        return model(ids[:, 12:], cache_params=cache).logits.detach()
+
+    def on_rank(rank: int, group: Any) -> Tensor:
+        model = copy.deepcopy(whole)
+        split_forward(model, group)
+        return two_calls(model)
+
+    want = two_calls(copy.deepcopy(whole))
+    assert all(torch.equal(got, want) for got in tw.loopback(2, on_rank))
+
+
 @pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2", "FalconMamba"])
 def test_a_state_that_is_lost_is_noticed_before_a_model_runs(
     name: str, monkeypatch: pytest.MonkeyPatch

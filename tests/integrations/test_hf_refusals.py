@@ -27,7 +27,9 @@ from transformers import masking_utils as mu
 
 import tilewise as tw
 from tilewise.integrations import hf
+from tilewise.integrations.hf_attention import masks_of
 from tilewise.integrations.hf_masks import packs, read_mask
+from tilewise.integrations.hf_rope import RopeLengths
 
 N, NUM_TOKENS = 2, 22
 IDS = case((0, NUM_TOKENS)).input_ids
@@ -266,6 +268,17 @@ def test_mask_functions_are_read_by_their_structure():
     assert read_mask(mu.bidirectional_mask_function) == tw.Full()
     both = mu.or_masks(mu.causal_mask_function, mu.sliding_window_bidirectional_overlay(2))
     assert read_mask(both) == tw.Causal() | tw.Window(2, 2)
+
+
+def test_masks_are_made_as_transformers_5_0_asks_for_them():
+    """It gives the positions of the queries in place of their number and the first one."""
+    cp = tw.ContextParallel(num_tokens=5)
+    make: Any = masks_of(cp, RopeLengths(cp), True)
+    asked: dict[str, Any] = {"mask_function": mu.causal_mask_function, "attention_mask": None}
+    asked |= {"config": LlamaConfig(), "batch_size": 1}
+    assert make(cache_position=torch.arange(5), kv_length=5, **asked).mask == tw.Causal()
+    with pytest.raises(ValueError, match="5 queries from position 3 on"):
+        make(cache_position=torch.arange(3, 8), kv_length=8, **asked)
 
 
 @pytest.mark.parametrize(

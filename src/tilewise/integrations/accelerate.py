@@ -73,9 +73,14 @@ class ParallelismConfig(_ParallelismConfig):
         install()
 
     @property
+    def row_ranks(self) -> int:
+        """Ranks that share each row; cp_size, also while a Trainer is told that it is 1."""
+        return self._sizes["cp"]
+
+    @property
     def splits_forward(self) -> bool:
         """Whether models that an Accelerator prepares are split."""
-        return self._sizes["cp"] > 1
+        return self.row_ranks > 1
 
     @property
     def cp_enabled(self) -> bool:

@@ -215,13 +215,17 @@ def masks_of(
 
     def make_mask(
         *,
-        q_length: int,
         kv_length: int,
-        q_offset: int,
         mask_function: Callable[..., Any],
+        q_length: int = 0,
+        q_offset: int = 0,
+        cache_position: Tensor | None = None,  # of the queries, in transformers 5.0
         **given: Any,
     ) -> LayerMask:
         _refuse_other_ranks(cp, thread)
+        if cache_position is not None:
+            q_length = len(cache_position)
+            q_offset = int(cache_position[0]) if q_length else 0
         attention_mask = given.get("attention_mask")
         lengths.agreed, documents = False, None
         try:

@@ -34,7 +34,7 @@ from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
 from tilewise.integrations.hf_check import base_model, check_model
 from tilewise.integrations.hf_proof import is_masked
 from tilewise.integrations.hf_rope import RopeLengths
-from tilewise.integrations.hf_states import documents_of_call, split_call, wire
+from tilewise.integrations.hf_states import CACHES, documents_of_call, split_call, wire
 from tilewise.integrations.whole_rows import PackedRows, labels_of_rows, packed
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Causal, Full
@@ -56,7 +56,7 @@ READ = frozenset(  # arguments that say which tokens there are; the model gets t
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels"),
         *("shift_labels", "token_type_ids", "mm_token_type_ids", "num_items_in_batch"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-        *("past_key_values", "use_cache", "return_dict", "logits_to_keep", "cache_position"),
+        *(*CACHES, "use_cache", "return_dict", "logits_to_keep", "cache_position"),
     )
 )
 COUNTS_TOKENS = ("opt",)  # model types that count positions without the padding before a row
@@ -322,7 +322,7 @@ class SplitForward:
                 return self._whole_logits(call, x) if call.gathers_logits else None
             case "hidden_states":
                 return tuple(call.rows.put(_gathered(layer, call.cp)) for layer in x)
-            case "past_key_values":
+            case _ if name in CACHES:
                 return None
             case _ if name in PER_TOKEN:
                 rows = call.rows.put(_gathered(x, call.cp))
@@ -453,7 +453,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _runs_unsplit(given: Mapping[str, Any]) -> bool:
     """Return whether a call is one of generation: it has a cache, or asks for one."""
-    return bool(_state.paused or given.get("past_key_values") is not None or given.get("use_cache"))
+    cached = any(given.get(name) is not None for name in CACHES)
+    return bool(_state.paused or cached or given.get("use_cache"))
 
 
 def _before(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:

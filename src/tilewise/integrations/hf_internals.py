@@ -42,7 +42,7 @@ def split_size() -> int:
 
 def size_of(config: Any) -> int:
     """Ranks that share a row by a ParallelismConfig; 1 if it is not ours."""
-    return config.cp_size if getattr(config, "splits_forward", False) else 1
+    return config.row_ranks if getattr(config, "splits_forward", False) else 1
 
 
 class SplitAccelerator:
@@ -78,7 +78,7 @@ class SplitAccelerator:
 
     @property
     def _row_ranks(self) -> int:
-        return self.parallelism_config.cp_size  # type: ignore[attr-defined]
+        return size_of(self.parallelism_config)  # type: ignore[attr-defined]
 
     def prepare(self, *args: Any, **given: Any) -> Any:
         for model in args:
@@ -221,13 +221,20 @@ def _world_size(world_size: Any) -> Callable[[Any], int]:
 
 
 def _undivided(count: Callable[..., Any]) -> Callable[..., Any]:
-    """num_items_in_batch, which the Trainer divides by cp_size; gathering took each row once."""
+    """num_items_in_batch, which the Trainer divides by cp_size (in transformers 5.0 rounding down);
+    gathering took each row once.
+    """
 
     @functools.wraps(count)
     def count_once(self: Any, *args: Any, **given: Any) -> Any:
-        found = count(self, *args, **given)
-        size = size_of(getattr(self.accelerator, "parallelism_config", None))
-        return found * size if isinstance(found, Tensor) else found
+        config: Any = getattr(self.accelerator, "parallelism_config", None)
+        if size_of(config) == 1:
+            return count(self, *args, **given)
+        size, config.cp_size = config.cp_size, 1
+        try:
+            return count(self, *args, **given)
+        finally:
+            config.cp_size = size
 
     return count_once
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
+from importlib.metadata import version
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from tilewise.transport.resolve import transport_for
 
 MAKES_MASK = "create_recurrent_attention_mask"
 ANY_MASK = re.compile(r"create_\w+_mask$")
+CACHES = ("past_key_values", "cache", "cache_params")  # names of a model's cache
 RECURRENCE, LIGHTNING = "_rnn_scan", "get_slope_rate"
 
 
@@ -222,6 +224,13 @@ def wire(base: Any) -> StateLayers | None:
     }
     masks = {(name, x) for name in modules for x in vars(sys.modules[name]) if ANY_MASK.match(x)}
     makes = sorted(name for name, x in masks if x == MAKES_MASK)
+    told = [x for x in layers if _called(type(x))]  # by such a mask alone
+    if told and masks and not makes:
+        raise ValueError(
+            f"{type(told[0]).__name__} carries a state along the sequence, but transformers "
+            f"{version('transformers')} makes no mask for such layers ({MAKES_MASK}), which tells "
+            "them of documents; install transformers 5.23 or newer"
+        )
     text = base.config.get_text_config(decoder=True)
     states = StateLayers(text, tuple(makes), hands_mask=not masks)
     before: Any = torch.compiler.disable(_before_layer)
@@ -495,7 +504,8 @@ def _documents(cp: ContextParallel, given: Mapping[str, Any]) -> tuple[int, ...]
     Raises:
         ValueError: the same on every rank, for a call that cannot be split.
     """
-    tokens, cache = given.get("input_ids"), given.get("past_key_values", given.get("cache_params"))
+    tokens, caches = given.get("input_ids"), (given.get(name) for name in CACHES)
+    cache = next((x for x in caches if x is not None), None)
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     attention_mask = given.get("attention_mask")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
