@@ -11,16 +11,20 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.study.contexts import OWN_USUAL, ROWS, contexts
+from benchmarks.study.contexts import METHODS, OWN_USUAL, ROWS, contexts
+from benchmarks.study.contexts import picture as contexts_picture
 from benchmarks.study.controls import controls
 from benchmarks.study.memory import memory
+from benchmarks.study.parts import journal
 from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
 from benchmarks.study.train import train
 from benchmarks.study.where import ROWS as WHERE_ROWS
-from benchmarks.study.where import picture, where
+from benchmarks.study.where import picture as where_picture
+from benchmarks.study.where import where
 from tilewise.masks.base import Causal, Full
+from tilewise.masks.lengths import DRAWS
 from tilewise.tools.cli.options import (
     AsJson,
     WorkOptions,
@@ -35,7 +39,6 @@ from tilewise.tools.cli.output import (
     refusing_bad_input,
     table_console,
     table_of,
-    working,
     write_output,
 )
 from tilewise.tools.doctor import require
@@ -55,7 +58,7 @@ STUDIES = MappingProxyType(
     }
 )
 KEPT = ("contexts", "where")
-"""Studies that take minutes, and keep the rows that are done: half an hour, and ten minutes."""
+"""Studies whose rows are committed: what is there is not simulated again."""
 LEFT_OUT = ("layout", "wire_dtype", "wire", "save", "v_head_dim")
 USUAL = MappingProxyType(
     {
@@ -76,13 +79,21 @@ class StudyOptions(NamedTuple):
         list[str],
         typer.Argument(help=f"{', '.join((*STUDIES, *KEPT))}; or all.", show_default=False),
     ]
-    draws: Annotated[int, option("Of the documents, in contexts.", min=1)] = 10
+    draws: Annotated[int | None, option("Of the documents, in contexts; 10.", min=1)] = None
+    draw: Annotated[
+        str | None, option("Whose sampler draws them, in contexts: tilewise, or longca.")
+    ] = None
+    method: Annotated[
+        list[str] | None, option(f"In contexts, may be repeated: {', '.join(METHODS)}; else all.")
+    ] = None
     seed: Annotated[int | None, option("Of the documents, in masks; 0.", min=0)] = None
     devices: Annotated[int | None, option("Of the model's step, in model; 64.", min=2)] = None
     rows: Annotated[
         Path | None, option("File of the rows of contexts or where, instead of the committed one.")
     ] = None
-    png: Annotated[Path | None, option("Write the map of where here, as a picture.")] = None
+    png: Annotated[
+        Path | None, option("Write the chart of where or contexts here, as a picture.")
+    ] = None
     output: Annotated[
         Path | None, option("Write the tables here too, as JSON.", "--output", "-o")
     ] = None
@@ -94,29 +105,13 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
     """Run the papers' studies.
 
     All but the measured memory and train is simulated. contexts takes half an hour of two cores
-    where no row is there yet, and where ten minutes: what is done is kept, the same command goes
-    on, and fewer --draws take less.
+    where no row is there yet: what is done is kept, the same command goes on, and fewer --draws or
+    some --method take less. The others take minutes; one that is stopped goes on too.
     """
     with refusing_bad_input():
-        for path in (options.output, options.page):
+        for path in (options.output, options.page, options.png, options.rows):
             check_writable(path)
-        every = (*STUDIES, *KEPT)
-        names = list(every) if "all" in options.names else list(dict.fromkeys(options.names))
-        if unknown := [name for name in names if name not in every]:
-            raise ValueError(
-                f"study {unknown[0]!r} is not known; take some of {', '.join(every)}, or all"
-            )
-        if options.rows is not None and len(set(names) & {*KEPT}) != 1:
-            raise ValueError(f"--rows ({options.rows}) is for contexts or where, one of them")
-        if options.png is not None and "where" not in names:
-            raise ValueError(f"--png ({options.png}) is of where; add it to the studies")
-        if options.seed is not None and "masks" not in names:
-            raise ValueError(f"--seed ({options.seed}) is of masks; add it to the studies")
-        if options.devices is not None and "model" not in names:
-            raise ValueError(f"--devices ({options.devices}) is of model; add it to the studies")
-        own = {"masks": {"seed": options.seed or 0}, "model": {"n": options.devices or 64}}
-        check_writable(options.png)
-        check_writable(options.rows)
+        names = _names(options)
         given, about = about, about.filled(USUAL)
         machine = read_machine_option(about.machine)
         work = replace(workload_of(about, 1), layout="zigzag")
@@ -124,28 +119,41 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
             raise ValueError(
                 f"--mask ({about.mask!r}) must be full or causal: the study masks has others"
             )
+        own = {"masks": {"seed": options.seed or 0}, "model": {"n": options.devices or 64}}
         tables: list[StudyTable] = []
-        with working("") as tell:
-            for name in (name for name in names if name in STUDIES):
-                tell(name)
-                tables += STUDIES[name](work, machine, **own.get(name, {}))
+        if simulated := [name for name in names if name in STUDIES]:
+            with journal(work, machine, own) as kept:
+                for name in simulated:
+                    tables += STUDIES[name](work, machine, kept.rows_of, **own.get(name, {}))
         if "where" in names:
             (table,) = where(work, machine, path=options.rows or WHERE_ROWS)
             tables.append(table)
             if options.png is not None:
                 require("matplotlib", "the map's picture")
-                picture(table.rows, options.png)
+                where_picture(table.rows, options.png)
         if "contexts" in names:
-            own = workload_of(given.filled(OWN_USUAL).filled(USUAL), 1)
-            path = options.rows or ROWS
-            tables += contexts(own, machine, draws=options.draws, path=path)
-        found = {"studies": [table.as_json() for table in tables]}
+            own_work = workload_of(given.filled(OWN_USUAL).filled(USUAL), 1)
+            found = list(
+                contexts(
+                    own_work,
+                    machine,
+                    draws=options.draws or 10,
+                    sampler=options.draw or "tilewise",
+                    methods=options.method or (),
+                    path=options.rows or ROWS,
+                )
+            )
+            tables += found
+            if options.png is not None:
+                require("matplotlib", "the chart's picture")
+                contexts_picture(found, options.png)
+        as_json = {"studies": [table.as_json() for table in tables]}
         if options.output is not None:
-            write_output(options.output, json.dumps(found, indent=1))
+            write_output(options.output, json.dumps(as_json, indent=1))
         if options.page is not None:
             write_output(options.page, written(page_of(tables)))
     if options.as_json:
-        print_json(found)
+        print_json(as_json)
         return
     console = table_console(160)
     for table in tables:
@@ -155,6 +163,43 @@ def _study(options: StudyOptions, about: WorkOptions) -> None:
         for row in table.texts():
             drawn.add_row(*row)
         console.print(drawn)
+
+
+OWN_OPTIONS = MappingProxyType(
+    {
+        "draws": ("contexts",),
+        "draw": ("contexts",),
+        "method": ("contexts",),
+        "seed": ("masks",),
+        "devices": ("model",),
+        "rows": KEPT,
+        "png": KEPT,
+    }
+)
+"""Options of some studies alone; with two of KEPT, of one at a time."""
+
+
+def _names(options: StudyOptions) -> list[str]:
+    """The studies that are asked for; refuses options of others."""
+    every = (*STUDIES, *KEPT)
+    names = list(every) if "all" in options.names else list(dict.fromkeys(options.names))
+    if unknown := [name for name in names if name not in every]:
+        raise ValueError(
+            f"study {unknown[0]!r} is not known; take some of {', '.join(every)}, or all"
+        )
+    for option_name, studies in OWN_OPTIONS.items():
+        value = getattr(options, option_name)
+        shown = ", ".join(value) if isinstance(value, list) else value
+        mine = [name for name in studies if name in names]
+        if value is not None and not mine:
+            raise ValueError(
+                f"--{option_name} ({shown}) is of {' or '.join(studies)}; add it to the studies"
+            )
+        if value is not None and len(mine) > 1:
+            raise ValueError(f"--{option_name} ({shown}) is for one of {' and '.join(mine)}")
+    if options.draw is not None and options.draw not in DRAWS:
+        raise ValueError(f"--draw ({options.draw}) must be one of {', '.join(DRAWS)}")
+    return names
 
 
 app = typer.Typer(pretty_exceptions_show_locals=False)

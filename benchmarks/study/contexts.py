@@ -5,23 +5,25 @@ written to a file as it is made, so that a run that was stopped goes on where it
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from os import cpu_count
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import tilewise as tw
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.parts import appended, read_rows
+from benchmarks.study.table import Chart, StudyTable, Value
+from tilewise.masks.lengths import corpus_for
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import near_square
 from tilewise.strategies.tiled import tiled_layout
-from tilewise.tools.cli.output import counted
+from tilewise.tools.cli.output import counted, print_error
 from tilewise.tools.report.words import short
 
 DEVICES = (8, 16, 32, 64, 96)
@@ -57,6 +59,7 @@ class Task(NamedTuple):
     mask: str
     devices: int
     draw: int
+    sampler: str  # of the documents: "tilewise" or "longca"
     methods: tuple[str, ...]
     tokens_per_device: int
     work: tw.Workload  # heads, widths and dtype
@@ -66,6 +69,8 @@ class Task(NamedTuple):
     def case(self) -> Row:
         """What a row is of, besides its method."""
         work, machine = self.work, self.machine
+        ours = self.sampler == "tilewise"
+        tokens = self.devices * self.tokens_per_device
         return {
             "mask": self.mask,
             "devices": self.devices,
@@ -75,8 +80,9 @@ class Task(NamedTuple):
             "head_dim": work.head_dim,
             "dtype": work.dtype,
             "machine": machine.name,
-            "corpus": CORPUS,
+            "corpus": CORPUS if ours else corpus_for(tokens),
             "mix": MIX,
+            **({} if ours else {"sampler": self.sampler}),
         }
 
 
@@ -110,10 +116,16 @@ def plan_of(method: str, n: int, work: tw.Workload, mask: tw.masks.Mask) -> tw.P
     return tw.tiled(mask, work.layout, kv_bytes=kv_bytes)
 
 
-def drawn(mask: str, num_tokens: int, draw: int) -> tuple[tw.masks.Mask, tuple[int, ...]]:
+def drawn(
+    mask: str, num_tokens: int, draw: int, sampler: str = "tilewise"
+) -> tuple[tw.masks.Mask, tuple[int, ...]]:
     """A mask and its documents' boundaries."""
-    longest = num_tokens // LONGEST_SHARE
-    cu = tw.lengths.sample(CORPUS, num_tokens, seed=draw, cap=longest, mix=MIX)
+    if sampler == "longca":
+        corpus = corpus_for(num_tokens)
+        cu = tw.lengths.sample(corpus, num_tokens, seed=draw, mix=MIX, draw=sampler)
+    else:
+        longest = num_tokens // LONGEST_SHARE
+        cu = tw.lengths.sample(CORPUS, num_tokens, seed=draw, cap=longest, mix=MIX)
     simple = {"full": tw.Full(), "causal": tw.Causal()}
     documents = {"full_document": tw.Document(cu), "causal_document": tw.Document(cu) & tw.Causal()}
     return (simple | documents)[mask], cu
@@ -123,7 +135,7 @@ def rows_of(task: Task) -> list[Row]:
     """A row for each method of a task; a plan that two of them share is simulated once."""
     n = task.devices
     num_tokens = n * task.tokens_per_device
-    mask, cu = drawn(task.mask, num_tokens, task.draw)
+    mask, cu = drawn(task.mask, num_tokens, task.draw, task.sampler)
     usual = tw.zigzag(num_tokens, n)
     if "document" in task.mask:
         usual = tw.zigzag_documents(cu, n)
@@ -160,9 +172,20 @@ def _simulated(task: Task, plan: tw.Plan, work: tw.Workload) -> Row:
 
 
 def contexts(
-    work: tw.Workload, machine: Machine, *, draws: int = 10, path: Path = ROWS
+    work: tw.Workload,
+    machine: Machine,
+    *,
+    draws: int = 10,
+    sampler: str = "tilewise",
+    methods: Sequence[str] = (),
+    path: Path = ROWS,
 ) -> Iterator[StudyTable]:
-    """The benchmark's table: what is missing in the file of rows is simulated, and added to it."""
+    """The benchmark's table: what is missing in the file of rows is simulated, and added to it.
+
+    Args:
+        sampler: of the documents, as draw of tw.lengths.sample.
+        methods: some of METHODS; none: all.
+    """
     per_device = work.num_tokens // DEVICES[-1]
     if per_device < 2:
         raise ValueError(
@@ -173,21 +196,36 @@ def contexts(
         raise ValueError(
             f"--heads ({work.num_heads}) must be a multiple of {NODE}, which split them"
         )
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ValueError(f"--method ({unknown[0]}) must be one of {', '.join(METHODS)}")
+    chosen = tuple(name for name in METHODS if name in methods or not methods)
     work = replace(work, layout="zigzag", mask=tw.Full())
+    drawing = [mask for mask in MASKS if "document" in mask]
     tasks = [
-        Task(mask, n, draw, tuple(METHODS), per_device, work, machine)
+        Task(mask, n, draw, sampler, chosen, per_device, work, machine)
         for n, draw, mask in product(DEVICES, range(draws), MASKS)
-        if draw == 0 or "document" in mask
+        if mask in drawing or (draw == 0 and sampler == "tilewise")
     ]
-    wanted = {_key({**task.case, "method": x}) for task in tasks for x in METHODS}
+    wanted = {_key({**task.case, "method": x}) for task in tasks for x in chosen}
     rows = {key: row for row in read_rows(path) if (key := _key(row)) in wanted}
     for row in _run(tasks, rows, path):
         rows[_key(row)] = row
-    yield from (_table(mask, rows.values(), work, machine) for mask in MASKS)
+    for mask in MASKS if sampler == "tilewise" else drawing:
+        yield _table(mask, [*rows.values()], work, machine, chosen, sampler)
+
+
+SECONDS = 0.012
+"""Of one core, for all methods of a draw of documents, over the square of the devices."""
+
+
+def minutes_of(tasks: Sequence[Task]) -> float:
+    """About how long two cores need."""
+    shares = (x.devices**2 * len(x.methods) / len(METHODS) for x in tasks if "document" in x.mask)
+    return SECONDS * sum(shares) / 2 / 60
 
 
 def _run(tasks: list[Task], known: Mapping[str, Row], path: Path) -> Iterator[Row]:
-    """Rows that are not known yet, written to the file as they come; the longest tasks first."""
+    """Rows that are not known yet, written to the file as they come; the longest tasks last."""
     todo: list[Task] = []
     for task in tasks:
         lacks = tuple(x for x in task.methods if _key({**task.case, "method": x}) not in known)
@@ -195,6 +233,12 @@ def _run(tasks: list[Task], known: Mapping[str, Row], path: Path) -> Iterator[Ro
             todo.append(task._replace(methods=lacks))
     if not todo:
         return
+    if (minutes := minutes_of(todo)) > 1:
+        print_error(
+            f"contexts: {sum(len(x.methods) for x in todo)} rows are not in {path}; about "
+            f"{minutes:.0f} minutes of two cores. What is done is kept there, and the same command "
+            "goes on. Fewer --draws or some --method take less"
+        )
     names = [f"{x.mask}, {x.devices} devices, draw {x.draw}" for x in todo]
     with appended(path) as file, ProcessPoolExecutor(min(2, cpu_count() or 1)) as pool:
         for found in counted(pool.map(rows_of, todo), names):
@@ -203,66 +247,89 @@ def _run(tasks: list[Task], known: Mapping[str, Row], path: Path) -> Iterator[Ro
             yield from found
 
 
-def appended(path: Path) -> IO[str]:
-    """The file, to add lines to; a last one that was cut is ended."""
-    cut = path.exists() and not path.read_text(encoding="utf-8").endswith("\n")
-    file = path.open("a", encoding="utf-8")
-    file.write("\n" if cut and path.stat().st_size else "")
-    return file
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; a last line that was cut is left out."""
-    if not path.exists():
-        return []
-    rows: list[Row] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
 CASE = ("mask", "devices", "draw", "tokens_per_device", "heads", "head_dim", "dtype", "machine",
-        "corpus", "mix", "method")  # fmt: skip
+        "corpus", "mix", "sampler", "method")  # fmt: skip
 
 
 def _key(row: Row) -> str:
     return json.dumps([row.get(name) for name in CASE])
 
 
-def _table(mask: str, rows: Any, work: tw.Workload, machine: Machine) -> StudyTable:
+def _table(
+    mask: str,
+    rows: Sequence[Row],
+    work: tw.Workload,
+    machine: Machine,
+    methods: Sequence[str],
+    sampler: str,
+) -> StudyTable:
     units = {"devices": "", "method": "", "plan": "", "draws": ""}
     for which in ("forward", "backward"):
         spread = ("least", "0.2", "median", "0.8", "most")
         units |= {which: "", **{f"{which} {x}": "" for x in spread}}
-    units |= {"waiting": "%", "memory": "B"}
+    units |= {"waiting": "%", "memory": "B", "0.8 over 0.2": "x"}
     shown: list[tuple[Value, ...]] = []
-    for n, method in product(DEVICES, METHODS):
+    for n, method in product(DEVICES, methods):
         mine = [x for x in rows if (x["mask"], x["devices"], x["method"]) == (mask, n, method)]
-        mine = [x for x in mine if x["plan"] is not None]
-        if not mine:
+        run = [x for x in mine if x["plan"] is not None]
+        if not run:
+            why = f"none: {work.num_heads} heads on {n} devices"
+            shown.append((n, METHODS[method], why, *(None,) * (len(units) - 3)))
             continue
         figures: list[Value] = []
         for which in ("forward", "backward"):
-            speeds = [row[f"{which}_tflops"] for row in mine]
+            speeds = [row[f"{which}_tflops"] for row in run]
             quantiles = np.quantile(speeds, (0, 0.2, 0.5, 0.8, 1)).tolist()
             figures += [float(np.mean(speeds)), *quantiles]
-        waiting = 100 * float(np.mean([row["waiting_share"] for row in mine]))
-        memory = next((row["peak_bytes"] for row in mine if row["peak_bytes"]), None)
-        head = n, METHODS[method], mine[0]["plan"], len(mine)
-        shown.append((*head, *figures, waiting, memory))
+        waiting = 100 * float(np.mean([row["waiting_share"] for row in run]))
+        memory = next((row["peak_bytes"] for row in run if row["peak_bytes"]), None)
+        head = n, METHODS[method], run[0]["plan"], len(run)
+        stable = float(figures[4] or 0) / float(figures[2] or 1)
+        shown.append((*head, *figures, waiting, memory, stable))
+    documents = (
+        f"{CORPUS}, the longest a quarter of the sequence,"
+        if sampler == "tilewise"
+        else "the corpora that the benchmark's own sampler takes, drawn as it draws them,"
+    )
     about = (
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, {work.dtype}, "
         f"{work.num_tokens // DEVICES[-1]} tokens a device, on {machine.name}, simulated. TFLOP/s "
         "a device of allowed pairs (4 head_dim a pair and head forward, 10 backward): mean of the "
         "draws, least, quantiles 0.2, 0.5 and 0.8, most. Waiting of the rank that waits longest, "
-        f"both passes. Memory of rank 0, first draw. Documents: {CORPUS} with {MIX:.0%} of the "
-        "tokens in documents of 8K to 30K, on tw.zigzag_documents; other masks on zigzag; tiled "
-        "on its own layout. Ulysses on 96 devices is not there where 96 divides no heads."
+        "both passes. Memory of rank 0, first draw. 0.8 over 0.2: of forward's quantiles, how far "
+        f"draws are apart. Documents: {documents} with {MIX:.0%} of the tokens in documents of 8K "
+        "to 30K, on tw.zigzag_documents; other masks on zigzag; tiled on its own layout."
     )
     title = f"{mask.replace('_', ' ').capitalize()}: methods by devices"
-    return StudyTable(
-        f"contexts-{mask}", title, about, units, shown, "devices", "method", "forward"
-    )
+    charts = [Chart("devices", f"{x} median", "method") for x in ("forward", "backward")]
+    if "document" in mask:
+        charts.append(Chart("devices", "0.8 over 0.2", "method"))
+    return StudyTable(f"contexts-{mask}", title, about, units, shown, tuple(charts))
+
+
+def picture(tables: Sequence[StudyTable], path: Path) -> None:
+    """Write a chart of each mask as one PNG: medians of forward, and bands of quantiles."""
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(11, 7.5), layout="constrained")
+    panels = canvas.subplots(2, -(-len(tables) // 2), squeeze=False)
+    for axes, table in zip(panels.flat, tables, strict=False):
+        rows = [dict(table.records(row)) for row in table.rows]
+        for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+            mine = [row for row in rows if row["method"] == method and row["draws"]]
+            low, middle, high = (
+                [float(row[f"forward {x}"] or 0) for row in mine] for x in ("0.2", "median", "0.8")
+            )
+            places = [int(row["devices"] or 0) for row in mine]
+            style = ("-", "--", ":")[number % 3]  # of lines that lie on each other all are seen
+            (line,) = axes.plot(places, middle, style, marker="o", ms=3, lw=1.2, label=method)
+            axes.fill_between(places, low, high, alpha=0.15, color=line.get_color())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(DEVICES, [str(n) for n in DEVICES])
+        axes.set_ylim(bottom=0)
+        axes.set_title(table.title.partition(":")[0], size=9)
+        axes.set_xlabel("devices")
+        axes.set_ylabel("TFLOP/s a device, forward")
+    canvas.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                  fontsize=8)  # fmt: skip
+    canvas.savefig(path, dpi=110, metadata={"Software": None}, pil_kwargs={"optimize": True})

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import tilewise as tw
-from benchmarks.study.simulated import control_of
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.against import EXPLAINED, UNITS, control_of, gains
+from benchmarks.study.parts import RowsOf, at_once
+from benchmarks.study.table import Row, StudyTable
 from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
 from tilewise.strategies.catalog import tile_sizes
+from tilewise.tools.report.bench_charts import waiting_bars
+from tilewise.tools.report.page import Figure
 from tilewise.tools.report.words import count, short
 
 DEVICES = 256
@@ -26,37 +31,51 @@ def machines(machine: Machine) -> tuple[Machine, ...]:
     return (*shared, alone)
 
 
-def controls(work: tw.Workload, machine: Machine, n: int = DEVICES) -> Iterator[StudyTable]:
+def controls(
+    work: tw.Workload, machine: Machine, rows_of: RowsOf = at_once, *, n: int = DEVICES
+) -> Iterator[StudyTable]:
     """Ring, double ring, all-gather, meshes and hybrids on machines with more and fewer NICs."""
-    units = {"machine": "", "tokens": "", "plan": "", "time": "s", "waiting": "s", "over ring": "x",
-             "of which topology": "x", "of which bytes": "x"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    for here in machines(machine):
-        for tokens in LENGTHS:
-            at = replace(work, num_tokens=tokens, mask=tw.Causal())
-            rows += _rows(at, here, n)
+    units = {"machine": "", "tokens": "", "plan": "", "time": "s", "waiting": "s", **UNITS}
+    every = product(machines(machine), LENGTHS)
+    parts = {
+        f"{here.name}, {count(tokens)} tokens": partial(
+            _rows, replace(work, num_tokens=tokens, mask=tw.Causal()), here, n
+        )
+        for here, tokens in every
+    }
+    rows = rows_of("controls", parts)
     about = (
         f"{n} devices, causal, zigzag tokens, {work.num_heads}:{work.num_kv_heads} heads of "
-        f"{work.head_dim}, {work.dtype}, both passes. Of which topology: a double ring's time over "
-        "a ring's, a ring's bytes on more links. Of which bytes: this plan over the fastest of "
-        "ring, double ring and all-gather, which all send a ring's bytes."
+        f"{work.head_dim}, {work.dtype}, both passes. {EXPLAINED}"
     )
-    yield StudyTable("controls", "Topology and bytes", about, units, rows)
+    figures = tuple(_bars(f"controls-{i}", rows, here) for i, here in enumerate(machines(machine)))
+    yield StudyTable("controls", "Topology and bytes", about, units, rows, figures=figures)
 
 
-def _rows(work: tw.Workload, machine: Machine, n: int) -> Iterator[tuple[Value, ...]]:
+def _bars(name: str, rows: list[Row], machine: Machine) -> Figure:
+    """Computing and waiting at the shortest length."""
+    here = (row for row in rows if row[:2] == (machine.name, count(LENGTHS[0])))
+    parts = [
+        (str(plan), float(seconds or 0) - float(waits or 0), float(waits or 0))
+        for _, _, plan, seconds, waits, *_ in here
+    ]
+    title = f"Computing and waiting, {count(LENGTHS[0])} tokens: {machine.name}"
+    return waiting_bars(name, title, parts, "Waiting of the rank that waits longest, both passes.")
+
+
+def _rows(work: tw.Workload, machine: Machine, n: int) -> Iterator[Row]:
     def run(plan: tw.Plan) -> tuple[str, Simulation]:
         return short(plan.name), tw.simulate(plan, work, machine, exact=False)
 
-    alike = [run(x) for x in (tw.ring(n), tw.all_gather(n), control_of(n, machine))]
-    ring, _, double = (one.seconds for _, one in alike)
-    least = min(one.seconds for _, one in alike)
+    found = {"ring": run(tw.ring(n)), "all_gather": run(tw.all_gather(n)),
+             "double_ring": run(control_of(n, machine))}  # fmt: skip
     tiles = {a: run(tw.mesh(n, a)) for a in tile_sizes(n)}
     best = min(tiles, key=lambda a: tiles[a][1].seconds)
-    meshes = [tiles[a] for a in dict.fromkeys((min(tiles, key=lambda a: abs(a - 8)), best))]
+    near = min(tiles, key=lambda a: abs(a - 8))
+    found |= {f"mesh {a}": tiles[a] for a in dict.fromkeys((near, best))}
     degree = max(d for d in (8, 4, 2, 1) if not work.num_heads % d and not n % d)
-    hybrid = run(tw.ulysses(degree, tw.mesh(n // degree)))
-    for name, one in (*alike, *meshes, hybrid):
-        times = one.seconds, one.exposed_seconds, ring / one.seconds
-        yield (machine.name, count(work.num_tokens), name, *times, ring / double,
-               least / one.seconds)  # fmt: skip
+    found["hybrid"] = run(tw.ulysses(degree, tw.mesh(n // degree)))
+    over = gains({key: one.seconds for key, (_, one) in found.items()})
+    for key, (name, one) in found.items():
+        yield (machine.name, count(work.num_tokens), name, one.seconds, one.exposed_seconds,
+               *over[key])  # fmt: skip

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.against import every_method
+from benchmarks.study.parts import RowsOf, at_once
+from benchmarks.study.table import Row, StudyTable, bar_chart
 from tilewise.functional import attention
 from tilewise.masks.base import Causal, Full
 from tilewise.plan.ir import Plan
@@ -15,12 +19,12 @@ from tilewise.plan.payload import ITEM_BYTES
 from tilewise.simulation.machine import Machine
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.tools.bench.environment import peak_bytes
-from tilewise.tools.report.studies import methods
+from tilewise.tools.report.page import Figure
 from tilewise.tools.report.words import count, short
 from tilewise.transport.processes import run_ranks
 from tilewise.workload import Workload
 
-MEASURED_RANKS, MEASURED_TOKENS = 4, 2048
+MEASURED_RANKS, MEASURED_NODE, MEASURED_TOKENS = 4, 2, 2048
 
 
 class Held(NamedTuple):
@@ -82,24 +86,26 @@ def planned(work: Workload, plan: Plan) -> tuple[int, int]:
     return tuple(PassMemory(passes, backward=x).peak_bytes for x in (False, True))  # pyright: ignore
 
 
-def memory(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable]:
+def memory(
+    work: Workload, machine: Machine, rows_of: RowsOf = at_once, *, n: int = 64
+) -> Iterator[StudyTable]:
     """All methods side by side."""
     columns = "forward by formula", "forward", "backward by formula", "backward"
     units = {**dict.fromkeys(("mask", "strategy", "plan"), ""), **dict.fromkeys(columns, "B"),
              "over ring": "x"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    for mask in (Full(), Causal()):
-        here = replace(work, mask=mask)
-        least = None
-        for name, make in methods(n, here, machine.node_size).items():
-            plan = make()
-            found = planned(here, plan)
-            least = least or max(found)
-            wanted = (formula(here, plan, name, backward) for backward in (False, True))
-            pairs = zip(wanted, found, strict=True)
-            values = (x for pair in pairs for x in pair)
-            shown = type(mask).__name__.lower()
-            rows.append((shown, name, short(plan.name), *values, max(found) / least))
+    names = [*every_method(n, work, machine.node_size)]
+    parts = {
+        f"{type(mask).__name__.lower()} mask, {name}": partial(
+            _counted, replace(work, mask=mask), machine, n, name
+        )
+        for mask, name in product((Full(), Causal()), names)
+    }
+    rows = rows_of("memory", parts)
+    rings = {row[0]: max(row[4], row[6]) for row in rows if row[1] == "ring"}  # pyright: ignore
+    rows = [
+        (*row, None if row[4] is None else max(row[4], row[6]) / rings[row[0]])  # pyright: ignore
+        for row in rows
+    ]
     about = (
         f"{n} devices, {count(work.num_tokens)} tokens, {work.num_heads} query and "
         f"{work.num_kv_heads} KV heads of {work.shown_widths}, {work.dtype}, zigzag tokens. The "
@@ -107,32 +113,70 @@ def memory(work: Workload, machine: Machine, n: int = 64) -> Iterator[StudyTable
         "planner's figure also what is packed, sent and merged under way, and rows that a causal "
         "mask makes kernels gather. Over ring: by the planner's larger pass."
     )
-    yield StudyTable("memory", "Memory of all methods", about, units, rows)
-    yield _measured(work, machine)
+    figures = tuple(_bars(rows, mask) for mask in ("full", "causal"))
+    yield StudyTable("memory", "Memory of all methods", about, units, rows, figures=figures)
+    yield _measured(work, rows_of)
 
 
-def _measured(work: Workload, machine: Machine) -> StudyTable:
+def _counted(work: Workload, machine: Machine, n: int, name: str) -> Iterator[Row]:
+    """A method's bytes by formula and by the planner, of both passes."""
+    plan = every_method(n, work, machine.node_size)[name]
+    head = type(work.mask).__name__.lower(), name
+    if isinstance(plan, str):
+        yield (*head, plan, None, None, None, None)
+        return
+    wanted = (formula(work, plan, name, backward) for backward in (False, True))
+    pairs = zip(wanted, planned(work, plan), strict=True)
+    yield (*head, short(plan.name), *(x for pair in pairs for x in pair))
+
+
+def _bars(rows: list[Row], mask: str) -> Figure:
+    """The planner's figure of the pass that needs more."""
+    mine = [row for row in rows if row[0] == mask and row[4] is not None]
+    held = {str(row[1]): max(row[4], row[6]) for row in mine}  # pyright: ignore
+    title = f"A rank's memory, {mask} mask"
+    return bar_chart(f"memory-{mask}", title, "B", {"by the planner": held})
+
+
+def _measured(work: Workload, rows_of: RowsOf) -> StudyTable:
     """Bytes of the rank that takes most, in as many processes, beside what the planner says."""
-    heads = work.num_heads, work.num_kv_heads
-    small = Workload(MEASURED_TOKENS, *heads, work.head_dim, dtype="float32", mask=Full())
-    every = methods(MEASURED_RANKS, small, machine.node_size)
-    plans = tuple(make() for make in every.values())
-    by_rank = run_ranks(MEASURED_RANKS, _allocated, small, plans, timeout_seconds=240)
     units = {"strategy": "", "plan": "", "forward planned": "B", "forward measured": "B",
              "backward planned": "B", "backward measured": "B",
              "measured over planned": "x"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    for name, plan, *of_ranks in zip(every, plans, *by_rank, strict=True):
-        found, most = planned(small, plan), [max(passes) for passes in zip(*of_ranks, strict=True)]
-        rows.append(
-            (name, short(plan.name), found[0], most[0], found[1], most[1], max(most) / max(found))
-        )
+    rows = rows_of("memory-measured", {f"{MEASURED_RANKS} processes": partial(_in_processes, work)})
     about = (
-        f"{MEASURED_RANKS} processes on this machine, {MEASURED_TOKENS} tokens, float32, full "
-        "mask. Measured is all that torch allocated at once, the caller's tensors included, and "
-        "with it what kernels take inside, which the planner leaves out."
+        f"{MEASURED_RANKS} processes on this machine, as nodes of {MEASURED_NODE}, "
+        f"{MEASURED_TOKENS} tokens, float32, full mask. Measured is all that torch allocated at "
+        "once, the caller's tensors included, and with it what kernels take inside, which the "
+        "planner leaves out."
     )
-    return StudyTable("memory-measured", "Memory measured", about, units, rows)
+    ran = [row for row in rows if row[2] is not None]
+    least = {str(row[0]): max(row[2], row[4]) for row in ran}  # pyright: ignore
+    more = {str(row[0]): max(row[3], row[5]) - least[str(row[0])] for row in ran}  # pyright: ignore
+    parts = {"planned": least, "measured beyond it": more}
+    figure = bar_chart("memory-measured-bars", "Planned and measured", "B", parts)
+    return StudyTable("memory-measured", "Memory measured", about, units, rows, figures=(figure,))
+
+
+def _in_processes(work: Workload) -> Iterator[Row]:
+    heads = work.num_heads, work.num_kv_heads
+    small = Workload(MEASURED_TOKENS, *heads, work.head_dim, dtype="float32", mask=Full())
+    every = every_method(MEASURED_RANKS, small, MEASURED_NODE)
+    plans = {name: plan for name, plan in every.items() if isinstance(plan, Plan)}
+    by_rank = run_ranks(
+        MEASURED_RANKS, _allocated, small, tuple(plans.values()), timeout_seconds=900
+    )
+    most = {
+        name: [max(passes) for passes in zip(*of_ranks, strict=True)]
+        for name, *of_ranks in zip(plans, *by_rank, strict=True)
+    }
+    for name, plan in every.items():
+        if isinstance(plan, str):
+            yield (name, plan, *(None,) * 5)
+            continue
+        found, took = planned(small, plan), most[name]
+        yield (name, short(plan.name), found[0], took[0], found[1], took[1],
+               max(took) / max(found))  # fmt: skip
 
 
 def _allocated(rank: int, work: Workload, plans: tuple[Plan, ...]) -> list[list[int]]:

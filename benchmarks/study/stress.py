@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import tilewise as tw
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.against import EXPLAINED, UNITS, control_of, every_method, gains
+from benchmarks.study.parts import RowsOf, at_once
+from benchmarks.study.table import Row, StudyTable, bar_chart
+from tilewise.simulation import Simulation
 from tilewise.simulation.machine import Machine
-from tilewise.tools.report.studies import methods
+from tilewise.tools.report.page import Figure
 from tilewise.tools.report.words import short
 
 DEVICES, TOKENS = 32, 1 << 18
@@ -25,24 +29,30 @@ def disturbances(machine: Machine) -> dict[str, Machine]:
     }
 
 
-def stress(work: tw.Workload, machine: Machine, n: int = DEVICES) -> Iterator[StudyTable]:
+def stress(
+    work: tw.Workload, machine: Machine, rows_of: RowsOf = at_once, *, n: int = DEVICES
+) -> Iterator[StudyTable]:
     """Every method on machines that are disturbed."""
     work = replace(work, num_tokens=TOKENS, mask=tw.Causal())
-    machines = disturbances(machine)
+    names = list(disturbances(machine))
     units = {"strategy": "", "plan": "", "time": "s"}
-    for name in list(machines)[1:]:
+    for name in names[1:]:
         units |= {name: "x", f"over ring, {name}": "x"}
-    units = {**units, "over ring": "x"}
-    rows: list[tuple[Value, ...]] = []
-    rings: dict[str, float] = {}
-    for method, make in methods(n, work, machine.node_size).items():
-        plan = make()
-        taken = {name: tw.simulate(plan, work, on).seconds for name, on in machines.items()}
-        rings = rings or taken
-        plain = taken["as described"]
-        pairs = [(taken[x] / plain, rings[x] / taken[x]) for x in list(machines)[1:]]
+    units |= UNITS
+    every = every_method(n, work, machine.node_size)
+    parts = {name: partial(_disturbed, work, machine, name, plan) for name, plan in every.items()}
+    taken = {str(method): seconds for method, *seconds in rows_of("stress", parts)}
+    took = {x: [float(y or 0) for y in seconds] for x, seconds in taken.items() if seconds[0]}
+    over = gains({method: seconds[0] for method, seconds in took.items()})
+    rows: list[Row] = []
+    for method, plan in every.items():
+        if isinstance(plan, str):
+            rows.append((method, plan, *(None,) * (len(units) - 2)))
+            continue
+        mine, ring = took[method], took["ring"]
+        pairs = ((x / mine[0], y / x) for x, y in zip(mine[1:], ring[1:], strict=True))
         figures = (figure for pair in pairs for figure in pair)
-        rows.append((method, short(plan.name), plain, *figures, rings["as described"] / plain))
+        rows.append((method, short(plan.name), mine[0], *figures, *over[method]))
     about = (
         f"{n} devices, {TOKENS >> 10}K tokens, causal, zigzag, {work.num_heads}:"
         f"{work.num_kv_heads} heads of {work.head_dim}, on {machine.name}, both passes. A slow "
@@ -50,10 +60,28 @@ def stress(work: tw.Workload, machine: Machine, n: int = DEVICES) -> Iterator[St
         f"takes longer by {JITTER:.0%} on average, exponentially, seed {machine.seed}. Short "
         f"messages: each keeps its link busy as much longer as {HALF_BYTES >> 20} MiB take on a "
         "NIC, which halves the bandwidth of one of this size. Times longer than undisturbed, and "
-        "how much faster than a ring that is disturbed alike."
+        f"how much faster than a ring that is disturbed alike. Undisturbed: {EXPLAINED}"
     )
-    yield StudyTable("stress", "Disturbed machines", about, units, rows)
-    yield _assumptions(work, machine)
+    figures = tuple(
+        bar_chart(
+            f"stress-{i}", f"Time undisturbed, and with {name}", "s",
+            {"as described": {method: x[0] for method, x in took.items()},
+             name: {method: max(0.0, x[i] - x[0]) for method, x in took.items()}},
+        )
+        for i, name in enumerate(names) if i
+    )  # fmt: skip
+    yield StudyTable("stress", "Disturbed machines", about, units, rows, figures=figures)
+    yield _assumptions(work, machine, rows_of)
+
+
+def _disturbed(
+    work: tw.Workload, machine: Machine, name: str, plan: tw.Plan | str
+) -> Iterator[Row]:
+    """A method's seconds on each machine."""
+    if isinstance(plan, str):
+        yield (name, None)
+        return
+    yield (name, *(tw.simulate(plan, work, on).seconds for on in disturbances(machine).values()))
 
 
 CLAIMS = (
@@ -92,30 +120,58 @@ def faster(machine: Machine, factor: float) -> Machine:
     return replace(machine, kernels=kernels)
 
 
-def _assumptions(work: tw.Workload, machine: Machine) -> StudyTable:
+def _assumptions(work: tw.Workload, machine: Machine, rows_of: RowsOf) -> StudyTable:
     """The papers' three figures on each of these machines, and a double ring's."""
-    units = {"claim": "", "paper": "", "assumption": "", "found": "", "double ring": ""}
-    rows: list[tuple[Value, ...]] = []
-    for claim, stated, n, tokens in CLAIMS:
-        own, alone = replace(work, num_tokens=tokens), "nodes of 1" in claim
-        base = replace(machine, node_size=1, nics=1) if alone else machine
-        for name, here in assumptions(base).items():
-            inside = 8 if alone else machine.node_size
-            ring, control = (
-                tw.simulate(plan, own, here, exact=False)
-                for plan in (tw.ring(n), tw.double_ring(n // inside, inside))
-            )
-            if "waits" in claim:
-                figures = [100 * x.exposed_seconds / x.seconds for x in (ring, control)]
-            else:
-                at = replace(own, layout="striped") if alone else own
-                plan = tw.attention2d(8, 8) if alone else tw.mesh(n, 8)
-                one = tw.simulate(plan, at, here, exact=False)
-                figures = [ring.seconds / x.seconds for x in (one, control)]
-            rows.append((claim, stated, name, *figures))
+    units = {"claim": "", "paper": "", "assumption": "", "found": "", "of which topology": "",
+             "of which bytes": ""}  # fmt: skip
+    parts = {
+        f"{claim[0]}, {name}": partial(_claimed, work, machine, claim, name)
+        for claim in CLAIMS
+        for name in assumptions(_alone(machine, claim[0]))
+    }
+    rows = rows_of("assumptions", parts)
     about = (
         f"Causal, {work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, kernels of "
         f"{machine.name}, both passes. Which assumption about the cluster would make each figure "
-        "true, and what a double ring has there."
+        "true. Of which topology: what a double ring has there, which sends a ring's bytes on more "
+        "links. Of which bytes: the time of the fastest of ring, double ring and all-gather over "
+        "the plan's; of waiting per cent, points beyond a ring's bytes."
     )
-    return StudyTable("assumptions", "What would make the claims true", about, units, rows)
+    titles = [claim[0] for claim in CLAIMS]
+    figures = tuple(_claim_bars(f"assumptions-{i}", name, rows) for i, name in enumerate(titles))
+    return StudyTable(
+        "assumptions", "What would make the claims true", about, units, rows, figures=figures
+    )
+
+
+def _claim_bars(name: str, claim: str, rows: list[Row]) -> Figure:
+    mine = [row for row in rows if row[0] == claim]
+    found = {"the paper": float(mine[0][1] or 0)}
+    found |= {str(row[2]): float(row[3] or 0) for row in mine}
+    return bar_chart(name, claim, "", {"found": found})
+
+
+def _alone(machine: Machine, claim: str) -> Machine:
+    """The machine of a claim: with one device a node where it says so."""
+    return replace(machine, node_size=1, nics=1) if "nodes of 1" in claim else machine
+
+
+def _claimed(
+    work: tw.Workload, machine: Machine, claim: tuple[str, float, int, int], name: str
+) -> Iterator[Row]:
+    """A claim on one of the machines."""
+    title, stated, n, tokens = claim
+    own, base = replace(work, num_tokens=tokens), _alone(machine, title)
+    here = assumptions(base)[name]
+
+    def run(plan: tw.Plan, layout: str = "zigzag") -> Simulation:
+        return tw.simulate(plan, replace(own, layout=layout), here, exact=False)
+
+    ring, control, gathered = run(tw.ring(n)), run(control_of(n, base)), run(tw.all_gather(n))
+    if "waits" in title:
+        waits, other = (100 * x.exposed_seconds / x.seconds for x in (ring, control))
+        yield (title, stated, name, waits, other, 0.0)
+        return
+    one = run(tw.attention2d(8, 8), "striped") if base is not machine else run(tw.mesh(n, 8))
+    seconds = {"ring": ring, "double_ring": control, "all_gather": gathered, "claimed": one}
+    yield (title, stated, name, *gains({x: y.seconds for x, y in seconds.items()})["claimed"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from statistics import median
 from time import perf_counter
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.against import METHODS, every_method
+from benchmarks.study.parts import RowsOf, at_once
+from benchmarks.study.table import Row, StudyTable
 from examples.train_lm import Batch, Config, Llama, Split, Way, Whole, batches, train_step
 from tilewise.simulation.machine import Machine
 from tilewise.tools.bench.environment import peak_bytes
@@ -19,7 +22,6 @@ from tilewise.tools.bench.traffic import WatchedTransport
 from tilewise.tools.lab import Lab, LabError
 from tilewise.tools.report.bench_charts import waiting_bars
 from tilewise.tools.report.page import Figure
-from tilewise.tools.report.studies import methods
 from tilewise.tools.report.words import short
 from tilewise.transport.processes import run_ranks
 from tilewise.transport.resolve import transport_for
@@ -104,35 +106,38 @@ def _trained(rank: int, plans: tuple[tw.Plan, ...], sizes: Sizes) -> list[Traine
 def strategies() -> dict[str, tw.Plan]:
     """All methods on RANKS ranks, as two nodes where they know nodes, and those of this library."""
     work = tw.Workload(TOKENS, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim)
-    found = {name: make() for name, make in methods(RANKS, work, NODE).items()}
+    every = every_method(RANKS, work, NODE)
+    found = {name: plan for name, plan in every.items() if isinstance(plan, tw.Plan)}
     found["balanced_ring"] = tw.balanced_ring(RANKS)
     found["hierarchical"] = tw.hierarchical(tw.mesh(NODE, q_tile=NODE), tw.ring(RANKS // NODE))
     return found
 
 
-def train(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
+def train(work: tw.Workload, machine: Machine, rows_of: RowsOf = at_once) -> Iterator[StudyTable]:
     """End to end, measured; neither the workload nor the machine of the other studies is asked."""
-    yield _table("train", "over loopback", None)
-    yield _table("train-lab", f"on {RANKS} hosts at {MBIT} Mbit/s", MBIT)
+    yield _table("train", "over loopback", None, rows_of=rows_of)
+    yield _table("train-lab", f"on {RANKS} hosts at {MBIT} Mbit/s", MBIT, rows_of=rows_of)
 
 
-def _table(name: str, where: str, mbit: float | None, sizes: Sizes | None = None) -> StudyTable:
+def _table(
+    name: str,
+    where: str,
+    mbit: float | None,
+    sizes: Sizes | None = None,
+    rows_of: RowsOf = at_once,
+) -> StudyTable:
     """One network's table; mbit: of the lab's NICs, None: processes of this host."""
     sizes = sizes or Sizes()
     plans = strategies()
-    every, missing = (tuple(plans.values()), sizes), ""
+    missing = ""
     try:
-        if mbit is None:
-            by_rank = run_ranks(RANKS, _trained, *every, timeout_seconds=300)
-        else:
-            with Lab(RANKS, mbit=mbit) as lab:
-                by_rank = lab.run(_trained, *every, timeout_seconds=300)
+        rows = rows_of(name, {where: partial(_run_all, plans, sizes, mbit)})
     except LabError as error:
-        by_rank, missing = [], f" Not run here: {error}"
-    rows = list(_rows(plans, by_rank, sizes)) if by_rank else []
+        rows, missing = [], f" Not run here: {error}"
     units = {"strategy": "", "plan": "", "tokens a second": "", "over ring": "x", "step": "s",
              "waiting": "s", "waiting share": "%", "memory": "B",
              "loss, off": ""}  # fmt: skip
+    absent = ", ".join(method for method in METHODS if method not in plans)
     c = CONFIG
     about = (
         f"{RANKS} ranks {where}, one thread each; a Llama of {c.num_layers} layers, width {c.width}"
@@ -140,15 +145,22 @@ def _table(name: str, where: str, mbit: float | None, sizes: Sizes | None = None
         f"medians of {sizes.steps} steps, the strategies in turn. A step has forward, backward, "
         "the sum of gradients over ranks and the optimizer. Waiting: for attention's messages, of "
         "the rank that waits longest. Loss, off: the largest relative difference from the unsplit "
-        f"model's losses.{missing}"
+        f"model's losses. No plan on {RANKS} ranks in nodes of {NODE}: {absent or 'none'}.{missing}"
     )
     return StudyTable(name, f"A small GPT trained {where}", about, units, rows,
                       figures=(_bars(name, rows),) if rows else ())  # fmt: skip
 
 
-def _rows(
-    plans: dict[str, tw.Plan], by_rank: list[list[Trained]], sizes: Sizes
-) -> Iterator[tuple[Value, ...]]:
+def _run_all(plans: dict[str, tw.Plan], sizes: Sizes, mbit: float | None) -> Iterator[Row]:
+    """The rows of one network."""
+    every = tuple(plans.values()), sizes
+    if mbit is None:
+        return _rows(plans, run_ranks(RANKS, _trained, *every, timeout_seconds=300), sizes)
+    with Lab(RANKS, mbit=mbit) as lab:
+        return _rows(plans, lab.run(_trained, *every, timeout_seconds=300), sizes)
+
+
+def _rows(plans: dict[str, tw.Plan], by_rank: list[list[Trained]], sizes: Sizes) -> Iterator[Row]:
     whole = by_rank[0][-1]
     split = [[found[i] for found in by_rank] for i in range(len(plans))]
     ring = _step_seconds(split[0])
@@ -173,7 +185,7 @@ def _off(losses: list[float], true: list[float]) -> Iterator[float]:
     return (abs(a / b - 1) for a, b in zip(losses, true, strict=True))
 
 
-def _bars(name: str, rows: list[tuple[Value, ...]]) -> Figure:
+def _bars(name: str, rows: list[Row]) -> Figure:
     parts = [
         (str(row[0]), float(row[4] or 0) - float(row[5] or 0), float(row[5] or 0)) for row in rows
     ]
