@@ -24,7 +24,7 @@ from tilewise.tools.report.words import count, short
 from tilewise.transport.processes import run_ranks
 from tilewise.workload import Workload
 
-MEASURED_RANKS, MEASURED_NODE, MEASURED_TOKENS = 4, 2, 2048
+MEASURED_RANKS, MEASURED_NODE, MEASURED_TOKENS = 4, 2, 512
 
 
 class Held(NamedTuple):

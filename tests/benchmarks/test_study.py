@@ -528,3 +528,45 @@ def test_every_study_has_a_chart(monkeypatch: pytest.MonkeyPatch):
         ):
             figures = table.section().figures
             assert figures and all(figure.drawing.data for figure in figures), table.name
+
+
+def speeds_of(method: str, devices: int, sampler: str | None = None) -> list[int]:
+    """Forward TFLOP/s of the committed draws under causal documents, ascending."""
+    at = ("causal_document", devices, method, sampler)
+    names = "mask", "devices", "method", "sampler"
+    rows = contexts.read_rows(contexts.ROWS)
+    mine = [row["forward_tflops"] for row in rows if tuple(map(row.get, names)) == at]
+    return [round(x) for x in sorted(mine)]
+
+
+def test_the_page_says_what_draws_and_samplers_change():
+    most = [x for method in ("ring", "all_gather", "usp") for x in speeds_of(method, 96)[:8:7]]
+    words = "eight of our ten draws have a ring at"
+    assert numbers_after("studies.md", words) == most
+    found = {}
+    for method in ("ring", "usp", "double_ring"):
+        for sampler in ("longca", None):
+            speeds = speeds_of(method, 32, sampler)
+            assert len(speeds) == (3 if sampler else 10)
+            found[method, sampler] = [speeds[0], speeds[-1]]
+    ring, usp, double = ([*found[x, "longca"], *found[x, None]] for x in
+                         ("ring", "usp", "double_ring"))  # fmt: skip
+    assert numbers_after("studies.md", "three such draws have a ring at") == ring
+    assert numbers_after("studies.md", "USP has 452") == [*usp[1:], *double]
+
+
+def test_committed_rows_of_contexts_are_what_the_command_makes():
+    work = tw.Workload(96 * 8192, 64, 8, 128, layout="zigzag")
+    known = {contexts._key(row): row for row in contexts.read_rows(contexts.ROWS)}
+    for mask, sampler in (("causal", "tilewise"), ("causal_document", "longca")):
+        task = contexts.Task(mask, 8, 0, sampler, ("ring", "usp"), 8192, work, MACHINE)
+        for row in contexts.rows_of(task):
+            assert row == known[contexts._key(row)]
+
+
+@pytest.mark.slow
+def test_committed_rows_of_the_map_are_what_the_command_makes():
+    known = {json.dumps(x["case"]): x["rows"] for x in contexts.read_rows(where.ROWS)}
+    for at in (("causal", (64, 8), 8, 8192), ("causal_document", (64, 8), 1, 1024)):
+        task = where.Task(*at, USUAL, MACHINE)
+        assert json.loads(json.dumps(where.rows_of(task))) == known[json.dumps(task.key)]
