@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.docs_tables import shows, table_of
+from support.docs_tables import NUMBER, numbers_after, shows, table_of
 
 import tilewise as tw
+from benchmarks.study.__main__ import KEPT, STUDIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,3 +123,64 @@ def test_the_pages_tables_by_length_and_devices_are_what_the_command_prints(
         for cell, n in zip(cells, header[1:], strict=True):
             if cell and "heads" not in cell:
                 assert shows(cell, forward[n], backward[n]), (name, n, forward, backward)
+
+
+PAPERS = {"volume": "Mesh-Attention: volume", "time": "Mesh-Attention: time",
+          "grid": "ATTENTION2D", "scaling": "LongCA-bench"}  # fmt: skip
+
+
+def test_every_figure_of_the_papers_has_a_command():
+    table = table_of("papers.md", "| paper | figures | command |")
+    rows = [(figures, command) for _, figures, command in table.rows]
+    claimed = [row[2] for row in table_of("papers.md", "| our best |").rows]
+    known = [float(NUMBER.findall(x)[0]) for x in claimed if NUMBER.findall(x)]
+    by_command = [float(x) for figures, command in rows if "--only" in command
+                  for x in NUMBER.findall(figures)]  # fmt: skip
+    assert sorted(by_command) == sorted(known)
+    commands = " ".join(command for _, command in rows)
+    for name in PAPERS:
+        assert f"`python benchmarks/papers.py --only {name}`" in commands
+    for name in ("model", "contexts"):
+        assert f"`python -m benchmarks.study {name}`" in commands and name in (*STUDIES, *KEPT)
+
+
+@pytest.mark.slow
+def test_each_command_makes_the_figures_that_the_page_says(every_record: list[dict]):
+    claims = [record for record in every_record if record["kind"] == "claim"]
+    for _, figures, command in table_of("papers.md", "| paper | figures | command |").rows:
+        which = command.partition("--only ")[2].partition("`")[0]
+        if which:
+            made = [x["claimed"] for x in claims if x["paper"] == PAPERS[which] and x["claimed"]]
+            assert made == [float(x) for x in NUMBER.findall(figures)], command
+
+
+@pytest.mark.slow
+def test_the_pages_sentences_have_the_figures_of_the_command(every_record: list[dict]):
+    claims = [record for record in every_record if record["kind"] == "claim"]
+    mesh, waits = (
+        next(x for x in claims if x["what"].startswith(words))
+        for words in ("speed-up, largest", "ring waits")
+    )
+    grids = [x for x in claims if x["paper"] == "ATTENTION2D" and x["what"].startswith("NO")]
+    on_a100, on_h100 = grids
+    said = numbers_after("papers.md", "on `h100x8` the mesh")
+    assert said == [8, 32, round(mesh["found"], 2), round(1 / mesh["by_bytes"], 2)]
+    (times, tokens, beyond) = numbers_after("papers.md", "ATTENTION2D's NO on A100 is")
+    assert (times, tokens, beyond) == (round(on_a100["by_bytes"], 1), 4, 64)
+    found, of = numbers_after("papers.md", "a double ring gains nothing: the")
+    assert (found, of) == (round(on_h100["found"], 1), on_h100["claimed"])
+    rows = {(r["machine"], r["plan"]): r["figures"] for r in every_record if r["kind"] == "row"}
+    one = {plan: figures["max"] for (machine, plan), figures in rows.items()
+           if machine == "h100x8-1nic"}  # fmt: skip
+    best = [round(one[plan], 1) for plan in ("best tile of mesh", "double_ring(32, 8)")]
+    assert numbers_after("papers.md", "With one, the best tile reaches") == best
+    claimed, share = numbers_after("papers.md", "Waiting:")
+    assert claimed == waits["claimed"] and f"gets {share:.0f} %" in waits["why"]
+    a100 = on_a100["where"]
+    no, o = (rows[a100, plan] for plan in
+             ("NO: attention2d(8, 8)", "O: attention2d(8, 8, overlap=True)"))  # fmt: skip
+    said = numbers_after("papers.md", "lie at their short end: NO on A100 is")
+    lengths = [x for n in ("4K", "64K", "256K") for x in (round(no[n], 1), int(n[:-1]))]
+    assert said == [*lengths, on_a100["claimed"]]
+    both = [round(x["256K"], 1) for x in (o, no)]
+    assert numbers_after("papers.md", "long enough to hide them, it wins") == both
