@@ -164,7 +164,7 @@ def _in_processes(work: Workload) -> Iterator[Row]:
     every = every_method(MEASURED_RANKS, small, MEASURED_NODE)
     plans = {name: plan for name, plan in every.items() if isinstance(plan, Plan)}
     by_rank = run_ranks(
-        MEASURED_RANKS, _allocated, small, tuple(plans.values()), timeout_seconds=900
+        MEASURED_RANKS, _allocated, small, tuple(plans.values()), timeout_seconds=600
     )
     most = {
         name: [max(passes) for passes in zip(*of_ranks, strict=True)]

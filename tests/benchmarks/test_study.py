@@ -360,8 +360,8 @@ def test_the_page_counts_what_the_map_gains():
     rows = [row | {"gained": row["gain"] > where.EQUAL} for row in rows]
 
     def of(mask: str, heads: str, **only: int) -> list[dict[str, Any]]:
-        only = {"mask": mask, "heads": heads} | only
-        return [row for row in rows if only.items() <= row.items()]
+        wanted = {"mask": mask, "heads": heads, **only}
+        return [row for row in rows if wanted.items() <= row.items()]
 
     few, many = of("causal", "64:8"), of("causal", "32:32")
     assert not any(row["gained"] for row in few)
@@ -521,7 +521,12 @@ def test_every_study_has_a_chart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulated, "TILE_SHAPES", ((2, 2),))
     monkeypatch.setattr(simulated, "MASKED_SIZES", (4,))
     monkeypatch.setattr(simulated, "MODEL_TOKENS", (1 << 13,))
-    small = {"controls": {"n": 16}, "tiles": {"n": 16}, "schedules": {"n": 16}, "model": {"n": 16}}
+    small: dict[str, dict[str, Any]] = {
+        "controls": {"n": 16},
+        "tiles": {"n": 16},
+        "schedules": {"n": 16},
+        "model": {"n": 16},
+    }
     for name in ("controls", "tiles", "schedules", "masks", "model"):
         for table in STUDIES[name](
             replace(WORK, num_tokens=1 << 15), MACHINE, **small.get(name, {})
