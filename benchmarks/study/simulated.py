@@ -14,7 +14,7 @@ from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
 from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
@@ -138,7 +138,7 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
         for backward in (False, True):
             costs, block = _prices(here, machine, backward, n)
             blocks = shape[0] * shape[1] * block
-            pace = blocks / moved(shape, costs)
+            pace = blocks / transfer_bytes(shape, costs)
             steps = {
                 "greedy": greedy_tile_steps(shape, costs),
                 "paced": greedy_tile_steps(shape, costs, pace=pace),
@@ -146,7 +146,7 @@ def schedules(work: tw.Workload, machine: Machine, n: int = 64) -> Iterator[Stud
                 "paper": paper_tile_steps(shape, costs),
             }
             times = {name: seconds_of(one, costs, block) for name, one in steps.items()}
-            times["gather"] = moved(shape, costs) + blocks
+            times["gather"] = transfer_bytes(shape, costs) + blocks
             best, proven = _optimum(shape, costs, block, min(times.values()))
             which = "backward" if backward else "forward"
             tile = f"{shape[0]} x {shape[1]}"

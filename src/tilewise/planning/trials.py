@@ -56,7 +56,7 @@ class Trial:
         return self.seconds, self.option.order
 
     def fits(self, num_bytes: float) -> bool:
-        """Return whether no rank needs more; memory is counted only if the cheap bound exceeds it."""
+        """Return whether no rank needs more; memory is counted only if a cheap bound exceeds it."""
         return self._most_bytes <= num_bytes or self.memory.fits(num_bytes)
 
     @property
