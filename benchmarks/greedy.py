@@ -20,7 +20,7 @@ from mesh_optimum import optimum
 
 from tilewise.plan.payload import ShardWeights
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
 
 TILES = tuple((a, b) for a in (2, 3, 4) for b in range(2, 9))
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0)
@@ -48,7 +48,7 @@ def costs_of(kv_bytes: float, backward: bool) -> ShardWeights:
 
 def measure(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> Row:
     blocks = shape[0] * shape[1]
-    total = moved(shape, costs)
+    total = transfer_bytes(shape, costs)
     block = max(1, round(64 * ratio * total / blocks)) / 64  # small numbers for the solver
     schedules = {
         "greedy": greedy_tile_steps(shape, costs),

@@ -22,7 +22,7 @@ from math import inf, lcm
 from typing import Any, NamedTuple
 
 from tilewise.plan.payload import ShardWeights
-from tilewise.strategies.mesh_schedules.model import Block, Line, Move, TileStep, written
+from tilewise.strategies.mesh_schedules.model import Block, Line, Move, TileStep, tile_steps_of
 
 WIDTHS = (8, 128)
 NEARLY = 1e-6
@@ -475,4 +475,4 @@ def _steps(acts: Iterable[Act]) -> list[TileStep]:
                 runs.append([])
                 here = arrived[:2]
             runs[-1].append(block)
-    return written(steps)
+    return tile_steps_of(steps)

@@ -18,7 +18,7 @@ from tilewise.simulation import Simulation
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import divisors, near_square
 from tilewise.strategies.mesh_schedules.greedy import greedy_tile_steps, stepwise_tile_steps
-from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
 from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 from tilewise.tools.mask_report.figures import LAYOUTS
 from tilewise.tools.mask_report.named import drawn
@@ -186,7 +186,7 @@ def _ordered(
 ) -> Iterator[Row]:
     costs, block = _prices(work, machine, backward, n)
     blocks = shape[0] * shape[1] * block
-    pace = blocks / moved(shape, costs)
+    pace = blocks / transfer_bytes(shape, costs)
     steps = {
         "greedy": greedy_tile_steps(shape, costs),
         "paced": greedy_tile_steps(shape, costs, pace=pace),
@@ -194,7 +194,7 @@ def _ordered(
         "paper": paper_tile_steps(shape, costs),
     }
     times = {name: seconds_of(one, costs, block) for name, one in steps.items()}
-    times["gather"] = moved(shape, costs) + blocks
+    times["gather"] = transfer_bytes(shape, costs) + blocks
     best, proven = _optimum(shape, costs, block, min(times.values()))
     seconds = [times[name] for name in ORDERS]
     which, tile = "backward" if backward else "forward", f"{shape[0]} x {shape[1]}"

@@ -44,7 +44,7 @@ def test_the_planner_makes_no_plan_that_it_does_not_try(monkeypatch: pytest.Monk
 
     work = tw.Workload(96, 8, 4, 8, mask=tw.Causal(), layout="contiguous")
     monkeypatch.setattr(tw.Plan, "__init__", refuse)
-    assert len(options(work, 12, 4, held=True)) > 100
+    assert len(options(work, 12, 4, hold_few=True)) > 100
 
 
 def test_every_strategy_is_a_contender_by_its_name():

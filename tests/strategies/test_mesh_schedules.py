@@ -24,7 +24,7 @@ from tilewise.strategies.mesh_schedules.greedy import (
     least_held,
     stepwise_tile_steps,
 )
-from tilewise.strategies.mesh_schedules.model import moved, seconds_of
+from tilewise.strategies.mesh_schedules.model import seconds_of, transfer_bytes
 from tilewise.strategies.mesh_schedules.paper import paper_tile_steps
 
 FORWARD, BACKWARD = ShardWeights(1, 2, 1, 0), ShardWeights(2, 2, 1, 2)
@@ -34,7 +34,7 @@ RATIOS = (0.0625, 0.25, 0.5, 1.0, 1.4, 4.0, 16.0)
 
 
 def block_seconds(shape: tuple[int, int], costs: ShardWeights, ratio: float) -> float:
-    return max(1, round(64 * ratio * moved(shape, costs) / (shape[0] * shape[1]))) / 64
+    return max(1, round(64 * ratio * transfer_bytes(shape, costs) / (shape[0] * shape[1]))) / 64
 
 
 def most_held(plan: Plan) -> int:
@@ -118,7 +118,7 @@ def test_no_schedule_beats_the_optimum_and_greedy_comes_within_five_percent(
         others.append(paper_tile_steps(shape, costs))
         for ratio in RATIOS:
             block = block_seconds(shape, costs, ratio)
-            pace = block * shape[0] * shape[1] / moved(shape, costs)
+            pace = block * shape[0] * shape[1] / transfer_bytes(shape, costs)
             paced = greedy_tile_steps(shape, costs, pace=pace)
             times = [seconds_of(tile_steps, costs, block) for tile_steps in (plain, paced, *others)]
             best = optimum(shape, costs, block, min(times))

@@ -422,8 +422,8 @@ def nearest_settings(candidate: Candidate) -> tuple[Setting, ...]:
     model = ModelAttention(work.num_heads, work.num_kv_heads, work.head_dim, work.v_head_dim)
     split = Split(n, 1, 1, work.num_tokens)
     machine, layers = candidate.machine, [(work, 1)]
-    found = (_fastest(facts, model, layers, machine, split) for facts in (MEGATRON, TORCHTITAN))
-    return tuple(setting for setting in found if setting)
+    settings = (_fastest(facts, model, layers, machine, split) for facts in (MEGATRON, TORCHTITAN))
+    return tuple(setting for setting in settings if setting)
 
 
 def legal(library: Library, model: ModelAttention, ranks: int) -> Iterator[tuple[Scheme, int]]:
@@ -449,10 +449,10 @@ def _fastest(
         passes = [(_simulated(plan, _of_length(x, padded), machine), n) for x, n in layers]
         cost = _summed(scheme.name, passes)
         if best is None or cost.seconds * TIE < best.seconds:
-            own = split._replace(degree=degree, num_tokens=padded)
+            padded_split = split._replace(degree=degree, num_tokens=padded)
             save = layers[0][0].save or plan.default_save
-            options = scheme.flags(own)
-            best = Setting(library.title, scheme.name, options, plan.name, save, own, cost)
+            options = scheme.flags(padded_split)
+            best = Setting(library.title, scheme.name, options, plan.name, save, padded_split, cost)
     return best
 
 
@@ -471,14 +471,16 @@ def _simulated(plan: Plan, work: Workload, machine: Machine) -> Simulation:
 
 def _summed(strategy: str, layers: Sequence[tuple[Simulation | Candidate, int]]) -> Cost:
     """The cost of so many layers of each kind."""
-    sent: Counter[str] = Counter()
+    bytes_by_link: Counter[str] = Counter()
     for layer, count in layers:
-        sent.update({link: count * sent for link, sent in layer.bytes_by_link.items()})
+        bytes_by_link.update(
+            {link: count * bytes_by_link for link, bytes_by_link in layer.bytes_by_link.items()}
+        )
     return Cost(
         strategy,
         sum(count * layer.seconds for layer, count in layers),
         sum(count * layer.exposed_seconds for layer, count in layers),
-        {link: sent[link] for link in LINKS if link in sent},
+        {link: bytes_by_link[link] for link in LINKS if link in bytes_by_link},
     )
 
 
@@ -486,10 +488,10 @@ def _best_plans(
     layers: Sequence[tuple[Workload, int]], machine: Machine, ranks: int
 ) -> tuple[Candidate, ...]:
     """The best plan for each kind of layer; all have one layout, which levels the first kind."""
-    first = layers[0][0]
-    layout = default_layout(first.mask, first.num_tokens, ranks)
-    own = (replace(work, layout=layout) for work, _ in layers)
-    return tuple(search(work, machine, world_size=ranks)[0] for work in own)
+    first_work = layers[0][0]
+    layout = default_layout(first_work.mask, first_work.num_tokens, ranks)
+    laid_out = (replace(work, layout=layout) for work, _ in layers)
+    return tuple(search(work, machine, world_size=ranks)[0] for work in laid_out)
 
 
 def _refused(library: Library, model: ModelAttention, ranks: int) -> Iterator[str]:
@@ -517,15 +519,15 @@ def _lost(setting: Setting, best: Cost, num_tokens: int, ranks: int) -> Iterator
             f"{split.ranks} ranks can share"
         )
     if setting.seconds > TIE * best.seconds:
-        said = reason(setting.cost, (best, setting.cost), None)
-        yield f"{said[0].lower()}{said[1:].rstrip('.')}"
+        why = reason(setting.cost, (best, setting.cost), None)
+        yield f"{why[0].lower()}{why[1:].rstrip('.')}"
 
 
 def _verdict(setting: Setting | None, best: Cost, ranks: int) -> str:
     if setting is None:
         return f"None of its settings runs this model on {ranks} devices, or on part of them."
-    times = setting.seconds / best.seconds
-    if times > AS_GOOD:
-        return f"The best plan of ours takes {1 - 1 / times:.1%} less time."
-    own = "Your own Ulysses" if setting.split.degree > 1 else "Your own setting"
-    return f"{own} ({setting.scheme}) is as good as anything of ours here: stay with it."
+    ratio = setting.seconds / best.seconds
+    if ratio > AS_GOOD:
+        return f"The best plan of ours takes {1 - 1 / ratio:.1%} less time."
+    subject = "Your own Ulysses" if setting.split.degree > 1 else "Your own setting"
+    return f"{subject} ({setting.scheme}) is as good as anything of ours here: stay with it."

@@ -39,9 +39,10 @@ Shares = tuple[tuple[int, float], ...]
 
 
 def shape_bound(model: PassModel, option: Option) -> float:
-    """Return seconds by the shape of the ranks' tiles: kernels at their best, bytes over each link.
+    """Return a bound by the shape of the ranks' tiles: kernels at their best, bytes over each link.
 
-    Where a mask leaves ranks different work, kernels alone, which is the same for all options.
+    Where a mask leaves ranks different work, the bound is of kernels alone, the same for all
+    options.
     """
     tokens = model.work.num_tokens
     if model.alike is None or not option.shape.q:
@@ -56,17 +57,19 @@ def shape_bound(model: PassModel, option: Option) -> float:
         shard_bytes = [min(shard_bytes)] * 2
     tile, nodes = option.shape[:2], option.shape.nodes
     traded = (degree - 1) / degree
-    sent = sum((n - 1 + traded) * size for n, size in zip(tile, shard_bytes, strict=True))
+    sent_bytes = sum((n - 1 + traded) * size for n, size in zip(tile, shard_bytes, strict=True))
     one_node = model.world_size <= machine.node_size
-    inside = machine.inside.bandwidth
-    fastest = inside if one_node else max(inside, machine.nic_bandwidth)
-    own = machine.node_size // degree if machine.node_size % degree == 0 else 1
-    entering = sum(max(0, n - own) * size for n, size in zip(tile, shard_bytes, strict=True))
-    entering *= min(degree, machine.node_size) / machine.node_size
-    across = sum((n - 1) * size for n, size in zip(nodes, shard_bytes, strict=True))
-    nic_seconds = max(entering, across) * machine.nic_sharers / machine.nic_bandwidth
+    inside_bandwidth = machine.inside.bandwidth
+    best_bandwidth = inside_bandwidth if one_node else max(inside_bandwidth, machine.nic_bandwidth)
+    node_shards = machine.node_size // degree if machine.node_size % degree == 0 else 1
+    entering_bytes = sum(
+        max(0, n - node_shards) * size for n, size in zip(tile, shard_bytes, strict=True)
+    )
+    entering_bytes *= min(degree, machine.node_size) / machine.node_size
+    crossing_bytes = sum((n - 1) * size for n, size in zip(nodes, shard_bytes, strict=True))
+    nic_seconds = max(entering_bytes, crossing_bytes) * machine.nic_sharers / machine.nic_bandwidth
     kernels = _compute_seconds(model, *_largest_call(model, option))
-    return SAFE * max(kernels, sent / fastest, nic_seconds)
+    return SAFE * max(kernels, sent_bytes / best_bandwidth, nic_seconds)
 
 
 def _largest_call(model: PassModel, option: Option) -> tuple[float, float]:
@@ -85,10 +88,10 @@ def _compute_seconds(model: PassModel, queries: float, keys: float) -> float:
 
 
 def steps_bound(model: PassModel, option: Option) -> float:
-    """Return seconds of the slowest rank or node, of some, by the steps of the option's plan.
+    """Return a bound by the steps of the option's plan: the slowest of some ranks and nodes.
 
     Where a mask leaves ranks different work, only the rows that a rank's own tiles reach are taken
-    to arrive and to leave: nothing is pruned for a bound.
+    to arrive and to leave. The plan is not pruned for this, because pruning takes longer.
     """
     unlike = model.alike is None
     if unlike and (model.world_size > MOST_APART or isinstance(model.work.mask, PerHead)):
@@ -119,13 +122,21 @@ def _rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
 def _some_teams(model: PassModel, degree: int, num_teams: int) -> list[int]:
     """All teams of a node where nodes are alike; else of some nodes, evenly spaced."""
     size = model.machine.node_size
-    crowded = model.world_size > size and model.machine.nic_sharers > 1
-    block = max(1, size // degree) if crowded else 1
-    full = num_teams % block == 0 and model.world_size % size == 0
-    even = full and model.alike is not None
-    blocks = 1 if even else max(2, SAMPLED_RANKS // block)
-    starts = np.linspace(0, num_teams - block, blocks).astype(int) // block * block
-    return [*dict.fromkeys(int(x) + i for x in starts for i in range(block) if x + i < num_teams)]
+    shares_nics = model.world_size > size and model.machine.nic_sharers > 1
+    teams_per_block = max(1, size // degree) if shares_nics else 1
+    nodes_are_full = num_teams % teams_per_block == 0 and model.world_size % size == 0
+    all_alike = nodes_are_full and model.alike is not None
+    num_blocks = 1 if all_alike else max(2, SAMPLED_RANKS // teams_per_block)
+    starts = (
+        np.linspace(0, num_teams - teams_per_block, num_blocks).astype(int)
+        // teams_per_block
+        * teams_per_block
+    )
+    return [
+        *dict.fromkeys(
+            int(x) + i for x in starts for i in range(teams_per_block) if x + i < num_teams
+        )
+    ]
 
 
 class _StepWalk:
@@ -140,9 +151,12 @@ class _StepWalk:
     def __init__(self, model: PassModel, degree: int, costs: PassCosts, reach: Reach):
         self._model, self._degree, self._costs = model, degree, costs
         size = model.machine.node_size
-        near = min(degree, size)
+        ranks_in_node = min(degree, size)
         self._nested = size % degree == 0 or degree % size == 0
-        self._traded: Shares = ((INSIDE, (near - 1) / degree), (BETWEEN, (degree - near) / degree))
+        self._traded: Shares = (
+            (INSIDE, (ranks_in_node - 1) / degree),
+            (BETWEEN, (degree - ranks_in_node) / degree),
+        )
         if not self._nested:
             self._traded = ((EITHER, (degree - 1) / degree),)
         self._reach, self._row_bytes = reach, costs.row_bytes
@@ -160,10 +174,13 @@ class _StepWalk:
         return load * min(self._degree, machine.node_size) / width
 
     def seconds(self, team: int, steps: tuple[RankStep, ...]) -> float:
-        """Seconds of one rank of a team; what enters and leaves its node is noted."""
+        """Return the bound of one rank of a team, and add what crosses its node's border."""
         costs = self._costs
-        busy = np.array([costs.tile_seconds(tile) for step in steps for tile in step.tiles])
-        needed, leaving = np.zeros((len(busy), 3)), np.zeros((len(busy) + 1, 3))
+        tile_seconds = np.array([costs.tile_seconds(tile) for step in steps for tile in step.tiles])
+        arriving_bytes, leaving_bytes = (
+            np.zeros((len(tile_seconds), 3)),
+            np.zeros((len(tile_seconds) + 1, 3)),
+        )
         node = team * self._degree // self._model.machine.node_size
         crosses = self._nested and self._model.world_size > self._model.machine.node_size
 
@@ -180,27 +197,32 @@ class _StepWalk:
         def num_bytes(item: Item) -> float:
             return share * rows[item.side].get(item.shard, 0) * row_bytes[item[:2]]
 
-        own = [Item(side, Role.OPERAND, team) for side in Side] if self._degree > 1 else []
-        arrived = {item: (self._own_bytes(item), self._traded) for item in own}
+        team_items = [Item(side, Role.OPERAND, team) for side in Side] if self._degree > 1 else []
+        bytes_on_the_way = {item: (self._own_bytes(item), self._traded) for item in team_items}
         num_tiles = 0
         for step in steps:
             for transfer in step.sends:
                 if not self._reach or transfer.item.role is Role.PARTIAL:
-                    add(leaving[num_tiles], num_bytes(transfer.item), self._link(transfer), True)
+                    add(
+                        leaving_bytes[num_tiles],
+                        num_bytes(transfer.item),
+                        self._link(transfer),
+                        True,
+                    )
             for tile in step.tiles:
                 for side, shards in zip(Side, tile[:2], strict=True):
                     for shard in shards:
-                        arrival = arrived.pop(Item(side, Role.OPERAND, shard), None)
+                        arrival = bytes_on_the_way.pop(Item(side, Role.OPERAND, shard), None)
                         if arrival:
-                            add(needed[num_tiles], *arrival, False)
+                            add(arriving_bytes[num_tiles], *arrival, False)
                 num_tiles += 1
             for transfer in step.recvs:
                 if transfer.item.role is Role.OPERAND:
-                    arrived[transfer.item] = num_bytes(transfer.item), self._link(transfer)
-        for item in own:  # its partial goes back to the heads' own ranks
+                    bytes_on_the_way[transfer.item] = num_bytes(transfer.item), self._link(transfer)
+        for item in team_items:  # its partial goes back to the heads' own ranks
             partial = item._replace(role=Role.PARTIAL)
-            add(leaving[num_tiles], self._own_bytes(partial), self._traded, True)
-        return self._in_order(busy, needed, leaving)
+            add(leaving_bytes[num_tiles], self._own_bytes(partial), self._traded, True)
+        return self._in_order(tile_seconds, arriving_bytes, leaving_bytes)
 
     def _own_bytes(self, item: Item) -> float:
         """Bytes of an item of the team's own shard, without rows that the mask leaves out."""
@@ -208,7 +230,7 @@ class _StepWalk:
         return self._model.least_share * rows * self._row_bytes[item[:2]]
 
     def _reached(self, pairs: Iterable[tuple[int, int]]) -> tuple[dict[int, int], dict[int, int]]:
-        """At most the rows of each shard that some pairs reach: of queries, and of keys."""
+        """Upper bounds of the rows of each shard that some pairs reach: of queries, and of keys."""
         if not self._reach:
             return self._all_rows
         queries: dict[int, int] = {}
@@ -221,21 +243,25 @@ class _StepWalk:
 
     def _link(self, transfer: Transfer) -> Shares:
         size, degree = self._model.machine.node_size, self._degree
-        near = transfer.src * degree // size == transfer.dst * degree // size
-        return ((INSIDE if near else BETWEEN, 1.0),)
+        same_node = transfer.src * degree // size == transfer.dst * degree // size
+        return ((INSIDE if same_node else BETWEEN, 1.0),)
 
-    def _in_order(self, busy: Array, needed: Array, leaving: Array) -> float:
+    def _in_order(self, tile_seconds: Array, arriving_bytes: Array, leaving_bytes: Array) -> float:
         """The bound of the module's text."""
-        before = np.concatenate([[0.0], np.cumsum(busy)])
-        arrivals = self._link_seconds(np.cumsum(needed, axis=0))
-        lead = np.maximum.accumulate(np.concatenate([[0.0], arrivals - before[:-1]]))
-        departures = self._link_seconds(np.cumsum(leaving[::-1], axis=0)[::-1])
-        return float((lead + before + departures).max())
+        start_seconds = np.concatenate([[0.0], np.cumsum(tile_seconds)])
+        arrival_seconds = self._link_seconds(np.cumsum(arriving_bytes, axis=0))
+        largest_delay = np.maximum.accumulate(
+            np.concatenate([[0.0], arrival_seconds - start_seconds[:-1]])
+        )
+        departure_seconds = self._link_seconds(np.cumsum(leaving_bytes[::-1], axis=0)[::-1])
+        return float((largest_delay + start_seconds + departure_seconds).max())
 
     def _link_seconds(self, columns: Array) -> Array:
         """The least seconds in which a rank's links carry these bytes, row by row."""
         machine = self._model.machine
-        inside, nic = machine.inside.bandwidth, machine.nic_bandwidth
-        every = inside + nic * (self._model.world_size > machine.node_size)
-        by_link = columns[:, :EITHER] / np.array([inside, nic])
-        return np.maximum(by_link.max(1), columns.sum(1) / every)
+        inside_bandwidth, nic_bandwidth = machine.inside.bandwidth, machine.nic_bandwidth
+        total_bandwidth = inside_bandwidth + nic_bandwidth * (
+            self._model.world_size > machine.node_size
+        )
+        by_link = columns[:, :EITHER] / np.array([inside_bandwidth, nic_bandwidth])
+        return np.maximum(by_link.max(1), columns.sum(1) / total_bandwidth)

@@ -65,9 +65,9 @@ class Candidate:
         bytes_by_link: that a rank sends at most over each class of link; sent_bytes over all.
         reason: why it wins, in a sentence or two.
         distances: what no plan can fall below.
-        sampled: whether times and bytes are of a sample of ranks, which the others are taken to
-            equal; memory_sampled: whether peak_bytes is of the rank that needs most of a few.
-        count_peak, make_rows: make peak_bytes and rows.
+        sampled: True if times and bytes are those of a sample of ranks, taken for all.
+        memory_sampled: True if peak_bytes is that of a few ranks, the one that needs most.
+        count_peak, make_rows: functions that make peak_bytes and rows when they are first read.
     """
 
     work: Workload
@@ -111,8 +111,8 @@ class Candidate:
     @property
     def own_work(self) -> Workload:
         """The workload with this candidate's layout, save and wire."""
-        own = {"layout": self.layout, "save": self.save, "wire": self.wire}
-        return replace(self.work, **own, wire_dtype=None)
+        changes = {"layout": self.layout, "save": self.save, "wire": self.wire}
+        return replace(self.work, **changes, wire_dtype=None)
 
     @property
     def wire_dtype(self) -> str | None:
@@ -127,7 +127,7 @@ class Candidate:
 
     def to_json(self) -> str:
         """The candidate as a file's text, which load_candidate reads."""
-        same = self.backward_plan is self.plan
+        one_plan = self.backward_plan is self.plan
         data = {
             "format": FORMAT,
             "world_size": self.world_size,
@@ -138,7 +138,7 @@ class Candidate:
             "workload": candidate_format.write_workload(self.work),
             "layout": candidate_format.write_layout(self.layout),
             "plan": candidate_format.write_plan(self.plan),
-            "backward_plan": None if same else candidate_format.write_plan(self.backward_plan),
+            "backward_plan": None if one_plan else candidate_format.write_plan(self.backward_plan),
             "predicted": {x.name: getattr(self, x.name) for x in fields(_Predicted)},
             "distances": self.distances._asdict(),
             "rows": [row._asdict() for row in self.rows],
@@ -204,8 +204,8 @@ def load_candidate(path: str | Path) -> Candidate:
     """
     data = read_json(path)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{path} is no candidate: its format is {found!r}, not {FORMAT!r}")
+        found_format = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{path} is no candidate: its format is {found_format!r}, not {FORMAT!r}")
     return _candidate(data, str(path))
 
 
@@ -260,10 +260,14 @@ def _candidate(data: dict[str, Any], path: str) -> Candidate:
     )
 
 
-def _plan(file: FilePlan, name: str, work: Workload, whole: _FileCandidate, path: str) -> Plan:
+def _plan(
+    file: FilePlan, name: str, work: Workload, file_candidate: _FileCandidate, path: str
+) -> Plan:
     with _reading(path, name):
-        where = work.mask, work.layout_for(whole.world_size).owned
-        plan = candidate_format.read_plan(file, whole.world_size, whole.save, where)
+        where = work.mask, work.layout_for(file_candidate.world_size).owned
+        plan = candidate_format.read_plan(
+            file, file_candidate.world_size, file_candidate.save, where
+        )
         head_groups(work.num_heads, work.num_kv_heads, plan.num_head_groups)
         return plan
 

@@ -20,7 +20,7 @@ from tilewise.wires.wire import WIRE_KINDS, Wires, wires_of
 from tilewise.workload import LAYOUTS, Workload
 
 FULL_RANKS = 16
-"""Up to so many ranks all steps are stored."""
+"""Up to this many ranks, all steps are stored."""
 
 
 KINDS = (*MASK_KINDS, *WIRE_KINDS)
@@ -59,8 +59,10 @@ def read_workload(data: Any, layout: Layout) -> Workload:
 
 def write_layout(layout: Layout) -> dict[str, Any]:
     """Return the layout as a value: its name if the library makes it from that, else its runs."""
-    named = dict(LAYOUTS).get(layout.name)
-    is_named = named is not None and named(layout.num_tokens, layout.world_size) == layout
+    make_layout = dict(LAYOUTS).get(layout.name)
+    is_named = (
+        make_layout is not None and make_layout(layout.num_tokens, layout.world_size) == layout
+    )
     return {"name": layout.name} | ({} if is_named else {"runs": layout.runs})
 
 
@@ -81,10 +83,10 @@ def read_layout(file: FileLayout, num_tokens: int, world_size: int) -> Layout:
 
 def write_plan(plan: Plan) -> dict[str, Any]:
     try:
-        made: Plan | None = read_call(plan.name, plan.world_size)
+        parsed_plan: Plan | None = read_call(plan.name, plan.world_size)
     except ValueError:
-        made = None
-    if made is None or plan.world_size <= FULL_RANKS:
+        parsed_plan = None
+    if parsed_plan is None or plan.world_size <= FULL_RANKS:
         return {"name": plan.name, "steps": plan_to_data(plan)}
     return {"name": plan.name, "digest": digest(plan)}
 
@@ -93,8 +95,8 @@ def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Lay
     """The plan that write_plan wrote, checked.
 
     Args:
-        save: what it does in backward unless told otherwise.
-        where: mask and layout, for which a plan that cuts shards or leaves pairs out was made.
+        save: its default in backward, "replay" or "gathered".
+        where: the mask and the layout that a plan which cuts shards or leaves pairs out is for.
     Raises:
         ValueError: if it is for another world, computes something else, or its digest differs.
     """
@@ -120,16 +122,12 @@ def read_plan(file: FilePlan, world_size: int, save: str, where: tuple[Mask, Lay
 def digest(plan: Plan) -> str:
     """A text that differs between plans whose first, second or last rank do something else."""
     ranks = sorted({0, min(1, plan.world_size - 1), plan.world_size - 1})
-    written = repr([plan.rank_steps(rank) for rank in ranks]).encode()
-    return blake2b(written, digest_size=12).hexdigest()
+    steps_text = repr([plan.rank_steps(rank) for rank in ranks]).encode()
+    return blake2b(steps_text, digest_size=12).hexdigest()
 
 
 def with_save(plan: Plan, save: str, made_for: tuple[Mask, Layout] | None = None) -> Plan:
-    """The plan, doing this in backward unless told otherwise.
-
-    Args:
-        made_for: the mask and layout that it covers, if it does not know.
-    """
+    """Return the plan with another default for backward, and the mask and layout it is made for."""
     if plan.default_save == save and made_for is None:
         return plan
     traits = plan.traits._replace(made_for=made_for or plan.made_for, tuning=None)

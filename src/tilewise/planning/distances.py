@@ -1,4 +1,4 @@
-"""Least seconds and least bytes of a workload: no plan takes or sends less."""
+"""Lower bounds of seconds and of bytes for a workload, whatever the plan."""
 
 from typing import NamedTuple
 
@@ -32,20 +32,22 @@ def prices(work: Workload) -> tuple[Price, Price]:
         return payload.heads(side) * sum(field.row_bytes for field in fields) / num_heads
 
     heads = (Side.Q, work.num_heads), (Side.KV, work.num_kv_heads)
-    first, second = (Price(*(price(p, *of) for of in heads)) for p in (forward, backward))
-    return first, second
+    forward_price, backward_price = (
+        Price(*(price(p, *side_and_heads) for side_and_heads in heads)) for p in (forward, backward)
+    )
+    return forward_price, backward_price
 
 
 def _least(work: Workload, world_size: int, price: Price) -> float:
-    """The bytes with which a rank's share of cells can just be reached."""
+    """The fewest bytes with which a rank can compute its share of the cells."""
     cells = _cells(work) / world_size
     low, high = 0.0, 1.0
     while _most_cells(work, world_size, price, high) < cells:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        enough = _most_cells(work, world_size, price, middle) >= cells
-        low, high = (low, middle) if enough else (middle, high)
+        is_enough = _most_cells(work, world_size, price, middle) >= cells
+        low, high = (low, middle) if is_enough else (middle, high)
     return low if low > 1 else 0.0
 
 
@@ -55,22 +57,22 @@ def _cells(work: Workload) -> float:
 
 
 def _most_cells(work: Workload, world_size: int, price: Price, num_bytes: float) -> float:
-    """No rank that moves so many bytes computes more cells."""
+    """Upper bound of the cells that a rank computes if it moves this many bytes."""
     group = work.num_heads / work.num_kv_heads
     keys = float(max(work.layout_for(world_size).owned.sizes))
-    queries, others = group * keys, work.num_tokens - keys
+    queries, foreign_keys = group * keys, work.num_tokens - keys
     at_home = work.num_kv_heads * queries * keys
     one_side = num_bytes * max(keys / price.q, queries / price.kv)
-    whole_head = others * (group * price.q + price.kv)
-    both = min(
+    whole_head = foreign_keys * (group * price.q + price.kv)
+    both_sides = min(
         num_bytes * min(num_bytes, whole_head) / (4 * price.q * price.kv),
-        num_bytes * others / price.q,
-        num_bytes * group * others / price.kv,
+        num_bytes * foreign_keys / price.q,
+        num_bytes * group * foreign_keys / price.kv,
     )
-    return at_home + one_side + both
+    return at_home + one_side + both_sides
 
 
 def least_seconds(work: Workload, world_size: int, machine: Machine) -> float:
     """Both passes at the machine's highest kernel speeds, without any communication."""
     passes = [PassModel(work, machine, world_size, backward) for backward in (False, True)]
-    return sum(one.flop / world_size / one.best_speed(2.0**60, 2.0**60) for one in passes)
+    return sum(model.flop / world_size / model.best_speed(2.0**60, 2.0**60) for model in passes)

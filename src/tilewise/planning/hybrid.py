@@ -222,12 +222,12 @@ def search_hybrid(
         ValueError: as tw.search.
     """
     whole_number("world_size", world_size, most=MOST_RANKS)
-    even = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
-    num_tokens, state = even.num_tokens, work.state
+    padded = pad_to_equal_shards(replace(work.attention, layout="zigzag"), world_size)
+    num_tokens, state = padded.num_tokens, work.state
     layouts = {"contiguous": contiguous, "zigzag": zigzag}
     plans = {
         name: search(
-            replace(even, layout=make(num_tokens, world_size)),
+            replace(padded, layout=make(num_tokens, world_size)),
             machine,
             world_size=world_size,
             memory_bytes=memory_bytes,
@@ -238,60 +238,60 @@ def search_hybrid(
     def both(moves: Sequence[Any], row_bytes: int) -> tuple[float, int]:
         """Seconds of both passes, and bytes of the rank that sends most."""
         passes = (simulate_moves(moves, row_bytes, machine, backward=x) for x in (False, True))
-        by_rank = [one.volume(row_bytes) for one in moves]
-        sent = [sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size)]
-        return sum(one.seconds for one in passes), max(sent)
+        by_rank = [move.volume(row_bytes) for move in moves]
+        sent_by_rank = [sum(f[r] + b[r] for f, b in by_rank) for r in range(world_size)]
+        return sum(timeline.seconds for timeline in passes), max(sent_by_rank)
 
     def of_layout(name: str) -> tuple[tuple[float, int], tuple[float, int]]:
         """A scan and a halo."""
         layout, whole = layouts[name](num_tokens, world_size), (0, num_tokens)
         halo = 0.0, 0
         if state.conv_channels and state.conv_width > 1:
-            row_bytes = state.conv_channels * ITEM_BYTES(even.dtype)
+            row_bytes = state.conv_channels * ITEM_BYTES(padded.dtype)
             halo = both([halo_moves(layout, state.conv_width - 1, 0, whole)], row_bytes)
         return both(scan_moves(layout, whole), state.scan_bytes), halo
 
     shares = 2 * world_size  # of equal rows: one row stands for all of a share
-    there = relayout_moves(contiguous(shares, world_size), zigzag(shares, world_size))
-    back = relayout_moves(zigzag(shares, world_size), contiguous(shares, world_size))
-    share_bytes = -(-num_tokens // shares) * work.hidden_size * ITEM_BYTES(even.dtype)
-    relayout = both([there, back], share_bytes)
+    to_zigzag = relayout_moves(contiguous(shares, world_size), zigzag(shares, world_size))
+    to_contiguous = relayout_moves(zigzag(shares, world_size), contiguous(shares, world_size))
+    share_bytes = -(-num_tokens // shares) * work.hidden_size * ITEM_BYTES(padded.dtype)
+    relayout = both([to_zigzag, to_contiguous], share_bytes)
     local = sum(
         products * state.flop * -(-num_tokens // world_size) / speed.speed(CHUNK, CHUNK)
         for products, speed in (
-            (1, machine.kernel(even.dtype, False)),
-            (2, machine.kernel(even.dtype, True)),
+            (1, machine.kernel(padded.dtype, False)),
+            (2, machine.kernel(padded.dtype, True)),
         )
     )
-    found: list[HybridCandidate] = []
+    candidates: list[HybridCandidate] = []
     choices: tuple[tuple[Any, str, str], ...] = (
         ("contiguous", "contiguous", "contiguous"),
         ("zigzag", "zigzag", "zigzag"),
         ("relayout", "contiguous", "zigzag"),
     )
-    for name, tokens, attended in choices:
+    for name, tokens, attention_tokens in choices:
         scan, halo = of_layout(tokens)
-        moved = relayout if name == "relayout" else (0.0, 0)
+        layer_relayout = relayout if name == "relayout" else (0.0, 0)
         counts = work.num_attention_layers, work.num_state_layers
-        plan = plans[attended]
-        attending, carrying = counts
+        plan = plans[attention_tokens]
+        num_attention, num_state = counts
         parts = HybridSeconds(
-            attending * plan.seconds,
-            carrying * scan[0],
-            carrying * halo[0],
-            attending * moved[0],
-            carrying * local,
+            num_attention * plan.seconds,
+            num_state * scan[0],
+            num_state * halo[0],
+            num_attention * layer_relayout[0],
+            num_state * local,
         )
-        sent = (
-            attending * plan.sent_bytes,
-            carrying * scan[1],
-            carrying * halo[1],
-            attending * moved[1],
+        sent_bytes = (
+            num_attention * plan.sent_bytes,
+            num_state * scan[1],
+            num_state * halo[1],
+            num_attention * layer_relayout[1],
         )
         layout = layouts[tokens](num_tokens, world_size)
-        found.append(HybridCandidate(name, layout, plan, parts, sent))
-    found.sort(key=lambda one: one.seconds)
-    return [replace(one, reason=_reason(found)) for one in found]
+        candidates.append(HybridCandidate(name, layout, plan, parts, sent_bytes))
+    candidates.sort(key=lambda candidate: candidate.seconds)
+    return [replace(candidate, reason=_reason(candidates)) for candidate in candidates]
 
 
 WORDS = MappingProxyType(
@@ -304,10 +304,13 @@ WORDS = MappingProxyType(
 )
 
 
-def _reason(found: Sequence[HybridCandidate]) -> str:
-    best, *others = found
+def _reason(candidates: Sequence[HybridCandidate]) -> str:
+    best, *other_candidates = candidates
     parts = ", ".join(
         f"{name} {seconds * 1e3:.4g}" for name, seconds in best.parts._asdict().items() if seconds
     )
-    rest = "; ".join(f"{WORDS[one.name]}: {one.seconds * 1e3:.4g} ms" for one in others)
-    return f"{WORDS[best.name].capitalize()}: {best.seconds * 1e3:.4g} ms ({parts}). {rest}."
+    other_times = "; ".join(
+        f"{WORDS[candidate.name]}: {candidate.seconds * 1e3:.4g} ms"
+        for candidate in other_candidates
+    )
+    return f"{WORDS[best.name].capitalize()}: {best.seconds * 1e3:.4g} ms ({parts}). {other_times}."

@@ -125,9 +125,9 @@ def _model(config: Mapping[str, Any]) -> ModelAttention:
         (OTHER_LAYERS, "layers that are neither full nor sliding attention"),
         (UNEQUAL_LAYERS, "layers that differ in heads or widths"),
     ):
-        found = next((field for field in fields if config.get(field)), None)
-        if found:
-            raise ValueError(f"{found} means {what}, which are not priced")
+        field_name = next((field for field in fields if config.get(field)), None)
+        if field_name:
+            raise ValueError(f"{field_name} means {what}, which are not priced")
     return ModelAttention(
         num_heads,
         num_kv_heads,
@@ -156,15 +156,15 @@ def _windows(config: Mapping[str, Any]) -> tuple[tuple[int | None, int], ...]:
     if not isinstance(types, list) or len(cast("list[Any]", types)) != num_layers:
         raise ValueError(f"layer_types must be a list of num_hidden_layers ({num_layers}) names")
     counts = Counter(map(str, cast("list[Any]", types)))
-    others = sorted(counts.keys() - {"full_attention", "sliding_attention"})
-    if others:
+    other_types = sorted(counts.keys() - {"full_attention", "sliding_attention"})
+    if other_types:
         raise ValueError(
-            f"layer_types has {', '.join(others)}; only full_attention and sliding_attention are "
-            "priced"
+            f"layer_types has {', '.join(other_types)}; only full_attention and sliding_attention "
+            "are priced"
         )
     sliding, full = counts["sliding_attention"], counts["full_attention"]
-    found = [(_number(config, "sliding_window"), sliding)] if sliding else []
-    return (*([(None, full)] if full else []), *found)
+    sliding_windows = [(_number(config, "sliding_window"), sliding)] if sliding else []
+    return (*([(None, full)] if full else []), *sliding_windows)
 
 
 def _number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

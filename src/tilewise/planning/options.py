@@ -32,15 +32,16 @@ from tilewise.strategies.ulysses import ulysses
 from tilewise.workload import Workload
 
 UNLIKE_RANKS = 64
-"""Up to so many ranks plans whose ranks differ by themselves are tried, and `tiled`; and of so many
-in a head group where they differ by the mask. One plan of more takes longer than a search may."""
+"""Up to this many ranks, plans whose ranks differ by themselves are tried, and `tiled`. Where ranks
+differ by the mask, plans with up to this many ranks in a head group are. One plan of more ranks
+takes longer than a whole search may."""
 
 ANY_NODE_RANKS = 32
-"""Up to so many ranks that are alike plans of whole nodes are tried for groups of every size: their
-number grows with the square of the divisors, and each has to be made to be bounded."""
+"""Up to this many ranks, if they are alike, plans of whole nodes are tried for groups of every
+size. Their number grows with the square of the divisors, and each has to be made to be bounded."""
 
 QUICK = ("", "gather", "kv_first")
-"""No schedule, and those that are made in no time."""
+"""No schedule, and the schedules that take no time to make."""
 
 SCHEDULES = (*QUICK, "greedy", "eager", "held")
 """Of a tile, the cheapest to make first."""
@@ -52,11 +53,11 @@ class Option(NamedTuple):
     Attributes:
         kind: the strategy's name.
         degree: of the split by heads.
-        order: the simpler, the lower; among equally fast plans the lowest wins.
+        order: lower for simpler plans; of equally fast plans that of the lowest order wins.
         make: makes the plan, once.
         shape: of the plan inside a head group.
         backward: the one pass that it is for; None: both.
-        variant: one of many schedules of a tile, beside the first that is as good as any.
+        variant: True for further schedules of a tile, which are tried after its first one.
     """
 
     kind: str
@@ -86,33 +87,42 @@ class Option(NamedTuple):
 
 
 def options(
-    work: Workload, world_size: int, node_size: int, *, usual: bool = False, held: bool = False
+    work: Workload,
+    world_size: int,
+    node_size: int,
+    *,
+    usual_only: bool = False,
+    hold_few: bool = False,
 ) -> list[Option]:
-    """Everything that these heads allow, the simplest first.
+    """List all options that these heads allow, the simplest first.
 
     Args:
         node_size: ranks of a node, which plans of whole nodes keep together.
-        usual: no plans of whole nodes, and no more than three schedules of a mesh.
-        held: also meshes that hold as few shards at once as they can.
+        usual_only: no plans of whole nodes, and no more than three schedules of a mesh.
+        hold_few: also meshes that hold as few shards at once as they can.
     """
     unlike = _unlike(work, world_size)
-    found = [
+    variants = [
         (degree, variant)
         for degree in degrees(world_size, work.num_heads, work.num_kv_heads)
         for variant in _inside(degree, work, world_size, node_size, unlike)
-        if (held or variant.schedule != "held") and not (usual and not _usual(variant))
+        if (hold_few or variant.schedule != "held") and not (usual_only and not _usual(variant))
     ]
     if world_size <= MOST_APART and unlike:
-        found += [(1, variant) for variant in _aware(work, world_size, node_size)]
-    kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in found)]
-    found.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
+        variants += [(1, variant) for variant in _aware(work, world_size, node_size)]
+    kinds = ["ring", "ulysses", *dict.fromkeys(variant.kind for _, variant in variants)]
+    variants.sort(key=lambda pair: (kinds.index(pair[1].kind), pair[0]))
 
-    def option(order: int, degree: int, of: Variant) -> Option:
-        beside = of.schedule == "eager" or (of.schedule == "greedy" and of.backward is not None)
-        make = cache(_headed(degree, of.make))
-        return Option(of.kind, degree, order, make, of.shape, of.backward, beside)
+    def option(order: int, degree: int, variant: Variant) -> Option:
+        is_variant = variant.schedule == "eager" or (
+            variant.schedule == "greedy" and variant.backward is not None
+        )
+        make = cache(_headed(degree, variant.make))
+        return Option(
+            variant.kind, degree, order, make, variant.shape, variant.backward, is_variant
+        )
 
-    return [option(order, *pair) for order, pair in enumerate(found)]
+    return [option(order, *pair) for order, pair in enumerate(variants)]
 
 
 def _inside(
@@ -123,14 +133,14 @@ def _inside(
     if n == 1 and degree > 1:
         yield Variant("ulysses", partial(ring, 1), Shape(1, 1, (1, 1)))
         return
-    few = n <= UNLIKE_RANKS if unlike else True
+    few_ranks = n <= UNLIKE_RANKS if unlike else True
     for strategy in (entry for entry in STRATEGIES if not entry.decodes):
-        affordable = world_size <= UNLIKE_RANKS if strategy.uneven else few
+        affordable = world_size <= UNLIKE_RANKS if strategy.uneven else few_ranks
         if affordable or strategy.make is ring:
             yield from _variants(strategy, n, work.kv_bytes(degree))
     node = node_size // degree if node_size % degree == 0 else 1
-    if few:
-        yield from _of_two_levels(n, node, anywhere=not unlike and world_size <= ANY_NODE_RANKS)
+    if few_ranks:
+        yield from _of_two_levels(n, node, any_size=not unlike and world_size <= ANY_NODE_RANKS)
 
 
 def _headed(degree: int, make: Callable[[], Plan]) -> Callable[[], Plan]:
@@ -146,23 +156,23 @@ def _variants(strategy: StrategyEntry, n: int, kv_bytes: float) -> Iterator[Vari
         return SCHEDULES.index(variant.schedule), (None, False, True).index(variant.backward)
 
     for a, b in strategy.factors(n):
-        found = (variant for variant in strategy.at(a, b, kv_bytes) if not variant.degenerate)
-        yield from sorted(found, key=cost)
+        variants = (variant for variant in strategy.at(a, b, kv_bytes) if not variant.degenerate)
+        yield from sorted(variants, key=cost)
 
 
-def _of_two_levels(n: int, node: int, anywhere: bool) -> Iterator[Variant]:
+def _of_two_levels(n: int, node: int, any_size: bool) -> Iterator[Variant]:
     """Plans between groups of ranks, each with a plan inside the groups.
 
     Args:
         node: ranks of a node.
-        anywhere: groups of every size, not only nodes.
+        any_size: groups of every size, not only nodes.
     """
 
     def nested(size: int) -> list[Variant]:
         variants = (v for entry in STRATEGIES if entry.nests for v in _variants(entry, size, MHA))
         return [variant for variant in variants if variant.schedule in QUICK]
 
-    for size in divisors(n)[1:-1] if anywhere else [node]:
+    for size in divisors(n)[1:-1] if any_size else [node]:
         if n % size or not 1 < size < n:
             continue
         for between, inside in product(nested(n // size), nested(size)):
@@ -179,16 +189,16 @@ def _hierarchical(between: Callable[[], Plan], inside: Callable[[], Plan]) -> Pl
 
 def _usual(variant: Variant) -> bool:
     """Return whether a plan is one of the few to try where a choice must not take long."""
-    quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
-    return quick and variant.kind != "hierarchical"
+    is_quick = variant.schedule in (*QUICK, "greedy") and variant.backward is None
+    return is_quick and variant.kind != "hierarchical"
 
 
 def _unlike(work: Workload, world_size: int) -> bool:
     """Return whether plans made without the mask compute or move what it leaves out."""
     if world_size == 1 or isinstance(work.mask, Full):
         return False
-    even = work.layout_for(world_size) == zigzag(work.num_tokens, world_size)
-    return work.mask != Causal() or not even
+    is_zigzag = work.layout_for(world_size) == zigzag(work.num_tokens, world_size)
+    return work.mask != Causal() or not is_zigzag
 
 
 def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""Plans for both passes: each pass by itself, or one plan that keeps what forward gathered."""
+"""The search over both passes: each by itself, or one plan that keeps what forward gathered."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -56,8 +56,8 @@ class Pair(NamedTuple):
 
     @property
     def strategy(self) -> str:
-        first, second = self.forward.option.family, self.backward.option.family
-        return first if first == second else f"{first} / {second}"
+        families = dict.fromkeys((self.forward.option.family, self.backward.option.family))
+        return " / ".join(families)
 
     @property
     def one_plan(self) -> bool:
@@ -77,10 +77,10 @@ class PairSearch:
     Args:
         model: of the forward pass; its save is the workload's, None: the faster one.
         memory: bytes of a rank.
-        max_messages: that may be simulated in each part of the search; the last trial may go
-            beyond it.
-        keeping: whether to keep what was gathered in forward even where that takes memory.
-        progress: is told what comes next.
+        max_messages: messages that may be simulated in each part of the search. The last trial may
+            exceed it.
+        keeping: whether gathered operands may be kept for backward even where that takes memory.
+        progress: called with the name of each part of the search as it begins.
     """
 
     def __init__(
@@ -136,29 +136,38 @@ class PairSearch:
         return Pair(self.forward.trial(option), self.backward[save].trial(option), save)
 
     def _pairs(self) -> list[Pair]:
-        """Pairs of the passes that were simulated, after simulating the most promising."""
+        """Simulate the most promising options; return all pairs of what was simulated."""
         pairs: list[Pair] = []
         if self.save != "gathered":
-            passes = self.forward, self.backward["replay"]
+            searches = self.forward, self.backward["replay"]
             common = [option for option in self.options if not option.own_shards]
-            for name, trials in zip(("forward", "backward"), passes, strict=True):
+            for name, trials in zip(("forward", "backward"), searches, strict=True):
                 self.progress(f"plans for the {name} pass")
                 backward = trials.model.backward
-                mine = [option for option in common if option.backward in (None, backward)]
-                explore(mine, [trials], self._fits, self.max_messages)
-            found = ([*trials.tried.values()] for trials in passes)
-            pairs += [Pair(first, other, "replay") for first, other in product(*found)]
+                pass_options = [option for option in common if option.backward in (None, backward)]
+                explore(pass_options, [trials], self._fits, self.max_messages)
+            trials_by_pass = ([*trials.tried.values()] for trials in searches)
+            pairs += [
+                Pair(forward_trial, backward_trial, "replay")
+                for forward_trial, backward_trial in product(*trials_by_pass)
+            ]
         self.progress("one plan for both passes")
         for save, options in self._together():
             ranked = sorted(pairs, key=lambda pair: pair.seconds)
             best = next((pair.seconds for pair in ranked if pair.fits(self.memory)), math.inf)
-            passes = self.forward, self.backward[save]
-            found = explore(options, passes, self._fits, self.max_messages, best)
-            pairs += [Pair(first, other, save) for first, other in found]
+            searches = self.forward, self.backward[save]
+            trials_by_pass = explore(options, searches, self._fits, self.max_messages, best)
+            pairs += [
+                Pair(forward_trial, backward_trial, save)
+                for forward_trial, backward_trial in trials_by_pass
+            ]
         return pairs
 
     def _together(self) -> Iterator[tuple[str, list[Option]]]:
-        """Options of both passes: their shards are their own, or what was gathered is kept."""
+        """Yield options that both passes must share, by `save`.
+
+        They are plans with shards of their own, and plans that keep what forward gathered.
+        """
         options = [x for x in self.options if not x.variant or x.backward is not False]
         if self.save != "gathered":
             yield "replay", [option for option in options if option.own_shards]
@@ -175,7 +184,7 @@ class PairSearch:
         return False
 
     def _check_that_rings_fit(self) -> None:
-        """Rings hold fewest shards at once: if none of them fits, nothing does."""
+        """Raise ValueError if no ring fits: rings hold the fewest shards, so that nothing fits."""
         pairs: list[Pair] = []
         for option in (option for option in self.options if option.kind in LEANEST):
             pairs.append(self._pair(option))
@@ -185,47 +194,48 @@ class PairSearch:
         raise ValueError(self._too_little(pairs))
 
     def _exactly(self, pairs: list[Pair]) -> list[Pair]:
-        """The pairs, of which the fastest are simulated as tw.simulate does it.
+        """Return the pairs, the fastest of them simulated again with all ranks.
 
-        Samples that seem faster than the fastest of these are left out: nothing proves them.
+        Pairs that are known by a sample only, and seem faster than these, are left out: nothing
+        proves their time.
         """
         ranked = sorted(pairs, key=lambda pair: pair.seconds)
         finalists = [*islice((pair for pair in ranked if pair.fits(self.memory)), FINALISTS)]
         exact: list[Pair] = []
-        before = self._num_messages
+        messages_before = self._num_messages
         for pair in finalists:
-            if not exact or self._num_messages - before < self.max_messages:
-                other = self.backward[pair.save].exact(pair.backward)
+            if not exact or self._num_messages - messages_before < self.max_messages:
+                backward_trial = self.backward[pair.save].exact(pair.backward)
                 exact.append(
-                    pair._replace(forward=self.forward.exact(pair.forward), backward=other)
+                    pair._replace(forward=self.forward.exact(pair.forward), backward=backward_trial)
                 )
         best = min((pair.seconds for pair in exact), default=0.0)
         others = (pair for pair in ranked if pair not in finalists[: len(exact)])
         return exact + [x for x in others if not x.sampled or x.seconds >= best]
 
-    def _others(self, pairs: list[Pair]) -> list[Pair]:
-        """For the table: of each kind that was not simulated the option with the lowest bound.
+    def _others(self, simulated: list[Pair]) -> list[Pair]:
+        """Simulate more pairs for the table: of each other kind the option with the lowest bound.
 
-        They are simulated while messages are left, and the ring is in any case.
+        The ring is always simulated, the others as long as the budget of messages allows.
         """
         ring = self.ring()
-        known = {pair.forward.option.kind for pair in pairs if pair.one_plan}
-        found = [ring] if ring else []
+        simulated_kinds = {pair.forward.option.kind for pair in simulated if pair.one_plan}
+        pairs_to_add = [ring] if ring else []
         if self.forward.model.sampled:
-            return found  # one more takes seconds
+            return pairs_to_add  # one more takes seconds
         passes = self.forward, self.backward["replay"]
         nearest = sorted(
             (option for option in self.options[1:] if option.backward is None),
             key=lambda option: sum(trials.bound(option) for trials in passes),
         )
-        before = self._num_messages
+        messages_before = self._num_messages
         for option in nearest:
-            if self._num_messages - before >= self.max_messages:
+            if self._num_messages - messages_before >= self.max_messages:
                 break
-            if option.kind not in known:
-                known.add(option.kind)
-                found.append(self._pair(option))
-        return found
+            if option.kind not in simulated_kinds:
+                simulated_kinds.add(option.kind)
+                pairs_to_add.append(self._pair(option))
+        return pairs_to_add
 
     @property
     def _num_messages(self) -> int:
@@ -248,11 +258,11 @@ class PairSearch:
         return [*rows.values()]
 
     def _too_little(self, pairs: list[Pair]) -> str:
-        least = min(pairs, key=lambda pair: pair.peak_bytes)
-        names = least.forward.plan.name
-        if least.backward.option != least.forward.option:
-            names += f" with {least.backward.plan.name} in backward"
+        leanest = min(pairs, key=lambda pair: pair.peak_bytes)
+        names = leanest.forward.plan.name
+        if leanest.backward.option != leanest.forward.option:
+            names += f" with {leanest.backward.plan.name} in backward"
         return (
-            f"no plan fits into {self.memory} bytes a rank; {names} (save={least.save!r}) needs "
-            f"least, {least.peak_bytes} bytes: give as many, or use more ranks"
+            f"no plan fits into {self.memory} bytes a rank; {names} (save={leanest.save!r}) needs "
+            f"least, {leanest.peak_bytes} bytes: give as many, or use more ranks"
         )

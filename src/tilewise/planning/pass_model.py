@@ -1,4 +1,4 @@
-"""One pass of a workload on a machine, seen by those who weigh plans for it."""
+"""One pass of a workload on a machine: the facts that bounds and trials of plans need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ Pair = tuple[int, int]
 """A query shard and a KV shard."""
 
 Reach = Mapping[Pair, Pair]
-"""Queries and keys of pairs of shards that the mask lets attend."""
+"""For each pair of shards with an allowed pair: its rows of queries and of keys that attend."""
 
 EXACT_UNLIKE_RANKS = 16
-"""Up to so many ranks trials simulate every rank where a mask leaves them different work."""
+"""Up to this many ranks, a trial simulates every rank where a mask leaves them different work."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,17 @@ class PassModel:
 
     @cached_property
     def alike(self) -> bool | None:
-        """The value of shards.all_alike for plans that are made for no mask."""
+        """The value of pruning.all_alike for plans that are made for no mask."""
         return all_alike(ring(self.world_size), self.work.mask, (self.layout, self.layout))
 
     @cached_property
     def sampled(self) -> bool:
         """True if a trial simulates a sample of the ranks, because all would take seconds.
 
-        Of ranks that compute alike it is one of each class. Under a causal mask all are then taken
-        to send as much as the one that sends most: too far off where nodes are not all full. Where
-        the mask leaves ranks different work, it is one rank of each team: see teams.py.
+        If ranks compute alike, the sample is one rank of each class, and under a causal mask all
+        are taken to send as much as the rank that sends most. That is too far off where some nodes
+        are not full, so such ranks are not sampled. If the mask leaves ranks different work, the
+        sample is one rank of each team (teams.py).
         """
         if self.alike is None:
             return self.world_size > EXACT_UNLIKE_RANKS
@@ -106,18 +107,18 @@ class PassModel:
 
         They are those of the degree, unless the plan cuts its shards.
         """
-        known = self._cells.get(degree)
-        if known is None or resolved.plan.cuts is not None:
+        cells_and_reach = self._cells.get(degree)
+        if cells_and_reach is None or resolved.plan.cuts is not None:
             table = cells(resolved.mask, *resolved.layouts)
             sizes = [layout.sizes for layout in resolved.layouts]
             reach = {
                 (q, kv): (count(cell.q_rows, sizes[0][q]), count(cell.k_rows, sizes[1][kv]))
                 for (q, kv), cell in table.items()
             }
-            known = table, reach
+            cells_and_reach = table, reach
             if resolved.plan.cuts is None:
-                self._cells[degree] = known
-        return known
+                self._cells[degree] = cells_and_reach
+        return cells_and_reach
 
     @cached_property
     def _cells(self) -> dict[int, tuple[Mapping[Pair, Cell], Reach]]:
@@ -125,15 +126,15 @@ class PassModel:
 
     def best_speed(self, queries: float, keys: float) -> float:
         """The highest FLOP per second of a kernel of at most so many rows."""
-        known = self._best_speeds.get((queries, keys))
-        if known is None:
+        speed = self._best_speeds.get((queries, keys))
+        if speed is None:
             kernel = self.kernel
-            known = self._best_speeds[queries, keys] = max(
+            speed = self._best_speeds[queries, keys] = max(
                 kernel.speed(q, k)
                 for q in (*(x for x in kernel.queries if x < queries), queries)
                 for k in (*(x for x in kernel.keys if x < keys), keys)
             )
-        return known
+        return speed
 
     @cached_property
     def _best_speeds(self) -> dict[tuple[float, float], float]:
@@ -141,20 +142,20 @@ class PassModel:
 
 
 def pad_to_equal_shards(work: Workload, world_size: int) -> Workload:
-    """Return the workload with the next multiple of twice the ranks as its number of tokens.
+    """Return the workload with its number of tokens raised to a multiple of twice the ranks.
 
-    Ranks whose shards are equal are simulated once for all; a token more or less changes no choice.
-    As it is if that makes ranks no more alike: for other masks than full and causal ones, and for
-    layouts that are made otherwise.
+    Ranks with equal shards are simulated once for all, and a few tokens more change no choice. The
+    workload is returned as it is where that makes ranks no more alike: for masks neither full nor
+    causal, and for layouts that are not made by name.
     """
     layout = work.layout_for(world_size)
     tokens = -(-work.num_tokens // (2 * world_size)) * 2 * world_size
-    named = dict(LAYOUTS).get(layout.name)
-    if tokens == work.num_tokens or named is None or not isinstance(work.mask, Full | Causal):
+    make_layout = dict(LAYOUTS).get(layout.name)
+    if tokens == work.num_tokens or make_layout is None or not isinstance(work.mask, Full | Causal):
         return work
-    if layout != named(work.num_tokens, world_size):
+    if layout != make_layout(work.num_tokens, world_size):
         return work
-    even = named(tokens, world_size)
-    if all_alike(ring(world_size), work.mask, (even, even)) is None:
+    padded_layout = make_layout(tokens, world_size)
+    if all_alike(ring(world_size), work.mask, (padded_layout, padded_layout)) is None:
         return work
-    return replace(work, num_tokens=tokens, layout=even)
+    return replace(work, num_tokens=tokens, layout=padded_layout)

@@ -21,10 +21,10 @@ class Row(Protocol):
 
 
 HARDLY = 1 + 5e-5
-"""What takes less than so many times as long takes as long, to a hundredth of a percent."""
+"""Times whose ratio is below this are called equally long: they differ by less than 0.01 %."""
 
 TIE = 1.003
-"""Times of which none is so many times another are taken as equal: a simulation errs by more."""
+"""Times whose ratio is below this count as a tie, because a simulation errs by more."""
 
 LINKS: Mapping[str, str] = MappingProxyType(
     {"inside": "inside its node", "between": "between nodes", "across": "across racks"}
@@ -41,63 +41,68 @@ def reason(row: Row, rows: Sequence[Row], ring: float | None) -> str:
     if row is not best and row != best:
         longer = _longer(row.seconds / best.seconds, best.strategy)
         return f"{longer[0].upper()}{longer[1:]}: it {_against(row, best)}."
-    first = (
+    statement = (
         f"{row.strategy} takes {_time(row.seconds)}, of which a rank waits "
         f"{_time(row.exposed_seconds)} ({row.exposed_seconds / row.seconds:.1%}) for messages."
     )
     tied = [other.strategy for other in rows[1:] if other.seconds <= TIE * best.seconds]
     if tied:
         names = ", ".join(tied[:4]) + f" and {len(tied) - 4} more" * (len(tied) > 4)
-        first += (
+        statement += (
             f" A tie, within {TIE - 1:.1%}, which is less than the model errs by: {names}; "
             f"{row.strategy} is the simplest."
         )
     if row.strategy == "ring":
-        second = next((other for other in rows if other.strategy not in ("ring", *tied)), None)
-        if second is None:
-            return first
-        longer = _longer(second.seconds / row.seconds)
-        return f"{first} Next is {second.strategy}, {longer}: it {_against(second, row)}."
-    known = next((other for other in rows if other.strategy == "ring"), None)
-    if known is None and ring is None:
-        return first
-    if known is None:
+        next_row = next((other for other in rows if other.strategy not in ("ring", *tied)), None)
+        if next_row is None:
+            return statement
+        longer = _longer(next_row.seconds / row.seconds)
+        return f"{statement} Next is {next_row.strategy}, {longer}: it {_against(next_row, row)}."
+    ring_row = next((other for other in rows if other.strategy == "ring"), None)
+    if ring_row is None and ring is None:
+        return statement
+    if ring_row is None:
         assert ring is not None
-        return f"{first} A ring would take {_time(ring)}, {_longer(ring / row.seconds)}."
-    longer = _longer(known.seconds / row.seconds)
-    return f"{first} A ring would take {_time(known.seconds)}, {longer}: it {_against(known, row)}."
+        return f"{statement} A ring would take {_time(ring)}, {_longer(ring / row.seconds)}."
+    longer = _longer(ring_row.seconds / row.seconds)
+    against = _against(ring_row, row)
+    return f"{statement} A ring would take {_time(ring_row.seconds)}, {longer}: it {against}."
 
 
-def _longer(times: float, than: str = "") -> str:
+def _longer(times: float, compared_with: str = "") -> str:
     """Say how much longer it takes: in percent, from twice as long on in times.
 
     Args:
-        than: what it is compared with, if that is to be named.
+        compared_with: what it is compared with, if that is to be named.
     """
     if abs(times - 1) < HARDLY - 1:
-        return "just as long" + f" as {than}" * bool(than)
+        return "just as long" + f" as {compared_with}" * bool(compared_with)
     if times >= 2:
-        more = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
-        return f"{more} times as long" + f" as {than}" * bool(than)
+        factor = f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
+        return f"{factor} times as long" + f" as {compared_with}" * bool(compared_with)
     word = "longer" if times > 1 else "shorter"
-    return f"{100 * abs(times - 1):.3g}% {word}" + f" than {than}" * bool(than)
+    return f"{100 * abs(times - 1):.3g}% {word}" + f" than {compared_with}" * bool(compared_with)
 
 
 def _against(row: Row, best: Row) -> str:
     """Say what a slower row loses by: the larger of its two costs, and its cause."""
     waits = f"waits {_time(row.exposed_seconds)} against {_time(best.exposed_seconds)}"
-    work, least = (one.seconds - one.exposed_seconds for one in (row, best))
-    computes = f"{_time(work)} against {_time(least)}"
-    waited = row.exposed_seconds - best.exposed_seconds
-    if work - least > max(waited, 0.0):
-        why = " in smaller and slower kernel calls" if row.seconds > best.seconds else ""
-        return f"computes {computes}{why}, and {waits}"
+    own_seconds, best_seconds = (
+        compared.seconds - compared.exposed_seconds for compared in (row, best)
+    )
+    computes = f"{_time(own_seconds)} against {_time(best_seconds)}"
+    longer_wait = row.exposed_seconds - best.exposed_seconds
+    if own_seconds - best_seconds > max(longer_wait, 0.0):
+        cause = " in smaller and slower kernel calls" if row.seconds > best.seconds else ""
+        return f"computes {computes}{cause}, and {waits}"
     links = {*row.bytes_by_link, *best.bytes_by_link}
-    sent = {x: [one.bytes_by_link.get(x, 0) for one in (row, best)] for x in links}
-    link = max(sent, key=lambda x: sent[x][0] - sent[x][1], default="")
-    if link and sent[link][0] > sent[link][1]:
-        more, less = map(_bytes, sent[link])
-        return f"sends {more} {LINKS[link]} against {less} and {waits}"
+    bytes_by_link = {
+        x: [compared.bytes_by_link.get(x, 0) for compared in (row, best)] for x in links
+    }
+    link = max(bytes_by_link, key=lambda x: bytes_by_link[x][0] - bytes_by_link[x][1], default="")
+    if link and bytes_by_link[link][0] > bytes_by_link[link][1]:
+        sent_bytes, best_sent_bytes = map(_bytes, bytes_by_link[link])
+        return f"sends {sent_bytes} {LINKS[link]} against {best_sent_bytes} and {waits}"
     return f"{waits}, and computes {computes}"
 
 

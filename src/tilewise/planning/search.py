@@ -29,7 +29,7 @@ from tilewise.wires.wire import AnyWire, wires_of
 from tilewise.workload import Workload
 
 QUICK_MESSAGES = 4000
-"""Messages that are simulated in each pass where the choice must not take long."""
+"""Messages that `promising` simulates in each pass, because it must not take long."""
 
 
 @checks_arguments
@@ -44,32 +44,39 @@ def search(
 ) -> list[Candidate]:
     """Rank the ways to run a workload, the fastest first; equally fast ones by simplicity.
 
-    The first is the fastest of all options in both passes, simulated, if the bounds of the others
-    end the search, and of the most promising ones if its budget does: see docs/planner.md. The
-    others are the best of the other strategies, as far as they were simulated.
+    The first candidate is the fastest of all options, as simulated. If the budget ends the search
+    before the bounds of the remaining options do, it is the fastest of the most promising ones (see
+    docs/planner.md). The other candidates are the best plans of other strategies that were
+    simulated.
 
     Args:
         work: its layout is kept, and its save if it has one; save None leaves that to the search.
         memory_bytes: per rank; None: the machine's.
-        wires: that are allowed beside the workload's own; none that rounds is tried unasked.
-        progress: is called with a few words when another part of the search begins.
+        wires: further wires to try beside the workload's own. A wire that rounds is never tried
+            unless it is named here.
+        progress: called with a few words when another part of the search begins.
     Raises:
         ValueError: if nothing fits the memory; it names what needs least, and how much that is.
     """
     wires = listed("wires", wires, "wires")
-    tell = progress or (lambda text: None)
-    candidates = _of_one_wire(work, machine, world_size, memory_bytes, tell)
+    report_progress = progress or (lambda text: None)
+    candidates = _of_one_wire(work, machine, world_size, memory_bytes, report_progress)
     for wire in wires:
-        other = replace(work, wire=wire, wire_dtype=None)
+        other_work = replace(work, wire=wire, wire_dtype=None)
         suffix = f" with {wires_of(wire)}"
         candidates += [
             replace(candidate, strategy=candidate.strategy + suffix)
-            for candidate in _of_one_wire(other, machine, world_size, memory_bytes, tell)
+            for candidate in _of_one_wire(
+                other_work, machine, world_size, memory_bytes, report_progress
+            )
         ]
     if not wires:
         return candidates
     candidates.sort(key=lambda candidate: candidate.seconds)
-    return [replace(one, make_rows=partial(_rows, candidates)) for one in candidates]
+    return [
+        replace(found_candidate, make_rows=partial(_rows, candidates))
+        for found_candidate in candidates
+    ]
 
 
 @gc_paused()
@@ -91,30 +98,36 @@ def _of_one_wire(
             f"the workload's layout is for {layout.world_size} ranks, not for {world_size}; "
             "make it for these"
         )
-    fixed = replace(work, layout=layout)
-    even = pad_to_equal_shards(fixed, world_size) if world_size > EXACT_RANKS else fixed
-    model = PassModel(even, machine, world_size, backward=False)
-    tried = options(even, world_size, machine.node_size)
-    passes = PairSearch(model, tried, memory, progress=progress)
+    laid_out = replace(work, layout=layout)
+    equal_shards = (
+        pad_to_equal_shards(laid_out, world_size) if world_size > EXACT_RANKS else laid_out
+    )
+    model = PassModel(equal_shards, machine, world_size, backward=False)
+    tried_options = options(equal_shards, world_size, machine.node_size)
+    passes = PairSearch(model, tried_options, memory, progress=progress)
     pairs = passes.ranked()
     if passes.lacks_memory:
-        tried = options(even, world_size, machine.node_size, held=True)
-        passes = PairSearch(model, tried, memory, progress=progress)
+        tried_options = options(equal_shards, world_size, machine.node_size, hold_few=True)
+        passes = PairSearch(model, tried_options, memory, progress=progress)
         pairs = passes.ranked()
     ring = passes.ring()
-    distances = Distances(least_seconds(fixed, world_size, machine), least_bytes(fixed, world_size))
+    distances = Distances(
+        least_seconds(laid_out, world_size, machine), least_bytes(laid_out, world_size)
+    )
     unlike = model.sampled and model.alike is None
     candidates = [
-        _candidate(pair, fixed, machine, distances, memory_sampled=unlike and pair is not pairs[0])
+        _candidate(
+            pair, laid_out, machine, distances, memory_sampled=unlike and pair is not pairs[0]
+        )
         for pair in pairs
     ]
     rows = partial(_rows, candidates)
-    padded = _padded(even, fixed)
+    padding_note = _padded(equal_shards, laid_out)
     return [
         replace(
             candidate,
             make_rows=rows,
-            reason=reason(candidate, candidates, ring and ring.seconds) + padded,
+            reason=reason(candidate, candidates, ring and ring.seconds) + padding_note,
         )
         for candidate in candidates
     ]
@@ -130,16 +143,15 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=64)
 def promising(work: Workload, machine: Machine, world_size: int) -> Choice:
-    """Plans for forward and backward that are likely among the fastest, found in little time.
+    """Choose plans for forward and backward in little time; they are likely among the fastest.
 
-    The options of the lowest bounds are simulated, a few in each pass: the usual ones, and those
-    made for the mask. Nothing that forward gathered is kept where that takes memory. What is
-    chosen depends on the arguments alone.
+    A few options with the lowest bounds are simulated in each pass. Operands that forward gathered
+    are not kept where that takes memory. The choice depends on the arguments alone.
     """
-    even = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
-    tried = options(even, world_size, machine.node_size, usual=True)
-    model = PassModel(even, machine, world_size, backward=False)
-    pair = PairSearch(model, tried, math.inf, QUICK_MESSAGES, keeping=False).fastest()
+    padded = pad_to_equal_shards(replace(work, layout=work.layout_for(world_size)), world_size)
+    tried_options = options(padded, world_size, machine.node_size, usual_only=True)
+    model = PassModel(padded, machine, world_size, backward=False)
+    pair = PairSearch(model, tried_options, math.inf, QUICK_MESSAGES, keeping=False).fastest()
     return Choice(*_plans(pair), pair.seconds)
 
 
@@ -147,12 +159,12 @@ def _rows(candidates: list[Candidate]) -> tuple[PlanRow, ...]:
     return tuple(candidate.row for candidate in candidates)
 
 
-def _padded(even: Workload, work: Workload) -> str:
-    if even.num_tokens == work.num_tokens:
+def _padded(padded_work: Workload, work: Workload) -> str:
+    if padded_work.num_tokens == work.num_tokens:
         return ""
     return (
-        f" Times are those of {even.num_tokens} tokens, the next number that all ranks share "
-        "equally."
+        f" Times are those of {padded_work.num_tokens} tokens, the next number that all ranks "
+        "share equally."
     )
 
 
@@ -166,7 +178,7 @@ def _candidate(
     pair: Pair, work: Workload, machine: Machine, distances: Distances, *, memory_sampled: bool
 ) -> Candidate:
     forward, backward = pair.forward, pair.backward
-    plan, other = _plans(pair)
+    plan, backward_plan = _plans(pair)
     simulation = Simulation(
         forward.timeline,
         backward.timeline,
@@ -179,7 +191,7 @@ def _candidate(
         machine,
         pair.strategy,
         plan,
-        other,
+        backward_plan,
         work.layout_for(plan.world_size),
         pair.save,
         wires_of(work.wire, work.wire_dtype),

@@ -1,8 +1,8 @@
-"""A sample of a pass under a split by heads: the inner plan between teams, one rank of each.
+"""Simulation of a sample of a pass under a split by heads: one rank of each team.
 
-A team is the ranks that trade their shards for heads. Its ranks compute the same tiles for other
-heads, so that one of them stands for all, on a machine of which it has its share. The exchange
-before and after is added as so many bytes at the links' full speed.
+A team is the ranks that trade their shards for heads. Its ranks compute the same tiles for
+different heads, so one of them stands for all, on its share of the machine. The exchange before and
+after is added as the seconds that its bytes take at the links' full speed.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tilewise.simulation.timeline import RankUse, Timeline
 
 
 def splits_into_teams(model: PassModel, plan: Plan) -> bool:
-    """Return whether a plan's heads are split, and so that teams and nodes nest."""
+    """Return whether a plan splits heads in such a way that teams and nodes nest."""
     degree, size = plan.num_head_groups, model.machine.node_size
     nest = size % degree == 0 or degree % size == 0
     heads_alike = not isinstance(model.work.mask, PerHead) and model.work.wires.latent is None
@@ -36,24 +36,28 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
     team_work = replace(work, **heads, layout=model.team_layout(degree))
     machine = _of_one_head_rank(model.machine, degree, model.world_size)
     timeline, _ = simulate_pass(inner, team_work, machine, model.backward, exact=True)
-    near = min(degree, model.machine.node_size)
+    ranks_in_node = min(degree, model.machine.node_size)
     payload, rows = model.payload(degree), max(model.layout.sizes)
     parts = (Item(side, role, 0) for side in Side for role in (Role.OPERAND, Role.PARTIAL))
-    traded = rows * sum(map(payload.row_bytes, parts))
-    sent = {INSIDE: (near - 1) * traded, BETWEEN: (degree - near) * traded}
+    traded_bytes = rows * sum(map(payload.row_bytes, parts))
+    sent_bytes = {
+        INSIDE: (ranks_in_node - 1) * traded_bytes,
+        BETWEEN: (degree - ranks_in_node) * traded_bytes,
+    }
     widths = {INSIDE: machine.inside.bandwidth, BETWEEN: machine.nic_bandwidth}
-    seconds = max(sent[link] / widths[link] for link in sent)
-    seconds += 2 * (machine.inside if near == degree else machine.between).latency
+    seconds = max(sent_bytes[link] / widths[link] for link in sent_bytes)
+    seconds += 2 * (machine.inside if ranks_in_node == degree else machine.between).latency
 
-    def with_exchange(of: RankUse) -> RankUse:
+    def with_exchange(use: RankUse) -> RankUse:
         links = {
-            x: of.bytes_by_link.get(x, 0) + sent.get(x, 0) for x in {**sent, **of.bytes_by_link}
+            x: use.bytes_by_link.get(x, 0) + sent_bytes.get(x, 0)
+            for x in {**sent_bytes, **use.bytes_by_link}
         }
-        return of._replace(
-            rank=of.rank * degree,
+        return use._replace(
+            rank=use.rank * degree,
             members=degree,
-            exposed_seconds=of.exposed_seconds + seconds,
-            bytes_by_link={link: moved for link, moved in links.items() if moved},
+            exposed_seconds=use.exposed_seconds + seconds,
+            bytes_by_link={link: num_bytes for link, num_bytes in links.items() if num_bytes},
         )
 
     uses = tuple(map(with_exchange, timeline.ranks))
@@ -63,12 +67,12 @@ def simulate_teams(model: PassModel, plan: Plan) -> tuple[Timeline, Symmetry]:
 
 
 def _of_one_head_rank(machine: Machine, degree: int, world_size: int) -> Machine:
-    """Return the share of a machine that one rank of each team has beside the others."""
+    """Return a machine of one rank a team, with the share of links and cores that it has."""
     sharers = min(degree, machine.node_size)
     nics = max(1, machine.nics // sharers)
     between, across = (
-        link and replace(link, bandwidth=link.bandwidth * part)
-        for link, part in (
+        link and replace(link, bandwidth=link.bandwidth * share)
+        for link, share in (
             (machine.between, machine.nics / nics / sharers),
             (machine.across, 1 / degree),
         )

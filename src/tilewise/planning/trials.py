@@ -56,7 +56,7 @@ class Trial:
         return self.seconds, self.option.order
 
     def fits(self, num_bytes: float) -> bool:
-        """Return whether no rank needs more; memory is counted only if one could need as much."""
+        """Return whether no rank needs more; memory is counted only if a cheap bound exceeds it."""
         return self._most_bytes <= num_bytes or self.memory.fits(num_bytes)
 
     @property
@@ -69,16 +69,16 @@ class Trial:
             max(layout.sizes) * sum(payload.row_bytes(Item(side, role, 0)) for role in PARTS)
             for side, layout in zip(Side, resolved.layouts, strict=True)
         ]
-        most = 0
+        most_bytes = 0
         for rank in find_symmetry(plan).representatives():
             steps = plan.rank_steps(rank)
             transfers = (x for step in steps for x in (*step.sends, *step.recvs))
-            touched = {(x.item.side, x.item.shard) for x in transfers}
+            touched_shards = {(x.item.side, x.item.shard) for x in transfers}
             for tile in (tile for step in steps for tile in step.tiles):
-                touched.update((Side.Q, shard) for shard in tile.q)
-                touched.update((Side.KV, shard) for shard in tile.kv)
-            most = max(most, sum(sizes[side] for side, _ in touched))
-        return COPIES * (most + plan.num_head_groups * sum(sizes))
+                touched_shards.update((Side.Q, shard) for shard in tile.q)
+                touched_shards.update((Side.KV, shard) for shard in tile.kv)
+            most_bytes = max(most_bytes, sum(sizes[side] for side, _ in touched_shards))
+        return COPIES * (most_bytes + plan.num_head_groups * sum(sizes))
 
     @cached_property
     def memory(self) -> PassMemory:
@@ -103,7 +103,7 @@ class Trials:
         self._exact: dict[int, Trial] = {}
 
     def bound(self, option: Option) -> float:
-        """The best lower bound known of an option's seconds; of one that was tried its seconds."""
+        """The seconds of an option that was simulated, else the best lower bound of its seconds."""
         trial = self.tried.get(option.order)
         return trial.seconds if trial else self._bounds[option.order]
 
@@ -115,7 +115,7 @@ class Trials:
             self._bounds[option.order] = max(self._bounds[option.order], by_steps)
 
     def trial(self, option: Option) -> Trial:
-        """Simulate an option, once: a sample of its ranks where the model says so."""
+        """Simulate an option, once; only a sample of its ranks where the model asks for that."""
         if option.order not in self.tried:
             self.tried[option.order] = self._simulated(option, self.model.sampled)
         return self.tried[option.order]
@@ -136,8 +136,8 @@ class Trials:
         if sampled and model.alike is None:
             timeline, symmetry = simulate_teams(model, plan)
         else:
-            where = plan, model.work, model.machine, model.backward
-            timeline, symmetry = simulate_pass(*where, exact=False if sampled else None)
+            arguments = plan, model.work, model.machine, model.backward
+            timeline, symmetry = simulate_pass(*arguments, exact=False if sampled else None)
         assert timeline.recording
         messages = len(timeline.recording.messages) + OVERHEAD
         self.num_messages += messages * (UNLIKE if model.alike is None else 1)
@@ -153,51 +153,54 @@ def explore(
     max_messages: int,
     best: float = math.inf,
 ) -> list[tuple[Trial, ...]]:
-    """Simulate options in the order of their bounds until no bound beats the best time.
+    """Simulate options in the order of their bounds until no bound is below the best time.
 
-    It ends too when so many messages have been simulated in each pass, if something fits. Of
-    bounds that differ by less than a tie the simplest option's comes first. Other schedules of a
-    tile follow the first of its schedules: they move the same shards, and take time to make.
+    The search also ends when max_messages were simulated in each pass and some option fits. Bounds
+    that differ by less than a tie count as equal, and the simplest option comes first. The other
+    schedules of a tile are tried after its first one: they move the same shards, and making them
+    takes time.
 
     Args:
-        passes: that run the same option; its time is the sum of theirs.
+        passes: the passes that run the same option. Its time is the sum over them.
         max_messages: the last trial may go beyond it.
-        best: seconds that are reached without these options.
+        best: seconds of the best choice so far, without these options.
     Returns:
         The trials of every option that was simulated, one of each pass.
     """
 
     def bound(option: Option) -> float:
-        return sum(each.bound(option) for each in passes)
+        return sum(searched.bound(option) for searched in passes)
 
     def entry(option: Option) -> tuple[int, int, Option]:
         return math.floor(math.log(bound(option), TIE)), option.order, option
 
-    firsts, variants = [], defaultdict(list)
+    first_options, variants = [], defaultdict(list)
     for option in options:
-        (variants[option.tile] if option.variant else firsts).append(option)
-    queue = [entry(option) for option in firsts]
+        (variants[option.tile] if option.variant else first_options).append(option)
+    queue = [entry(option) for option in first_options]
     heapq.heapify(queue)
-    found: list[tuple[Trial, ...]] = []
-    before = sum(each.num_messages for each in passes)
+    explored: list[tuple[Trial, ...]] = []
+    messages_before = sum(searched.num_messages for searched in passes)
     while queue:
-        least, _, option = heapq.heappop(queue)
+        queued_bound, _, option = heapq.heappop(queue)
         if TIE * bound(option) >= best:
             continue
-        for each in passes:
-            each.sharpen(option)
+        for searched in passes:
+            searched.sharpen(option)
         sharper = entry(option)
-        if sharper[0] > least:
+        if sharper[0] > queued_bound:
             heapq.heappush(queue, sharper)
             continue
-        spent = sum(each.num_messages for each in passes) - before >= max_messages * len(passes)
-        if spent and best < math.inf:
+        budget_is_spent = sum(
+            searched.num_messages for searched in passes
+        ) - messages_before >= max_messages * len(passes)
+        if budget_is_spent and best < math.inf:
             break
-        trials = tuple(each.trial(option) for each in passes)
-        found.append(trials)
+        trials = tuple(searched.trial(option) for searched in passes)
+        explored.append(trials)
         seconds = sum(trial.seconds for trial in trials)
         if seconds < best and all(map(fits, trials)):
             best = seconds
         for variant in variants.pop(option.tile, ()):
             heapq.heappush(queue, entry(variant))
-    return found
+    return explored

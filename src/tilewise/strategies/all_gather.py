@@ -19,16 +19,16 @@ def all_gather(world_size: int) -> Plan:
     n = world_size
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        s, others = RankBuilder(rank), [r for r in range(n) if r != rank]
-        for other in others:
-            s.send(operand(Side.KV, rank), other)
-            s.recv(operand(Side.KV, other), other)
+        s, other_ranks = RankBuilder(rank), [r for r in range(n) if r != rank]
+        for peer in other_ranks:
+            s.send(operand(Side.KV, rank), peer)
+            s.recv(operand(Side.KV, peer), peer)
         s.next()
         s.tile((rank,), range(n))
         s.next()
-        for other in others:
-            s.send(partial(Side.KV, other), other)
-            s.recv(partial(Side.KV, rank), other)
+        for peer in other_ranks:
+            s.send(partial(Side.KV, peer), peer)
+            s.recv(partial(Side.KV, rank), peer)
         return s.done()
 
     exchanges = tuple(

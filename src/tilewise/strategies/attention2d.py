@@ -46,48 +46,53 @@ def attention2d(rows: int, columns: int, *, overlap: bool = False) -> Plan:
         columns * k modulo rows - 1. Where that names one row for every k all follow it, so that
         ranks are alike as far as can be; rows = columns: the transpose.
         """
-        wanted, first = range(column, n, columns), column * rows
+        column_shards, first_rank = range(column, n, columns), column * rows
         if math.gcd(columns, rows - 1) == 1:
-            places = [k * columns % (rows - 1) for k in range(rows - 1)] if rows > 1 else []
+            rows_of_shards = [k * columns % (rows - 1) for k in range(rows - 1)] if rows > 1 else []
             return {
-                shard: first + row for shard, row in zip(wanted, [*places, rows - 1], strict=True)
+                shard: first_rank + row
+                for shard, row in zip(column_shards, [*rows_of_shards, rows - 1], strict=True)
             }
-        members = range(first, first + rows)
-        staying = {shard: shard for shard in wanted if shard in members}
-        free = [member for member in members if member not in staying]
-        coming = [shard for shard in wanted if shard not in staying]
-        return staying | dict(zip(coming, free, strict=True))
+        members = range(first_rank, first_rank + rows)
+        staying_shards = {shard: shard for shard in column_shards if shard in members}
+        free_members = [member for member in members if member not in staying_shards]
+        arriving = [shard for shard in column_shards if shard not in staying_shards]
+        return staying_shards | dict(zip(arriving, free_members, strict=True))
 
     def script(rank: int) -> tuple[RankStep, ...]:
         s, (column, row) = RankBuilder(rank), divmod(rank, rows)
         q_team = range(row, n, rows)
-        held = holders(column)
-        mine = next(shard for shard, member in held.items() if member == rank)
-        away = holders(rank % columns)[rank]
-        if mine != rank:
-            s.send(operand(Side.KV, rank), away)
-            s.recv(operand(Side.KV, mine), mine)
+        shard_holders = holders(column)
+        held_shard = next(shard for shard, member in shard_holders.items() if member == rank)
+        rank_with_own = holders(rank % columns)[rank]
+        if held_shard != rank:
+            s.send(operand(Side.KV, rank), rank_with_own)
+            s.recv(operand(Side.KV, held_shard), held_shard)
         s.next()
         if tile_steps:
-            at = {member: shard for shard, member in held.items()}
+            shard_of_member = {member: shard for shard, member in shard_holders.items()}
             q_ranks = [q_team[(column + k) % columns] for k in range(columns)]
             kv_ranks = [column * rows + (row + k) % rows for k in range(rows)]
-            shards = q_ranks, [at[member] for member in kv_ranks]
+            shards = q_ranks, [shard_of_member[member] for member in kv_ranks]
             pass_round(s, tile_steps, shards, (q_ranks, kv_ranks))
         else:
             partners = [(Side.Q, rank, other, other) for other in q_team if other != rank]
-            partners += [(Side.KV, mine, x, member) for x, member in held.items() if member != rank]
-            _gather_and_scatter(s, partners, q_team, sorted(held))
-        if mine != rank:
-            s.send(partial(Side.KV, mine), mine)
-            s.recv(partial(Side.KV, rank), away)
+            partners += [
+                (Side.KV, held_shard, x, member)
+                for x, member in shard_holders.items()
+                if member != rank
+            ]
+            _gather_and_scatter(s, partners, q_team, sorted(shard_holders))
+        if held_shard != rank:
+            s.send(partial(Side.KV, held_shard), held_shard)
+            s.recv(partial(Side.KV, rank), rank_with_own)
         return s.done()
 
     name = f"attention2d({rows}, {columns}{', overlap=True' * overlap})"
     shifts = _shifts(rows, columns)
     if overlap:  # rings keep their order: only the highest digit of a row or a column is shifted
-        kept = (s for s in shifts if all(p * s.radix in (rows, n) for p in s.places))
-        shifts = tuple(shift._replace(free=False) for shift in kept)
+        kept_shifts = (s for s in shifts if all(p * s.radix in (rows, n) for p in s.places))
+        shifts = tuple(shift._replace(free=False) for shift in kept_shifts)
     traits = Traits(shifts, proven=True)
     return Plan(name, n, 1, own_shards(n), script=script, traits=traits)
 
@@ -100,15 +105,15 @@ def _gather_and_scatter(
     Args:
         partners: side, shard held here, shard held there, rank of every exchange.
     """
-    for side, own, shard, member in partners:
-        s.send(operand(side, own), member)
+    for side, held_shard, shard, member in partners:
+        s.send(operand(side, held_shard), member)
         s.recv(operand(side, shard), member)
     s.next()
     s.tile(q, kv)
     s.next()
-    for side, own, shard, member in partners:
+    for side, held_shard, shard, member in partners:
         s.send(partial(side, shard), member)
-        s.recv(partial(side, own), member)
+        s.recv(partial(side, held_shard), member)
     s.next()
 
 

@@ -22,15 +22,15 @@ def balanced_ring(world_size: int) -> Plan:
     n, half = world_size, world_size // 2
 
     def read(kv: int, t: int) -> bool:
-        """Whether KV shard kv is read at step t by rank kv + t."""
+        """Return whether KV shard kv is read at step t by rank kv + t."""
         return 0 < t < n and (t <= half or kv + t >= n)
 
-    def after(kv: int, t: int) -> int | None:
+    def next_reader_step(kv: int, t: int) -> int | None:
         """The step of the next reader: 1, 2, ..., n // 2, then those round the corner."""
-        later = t + 1 if read(kv, t + 1) or kv + t + 1 >= n else n - kv
-        return later if later < n else None
+        next_step = t + 1 if read(kv, t + 1) or kv + t + 1 >= n else n - kv
+        return next_step if next_step < n else None
 
-    def before(kv: int, t: int) -> int:
+    def previous_reader_step(kv: int, t: int) -> int:
         return t - 1 if t == 1 or read(kv, t - 1) else half
 
     def last_of_chain(kv: int, t: int) -> bool:
@@ -41,12 +41,12 @@ def balanced_ring(world_size: int) -> Plan:
         s.tile((rank,), (rank,))
         for t in range(n):
             kv = (rank - t) % n
-            following = after(kv, t)
+            following = next_reader_step(kv, t)
             onward = kv if following is None else (kv + following) % n
             if following is not None and (t == 0 or read(kv, t)):
                 s.at(following - 1).send(operand(Side.KV, kv), onward)
             if read(kv, t):
-                previous = before(kv, t)
+                previous = previous_reader_step(kv, t)
                 source = (kv + previous) % n
                 s.at(t - 1).recv(operand(Side.KV, kv), source)
                 s.at(t).tile((rank,), (kv,))

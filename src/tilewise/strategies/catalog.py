@@ -54,7 +54,7 @@ def tile_sizes(world_size: int) -> list[int]:
 
 
 class Shape(NamedTuple):
-    """What every rank computes, in shards of the plan inside a head group."""
+    """Sizes of a rank's tiles and calls, in shards of the plan inside a head group."""
 
     q: int = 0  # shards that a rank's tiles read; 0: not known
     kv: int = 0
@@ -90,8 +90,8 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
             yield Variant("mesh", make, shape, schedule, degenerate=True)
             continue
         if schedule in ("kv_first", "gather"):
-            alone = thin and not (schedule == "gather" and a > 1)
-            yield Variant("mesh", make, shape, schedule, degenerate=alone)
+            is_degenerate = thin and not (schedule == "gather" and a > 1)
+            yield Variant("mesh", make, shape, schedule, degenerate=is_degenerate)
             continue
         weighed = partial(make, kv_bytes=kv_bytes)
         if kv_bytes != MHA:
@@ -99,16 +99,18 @@ def _meshes(a: int, b: int, kv_bytes: float) -> Iterator[Variant]:
         yield Variant("mesh", make, shape, schedule, None, thin)
         yield Variant("mesh", partial(weighed, backward=True), shape, schedule, True, thin)
     for backward in () if thin else (False, True):
-        made = partial(mesh, a * b, a, kv_bytes=kv_bytes, backward=backward, held=least_held(a, b))
-        yield Variant("mesh", made, shape, "held", backward)
+        make_held = partial(
+            mesh, a * b, a, kv_bytes=kv_bytes, backward=backward, held=least_held(a, b)
+        )
+        yield Variant("mesh", make_held, shape, "held", backward)
 
 
 def _grids(rows: int, columns: int) -> Iterator[Variant]:
     """Gathered; and overlapped, a kv_first mesh of other ranks with an exchange more."""
     shape, thin = Shape(columns, rows, (columns, rows)), 1 in (rows, columns)
     yield Variant("attention2d", partial(attention2d, rows, columns), shape, degenerate=thin)
-    rings = partial(attention2d, rows, columns, overlap=True)
-    yield Variant("attention2d overlap", rings, shape, "kv_first", degenerate=True)
+    make_overlapped = partial(attention2d, rows, columns, overlap=True)
+    yield Variant("attention2d overlap", make_overlapped, shape, "kv_first", degenerate=True)
 
 
 class StrategyEntry(NamedTuple):

@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """When what happens: the same on all ranks, so that both ends of a transfer know it.
+    """Steps at which things happen: the same on all ranks, so that both ends of a transfer agree.
 
     Kinds of outer steps, up to the last tiles: "rest" has no tiles; "move" are inner's steps; in
     "call" nothing moves in the node, and a rank's tiles are one call.
@@ -74,14 +74,14 @@ def make_clock(outer: Plan, inner: Plan) -> Timetable:
     tile_steps = tile_steps_of(inner.rank_steps(0))
     kinds = kinds_of(rounds_of(outer.rank_steps(0)), tile_steps)
     computing = [number for number, (tiles, _) in enumerate(tile_steps) if tiles]
-    first, span = computing[0], computing[-1] - computing[0] + 1
+    first_computing, span = computing[0], computing[-1] - computing[0] + 1
     starts = accumulate((span if kind == "move" else 1 for kind in kinds), initial=0)
 
     def lag(side: Side) -> int:
         transfers = [i for i, (_, parts) in enumerate(tile_steps) if (side, Role.PARTIAL) in parts]
-        return max([first, *(number + 1 - span for number in transfers)])
+        return max([first_computing, *(number + 1 - span for number in transfers)])
 
-    return Timetable(kinds, tuple(starts), tile_steps, first, tuple(map(lag, Side)))
+    return Timetable(kinds, tuple(starts), tile_steps, first_computing, tuple(map(lag, Side)))
 
 
 def tile_steps_of(steps: tuple[RankStep, ...]) -> tuple[InnerStep, ...]:
@@ -104,23 +104,25 @@ def kinds_of(rounds: list[Round], tile_steps: tuple[InnerStep, ...]) -> tuple[st
 
 
 def rounds_of(steps: tuple[RankStep, ...]) -> list[Round]:
-    used = [
+    shards_by_step = [
         tuple(tuple(dict.fromkeys(s for tile in tiles for s in tile[:2][x])) for x in Side)
         for tiles, _, _ in steps
     ]
-    read, filled = _first_uses(used), _first_uses(used[::-1])[::-1]
+    read, filled = _first_uses(shards_by_step), _first_uses(shards_by_step[::-1])[::-1]
     return [Round(step.tiles, r, f) for step, r, f in zip(steps, read, filled, strict=True)]
 
 
-def _first_uses(used: list[Shards]) -> list[Shards]:
-    """Of every step the shards that no step before it uses."""
-    seen: tuple[set[int], ...] = tuple(set() for _ in Side)
-    found = []
-    for shards in used:
-        found.append(tuple(tuple(s for s in shards[x] if s not in seen[x]) for x in Side))
+def _first_uses(shards_by_step: list[Shards]) -> list[Shards]:
+    """For each step, the shards that no earlier step uses."""
+    used_before: tuple[set[int], ...] = tuple(set() for _ in Side)
+    first_uses = []
+    for shards in shards_by_step:
+        first_uses.append(
+            tuple(tuple(s for s in shards[x] if s not in used_before[x]) for x in Side)
+        )
         for side in Side:
-            seen[side].update(shards[side])
-    return found
+            used_before[side].update(shards[side])
+    return first_uses
 
 
 def post(s: RankBuilder, transfer: Transfer, shard: int, place: tuple[int, int]) -> None:
@@ -135,8 +137,8 @@ def post(s: RankBuilder, transfer: Transfer, shard: int, place: tuple[int, int])
 
 def compute(s: RankBuilder, outer: Iterable[Tile], inner: Sequence[Tile], size: int) -> None:
     """Every outer tile: of each of its shards what an inner tile has."""
-    for tile, part in product(outer, inner):
-        q, kv = ([x * size + y for x in tile[:2][i] for y in part[:2][i]] for i in Side)
+    for outer_tile, inner_tile in product(outer, inner):
+        q, kv = ([x * size + y for x in outer_tile[:2][i] for y in inner_tile[:2][i]] for i in Side)
         s.tile(q, kv)
 
 
@@ -154,7 +156,10 @@ def joined(steps: tuple[RankStep, ...]) -> list[Tile]:
 
 
 def check_reads_its_own(inner: Plan, local: int, steps: tuple[RankStep, ...]) -> None:
-    """What arrives at a rank from other nodes must be for it too, or it could go past it."""
+    """Raise ValueError unless a rank reads its own shards.
+
+    Shards from other nodes arrive at the rank of the same local number, which must read them too.
+    """
     tiles = [tile for step in steps for tile in step.tiles]
     for side in Side:
         if not any(local in (tile.q, tile.kv)[side] for tile in tiles):
@@ -181,19 +186,19 @@ def hierarchical(outer: Plan, inner: Plan) -> Plan:
     check_nests(outer, inner)
     n = outer.world_size * inner.world_size
     name = f"hierarchical({outer.name}, {inner.name})"
-    between = (shift.times(inner.world_size) for shift in outer.traits.shifts)
+    outer_shifts = (shift.times(inner.world_size) for shift in outer.traits.shifts)
     proven = outer.traits.proven and inner.traits.proven
     tuning = None
     if any(plan.traits.tuning for plan in (outer, inner)):
         tuning = HeadTuning(_for_heads, (outer, inner), MHA)
-    traits = Traits((*inner.traits.shifts, *between), tuning=tuning, proven=proven)
+    traits = Traits((*inner.traits.shifts, *outer_shifts), tuning=tuning, proven=proven)
     return Plan(name, n, 1, own_shards(n), script=_script(outer, inner), traits=traits)
 
 
 def _for_heads(outer: Plan, inner: Plan, *heads: int) -> Plan:
     tunings = outer.traits.tuning, inner.traits.tuning
-    made = (x.plan(*heads) if x else plan for x, plan in zip(tunings, (outer, inner), strict=True))
-    return hierarchical(*made)
+    plans = (x.plan(*heads) if x else plan for x, plan in zip(tunings, (outer, inner), strict=True))
+    return hierarchical(*plans)
 
 
 def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:
@@ -212,32 +217,32 @@ def _script(outer: Plan, inner: Plan) -> Callable[[int], tuple[RankStep, ...]]:
 def _written(rank: int, outer: Plan, inner: Plan, clock: Timetable) -> tuple[RankStep, ...]:
     size = inner.world_size
     s, (node, local) = RankBuilder(rank), divmod(rank, size)
-    across, inside = outer.rank_steps(node), inner.rank_steps(local)
-    rounds = rounds_of(across)
-    check_reads_its_own(inner, local, inside)
-    uneven = [inner] * (tile_steps_of(inside) != clock.tile_steps)
-    uneven += [outer] * (kinds_of(rounds, clock.tile_steps) != clock.kinds)
-    if uneven:
+    outer_steps, inner_steps = outer.rank_steps(node), inner.rank_steps(local)
+    rounds = rounds_of(outer_steps)
+    check_reads_its_own(inner, local, inner_steps)
+    uneven_plans = [inner] * (tile_steps_of(inner_steps) != clock.tile_steps)
+    uneven_plans += [outer] * (kinds_of(rounds, clock.tile_steps) != clock.kinds)
+    if uneven_plans:
         raise ValueError(
             f"hierarchical needs plans whose ranks all compute in the same steps, not "
-            f"{uneven[0].name}"
+            f"{uneven_plans[0].name}"
         )
-    for number, step in enumerate(across):
+    for number, step in enumerate(outer_steps):
         for transfer in (*step.sends, *step.recvs):
             lag = clock.lags[transfer.item.side] if transfer.item.role is Role.PARTIAL else 0
             s.at(clock.begin(number) + lag)
             post(s, transfer, transfer.item.shard * size + local, (size, local))
-    call = joined(inside)
+    call = joined(inner_steps)
     for begin, kind, work in zip(clock.starts, clock.kinds, rounds, strict=False):
         if kind == "call":
             s.at(begin + clock.first)
             compute(s, work.tiles, call, size)
         elif kind == "move":
-            for now, step in enumerate(inside, begin):
-                s.at(now)
+            for step_number, step in enumerate(inner_steps, begin):
+                s.at(step_number)
                 compute(s, work.tiles, step.tiles, size)
                 for transfer in (*step.sends, *step.recvs):
-                    moved = work.read if transfer.item.role is Role.OPERAND else work.filled
-                    for shard in moved[transfer.item.side]:
+                    moved_shards = work.read if transfer.item.role is Role.OPERAND else work.filled
+                    for shard in moved_shards[transfer.item.side]:
                         post(s, transfer, shard * size + transfer.item.shard, (1, node * size))
     return s.done()

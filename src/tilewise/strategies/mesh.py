@@ -88,11 +88,11 @@ def mesh(
         script = _tile_step_script(n, a, stepwise_tile_steps(a, n // a, str(schedule), costs))
     else:
         script = _tile_step_script(n, a, greedy_tile_steps((a, n // a), costs, held, pace))
-    tuned = "" if kv_bytes == MHA else f", kv_bytes={kv_bytes}"
-    tuned += ", backward=True" * backward + (f", held={held}" if held is not None else "")
+    suffix = "" if kv_bytes == MHA else f", kv_bytes={kv_bytes}"
+    suffix += ", backward=True" * backward + (f", held={held}" if held is not None else "")
     free = schedule == "gather"
     return Plan(
-        f"mesh({n}, q_tile={a}, schedule={schedule!r}{tuned})",
+        f"mesh({n}, q_tile={a}, schedule={schedule!r}{suffix})",
         n,
         1,
         owners,
@@ -118,10 +118,10 @@ def least_tile(world_size: int, kv_bytes: float, backward: bool = False) -> int:
     passes = [shard_weights(kv_bytes, x) for x in ((True,) if backward else (False, True))]
     per_q, per_kv = (sum(w[side] + w[2 + side] for w in passes) for side in Side)
 
-    def sent(a: int) -> float:
+    def sent_bytes(a: int) -> float:
         return per_q * (a - 1) + per_kv * (world_size // a - 1)
 
-    return min(divisors(world_size), key=sent)
+    return min(divisors(world_size), key=sent_bytes)
 
 
 def _for_heads(
@@ -139,10 +139,10 @@ def _for_heads(
 def _check_held(held: int, shape: tuple[int, int], schedule: Schedule | float) -> None:
     if schedule in ("eager", "kv_first", "paper", "gather"):
         raise ValueError(f"held ({held}) needs schedule='greedy'; {schedule!r} holds all shards")
-    least = least_held(*shape)
-    if held < least:
+    fewest = least_held(*shape)
+    if held < fewest:
         raise ValueError(
-            f"held ({held}) must be at least {least} for a tile of {shape[0]} x {shape[1]}: all "
+            f"held ({held}) must be at least {fewest} for a tile of {shape[0]} x {shape[1]}: all "
             "shards of one side, a rank's own of the other, and one leaving while one arrives"
         )
 
@@ -178,16 +178,16 @@ def pass_round(
 
     def pass_on(side: Side, arriving: int, leaving: int) -> None:
         """Move local indices to the left or upwards, as the other neighbour does to here."""
-        own, at = shards[side], ranks[side]
+        shards_here, ranks_of_side = shards[side], ranks[side]
         if arriving:
-            s.send(operand(side, own[arriving - 1]), at[-1])
-            s.recv(operand(side, own[arriving]), at[1])
-        if leaving and goes_home(leaving, len(own) - 1):
-            s.send(partial(side, own[leaving]), at[leaving])
-            s.recv(partial(side, own[0]), at[-leaving])
+            s.send(operand(side, shards_here[arriving - 1]), ranks_of_side[-1])
+            s.recv(operand(side, shards_here[arriving]), ranks_of_side[1])
+        if leaving and goes_home(leaving, len(shards_here) - 1):
+            s.send(partial(side, shards_here[leaving]), ranks_of_side[leaving])
+            s.recv(partial(side, shards_here[0]), ranks_of_side[-leaving])
         elif leaving:
-            s.send(partial(side, own[leaving]), at[-1])
-            s.recv(partial(side, own[leaving + 1]), at[1])
+            s.send(partial(side, shards_here[leaving]), ranks_of_side[-1])
+            s.recv(partial(side, shards_here[leaving + 1]), ranks_of_side[1])
 
     for tile_step in tile_steps:
         for rows, columns in tile_step.tiles:
@@ -200,14 +200,14 @@ def pass_round(
 def _gather_script(n: int, a: int):
     def script(rank: int) -> tuple[RankStep, ...]:
         s, shards = RankBuilder(rank), _shards(rank, n, a)
-        others = [(side, other) for side in Side for other in shards[side][1:]]
-        for side, other in others:
+        exchanges = [(side, other) for side in Side for other in shards[side][1:]]
+        for side, other in exchanges:
             s.send(operand(side, rank), other)
             s.recv(operand(side, other), other)
         s.next()
         s.tile(*shards)
         s.next()
-        for side, other in others:
+        for side, other in exchanges:
             s.send(partial(side, other), other)
             s.recv(partial(side, rank), other)
         return s.done()

@@ -1,8 +1,8 @@
 """Only what is needed: every rank computes its own queries, each k, v range goes only to readers.
 
-The gradients return the way the values came. A rank's sources are dealt to a few stages of equal
-size, nearest first, so that what has arrived is computed while the rest is under way. Where nodes
-are known, what several ranks of a node read crosses to it once: one of them passes it on.
+The gradients return the way the values came. A rank's sources are divided among a few stages of
+equal size, nearest first, so that what has arrived is computed while the rest is under way. Where
+nodes are known, rows that several ranks of a node read cross to it once and are passed on there.
 Source: the group cast of MagiAttention (SandAI 2025), and its hierarchical form.
 """
 
@@ -40,7 +40,7 @@ class _Route(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What a rank does: its tiles are of its own queries."""
+    """The tiles of a rank, all of its own queries, and the routes that it takes part in."""
 
     routes: list[_Route]  # that it takes part in
     tiles: dict[int, list[int]]  # step -> KV shards
@@ -70,14 +70,14 @@ def needed(mask: Mask, layout: Layout, node_size: int | None = None) -> Plan:
             s.at(step).tile((rank,), sources)
         for route in shares[rank].routes:
             value, gradient = operand(Side.KV, route.shard), partial(Side.KV, route.shard)
-            for step, back, src, dst, rows in _legs(route, rank, table):
+            for step, gradient_step, src, dst, rows in _legs(route, rank, table):
                 rows = whole_or(rows, layout.size(route.shard))
                 if src == rank:
                     s.at(step).send(value, dst, rows)
-                    s.at(back).recv(gradient, dst, rows)
+                    s.at(gradient_step).recv(gradient, dst, rows)
                 else:
                     s.at(step).recv(value, src, rows)
-                    s.at(back).send(gradient, src, rows)
+                    s.at(gradient_step).send(gradient, src, rows)
         return s.done()
 
     nodes = "" if size >= n else f", node_size={size}"
@@ -90,50 +90,60 @@ Table = Mapping[tuple[int, int], Cell]
 
 
 def _direct(table: Table, n: int) -> list[_Share]:
-    """From the owner to every reader."""
+    """Routes from each owner straight to every reader."""
     shares = [_Share([], {0: [r]} if (r, r) in table else {}) for r in range(n)]
     for rank in range(n):
         sources = [(rank + d) % n for d in range(1, n) if (rank, (rank + d) % n) in table]
         sizes = [count_rows(table[rank, s].k_rows) for s in sources]
-        for stage, some in enumerate(_dealt(sources, sizes, STAGES)):
-            for source in some:
+        for stage, stage_sources in enumerate(_in_stages(sources, sizes, STAGES)):
+            for source in stage_sources:
                 _send(shares, _Route(source, [rank], table[rank, source].k_rows, stage, rank))
     return shares
 
 
 def _by_node(table: Table, n: int, size: int) -> list[_Share]:
-    """From the owner to one rank of each node, and from that to the readers.
+    """Routes from each owner to one rank of each node, the gateway, and from there to the readers.
 
-    That is a reader, unless another rank of the node gets less by more than what it would pass on.
+    The gateway is a reader, unless the readers of the node already receive so much that another
+    rank has less to receive even with these rows.
     """
     shares = [_Share([], {0: [r]} if (r, r) in table else {}) for r in range(n)]
-    far: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    far_readers: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for reader, source in table:  # node -> source elsewhere -> its readers
         if reader // size != source // size:
-            far[reader // size][source].append(reader)
-    for first in range(0, n, size):
-        node, sources = range(first, min(first + size, n)), far[first // size]
+            far_readers[reader // size][source].append(reader)
+    for first_rank in range(0, n, size):
+        node, sources = (
+            range(first_rank, min(first_rank + size, n)),
+            far_readers[first_rank // size],
+        )
         routes: dict[int, list[_Route]] = {rank: [] for rank in node}
         load = dict.fromkeys(node, 0)
-        for source in sorted(sources, key=lambda source: (source - first) % n):
+        for source in sorted(sources, key=lambda source: (source - first_rank) % n):
             readers = sources[source]
             rows = union(*(table[reader, source].k_rows for reader in readers))
-            read = count_rows(rows)
-            cost = {rank: load[rank] + read * (rank not in readers) for rank in node}
+            num_rows = count_rows(rows)
+            cost = {rank: load[rank] + num_rows * (rank not in readers) for rank in node}
             gateway = min(node, key=cost.__getitem__)
-            load[gateway] += read
+            load[gateway] += num_rows
             routes[gateway].append(_Route(source, readers, rows, 0, gateway))
-        for some in routes.values():
-            stages = _dealt([*range(len(some))], [count_rows(r.rows) for r in some], NODE_STAGES)
+        for gateway_routes in routes.values():
+            stages = _in_stages(
+                [*range(len(gateway_routes))],
+                [count_rows(r.rows) for r in gateway_routes],
+                NODE_STAGES,
+            )
             for stage, numbers in enumerate(stages):
                 for i in numbers:
-                    _send(shares, some[i]._replace(stage=stage))
+                    _send(shares, gateway_routes[i]._replace(stage=stage))
         for reader in node:
-            near = [s for s in node if s != reader and (reader, s) in table]
+            near_sources = [s for s in node if s != reader and (reader, s) in table]
             # Some while rows come from other nodes, some while gradients go back to them.
-            last = max(shares[reader].tiles, default=0)
-            parts = _dealt(near, [count_rows(table[reader, s].k_rows) for s in near], 2)
-            for sources, stage in zip(parts, (0, max(1, last)), strict=False):
+            last_step = max(shares[reader].tiles, default=0)
+            source_parts = _in_stages(
+                near_sources, [count_rows(table[reader, s].k_rows) for s in near_sources], 2
+            )
+            for sources, stage in zip(source_parts, (0, max(1, last_step)), strict=False):
                 for source in sources:
                     rows = table[reader, source].k_rows
                     _send(shares, _Route(source, [reader], rows, stage, reader))
@@ -141,7 +151,7 @@ def _by_node(table: Table, n: int, size: int) -> list[_Share]:
 
 
 def _send(shares: list[_Share], route: _Route) -> None:
-    """Tell the ranks of a route about it."""
+    """Add a route to the shares of the ranks that take part in it."""
     for rank in {route.shard, route.gateway, *route.readers}:
         shares[rank].routes.append(route)
     for reader in route.readers:
@@ -150,7 +160,7 @@ def _send(shares: list[_Share], route: _Route) -> None:
 
 
 def _legs(route: _Route, rank: int, table: Table) -> Iterator[tuple[int, int, int, int, Rows]]:
-    """What a rank sends or gets of a route: the step, the gradient's, from whom, to whom, rows."""
+    """A rank's transfers of a route: (step, step of the gradient, source, destination, rows)."""
     shard, readers, rows, stage, gateway = route
     if rank in (shard, gateway):
         yield stage, stage + 2 + 2 * route.relayed, shard, gateway, rows
@@ -159,11 +169,11 @@ def _legs(route: _Route, rank: int, table: Table) -> Iterator[tuple[int, int, in
             yield stage + 1, stage + 3, gateway, reader, table[reader, shard].k_rows
 
 
-def _dealt(sources: list[int], sizes: list[int], stages: int) -> list[list[int]]:
+def _in_stages(sources: list[int], sizes: list[int], stages: int) -> list[list[int]]:
     """Sources in order, in at most so many parts of about equal size."""
-    total, so_far = sum(sizes), 0
+    total, rows_so_far = sum(sizes), 0
     parts: dict[int, list[int]] = {}
     for source, size in zip(sources, sizes, strict=True):
-        parts.setdefault(so_far * stages // total, []).append(source)
-        so_far += size
+        parts.setdefault(rows_so_far * stages // total, []).append(source)
+        rows_so_far += size
     return list(parts.values())

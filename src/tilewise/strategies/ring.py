@@ -33,18 +33,18 @@ def ring(world_size: int, moves: Moves = "kv") -> Plan:
     def script(rank: int) -> tuple[RankStep, ...]:
         s, left, right = RankBuilder(rank), (rank - 1) % n, (rank + 1) % n
         for t in range(n + 1):
-            held = (rank + t) % n
+            shard = (rank + t) % n
             if t < n:
-                s.tile((rank,), (held,)) if side is Side.KV else s.tile((held,), (rank,))
+                s.tile((rank,), (shard,)) if side is Side.KV else s.tile((shard,), (rank,))
             if t < n - 1:
-                s.send(operand(side, held), left)
-                s.recv(operand(side, (held + 1) % n), right)
+                s.send(operand(side, shard), left)
+                s.recv(operand(side, (shard + 1) % n), right)
             if t >= 2 and goes_home(t - 1, n - 1):
-                s.send(partial(side, (held - 1) % n), (held - 1) % n)
+                s.send(partial(side, (shard - 1) % n), (shard - 1) % n)
                 s.recv(partial(side, rank), (rank - t + 1) % n)
             elif t >= 2:
-                s.send(partial(side, (held - 1) % n), left)
-                s.recv(partial(side, held), right)
+                s.send(partial(side, (shard - 1) % n), left)
+                s.recv(partial(side, shard), right)
             s.next()
         return s.done()
 

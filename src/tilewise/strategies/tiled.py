@@ -45,9 +45,12 @@ def tiled(
     """
     layout = layout.owned
     mask.check_tokens(layout.num_tokens)
-    usual = getattr(layout, "balance", LEVEL)
+    layout_balance = getattr(layout, "balance", LEVEL)
     balance = _balance(
-        *(u if x is None else x for x, u in zip((slack, linear), usual, strict=True))
+        *(
+            default if x is None else x
+            for x, default in zip((slack, linear), layout_balance, strict=True)
+        )
     )
     make = PlacedPlans(balance)
     if suits(mask, layout) and balance == LEVEL:

@@ -40,5 +40,5 @@ def tree(world_size: int) -> Plan:
         return s.done()
 
     owners = ((tuple(range(n)),), kv_owners)
-    made = {"script": script, "replicated_queries": True, "traits": Traits(proven=True)}
-    return Plan(f"tree({n})", n, 1, owners, **made)
+    plan_arguments = {"script": script, "replicated_queries": True, "traits": Traits(proven=True)}
+    return Plan(f"tree({n})", n, 1, owners, **plan_arguments)

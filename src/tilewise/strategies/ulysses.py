@@ -42,8 +42,8 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
     inner = ring(1) if inner is None else require_type(Plan, "inner", inner)
     degree = whole_number("degree", degree)
     if inner.traits.head_split is not None:  # two exchanges in a row would send everything twice
-        other, innermost = inner.traits.head_split
-        return ulysses(degree * other, inner=innermost)
+        inner_degree, innermost = inner.traits.head_split
+        return ulysses(degree * inner_degree, inner=innermost)
     if inner.owners != own_shards(inner.world_size) or inner.num_head_groups > 1 or inner.cuts:
         raise ValueError(
             f"ulysses needs an inner plan of whole heads in which rank r owns shard r, "
@@ -64,8 +64,12 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
                 raise ValueError(
                     f"ulysses needs an inner plan that is not pruned, not {inner.name}"
                 )
-            side, role, first = transfer.item.side, transfer.item.role, transfer.item.shard * degree
-            return (Item(side, role, first + part, heads) for part in range(degree))
+            side, role, first_shard = (
+                transfer.item.side,
+                transfer.item.role,
+                transfer.item.shard * degree,
+            )
+            return (Item(side, role, first_shard + part, heads) for part in range(degree))
 
         for peer in team:
             for side in Side:
@@ -88,24 +92,24 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
                 s.recv(partial(side, rank, peer % degree), peer)
         return s.done()
 
-    alone = inner.world_size == 1
+    one_inner_rank = inner.world_size == 1
     # Alone, what is gathered is as large as what was given away: keeping it takes no extra memory.
-    save = "gathered" if alone else inner.default_save
-    name = f"ulysses({degree})" if alone else f"ulysses({degree}, inner={inner.name})"
-    within = (shift.times(degree) for shift in inner.traits.shifts)
+    save = "gathered" if one_inner_rank else inner.default_save
+    name = f"ulysses({degree})" if one_inner_rank else f"ulysses({degree}, inner={inner.name})"
+    inner_shifts = (shift.times(degree) for shift in inner.traits.shifts)
     exchanges = tuple(
-        TeamExchange(step, degree, tuple((side, role) for side in Side), alone)
+        TeamExchange(step, degree, tuple((side, role) for side in Side), one_inner_rank)
         for step, role in ((0, Role.OPERAND), (-1, Role.PARTIAL))
         if degree > 1  # else these steps are inner's
     )
-    shifts, proven = (Shift(1, degree, free=True), *within), inner.traits.proven
+    shifts, proven = (Shift(1, degree, free=True), *inner_shifts), inner.traits.proven
     split = degree, inner
     tuning = inner.traits.tuning
     if tuning is not None:
         tuning = HeadTuning(_for_heads, (degree, tuning), tuning.kv_bytes)
     traits = Traits(shifts, head_split=split, tuning=tuning, proven=proven, exchanges=exchanges)
-    made = {"script": script, "default_save": save, "traits": traits}
-    return Plan(name, n, degree, own_shards(n), **made)
+    plan_arguments = {"script": script, "default_save": save, "traits": traits}
+    return Plan(name, n, degree, own_shards(n), **plan_arguments)
 
 
 def _for_heads(degree: int, tuning: HeadTuning, num_heads: int, num_kv_heads: int) -> Plan:

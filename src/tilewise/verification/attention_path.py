@@ -1,7 +1,8 @@
 """Attention inside a module, found by what it does, whatever its parts are called.
 
-Where all projections give zero, the result changes with v alone: it is a product of v and weights
-that q and k decide. Elsewhere a row of q changes its own row of the result, one of k others too.
+The result is a product of v and weights that q and k decide. So if all projections give zero, it
+changes with v alone. Otherwise a row of q changes only its own row of the result, and a row of k
+changes others too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tilewise.verification.weights import (
 )
 
 Run = Callable[[OutputSetting | LeafSetting | RowProbe], torch.Tensor]
-"""What a setting reads: rows of the whole sequence [num_tokens, numbers]; or UnreadableError."""
+"""Function from a setting to rows of the whole sequence [num_tokens, numbers]; it may raise
+UnreadableError."""
 
 ANCESTORS = 3  # modules around a layer, in which its projections may lie
 
@@ -57,24 +59,28 @@ def find_path(
         layer: "" for the model itself.
         projection: a projection whose input deviates, which is read first.
     """
-    before, names = list(whole.outputs), layer.split(".")
+    names_in_order, names = list(whole.outputs), layer.split(".")
     if projection in whole.projections:
-        earlier = before[: before.index(projection)]
-        inside = [name for name in earlier if projects(name, whole, num_tokens)]
-        inside = [name for name in inside if not layer or name.startswith(f"{layer}.")]
+        earlier_modules = names_in_order[: names_in_order.index(projection)]
+        inner_projections = [name for name in earlier_modules if projects(name, whole, num_tokens)]
+        inner_projections = [
+            name for name in inner_projections if not layer or name.startswith(f"{layer}.")
+        ]
         with suppress(UnreadableError):
-            if path := _path(inside, projection, run, num_tokens):
+            if path := _path(inner_projections, projection, run, num_tokens):
                 return path
     for scope in [*(".".join(names[:i]) for i in range(len(names), 0, -1)), ""][:ANCESTORS]:
-        known = before if scope == layer else before[: before.index(layer)]
-        inside = [
+        candidates = (
+            names_in_order if scope == layer else names_in_order[: names_in_order.index(layer)]
+        )
+        inner_projections = [
             name
-            for name in known
+            for name in candidates
             if projects(name, whole, num_tokens) and (not scope or name.startswith(f"{scope}."))
         ]
-        for read in (*(inside[-1:] if scope == layer else ()), f"{layer}()"):
+        for read in (*(inner_projections[-1:] if scope == layer else ()), f"{layer}()"):
             with suppress(UnreadableError):
-                parts = [name for name in inside if name != read]
+                parts = [name for name in inner_projections if name != read]
                 if path := _path(parts, read, run, num_tokens):
                     return path
     return None
@@ -82,41 +88,43 @@ def find_path(
 
 def projects(name: str, whole: Record, num_tokens: int) -> bool:
     """Return whether a module is a projection that gives rows of the sequence."""
-    given = whole.outputs[name]
-    return name in whole.projections and rows_of_one(given, num_tokens) is not None
+    output = whole.outputs[name]
+    return name in whole.projections and rows_of_one(output, num_tokens) is not None
 
 
 def _path(parts: Sequence[str], read: str, run: Run, num_tokens: int) -> Path | None:
-    """Weights of attention are shares of 1 that queries decide, unlike those of a scan."""
-    values = [part for part, own in _columns(parts, read, run, num_tokens, 0.0) if not own]
+    """The path through some projections to a result, if its weights are those of a softmax."""
+    values = [
+        part for part, is_own_row in _columns(parts, read, run, num_tokens, 0.0) if not is_own_row
+    ]
     if not values:
         return None
     v, q, k = values[-1], [], []
-    for part, own in _columns(parts, read, run, num_tokens, 1.0):
-        left = (c for c in part.columns if part.module != v.module or c not in v.columns)
-        (q if own else k).append(PathPart(part.module, tuple(left)))
+    for part, is_own_row in _columns(parts, read, run, num_tokens, 1.0):
+        other_columns = (c for c in part.columns if part.module != v.module or c not in v.columns)
+        (q if is_own_row else k).append(PathPart(part.module, tuple(other_columns)))
     q, k = ([part for part in kind if part.columns] for kind in (q, k))
     reader, width = read_by(v, read, run), len(v.columns)
     head_dim = width_of_head(reader, num_tokens, width)
-    found = read_weights(reader, num_tokens, width, head_dim)
-    shares = found.weights
-    is_softmax = bool((shares > -0.02).all() and (shares.sum(-1) < 1.05).all())
-    return Path(q, k, v, read, head_dim, found) if q and is_softmax else None
+    weights = read_weights(reader, num_tokens, width, head_dim)
+    weight_table = weights.weights
+    is_softmax = bool((weight_table > -0.02).all() and (weight_table.sum(-1) < 1.05).all())
+    return Path(q, k, v, read, head_dim, weights) if q and is_softmax else None
 
 
 def read_by(v: PathPart, read: str, run: Run) -> Read:
-    """The result for values of v."""
+    """Return a function from values of v to the result."""
     return lambda values: run(OutputSetting(*v, values, read))
 
 
 def _columns(
     parts: Sequence[str], read: str, run: Run, num_tokens: int, times: float
 ) -> Iterator[tuple[PathPart, bool]]:
-    """Columns that change the result, and whether a row of them changes its own row alone."""
+    """Yield columns that change the result, and True if a row of them changes its own row alone."""
     setting = LeafSetting(parts, read, times)
     result = run(setting)[::2]
-    make = torch.Generator().manual_seed(2)
-    draw = torch.randn(result.shape, generator=make).to(result)
+    generator = torch.Generator().manual_seed(2)
+    draw = torch.randn(result.shape, generator=generator).to(result)
     leaves = setting.leaves
     try:
         grads = torch.autograd.grad((result * draw).sum(), [*leaves.values()], allow_unused=True)
@@ -127,8 +135,8 @@ def _columns(
         if rows is None:
             continue
         changes = rows.double().abs().nan_to_num()
-        least = 1e-6 * changes.max()
-        everywhere, others = (x.amax(0) > least for x in (changes, changes[1::2]))
-        for own, columns in ((True, everywhere & ~others), (False, others)):
+        smallest_change = 1e-6 * changes.max()
+        everywhere, of_other_rows = (x.amax(0) > smallest_change for x in (changes, changes[1::2]))
+        for is_own_row, columns in ((True, everywhere & ~of_other_rows), (False, of_other_rows)):
             if columns.any():
-                yield PathPart(name, tuple(columns.nonzero().flatten().tolist())), own
+                yield PathPart(name, tuple(columns.nonzero().flatten().tolist())), is_own_row

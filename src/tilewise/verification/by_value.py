@@ -52,11 +52,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _has_a_name(obj: Any) -> bool:
-    """Return whether other processes can import it, unlike <locals>, <lambda> and what
-    was typed.
-    """
-    typed = obj.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
-    return not typed and "<" not in obj.__qualname__
+    """Return whether others can import it: not <locals>, <lambda> or an interactive name."""
+    is_interactive = obj.__module__ == "__main__" and not hasattr(
+        sys.modules["__main__"], "__file__"
+    )
+    return not is_interactive and "<" not in obj.__qualname__
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -76,6 +76,6 @@ def _fill_function(function: Any, state: dict[str, Any]) -> None:
         cell.cell_contents = value
 
 
-def _fill_class(made: type, state: dict[str, Any]) -> None:
+def _fill_class(cls: type, state: dict[str, Any]) -> None:
     for name, value in state.items():
-        setattr(made, name, value)
+        setattr(cls, name, value)

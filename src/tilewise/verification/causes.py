@@ -140,12 +140,12 @@ class Finding(NamedTuple):
 
 def classify(facts: Facts) -> list[Finding]:
     """The causes whose facts hold, most telling first, each once; empty if nothing differs."""
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for cause, needs, text in RULES:
         if all(bool(facts.get(need.lstrip("!"))) != (need[0] == "!") for need in needs.split()):
-            found.setdefault(cause, Finding(cause, text.format_map(facts)))
-    unknown = found.pop("unknown", None)
-    return list(found.values()) or ([unknown] if unknown else [])
+            findings.setdefault(cause, Finding(cause, text.format_map(facts)))
+    unknown = findings.pop("unknown", None)
+    return list(findings.values()) or ([unknown] if unknown else [])
 
 
 def explained(findings: Sequence[Finding]) -> str:

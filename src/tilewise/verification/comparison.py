@@ -1,4 +1,4 @@
-"""The ranks' records beside the whole model's: rows by position, and how far apart they are."""
+"""Comparison of the ranks' records with the whole model's: rows by position, and their errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MatchedRows(NamedTuple):
         return torch.stack([errors.max(), errors.square().mean().sqrt()])
 
     def ratios(self) -> Tensor:
-        """Per row the number that got is want times, nan where want is nothing."""
+        """Per row the factor by which got is a multiple of want; nan where want is 0."""
         size = self.want.norm(dim=1)
         product = (self.got * self.want).sum(1) / size.square()
         return product.masked_fill(size < 1e-3 * _middle(size), torch.nan)
@@ -46,21 +46,21 @@ class MatchedRows(NamedTuple):
         return self._replace(want=self.want * factors)
 
     def shares_summed(self) -> MatchedRows:
-        """Return each position once: gradients of rows that several ranks hold are shares."""
-        first, inverse = torch.unique(self.positions, return_inverse=True)
-        got = torch.zeros(len(first), self.got.shape[1], dtype=self.got.dtype)
-        got.index_add_(0, inverse, self.got)
-        at = torch.full((len(first),), len(inverse))
-        at = at.scatter_reduce(0, inverse, torch.arange(len(inverse)), "amin")
-        return MatchedRows(self.want[at], got, first, self.ranks[at])
+        """Return each position once, with the sum of the gradient shares of all its ranks."""
+        unique_positions, inverse = torch.unique(self.positions, return_inverse=True)
+        summed = torch.zeros(len(unique_positions), self.got.shape[1], dtype=self.got.dtype)
+        summed.index_add_(0, inverse, self.got)
+        first_rows = torch.full((len(unique_positions),), len(inverse))
+        first_rows = first_rows.scatter_reduce(0, inverse, torch.arange(len(inverse)), "amin")
+        return MatchedRows(self.want[first_rows], summed, unique_positions, self.ranks[first_rows])
 
-    def where(self, kept: Tensor) -> MatchedRows:
-        return MatchedRows(*(x[kept] for x in self))
+    def where(self, is_kept: Tensor) -> MatchedRows:
+        return MatchedRows(*(x[is_kept] for x in self))
 
 
 def _middle(size: Tensor) -> float:
-    some = size[size > 0]
-    return float(some.median()) if len(some) else 1e-300
+    positive_sizes = size[size > 0]
+    return float(positive_sizes.median()) if len(positive_sizes) else 1e-300
 
 
 def rows_of(
@@ -73,35 +73,44 @@ def rows_of(
     dim = token_dim(whole, num_tokens)
     if dim is None:
         return None
-    want, found = whole.movedim(dim, 0).reshape(num_tokens, -1), []
-    for rank, (part, own) in enumerate(zip(parts, positions, strict=True)):
-        for at in (own, torch.arange(num_tokens)):
-            along = token_dim(part, len(at), dim)
-            if along is not None and part.numel() == len(at) * want.shape[1]:
-                rows = part.movedim(along, 0).reshape(len(at), -1)
-                found.append((rows, at, torch.full_like(at, rank)))
+    want, parts_found = whole.movedim(dim, 0).reshape(num_tokens, -1), []
+    for rank, (part, rank_positions) in enumerate(zip(parts, positions, strict=True)):
+        for part_positions in (rank_positions, torch.arange(num_tokens)):
+            part_dim = token_dim(part, len(part_positions), dim)
+            if part_dim is not None and part.numel() == len(part_positions) * want.shape[1]:
+                rows = part.movedim(part_dim, 0).reshape(len(part_positions), -1)
+                parts_found.append((rows, part_positions, torch.full_like(part_positions, rank)))
                 break
         else:
             return None
-    got, at, ranks = map(torch.cat, zip(*found, strict=True))
-    return MatchedRows(want[at.clamp(min=0)], got, at, ranks).where(at >= 0)
+    got, part_positions, ranks = map(torch.cat, zip(*parts_found, strict=True))
+    return MatchedRows(want[part_positions.clamp(min=0)], got, part_positions, ranks).where(
+        part_positions >= 0
+    )
 
 
 def loss_difference(whole: Record, ranks: Sequence[Record], tolerance: float) -> str | None:
     """Return what is wrong if the ranks' losses neither add up to the whole's nor all equal it."""
-    want, known = whole.loss, [record.loss for record in ranks if record.loss is not None]
-    if want is None or len(known) < len(ranks):
+    whole_loss, losses = whole.loss, [record.loss for record in ranks if record.loss is not None]
+    if whole_loss is None or len(losses) < len(ranks):
         return None
-    total = sum(known)
-    if abs(total - want) <= tolerance or all(abs(x - want) <= tolerance for x in known):
+    total = sum(losses)
+    if abs(total - whole_loss) <= tolerance or all(
+        abs(x - whole_loss) <= tolerance for x in losses
+    ):
         return None
-    times = total / want if want else float("inf")
-    return f"the ranks' losses add up to {total:.6g}, {times:.4g} times the whole loss {want:.6g}"
+    ratio = total / whole_loss if whole_loss else float("inf")
+    text = f"the ranks' losses add up to {total:.6g}, {ratio:.4g} times the whole loss"
+    return f"{text} {whole_loss:.6g}"
 
 
 class StepErrors(NamedTuple):
-    """Errors of a training step by parameter, as multiples of a limit: how far the gradients summed
-    over ranks, and the worst of the ranks' own, are from what is wanted.
+    """Errors of a step's gradients by parameter, as multiples of a limit.
+
+    Attributes:
+        sums: the gradients, summed over ranks.
+        total: errors of these sums.
+        each: errors of the worst rank's own gradient.
     """
 
     sums: dict[str, Tensor]
@@ -119,23 +128,29 @@ def step_errors(
     Args:
         shares: by rank; a gradient that a rank has not is zero.
     """
-    got = {name: [x.get(name, torch.zeros_like(w)) for x in shares] for name, w in wanted.items()}
-    sums = {name: torch.stack(x).sum(0) for name, x in got.items()}
+    shares_by_name = {
+        name: [x.get(name, torch.zeros_like(w)) for x in shares] for name, w in wanted.items()
+    }
+    sums = {name: torch.stack(x).sum(0) for name, x in shares_by_name.items()}
 
     def error(name: str, x: Tensor) -> float:
-        off = float((x - wanted[name]).norm()) / limits[name]
-        return off if off == off else float("inf")
+        error_ratio = float((x - wanted[name]).norm()) / limits[name]
+        return error_ratio if error_ratio == error_ratio else float("inf")
 
     total = {name: error(name, x) for name, x in sums.items()}
-    return StepErrors(sums, total, {n: max(error(n, x) for x in own) for n, own in got.items()})
+    return StepErrors(
+        sums,
+        total,
+        {n: max(error(n, x) for x in rank_shares) for n, rank_shares in shares_by_name.items()},
+    )
 
 
 class Comparison(NamedTuple):
     """All records of one split.
 
     Attributes:
-        noisy: of the unsplit model, disturbed by rounding.
-        counted: bool [num_tokens], which rows mean something (are no padding).
+        noisy: records of the unsplit model, disturbed by rounding.
+        counted: bool [num_tokens], True for rows that are no padding.
         eps: of the model's dtype.
     """
 
@@ -150,7 +165,7 @@ class Comparison(NamedTuple):
         """Rows of a table of the records (Record.tables); None if they do not compare.
 
         Args:
-            noisy: what is compared instead of the ranks.
+            noisy: a record to compare in place of the ranks'.
         """
         num_tokens = len(self.counted)
         records = self.ranks if noisy is None else [noisy]
@@ -168,21 +183,22 @@ class Comparison(NamedTuple):
     def shared(self) -> Tensor:
         """Positions of the tokens that every rank holds, if some are held by one alone."""
         count = torch.zeros(len(self.counted), dtype=torch.int64)
-        for own in self.positions:
-            count[own[own >= 0].unique()] += 1
+        for rank_positions in self.positions:
+            count[rank_positions[rank_positions >= 0].unique()] += 1
         everywhere = (count == len(self.positions)).nonzero().flatten()
         return everywhere if len(self.positions) > 1 and (count == 1).any() else everywhere[:0]
 
     def limits(self, kind: str, name: str) -> Tensor:
-        """Return the differences that rounding explains: of the worst row, and of the root mean
-        square of all.
-        """
-        found = [self.rows(kind, name, record) for record in self.noisy]
-        sizes = [torch.full((2,), self.eps).double(), *(rows.sizes() for rows in found if rows)]
+        """Return the errors that rounding explains: of the worst row, and the root mean square."""
+        noisy_rows = [self.rows(kind, name, record) for record in self.noisy]
+        sizes = [
+            torch.full((2,), self.eps).double(),
+            *(rows.sizes() for rows in noisy_rows if rows),
+        ]
         return torch.stack(sizes).amax(0) * torch.tensor(FACTORS)
 
     def error(self, kind: str, name: str, scales: Sequence[float] = ()) -> float:
-        """Return how far a module is off, as a multiple of its limit; 0 if nothing compares."""
+        """Return a module's error as a multiple of its limit; 0 if nothing can be compared."""
         rows = self.rows(kind, name)
         if rows is None:
             return 0.0
@@ -212,43 +228,51 @@ def matched_positions(
         rows = [x.movedim(dim, 0).flatten(1) for x in (table, *parts)]
         copies = all(len(part) == num_tokens for part in rows)
         if not copies and all(part.shape[1] == rows[0].shape[1] for part in rows):
-            found = _matched(rows[0], rows[1:])
-            if found is not None:
-                return found
+            positions = _matched(rows[0], rows[1:])
+            if positions is not None:
+                return positions
     return None
 
 
 def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
     size = float(whole.abs().max())
-    same = [torch.cdist(part, whole) <= 1e-5 * size for part in parts]
+    is_equal = [torch.cdist(part, whole) <= 1e-5 * size for part in parts]
     for layout in (make(len(whole), len(parts)) for make in (contiguous, zigzag, striped)):
-        usual = [layout.positions(rank) for rank in range(len(parts))]
-        pairs = list(zip(same, usual, strict=True))
-        if all(len(x) == len(at) and x[torch.arange(len(at)), at].all() for x, at in pairs):
-            return usual
-    positions = _in_runs(same)
-    known = torch.cat(positions)
-    return positions if len(torch.unique(known[known >= 0])) >= MATCHED * len(whole) else None
+        layout_positions = [layout.positions(rank) for rank in range(len(parts))]
+        pairs = list(zip(is_equal, layout_positions, strict=True))
+        if all(
+            len(x) == len(row_positions)
+            and x[torch.arange(len(row_positions)), row_positions].all()
+            for x, row_positions in pairs
+        ):
+            return layout_positions
+    positions = _in_runs(is_equal)
+    all_positions = torch.cat(positions)
+    return (
+        positions
+        if len(torch.unique(all_positions[all_positions >= 0])) >= MATCHED * len(whole)
+        else None
+    )
 
 
-def _in_runs(same: Sequence[Tensor]) -> list[Tensor]:
+def _in_runs(is_equal: Sequence[Tensor]) -> list[Tensor]:
     """Each rank's rows as few, long runs of positions; equal rows are told apart by neighbours.
 
     Args:
-        same: which rows of a rank, downward, are equal to which of the whole.
+        is_equal: for each rank a bool table: rows of the rank by rows of the whole.
     """
-    n, positions = same[0].shape[1], []
-    used = torch.zeros(n, dtype=torch.bool)
-    for table in same:
-        own, at = torch.full((len(table),), -1), 0
-        while at < len(table):
+    n, positions = is_equal[0].shape[1], []
+    is_taken = torch.zeros(n, dtype=torch.bool)
+    for table in is_equal:
+        rank_positions, next_row = torch.full((len(table),), -1), 0
+        while next_row < len(table):
             best = torch.arange(0)
-            for start in torch.nonzero(table[at] & ~used).flatten().tolist():
-                run = torch.arange(start, min(n, start + len(table) - at))
-                fits = table[at + torch.arange(len(run)), run] & ~used[run]
-                run = run[: int(fits.long().cumprod(0).sum())]
+            for start in torch.nonzero(table[next_row] & ~is_taken).flatten().tolist():
+                run = torch.arange(start, min(n, start + len(table) - next_row))
+                matches = table[next_row + torch.arange(len(run)), run] & ~is_taken[run]
+                run = run[: int(matches.long().cumprod(0).sum())]
                 best = run if len(run) > len(best) else best
-            own[at : at + len(best)], used[best] = best, True
-            at += max(len(best), 1)
-        positions.append(own)
+            rank_positions[next_row : next_row + len(best)], is_taken[best] = best, True
+            next_row += max(len(best), 1)
+        positions.append(rank_positions)
     return positions

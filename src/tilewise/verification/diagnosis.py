@@ -73,16 +73,16 @@ class Diagnosis(NamedTuple):
 
 @dataclass
 class Examination:
-    """A comparison, and the two models to run again."""
+    """The search for the first deviation: a comparison, and the two models to run again."""
 
     model: nn.Module
     inputs: Mapping[str, Any]
     world: RankRunner
-    found: Comparison
+    comparison: Comparison
     scales: list[float] = field(default_factory=list)  # of each rank's gradients
 
     def diagnosis(self) -> Diagnosis:
-        """Forward first, then the loss, then gradients: what comes first explains what follows."""
+        """Diagnose outputs, the loss, then gradients: the first deviation explains the others."""
         stages = self.of_outputs, self.of_loss, self.of_layers, self.of_parameters
         return next(filter(None, (stage() for stage in stages)))
 
@@ -92,17 +92,17 @@ class Examination:
         A module that gets its rows in an order of its own, as an expert does, is no evidence: the
         module around it has to deviate too.
         """
-        found = self.found
-        names = [name for name in found.whole.outputs if found.error("output", name) > 1]
-        names = [name for name in names if found.around(name) in (None, *names)]
+        comparison = self.comparison
+        names = [name for name in comparison.whole.outputs if comparison.error("output", name) > 1]
+        names = [name for name in names if comparison.around(name) in (None, *names)]
         if not names:
             return None
-        first = next((name for name in names if self._inputs_are_right(name)), names[0])
-        layer = self._around_projection(first)
-        for look in (self._other_inputs, self._draws, self._foreign_inputs):
-            if facts := look(layer):
+        first_wrong = next((name for name in names if self._inputs_are_right(name)), names[0])
+        layer = self._around_projection(first_wrong)
+        for find_facts in (self._other_inputs, self._draws, self._foreign_inputs):
+            if facts := find_facts(layer):
                 return Diagnosis(facts, layer)
-        facts, allowed = self._attention(layer, first)
+        facts, allowed = self._attention(layer, first_wrong)
         if not facts and self._inputs_are_right(layer):
             with suppress(UnreadableError):
                 facts = LayerOrder(self, layer).forward()
@@ -111,97 +111,119 @@ class Examination:
 
     def of_loss(self) -> Diagnosis | None:
         """Return what is wrong about the loss or labels, if it is; or nothing at all."""
-        found, facts = self.found, dict[str, Any]()
-        want, known = found.whole.loss or 0.0, [r.loss for r in found.ranks if r.loss is not None]
-        broken = [rank for rank, x in enumerate(known) if not math.isfinite(x)]
-        if broken:
-            return Diagnosis({"nan_loss": ", ".join(map(str, broken))})
-        off = max(abs((r.loss or 0.0) - want) for r in found.noisy)
-        text = loss_difference(found.whole, found.ranks, 4 * off + 2 * found.eps * abs(want))
-        if text is not None:
-            n, times = len(known), sum(known) / want if want else math.inf
-            facts["loss_total"] = text
-            facts["loss_times"] = any(abs(times / x - 1) < 0.02 for x in (n, 1 / n, n * n))
-        facts |= self._labels(text is None, known)
-        right = all(error <= 1 for error in self.parameters.values())
-        return Diagnosis(facts) if facts or right else None
+        comparison, facts = self.comparison, dict[str, Any]()
+        whole_loss, losses = (
+            comparison.whole.loss or 0.0,
+            [r.loss for r in comparison.ranks if r.loss is not None],
+        )
+        ranks_without_number = [rank for rank, x in enumerate(losses) if not math.isfinite(x)]
+        if ranks_without_number:
+            return Diagnosis({"nan_loss": ", ".join(map(str, ranks_without_number))})
+        noise = max(abs((r.loss or 0.0) - whole_loss) for r in comparison.noisy)
+        difference_text = loss_difference(
+            comparison.whole, comparison.ranks, 4 * noise + 2 * comparison.eps * abs(whole_loss)
+        )
+        if difference_text is not None:
+            n, ratio = len(losses), sum(losses) / whole_loss if whole_loss else math.inf
+            facts["loss_total"] = difference_text
+            facts["loss_times"] = any(abs(ratio / x - 1) < 0.02 for x in (n, 1 / n, n * n))
+        facts |= self._labels(difference_text is None, losses)
+        parameters_are_right = all(error <= 1 for error in self.parameters.values())
+        return Diagnosis(facts) if facts or parameters_are_right else None
 
     def of_layers(self) -> Diagnosis | None:
-        """The module between outputs whose gradient is right and those, before, whose is not."""
+        """Find the module whose output has a right gradient, but whose input has a wrong one."""
         if max(self.scales) - min(self.scales) > UNEVEN * max(map(abs, self.scales)):
-            text = f"gradients are {_listed(self.scales)} times what is right on the ranks"
-            return Diagnosis({"gradient_ratio": f"{text}, before any layer"})
-        wanted, outputs = self.found.whole.tables["gradient"], self.found.whole.outputs
-        wrong = {name for name in wanted if self.found.error("gradient", name, self.scales) > 1}
-        layer = next((name for name in reversed(outputs) if name in wrong), None)
+            scale_text = f"gradients are {_listed(self.scales)} times what is right on the ranks"
+            return Diagnosis({"gradient_ratio": f"{scale_text}, before any layer"})
+        whole_gradients, outputs = (
+            self.comparison.whole.tables["gradient"],
+            self.comparison.whole.outputs,
+        )
+        wrong_modules = {
+            name
+            for name in whole_gradients
+            if self.comparison.error("gradient", name, self.scales) > 1
+        }
+        layer = next((name for name in reversed(outputs) if name in wrong_modules), None)
         if layer is None:
             return None
-        innermost = layer
-        while layer in wrong or layer not in outputs:
-            around = layer.rpartition(".")[0]
-            if not around or (around in outputs and around not in wanted):
+        inner_layer = layer
+        while layer in wrong_modules or layer not in outputs:
+            outer_layer = layer.rpartition(".")[0]
+            if not outer_layer or (outer_layer in outputs and outer_layer not in whole_gradients):
                 break
-            layer = around
-        layer = self._around_projection(layer if layer in outputs else innermost)
-        if facts := self._shared_gradient(wrong):
+            layer = outer_layer
+        layer = self._around_projection(layer if layer in outputs else inner_layer)
+        if facts := self._shared_gradient(wrong_modules):
             return Diagnosis(facts, layer)
-        for look in (self._gradients, lambda layer: LayerOrder(self, layer).backward()):
+        for find_facts in (self._gradients, lambda layer: LayerOrder(self, layer).backward()):
             with suppress(UnreadableError):
-                if facts := look(layer):
+                if facts := find_facts(layer):
                     return Diagnosis(facts, layer)
         return Diagnosis(UNKNOWN, layer)
 
-    def _shared_gradient(self, wrong: set[str]) -> Facts:
+    def _shared_gradient(self, wrong_modules: set[str]) -> Facts:
         """Return whether gradients are wrong on rows that all ranks hold, and on these alone."""
-        found, shared = self.found, self.found.shared
-        if not len(shared):
+        comparison, shared_positions = self.comparison, self.comparison.shared
+        if not len(shared_positions):
             return {}
-        for name in reversed([name for name in found.whole.outputs if name in wrong]):
-            rows = found.rows("gradient", name)
+        for name in reversed([name for name in comparison.whole.outputs if name in wrong_modules]):
+            rows = comparison.rows("gradient", name)
             assert rows is not None
-            off = rows.scaled(self.scales).errors() > float(found.limits("gradient", name)[0])
-            of_shared = torch.isin(rows.positions, shared)
-            if off.any() and not (off & ~of_shared).any():
-                text = f"{int(off.sum())} of {len(shared)} rows that every rank holds"
+            is_wrong = rows.scaled(self.scales).errors() > float(
+                comparison.limits("gradient", name)[0]
+            )
+            is_shared = torch.isin(rows.positions, shared_positions)
+            if is_wrong.any() and not (is_wrong & ~is_shared).any():
+                count_text = (
+                    f"{int(is_wrong.sum())} of {len(shared_positions)} rows that every rank holds"
+                )
                 return {
-                    "shared_gradient": f"{text} have another gradient at {name}, summed over "
+                    "shared_gradient": f"{count_text} have another gradient at {name}, summed over "
                     "ranks; all other rows are right"
                 }
             break
         return {}
 
     def of_parameters(self) -> Diagnosis:
-        """Gradients that are not reduced where others are, or all multiplied by one number."""
-        wanted, errors = self.found.whole.parameters, self._step_errors
-        wrong = [name for name, x in self.parameters.items() if x > 1]
-        if len(wrong) > len(wanted) / 2:
+        """Find gradients that are not reduced where others are, or all multiplied by one number."""
+        whole_gradients, errors = self.comparison.whole.parameters, self._step_errors
+        wrong_names = [name for name, x in self.parameters.items() if x > 1]
+        if len(wrong_names) > len(whole_gradients) / 2:
             reduced = self.parameters is errors.each
-            gradients = self.found.ranks[0].parameters if reduced else errors.sums
+            gradients = self.comparison.ranks[0].parameters if reduced else errors.sums
             ratios = [
-                multiple(wanted[name], gradients.get(name, 0 * wanted[name]), 0.02)
-                for name in wrong
+                multiple(
+                    whole_gradients[name], gradients.get(name, 0 * whole_gradients[name]), 0.02
+                )
+                for name in wrong_names
             ]
-            same = [x for x in ratios if x]
-            if len(same) > len(wrong) / 2 and max(same) - min(same) <= 0.02 * abs(max(same)):
-                n = len(self.found.ranks)
-                text = f"all gradients are {same[0]:.4g} times what is right, on {n} ranks"
-                return Diagnosis({"gradient_ratio": text})
-        layer, facts = wrong[0].rpartition(".")[0], UNKNOWN
-        if self.parameters is errors.each and all(errors.total[name] <= 1 for name in wrong):
-            text = (
-                f"{some(wrong, 3)}: each rank has its share only, while the gradients of "
-                f"{len(wanted) - len(wrong)} other parameters are summed over ranks"
+            common_ratios = [x for x in ratios if x]
+            if len(common_ratios) > len(wrong_names) / 2 and max(common_ratios) - min(
+                common_ratios
+            ) <= 0.02 * abs(max(common_ratios)):
+                n = len(self.comparison.ranks)
+                evidence = (
+                    f"all gradients are {common_ratios[0]:.4g} times what is right, on {n} ranks"
+                )
+                return Diagnosis({"gradient_ratio": evidence})
+        layer, facts = wrong_names[0].rpartition(".")[0], UNKNOWN
+        if self.parameters is errors.each and all(errors.total[name] <= 1 for name in wrong_names):
+            evidence = (
+                f"{some(wrong_names, 3)}: each rank has its share only, while the gradients of "
+                f"{len(whole_gradients) - len(wrong_names)} other parameters are summed over ranks"
             )
-            facts = {"unreduced": text}
+            facts = {"unreduced": evidence}
         return Diagnosis(facts, layer)
 
     @cached_property
     def parameters(self) -> dict[str, float]:
-        """Errors of gradients, as sums over ranks or on each rank, as most of them are.
+        """Errors of the parameters' gradients: each rank's own if they are reduced, else the sum's.
 
-        Gradients of the same bits on all ranks are reduced already: shares would differ.
+        Gradients with the same bits on all ranks are reduced already, because shares would differ.
         """
-        if not any(record.parameters for record in self.found.ranks):
+        if not any(record.parameters for record in self.comparison.ranks):
             return {}
         each, total = self._step_errors.each, self._step_errors.total
         reduced = sum(x <= 1 for x in each.values()) > sum(x <= 1 for x in total.values())
@@ -209,98 +231,119 @@ class Examination:
 
     @cached_property
     def _alike(self) -> list[str]:
-        """Parameters whose gradient is not zero, and the same bits on several ranks."""
-        first, *others = [record.parameters for record in self.found.ranks]
+        """Parameters whose gradient is not zero, and has the same bits on all of several ranks."""
+        first_rank, *other_ranks = [record.parameters for record in self.comparison.ranks]
         return [
             name
-            for name, x in first.items()
-            if others and x.any() and all(torch.equal(x, y.get(name, 0 * x)) for y in others)
+            for name, x in first_rank.items()
+            if other_ranks
+            and x.any()
+            and all(torch.equal(x, y.get(name, 0 * x)) for y in other_ranks)
         ]
 
     @cached_property
     def _step_errors(self) -> Any:
-        found, limits = self.found, {}
-        wanted = found.whole.parameters
-        least = found.eps * max(float(x.norm()) for x in wanted.values()) + 1e-300
-        for name, x in wanted.items():
-            noisy = [r.parameters[name] for r in found.noisy if name in r.parameters]
-            limits[name] = 8 * max(least, *(float((x - y).norm()) for y in noisy))
-        return step_errors(wanted, [record.parameters for record in found.ranks], limits)
+        comparison, limits = self.comparison, {}
+        whole_gradients = comparison.whole.parameters
+        smallest_limit = (
+            comparison.eps * max(float(x.norm()) for x in whole_gradients.values()) + 1e-300
+        )
+        for name, x in whole_gradients.items():
+            noisy_gradients = [r.parameters[name] for r in comparison.noisy if name in r.parameters]
+            limits[name] = 8 * max(
+                smallest_limit, *(float((x - y).norm()) for y in noisy_gradients)
+            )
+        return step_errors(
+            whole_gradients, [record.parameters for record in comparison.ranks], limits
+        )
 
     def _inputs_are_right(self, name: str) -> bool:
-        inputs = self.found.whole.inputs(name).items()
-        return all(self.found.error(k, name) <= 1 for k, x in inputs if x.is_floating_point())
+        inputs = self.comparison.whole.inputs(name).items()
+        return all(self.comparison.error(k, name) <= 1 for k, x in inputs if x.is_floating_point())
 
     def _around_projection(self, name: str) -> str:
         """The innermost module with a forward pass around a projection, "" for the model itself.
 
-        A projection is never at fault, what it gets is. Other modules are returned as they are.
+        A projection itself is never at fault, but its input may be. Other modules are returned as
+        they are.
         """
         module = dict(self.model.named_modules()).get(name)
         if not isinstance(module, nn.Linear | None):
             return name
-        around = name.rpartition(".")[0]
-        while around and around not in self.found.whole.outputs:  # a ModuleList, say
-            around = around.rpartition(".")[0]
-        return around
+        outer_layer = name.rpartition(".")[0]
+        while outer_layer and outer_layer not in self.comparison.whole.outputs:  # a ModuleList, say
+            outer_layer = outer_layer.rpartition(".")[0]
+        return outer_layer
 
     def _other_inputs(self, layer: str) -> Facts:
-        """Inputs of whole numbers, such as positions, that differ."""
-        for kind, x in self.found.whole.inputs(layer).items():
-            rows = None if x.is_floating_point() else self.found.rows(kind, layer)
+        """Find inputs of whole numbers, such as positions, that differ."""
+        for kind, x in self.comparison.whole.inputs(layer).items():
+            rows = None if x.is_floating_point() else self.comparison.rows(kind, layer)
             if rows is not None and not torch.equal(rows.want, rows.got):
-                wrong = (rows.want != rows.got).any(1)
-                row = int(wrong.nonzero()[0])
-                want, got, at, rank = (int(x[row].flatten()[0]) for x in rows)
-                text = (
-                    f"{int(wrong.sum())} of {len(wrong)} rows get another value of {layer}'s "
-                    f"{kind}: rank {rank} gives {got} to the token at {at}, not {want}"
+                is_wrong = (rows.want != rows.got).any(1)
+                row = int(is_wrong.nonzero()[0])
+                right_value, split_value, position, rank = (int(x[row].flatten()[0]) for x in rows)
+                evidence = (
+                    f"{int(is_wrong.sum())} of {len(is_wrong)} rows get another value of {layer}'s "
+                    f"{kind}: rank {rank} gives {split_value} to the token at {position}, not "
+                    f"{right_value}"
                 )
-                return {"wrong_positions": text}
+                return {"wrong_positions": evidence}
         return {}
 
     def _foreign_inputs(self, layer: str) -> Facts:
-        """Return whether what a module gets is right on some ranks only, and no module made it."""
-        for kind, x in self.found.whole.inputs(layer).items():
-            rows = self.found.rows(kind, layer) if x.is_floating_point() else None
-            if rows is None or self.found.error(kind, layer) <= 1:
+        """Find inputs of a module that are right on some ranks only and that no module made."""
+        for kind, x in self.comparison.whole.inputs(layer).items():
+            rows = self.comparison.rows(kind, layer) if x.is_floating_point() else None
+            if rows is None or self.comparison.error(kind, layer) <= 1:
                 continue
-            wrong = rows.errors() > float(self.found.limits(kind, layer)[0])
-            wholly = {int(r) for r in rows.ranks.unique() if wrong[rows.ranks == r].all()}
-            others = {*rows.ranks.tolist()} - wholly
-            elsewhere = torch.cdist(rows.got[wrong], rows.want).min(1).values
-            moved = (elsewhere <= 1e-4 * float(rows.want.norm(dim=1).max())).any()
-            if wholly and not moved and not any(wrong[rows.ranks == r].any() for r in others):
-                text = f"{layer or 'the model'} gets rows on ranks {some(sorted(wholly))} that are"
+            is_wrong = rows.errors() > float(self.comparison.limits(kind, layer)[0])
+            all_wrong_ranks = {
+                int(r) for r in rows.ranks.unique() if is_wrong[rows.ranks == r].all()
+            }
+            other_ranks = {*rows.ranks.tolist()} - all_wrong_ranks
+            distances = torch.cdist(rows.got[is_wrong], rows.want).min(1).values
+            are_moved_rows = (distances <= 1e-4 * float(rows.want.norm(dim=1).max())).any()
+            if (
+                all_wrong_ranks
+                and not are_moved_rows
+                and not any(is_wrong[rows.ranks == r].any() for r in other_ranks)
+            ):
+                wrong_ranks = some(sorted(all_wrong_ranks))
+                evidence = f"{layer or 'the model'} gets rows on ranks {wrong_ranks} that are"
                 return {
-                    "foreign_inputs": f"{text} none of the unsplit model's, and no module made "
+                    "foreign_inputs": f"{evidence} none of the unsplit model's, and no module made "
                     "them; draw noise from generators of one seed, or broadcast it"
                 }
         return {}
 
     def _draws(self, layer: str) -> Facts:
-        again = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)
-        if again is None or torch.equal(again, self.found.whole.outputs[layer]):
+        other_output = run_whole(self.model, self.inputs, ModelRun(seed=1)).outputs.get(layer)
+        if other_output is None or torch.equal(other_output, self.comparison.whole.outputs[layer]):
             return {}
-        text = "draws random numbers: another seed changes the unsplit model's output too; compare"
-        return {"random_layer": f"{layer} {text} with dropout off"}
+        evidence = (
+            "draws random numbers: another seed changes the unsplit model's output too; compare"
+        )
+        return {"random_layer": f"{layer} {evidence} with dropout off"}
 
-    def _attention(self, layer: str, first: str) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
-        """Return how what a layer attends to differs, and the weights that say so.
+    def _attention(
+        self, layer: str, inner_module: str
+    ) -> tuple[Facts, tuple[Tensor, Tensor] | None]:
+        """Return facts about how a layer's attention differs, and the pairs that are attended.
 
         Args:
-            first: the module inside that deviates first.
+            inner_module: the module inside that deviates first.
         """
-        found, facts, allowed = self.found, dict[str, Any](), None
+        comparison, facts, allowed = self.comparison, dict[str, Any](), None
         # What a coarse dtype hides shows in fp32, if the split runs in it and errs there too.
-        coarse = found.eps > torch.finfo(torch.float32).eps
-        for dtype in (torch.float32, None) if coarse else (None,):
+        is_coarse = comparison.eps > torch.finfo(torch.float32).eps
+        for dtype in (torch.float32, None) if is_coarse else (None,):
             with suppress(UnreadableError):
-                run, num_tokens = self.whole_run(dtype), len(found.counted)
-                path = find_path(layer, found.whole, run, num_tokens, first)
+                run, num_tokens = self.whole_run(dtype), len(comparison.counted)
+                path = find_path(layer, comparison.whole, run, num_tokens, inner_module)
                 if path is None:
                     break
-                eps = found.eps if dtype is None else torch.finfo(dtype).eps
+                eps = comparison.eps if dtype is None else torch.finfo(dtype).eps
                 width = len(path.weights.weights) * path.head_dim
                 facts, allowed = self._weights(path, self.split_run(width, dtype), eps)
                 if classify(facts):
@@ -310,57 +353,72 @@ class Examination:
     def _weights(
         self, path: Path, run: Run, eps: float
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
-        counted, n = self.found.counted, len(self.found.counted)
-        want, reader = path.weights, read_by(path.v, path.read, run)
-        got = read_weights(reader, n, len(path.v.columns), path.head_dim)
+        counted, n = self.comparison.counted, len(self.comparison.counted)
+        whole_weights, reader = path.weights, read_by(path.v, path.read, run)
+        split_weights = read_weights(reader, n, len(path.v.columns), path.head_dim)
         blocks = np.full(n, -1)
-        for own in (x[x >= 0].numpy() for x in self.found.positions):
-            blocks[own] = blocks.max() + 1 + np.cumsum(np.diff(own, prepend=own[:1] - 1) != 1)
-        several = blocks if blocks.max() < n / 2 else None
-        whole, split = (
-            x.weights * above(x.weights, LEAST_WEIGHT) * counted[:, None] for x in (want, got)
+        for rank_rows in (x[x >= 0].numpy() for x in self.comparison.positions):
+            blocks[rank_rows] = (
+                blocks.max() + 1 + np.cumsum(np.diff(rank_rows, prepend=rank_rows[:1] - 1) != 1)
+            )
+        known_blocks = blocks if blocks.max() < n / 2 else None
+        whole_table, split_table = (
+            x.weights * above(x.weights, LEAST_WEIGHT) * counted[:, None]
+            for x in (whole_weights, split_weights)
         )
         tolerance = max(eps**0.5, 1e-3)
-        tables = whole.numpy(), split.numpy()
-        if (other := _head_order(*tables, tolerance)) is not None:
-            text = f"heads 0, 1, ... give what heads {some(other, 8)} should"
-            return {"permuted_heads": text}, (split.any(0), whole.any(0))
-        facts = facts_of_attention(*tables, tolerance, "the unsplit model", several)
-        foreign = [h for h, x in enumerate(want.sources) if x != got.sources[h]]
-        if foreign and not facts.get("empty_heads"):
-            h = foreign[0]
+        tables = whole_table.numpy(), split_table.numpy()
+        if (head_order := _head_order(*tables, tolerance)) is not None:
+            evidence = f"heads 0, 1, ... give what heads {some(head_order, 8)} should"
+            return {"permuted_heads": evidence}, (split_table.any(0), whole_table.any(0))
+        facts = facts_of_attention(*tables, tolerance, "the unsplit model", known_blocks)
+        foreign_heads = [
+            h for h, x in enumerate(whole_weights.sources) if x != split_weights.sources[h]
+        ]
+        if foreign_heads and not facts.get("empty_heads"):
+            h = foreign_heads[0]
             facts["foreign_heads"] = (
-                f"{len(foreign)} of {len(want.sources)} heads: head {h} reads the values of KV "
-                f"head {got.sources[h]}, not {want.sources[h]}"
+                f"{len(foreign_heads)} of {len(whole_weights.sources)} heads: head {h} reads the "
+                f"values of KV head {split_weights.sources[h]}, not {whole_weights.sources[h]}"
             )
         facts["projected"] = True
         facts |= self._shared_keys(*tables)
-        facts |= self._local_keys(split.any(0).numpy(), whole.any(0).numpy())
-        return facts, (split.any(0), whole.any(0))
+        facts |= self._local_keys(split_table.any(0).numpy(), whole_table.any(0).numpy())
+        return facts, (split_table.any(0), whole_table.any(0))
 
-    def _shared_keys(self, want: np.ndarray, got: np.ndarray) -> Facts:
-        """Return whether the weights of keys that all ranks hold are as many times too large."""
-        shared, n = self.found.shared.numpy(), len(self.found.ranks)
+    def _shared_keys(self, whole_table: np.ndarray, split_table: np.ndarray) -> Facts:
+        """Find keys that all ranks hold and whose weight is multiplied by the number of ranks."""
+        shared, n = self.comparison.shared.numpy(), len(self.comparison.ranks)
         if not len(shared):
             return {}
-        times = np.ones(want.shape[-1])
-        times[shared] = n
-        right = want * times
-        right /= right.sum(-1, keepdims=True).clip(1e-300)
-        if np.abs(right - got).max() > 1e-3 or np.abs(want - got).max() <= 1e-3:
+        key_weights = np.ones(whole_table.shape[-1])
+        key_weights[shared] = n
+        expected = whole_table * key_weights
+        expected /= expected.sum(-1, keepdims=True).clip(1e-300)
+        if (
+            np.abs(expected - split_table).max() > 1e-3
+            or np.abs(whole_table - split_table).max() <= 1e-3
+        ):
             return {}
         return {
             "shared_keys": f"the {len(shared)} keys that every rank holds weigh {n} times what is "
             "right beside the others"
         }
 
-    def _local_keys(self, got: np.ndarray, want: np.ndarray) -> Facts:
-        """Return whether queries see keys of every rank by the numbers of their rows there."""
-        expected = np.zeros_like(got)
-        ranks = [own[own >= 0].numpy() for own in self.found.positions]
+    def _local_keys(self, split_allowed: np.ndarray, whole_allowed: np.ndarray) -> Facts:
+        """Find queries that see the keys of every rank by local row numbers."""
+        expected = np.zeros_like(split_allowed)
+        ranks = [
+            rank_positions[rank_positions >= 0].numpy()
+            for rank_positions in self.comparison.positions
+        ]
         for a, b in product(ranks, ranks):
             expected[np.ix_(a, b)] = np.tri(len(a), len(b), dtype=bool)
-        if len(ranks) < 2 or (got == want).all() or (got != expected)[want.any(1)].any():
+        if (
+            len(ranks) < 2
+            or (split_allowed == whole_allowed).all()
+            or (split_allowed != expected)[whole_allowed.any(1)].any()
+        ):
             return {}
         return {
             "local_keys": "row i of a rank sees keys 0 to i of every rank: each block is masked as "
@@ -370,7 +428,7 @@ class Examination:
     def whole_run(self, dtype: torch.dtype | None) -> Run:
         def run(setting: OutputSetting | LeafSetting | RowProbe) -> Tensor:
             reading = run_whole(self.model, self.inputs, ModelRun(setting, dtype=dtype)).reading
-            rows = None if reading is None else rows_of_one(reading, len(self.found.counted))
+            rows = None if reading is None else rows_of_one(reading, len(self.comparison.counted))
             if rows is None or self.world.seconds_left < 0:
                 raise UnreadableError("the unsplit model shows nothing there, or the time is over")
             return rows
@@ -378,20 +436,25 @@ class Examination:
         return run
 
     def split_run(self, width: int, dtype: torch.dtype | None) -> Run:
-        """Runs of the split model, of which rows of so many numbers are read."""
-        positions, n = self.found.positions, len(self.found.counted)
+        """Return a function that runs the split model with a setting and reads rows of `width`."""
+        positions, n = self.comparison.positions, len(self.comparison.counted)
         template = torch.zeros(n, width).double()
 
         def run(setting: Any) -> Tensor:
             if self.world.seconds_left < 0:
                 raise UnreadableError("the time is over")
-            jobs = [ModelRun(setting._replace(positions=own), dtype=dtype) for own in positions]
+            jobs = [
+                ModelRun(setting._replace(positions=rank_positions), dtype=dtype)
+                for rank_positions in positions
+            ]
             try:
-                read = [record.reading for record in self.world.run(jobs)]
+                readings = [record.reading for record in self.world.run(jobs)]
             except RankError as error:
                 raise UnreadableError("the split model does not run so") from error
-            parts = [x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in read if x is not None]
-            rows = rows_of(template, parts, positions, n) if len(parts) == len(read) else None
+            parts = [
+                x[:1] if x.ndim > 2 and x.shape[0] != n else x for x in readings if x is not None
+            ]
+            rows = rows_of(template, parts, positions, n) if len(parts) == len(readings) else None
             if rows is None:
                 raise UnreadableError("the split model shows nothing there")
             return template.index_copy(0, rows.positions, rows.got)
@@ -399,116 +462,145 @@ class Examination:
         return run
 
     def _runs_alone(self, layer: str) -> Facts:
-        """Return whether the unsplit module makes what a rank got of that rank's rows alone."""
-        rows, record = self.found.rows("output", layer), self.found.ranks[-1]
+        """Find a module that computes a rank's output from that rank's rows alone."""
+        rows, record = self.comparison.rows("output", layer), self.comparison.ranks[-1]
         module = dict(self.model.named_modules())[layer]
         kind = next((p.dtype for p in module.parameters()), torch.float64)
-        given = {key[6:]: x for key, x in record.inputs(layer).items()}
-        given = {key: x.to(kind) if x.is_floating_point() else x for key, x in given.items()}
+        arguments = {key[6:]: x for key, x in record.inputs(layer).items()}
+        arguments = {
+            key: x.to(kind) if x.is_floating_point() else x for key, x in arguments.items()
+        }
         try:
-            places = [given.pop(str(i)) for i in range(sum(key.isdigit() for key in given))]
+            positional = [
+                arguments.pop(str(i)) for i in range(sum(key.isdigit() for key in arguments))
+            ]
             with torch.no_grad():
-                out = first_rows(copy.deepcopy(module)(*places, **given))
+                out = first_rows(copy.deepcopy(module)(*positional, **arguments))
         except Exception:  # whatever a module raises that is called without its other arguments
             return {}
-        got, limit = record.outputs[layer], float(self.found.limits("output", layer)[0])
-        if rows is None or out is None or out.shape != got.shape:
+        split_output, limit = (
+            record.outputs[layer],
+            float(self.comparison.limits("output", layer)[0]),
+        )
+        if rows is None or out is None or out.shape != split_output.shape:
             return {}
-        if float((out.double().cpu() - got).norm()) > limit * float(got.norm()):
+        if float((out.double().cpu() - split_output).norm()) > limit * float(split_output.norm()):
             return {}
-        text = (
+        evidence = (
             f"{int((rows.errors() > limit).sum())} of {len(rows.want)} rows of {layer} deviate: it "
             "is no attention, and runs on each rank's rows as if they were the sequence"
         )
-        return {"mixes_rows": text}
+        return {"mixes_rows": evidence}
 
     def _labels(self, loss_is_right: bool, losses: Sequence[float]) -> Facts:
-        """Return what is wrong about labels, or by how much ranks' gradients are scaled if the loss
-        is.
+        """Find wrong labels, or the scales of the ranks' gradients if the loss is wrong.
 
-        Both from the last rows that have a gradient.
+        Both are read from the last rows of the model that have a gradient.
         """
-        found, n = self.found, len(self.found.ranks)
+        comparison, n = self.comparison, len(self.comparison.ranks)
         self.scales = [1.0] * n
-        for name in reversed(found.whole.outputs):
-            rows = found.rows("gradient", name)
+        for name in reversed(comparison.whole.outputs):
+            rows = comparison.rows("gradient", name)
             if rows is not None and len(torch.unique(rows.positions)) > 1:
                 break
         else:
             return {}
-        if evidence := _other_labels(rows, max(float(found.limits("gradient", name)[0]), 1e-3)):
+        if evidence := _other_labels(
+            rows, max(float(comparison.limits("gradient", name)[0]), 1e-3)
+        ):
             return {"border_rows": evidence}
-        own = [rows.where(rows.ranks == rank) for rank in range(n)]
-        self.scales = [float(x.ratios().nanmedian().nan_to_num(nan=1.0)) for x in own]
-        silent = [r for r in range(n) if own[r].want.any() and not (losses[r] and self.scales[r])]
-        if silent and len(silent) < n and not loss_is_right:
-            text = f"what ranks {some(silent)} compute is not counted in the loss"
+        rows_by_rank = [rows.where(rows.ranks == rank) for rank in range(n)]
+        self.scales = [float(x.ratios().nanmedian().nan_to_num(nan=1.0)) for x in rows_by_rank]
+        uncounted_ranks = [
+            r for r in range(n) if rows_by_rank[r].want.any() and not (losses[r] and self.scales[r])
+        ]
+        if uncounted_ranks and len(uncounted_ranks) < n and not loss_is_right:
+            text = f"what ranks {some(uncounted_ranks)} compute is not counted in the loss"
             return {"uncounted": f"{text}, or has no gradient: their shares are {_listed(losses)}"}
-        limit = max(float(found.limits("gradient", name)[0]), 1e-3)
-        off = rows.scaled(self.scales).errors() > (max(limit, 0.3) if loss_is_right else limit)
-        off |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
-        bad = sorted(rows.positions[off].tolist())
-        if bad and len(bad) <= BORDERS * len(rows.want):
-            text = f"{len(bad)} of {len(rows.want)} rows have the gradient of another label, at"
-            return {"border_rows": f"{text} positions {some(bad, 6)}"}
+        limit = max(float(comparison.limits("gradient", name)[0]), 1e-3)
+        is_wrong = rows.scaled(self.scales).errors() > (max(limit, 0.3) if loss_is_right else limit)
+        is_wrong |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
+        wrong_positions = sorted(rows.positions[is_wrong].tolist())
+        if wrong_positions and len(wrong_positions) <= BORDERS * len(rows.want):
+            text = f"{len(wrong_positions)} of {len(rows.want)} rows have the gradient of another"
+            return {"border_rows": f"{text} label, at positions {some(wrong_positions, 6)}"}
         if loss_is_right:
             return {}
-        if not bad and all(abs(scale - 1) < SAME_SCALE for scale in self.scales):
+        if not wrong_positions and all(abs(scale - 1) < SAME_SCALE for scale in self.scales):
             return {"loss_term": f"all that {name or 'the model'} gives has the right gradient"}
         return {"loss_ratio": _listed(self.scales)}
 
     def _gradients(self, layer: str) -> Facts:
         """Return which gradients of a layer's attention are wrong."""
-        path = find_path(layer, self.found.whole, self.whole_run(None), len(self.found.counted))
+        path = find_path(
+            layer, self.comparison.whole, self.whole_run(None), len(self.comparison.counted)
+        )
         if path is None:
             return {}
         parts = {"dq": path.q, "dk": path.k, "dv": [path.v]}
-        read = {name: [*filter(None, map(self._gradient, own))] for name, own in parts.items()}
-        texts = {name: own[0] for name, own in read.items() if own}
-        if set(texts) == {"dq", "dk"} and not any("times" in text for text in texts.values()):
-            text = f"dv is right, dq is {texts['dq']} and dk {texts['dk']}"
+        differences = {
+            name: [*filter(None, map(self._gradient, texts_of_part))]
+            for name, texts_of_part in parts.items()
+        }
+        evidence = {
+            name: texts_of_part[0] for name, texts_of_part in differences.items() if texts_of_part
+        }
+        if set(evidence) == {"dq", "dk"} and not any("times" in text for text in evidence.values()):
+            text = f"dv is right, dq is {evidence['dq']} and dk {evidence['dk']}"
             return {"lse_lost": f"{text}; this is likely, other faults of dq and dk look alike"}
-        return texts
+        return evidence
 
     def _gradient(self, part: PathPart) -> str | None:
-        rows = self.found.rows("gradient", part.module)
+        rows = self.comparison.rows("gradient", part.module)
         if rows is None:
             return None
         rows, columns = rows.scaled(self.scales), list(part.columns)
-        limit = max(float(self.found.limits("gradient", part.module)[0]), 1e-3)
+        limit = max(float(self.comparison.limits("gradient", part.module)[0]), 1e-3)
         return difference(rows.want[:, columns], rows.got[:, columns], limit)
 
 
-def _head_order(want: np.ndarray, got: np.ndarray, tolerance: float) -> list[int] | None:
+def _head_order(
+    right_weights: np.ndarray, split_weights: np.ndarray, tolerance: float
+) -> list[int] | None:
     """The heads whose weights each head has, if these are all heads in another order."""
-    off = np.abs(got[:, None] - want[None]).max((2, 3))
-    order = off.argmin(1).tolist()
-    heads = list(range(len(want)))
-    alike = off[heads, order] <= tolerance
-    return order if alike.all() and sorted(order) == heads != order else None
+    difference = np.abs(split_weights[:, None] - right_weights[None]).max((2, 3))
+    order = difference.argmin(1).tolist()
+    heads = list(range(len(right_weights)))
+    is_alike = difference[heads, order] <= tolerance
+    return order if is_alike.all() and sorted(order) == heads != order else None
 
 
 def _other_labels(rows: MatchedRows, limit: float) -> str | None:
-    """Words for rows whose gradient is that of another label; None if most others differ, too.
+    """Describe rows whose gradient is that of another label; None if other rows differ as well.
 
-    Of a softmax the gradient of another label differs at two numbers, by as much up as down; that
-    of no label is 0.
+    With another label the gradient of a softmax differs in two numbers, by as much up as down. With
+    no label it is 0.
     """
-    off = rows.errors() > limit
-    off |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
-    if not off.any() or rows.want.shape[1] < LEAST_CLASSES:
+    is_wrong = rows.errors() > limit
+    is_wrong |= (rows.want.norm(dim=1) == 0) & (rows.got.norm(dim=1) > 0)
+    if not is_wrong.any() or rows.want.shape[1] < LEAST_CLASSES:
         return None
-    change = (rows.got - rows.want)[off]
-    size, at = change.abs().sort(1, descending=True)
-    two = size[:, :2].square().sum(1) >= MOSTLY_TWO * size.square().sum(1)
-    first, second = change.gather(1, at[:, :1])[:, 0], change.gather(1, at[:, 1:2])[:, 0]
-    two &= (first + second).abs() <= 0.1 * first.abs()
-    silent = (rows.want[off].norm(dim=1) == 0) | (rows.got[off].norm(dim=1) == 0)
-    if not two.any() or float((two | silent).double().mean()) < MOSTLY_LABELS:
+    change = (rows.got - rows.want)[is_wrong]
+    change_sizes, columns = change.abs().sort(1, descending=True)
+    is_two_numbers = change_sizes[:, :2].square().sum(1) >= MOSTLY_TWO * change_sizes.square().sum(
+        1
+    )
+    first_change, second_change = (
+        change.gather(1, columns[:, :1])[:, 0],
+        change.gather(1, columns[:, 1:2])[:, 0],
+    )
+    is_two_numbers &= (first_change + second_change).abs() <= 0.1 * first_change.abs()
+    without_gradient = (rows.want[is_wrong].norm(dim=1) == 0) | (
+        rows.got[is_wrong].norm(dim=1) == 0
+    )
+    if (
+        not is_two_numbers.any()
+        or float((is_two_numbers | without_gradient).double().mean()) < MOSTLY_LABELS
+    ):
         return None
-    positions = sorted(rows.positions[off].tolist())
-    text = f"{len(positions)} of {len(rows.want)} rows have the gradient of another label, at"
-    return f"{text} positions {some(positions, 6)}"
+    positions = sorted(rows.positions[is_wrong].tolist())
+    count_text = f"{len(positions)} of {len(rows.want)} rows have the gradient of another label, at"
+    return f"{count_text} positions {some(positions, 6)}"
 
 
 def _listed(numbers: Sequence[float]) -> str:

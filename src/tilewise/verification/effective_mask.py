@@ -88,27 +88,29 @@ class EffectiveMask:
 
     def explain(self, mask: Mask | Tensor) -> str:
         """Explain what is wrong for a mask, with evidence in numbers, a line a cause."""
-        asked = [f"mask {mask!r}", f"scale {self.softmax_scale:.4g}"]
-        asked.append("no softcap" if self.wanted_softcap is None else f"cap {self.wanted_softcap}")
-        asked.append("no sink" if self.wanted_sink is None else "the sink given")
+        requirements = [f"mask {mask!r}", f"scale {self.softmax_scale:.4g}"]
+        requirements.append(
+            "no softcap" if self.wanted_softcap is None else f"cap {self.wanted_softcap}"
+        )
+        requirements.append("no sink" if self.wanted_sink is None else "the sink given")
         return (
             explained(classify(self._facts(mask)))
-            or f"nothing is wrong: {', '.join(asked)}, as asked"
+            or f"nothing is wrong: {', '.join(requirements)}, as asked"
         )
 
     def __str__(self) -> str:
         num_heads, n, _ = self.weights.shape
         pairs = [f"{count:,}" for count in self.allowed.sum((1, 2)).tolist()]
-        shown = pairs[0] if len(set(pairs)) == 1 else ", ".join(pairs)
-        lost = 1 - self.weights.sum(-1)[self.allowed.any(-1)]
+        pair_counts = pairs[0] if len(set(pairs)) == 1 else ", ".join(pairs)
+        lost_weight = 1 - self.weights.sum(-1)[self.allowed.any(-1)]
         gradients = "not read: not differentiable" if self._gradients is None else "as they must be"
         if self._gradients:
             gradients = ", ".join(f"{name} {text}" for name, text in self._gradients.items())
         scales = ", ".join(dict.fromkeys(f"{x:.4g}" for x in self.scale))
         lines = [
             f"{n} tokens, {num_heads} query heads on {self._probe.k.shape[1]} KV heads",
-            f"pairs attended by head: {shown} of {n * n:,}",
-            f"weight lost: {float(lost.mean()) if len(lost) else 0:.2%} on average",
+            f"pairs attended by head: {pair_counts} of {n * n:,}",
+            f"weight lost: {float(lost_weight.mean()) if len(lost_weight) else 0:.2%} on average",
             f"scale: {scales}, asked {self.softmax_scale:.4g}",
             f"softcap: {self.softcap and round(self.softcap, 2)}",
             f"sink: {_shown_sink(self.sink)}",
@@ -118,8 +120,8 @@ class EffectiveMask:
 
     def svg(self, mask: Mask | Tensor | None = None) -> str:
         """A picture of all heads: attended rightly, wrongly, and missed, if a mask says which."""
-        got = self.allowed.any(0).numpy()
-        return drawn(got, got if mask is None else np.asarray(self._dense(mask).any(0)))
+        allowed = self.allowed.any(0).numpy()
+        return drawn(allowed, allowed if mask is None else np.asarray(self._dense(mask).any(0)))
 
     def _dense(self, mask: Mask | Tensor) -> np.ndarray:
         num_heads, n, _ = self.weights.shape
@@ -136,61 +138,80 @@ class EffectiveMask:
         return np.repeat(allowed, num_heads // len(allowed), 0)
 
     def _facts(self, mask: Mask | Tensor) -> dict[str, Any]:
-        right, dense = self._probe.heads.tolist(), torch.as_tensor(self._dense(mask))
+        right_heads, dense = self._probe.heads.tolist(), torch.as_tensor(self._dense(mask))
         # A cap and a sink are compared by themselves, so that weights show what else is wrong.
-        scores = self._probe.scores(right, [self.softmax_scale] * len(right), self.softcap)
-        want, got = scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(), self.weights
-        sums = got.sum(-1, keepdim=True).clamp(max=1.0)
+        scores = self._probe.scores(
+            right_heads, [self.softmax_scale] * len(right_heads), self.softcap
+        )
+        right_weights, weights = (
+            scores.masked_fill(~dense, -torch.inf).softmax(-1).nan_to_num(),
+            self.weights,
+        )
+        sums = weights.sum(-1, keepdim=True).clamp(max=1.0)
         attended = sums[sums > 0]
         # What a sink takes differs from row to row.
-        differ = len(attended) and float(attended.max() - attended.min()) > self._tolerance
-        if self.sink is not None or differ:
-            want = want * sums.where(sums > 0, 1.0)
-        asked = "the mask" if isinstance(mask, Tensor) else repr(mask)
-        tables = want.numpy(), (got * self.allowed).numpy()
-        facts = facts_of_attention(*tables, self._tolerance, asked) | (self._gradients or {})
+        rows_differ = len(attended) and float(attended.max() - attended.min()) > self._tolerance
+        if self.sink is not None or rows_differ:
+            right_weights = right_weights * sums.where(sums > 0, 1.0)
+        name = "the mask" if isinstance(mask, Tensor) else repr(mask)
+        tables = right_weights.numpy(), (weights * self.allowed).numpy()
+        facts = facts_of_attention(*tables, self._tolerance, name) | (self._gradients or {})
         facts |= self._cap_facts() | self._sink_facts()
-        pairs = zip(self.value_heads, self.key_heads, right, strict=True)
-        foreign = [h for h, (v, k, own) in enumerate(pairs) if v >= 0 and (v, k) != (own, own)]
-        if foreign:
-            h = foreign[0]
+        pairs = zip(self.value_heads, self.key_heads, right_heads, strict=True)
+        foreign_heads = [
+            h
+            for h, (v, k, right_head) in enumerate(pairs)
+            if v >= 0 and (v, k) != (right_head, right_head)
+        ]
+        if foreign_heads:
+            h = foreign_heads[0]
             facts["foreign_heads"] = (
-                f"{len(foreign)} of {len(right)} heads: query head {h} reads keys of KV head "
-                f"{self.key_heads[h]} and values of {self.value_heads[h]}, not of {right[h]}"
+                f"{len(foreign_heads)} of {len(right_heads)} heads: query head {h} reads keys of "
+                f"KV head {self.key_heads[h]} and values of {self.value_heads[h]}, not of "
+                f"{right_heads[h]}"
             )
         return facts
 
     def _cap_facts(self) -> dict[str, str]:
         """Return how the cap that was read differs from the one that is wanted."""
-        got, want = self.softcap, self.wanted_softcap
-        if want is None and got is not None:
-            return {"added_cap": f"scores are capped with about {got:.3g}"}
-        if want is not None and got is None:
-            return {"lost_cap": f"scores are not capped, wanted {want:g}"}
-        if want is not None and got is not None and abs(got / want - 1) > SAME_CAP:
-            return {"lost_cap": f"scores are capped with about {got:.3g}, wanted {want:g}"}
+        read_cap, wanted_cap = self.softcap, self.wanted_softcap
+        if wanted_cap is None and read_cap is not None:
+            return {"added_cap": f"scores are capped with about {read_cap:.3g}"}
+        if wanted_cap is not None and read_cap is None:
+            return {"lost_cap": f"scores are not capped, wanted {wanted_cap:g}"}
+        if (
+            wanted_cap is not None
+            and read_cap is not None
+            and abs(read_cap / wanted_cap - 1) > SAME_CAP
+        ):
+            return {
+                "lost_cap": f"scores are capped with about {read_cap:.3g}, wanted {wanted_cap:g}"
+            }
         return {}
 
     def _sink_facts(self) -> dict[str, str]:
         """Return how the sinks that were read differ from those that are wanted."""
-        got, want = self.sink, self.wanted_sink
-        if got is None:
+        read_sinks, wanted_sinks = self.sink, self.wanted_sink
+        if read_sinks is None:
             return {}
-        if want is None:
-            heads = [h for h, x in enumerate(got) if x > -math.inf]
-            lost = float((1 - self.weights.sum(-1)[self.allowed.any(-1)]).mean())
-            text = f"{len(heads)} of {len(got)} heads lose {lost:.2%} of weight to a sink of about"
-            return {"added_sink": f"{text} {_shown_sink(got)}"} if heads else {}
+        if wanted_sinks is None:
+            heads = [h for h, x in enumerate(read_sinks) if x > -math.inf]
+            lost_weight = float((1 - self.weights.sum(-1)[self.allowed.any(-1)]).mean())
+            count_text = f"{len(heads)} of {len(read_sinks)} heads lose {lost_weight:.2%} of weight"
+            count_text += " to a sink of about"
+            return {"added_sink": f"{count_text} {_shown_sink(read_sinks)}"} if heads else {}
         # A sink far below all scores takes nothing, and cannot be read.
-        least = math.log(self._tolerance)
-        pairs = enumerate(zip(got, want, strict=True))
-        off = [h for h, (x, y) in pairs if abs(max(x, least) - max(y, least)) > SAME_SINK]
-        if not off:
+        lowest_logit = math.log(self._tolerance)
+        pairs = enumerate(zip(read_sinks, wanted_sinks, strict=True))
+        wrong_heads = [
+            h for h, (x, y) in pairs if abs(max(x, lowest_logit) - max(y, lowest_logit)) > SAME_SINK
+        ]
+        if not wrong_heads:
             return {}
-        h = off[0]
-        text = f"{len(off)} of {len(got)} heads: head {h} has"
-        sink = "no sink" if got[h] == -math.inf else f"a sink of about {got[h]:.3g}"
-        return {"lost_sink": f"{text} {sink}, wanted {want[h]:.3g}"}
+        h = wrong_heads[0]
+        count_text = f"{len(wrong_heads)} of {len(read_sinks)} heads: head {h} has"
+        sink = "no sink" if read_sinks[h] == -math.inf else f"a sink of about {read_sinks[h]:.3g}"
+        return {"lost_sink": f"{count_text} {sink}, wanted {wanted_sinks[h]:.3g}"}
 
 
 class _Probe(NamedTuple):
@@ -223,9 +244,9 @@ class _Probe(NamedTuple):
                 "inside it and convert back what it returns"
             ) from error
         if not isinstance(out, Tensor) or out.shape != q.shape:
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            returned = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(
-                f"attend returned {got}, not the shape of q, {tuple(q.shape)}: tokens, heads, "
+                f"attend returned {returned}, not the shape of q, {tuple(q.shape)}: tokens, heads, "
                 "head_dim of the whole sequence; unshard and transpose inside it"
             )
         return out
@@ -296,47 +317,49 @@ def effective_mask(  # noqa: PLR0913 - what is asked for, by name
         )
     wanted_sink = None if sink is None else _logits(sink, num_heads)
     checked_softcap(softcap)
-    make = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     size = math.sqrt(SPREAD / (abs(scale) * math.sqrt(head_dim)))
     shapes = (num_tokens, num_heads, head_dim), (num_tokens, num_kv_heads, head_dim)
-    probe = _Probe(attend, *(size * torch.randn(shape, generator=make) for shape in shapes))
+    probe = _Probe(attend, *(size * torch.randn(shape, generator=generator) for shape in shapes))
     weights, value_heads = _checked(probe)
     errors, slopes, key_heads = zip(*_fits(probe, weights, None), strict=True)
-    found = _softcap(probe, [slopes, [scale] * num_heads])
-    if found is not None:  # the scale of scores before they are capped
-        errors, slopes, key_heads = zip(*_fits(probe, weights, found), strict=True)
+    read_softcap = _softcap(probe, [slopes, [scale] * num_heads])
+    if read_softcap is not None:  # the scale of scores before they are capped
+        errors, slopes, key_heads = zip(*_fits(probe, weights, read_softcap), strict=True)
     tolerance = min(max(4 * max(errors), ROUNDING**0.5), MOST_NOISE)
     scales = tuple(scale if abs(x / scale - 1) < LEAST_CHANGE else x for x in slopes)
-    sinks = _sinks(probe, weights, key_heads, scales, found, tolerance)
-    read = scales, found, sinks, scale, softcap, wanted_sink, probe, tolerance
-    seen = EffectiveMask(weights, key_heads, tuple(value_heads), *read)
-    return replace(seen, _gradients=_gradients(seen))
+    sinks = _sinks(probe, weights, key_heads, scales, read_softcap, tolerance)
+    readings = scales, read_softcap, sinks, scale, softcap, wanted_sink, probe, tolerance
+    result = EffectiveMask(weights, key_heads, tuple(value_heads), *readings)
+    return replace(result, _gradients=_gradients(result))
 
 
 def _checked(probe: _Probe) -> Weights:
     """The weights, if the function is one of attention."""
-    make = torch.Generator().manual_seed(2)
-    v = torch.randn(probe.k.shape, generator=make, dtype=torch.float64)
-    out, again, nothing = map(probe.read, (v, v, 0 * v))
-    if not torch.equal(out, again):
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(probe.k.shape, generator=generator, dtype=torch.float64)
+    out, second_out, out_of_zeros = map(probe.read, (v, v, 0 * v))
+    if not torch.equal(out, second_out):
         raise ValueError(
             "attend gives different results for the same input; turn off dropout, or seed it "
             "inside, so that it can be read"
         )
-    if torch.equal(out, nothing):
+    if torch.equal(out, out_of_zeros):
         raise ValueError(
             "the output of attend does not depend on v: two different v give the same; attend must "
             "return the weighted sums of v"
         )
-    found = probe.weights()
-    want = torch.einsum("hqk,khd->qhd", found.weights, v[:, [max(h, 0) for h in found.sources]])
-    error = max(float((out - want.flatten(1)).abs().max()), float(nothing.abs().max()))
-    if error > MOST_NOISE * max(float(want.abs().max()), 1.0):
+    weights = probe.weights()
+    expected = torch.einsum(
+        "hqk,khd->qhd", weights.weights, v[:, [max(h, 0) for h in weights.sources]]
+    )
+    error = max(float((out - expected.flatten(1)).abs().max()), float(out_of_zeros.abs().max()))
+    if error > MOST_NOISE * max(float(expected.abs().max()), 1.0):
         raise ValueError(
             "attend must be linear in v, each head a weighted sum of one KV head's values; weights "
             f"read from one-hot v do not explain its output for a random one (off by {error:.3g})"
         )
-    return found
+    return weights
 
 
 def _fits(probe: _Probe, weights: Tensor, softcap: float | None) -> list[tuple[float, float, int]]:
@@ -346,31 +369,33 @@ def _fits(probe: _Probe, weights: Tensor, softcap: float | None) -> list[tuple[f
     Args:
         softcap: that capped the scores; None: nothing did.
     """
-    found, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
+    best_fits, q, k = [], probe.q.double().numpy(), probe.k.double().numpy()
     table = of_seen_keys((weights * above(weights, 1e-3 * ROUNDING)).numpy())
     logs = np.log(table, out=np.full(table.shape, np.nan), where=table > 0)
-    for h, (rows, own) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
-        seen, fits = np.isfinite(rows).sum(-1) > 1, []
+    for h, (rows, right_head) in enumerate(zip(logs, probe.heads.tolist(), strict=True)):
+        rows_with_keys, fits = np.isfinite(rows).sum(-1) > 1, []
         for g in range(k.shape[1]):
-            scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)[seen]
-            slope, left = fitted_slope(scores, rows[seen])
-            if softcap is not None and seen.any():
-                slope, left = _fitted_scale(scores, rows[seen], softcap, slope)
-            fits.append((largest(left), slope if seen.any() else math.nan, g))
-        found.append(min(fits) if min(fits)[0] < MOST_NOISE < fits[own][0] else fits[own])
-    return found
+            scores = np.where(np.isnan(rows), np.nan, q[:, h] @ k[:, g].T)[rows_with_keys]
+            slope, residual = fitted_slope(scores, rows[rows_with_keys])
+            if softcap is not None and rows_with_keys.any():
+                slope, residual = _fitted_scale(scores, rows[rows_with_keys], softcap, slope)
+            fits.append((largest(residual), slope if rows_with_keys.any() else math.nan, g))
+        best_fits.append(
+            min(fits) if min(fits)[0] < MOST_NOISE < fits[right_head][0] else fits[right_head]
+        )
+    return best_fits
 
 
 def _fitted_scale(
-    scores: np.ndarray, logs: np.ndarray, cap: float, first: float
+    scores: np.ndarray, logs: np.ndarray, cap: float, first_scale: float
 ) -> tuple[float, np.ndarray]:
     """The scale of scores that are capped after it, by Gauss and Newton, and what is left."""
-    scale = first
+    scale = first_scale
     for _ in range(FIT_STEPS):
         capped = np.tanh(scale * scores / cap)
-        left = centred(logs - cap * capped)
+        residual = centred(logs - cap * capped)
         slope = centred(scores * (1 - capped**2))
-        scale += float(np.nansum(left * slope) / max(np.nansum(slope**2), 1e-300))
+        scale += float(np.nansum(residual * slope) / max(np.nansum(slope**2), 1e-300))
     return scale, centred(logs - cap * np.tanh(scale * scores / cap))
 
 
@@ -380,20 +405,20 @@ def _softcap(probe: _Probe, scales: Sequence[Sequence[float]]) -> float | None:
     Args:
         scales: choices of a scale by query head: a small cap bends even small scores.
     """
-    wide = probe._replace(q=probe.q * (WIDE / SPREAD))
-    table = of_seen_keys(wide.weights().weights.numpy())
+    wide_probe = probe._replace(q=probe.q * (WIDE / SPREAD))
+    table = of_seen_keys(wide_probe.weights().weights.numpy())
     best: tuple[float, float] | None = None
     for choice in scales:
-        scores = wide.scores(wide.heads.tolist(), choice).numpy()
+        scores = wide_probe.scores(wide_probe.heads.tolist(), choice).numpy()
         visible = (table > LEAST_VISIBLE) & np.isfinite(scores)
         rows = visible.sum(-1) > 2
         logs = np.log(table, out=np.full(table.shape, np.nan), where=visible)[rows]
         x, y = np.where(visible[rows], scores[rows], np.nan), logs
-        cap, left = fitted_cap(x, y, np.geomspace(0.05, 300, 600))
+        cap, residual = fitted_cap(x, y, np.geomspace(0.05, 300, 600))
         uncapped = np.nansum(centred(y - x) ** 2)
-        bent = uncapped > MOST_NOISE**2 * visible[rows].sum() and left < uncapped / 100
-        if bent and (best is None or left < best[1]):
-            best = cap, left
+        is_capped = uncapped > MOST_NOISE**2 * visible[rows].sum() and residual < uncapped / 100
+        if is_capped and (best is None or residual < best[1]):
+            best = cap, residual
     return None if best is None else best[0]
 
 
@@ -414,65 +439,74 @@ def _sinks(
     logits: list[float] = []
     for head, mask, sums in zip(scores, allowed, weights.sum(-1), strict=True):
         rows = mask.any(-1)
-        lost = (1 - sums[rows]).clamp(min=0)
-        if not len(lost) or float(lost.max()) <= tolerance:
+        lost_weight = (1 - sums[rows]).clamp(min=0)
+        if not len(lost_weight) or float(lost_weight.max()) <= tolerance:
             logits.append(-math.inf)
             continue
         total = head[rows].masked_fill(~mask[rows], -torch.inf).logsumexp(-1)
-        found = (lost / sums[rows].clamp(min=1e-300)).log() + total
-        if float(found.max() - found.min()) > SAME_SINK:
+        row_logits = (lost_weight / sums[rows].clamp(min=1e-300)).log() + total
+        if float(row_logits.max() - row_logits.min()) > SAME_SINK:
             return None
-        logits.append(float(found.mean()))
+        logits.append(float(row_logits.mean()))
     return tuple(logits)
 
 
 def _logits(sink: Tensor | Sequence[float], num_heads: int) -> tuple[float, ...]:
     """Sinks that are wanted, by head."""
     try:
-        given = torch.as_tensor(sink, dtype=torch.float64)
+        logits = torch.as_tensor(sink, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"sink ({shown(sink)}) must be one logit for each of num_heads ({num_heads}) heads"
         ) from error
-    if given.shape != (num_heads,) or given.isnan().any():
+    if logits.shape != (num_heads,) or logits.isnan().any():
         raise ValueError(
-            f"sink {tuple(given.shape)} must be one logit for each of num_heads ({num_heads}) heads"
+            f"sink {tuple(logits.shape)} must be one logit for each of num_heads ({num_heads}) "
+            "heads"
         )
-    return tuple(given.tolist())
+    return tuple(logits.tolist())
 
 
 def _shown_sink(sink: Sequence[float] | None) -> str:
     if sink is None:
         return "weight is lost, but not to one number a head"
-    shown = dict.fromkeys("none" if x == -math.inf else f"{x:.3g}" for x in sink)
-    return ", ".join(shown)
+    texts = dict.fromkeys("none" if x == -math.inf else f"{x:.3g}" for x in sink)
+    return ", ".join(texts)
 
 
-def _gradients(seen: EffectiveMask) -> dict[str, str] | None:
+def _gradients(result: EffectiveMask) -> dict[str, str] | None:
     """Return what is wrong with the gradients, by one backward pass; None where there is none."""
-    make, probe = torch.Generator().manual_seed(1), seen._probe
-    v = torch.randn(probe.k.shape, generator=make)
+    generator, probe = torch.Generator().manual_seed(1), result._probe
+    v = torch.randn(probe.k.shape, generator=generator)
     n, num_heads, head_dim = probe.q.shape
-    at, dout = torch.arange(n), torch.zeros_like(probe.q)
+    tokens, dout = torch.arange(n), torch.zeros_like(probe.q)
     # One-hot rows: a column of dv is the weights of the queries t with t mod head_dim there.
-    dout[at, :, at % head_dim] = 1.0 + 0.5 * torch.randn(n, num_heads, generator=make)
+    dout[tokens, :, tokens % head_dim] = 1.0 + 0.5 * torch.randn(n, num_heads, generator=generator)
     leaves = [x.clone().requires_grad_() for x in (probe.q, probe.k, v)]
     with torch.enable_grad():
         out = probe.call(*leaves)
         try:
-            got = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 out, leaves, dout.to(out), allow_unused=True, materialize_grads=True
             )
         except RuntimeError:  # also if out has no gradient
             return None
-    keyed = torch.from_numpy(of_seen_keys(seen.weights.numpy()))
-    scales = [seen.softmax_scale if math.isnan(x) else x for x in seen.scale]
+    weights_of_seen_keys = torch.from_numpy(of_seen_keys(result.weights.numpy()))
+    scales = [result.softmax_scale if math.isnan(x) else x for x in result.scale]
 
     def rebuilt(q: Tensor, k: Tensor, v: Tensor, shards: Tensor | None) -> Tensor:
-        scores = probe._replace(q=q, k=k).scores(seen.key_heads, scales, seen.softcap)
-        p = softmax_of_read(keyed, scores, shards) + seen.weights - keyed
-        return torch.einsum("hqk,khd->qhd", p, v[:, [max(h, 0) for h in seen.value_heads]])
+        scores = probe._replace(q=q, k=k).scores(result.key_heads, scales, result.softcap)
+        p = (
+            softmax_of_read(weights_of_seen_keys, scores, shards)
+            + result.weights
+            - weights_of_seen_keys
+        )
+        return torch.einsum("hqk,khd->qhd", p, v[:, [max(h, 0) for h in result.value_heads]])
 
-    read = {name: x.double().cpu() for name, x in zip(("dq", "dk", "dv"), got, strict=True)}
+    gradients_by_name = {
+        name: x.double().cpu() for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)
+    }
     operands = [x.detach().double() for x in leaves]
-    return facts_of_gradients(rebuilt, operands, dout.double(), read, 4 * seen._tolerance)
+    return facts_of_gradients(
+        rebuilt, operands, dout.double(), gradients_by_name, 4 * result._tolerance
+    )

@@ -71,12 +71,12 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
     out, lse = attention(q, k, v, return_lse=True, **call)
     sink, share = call.get("sink"), torch.ones_like(lse)
     layout, mask = known_of(call["plan"], call.get("layout"), call.get("mask"))
-    asked = {**call, "layout": layout, "mask": mask, "sink": kind_of(sink), "needs_grad": True}
-    problem, transport = agreed_call(q, k, v, Call(**asked))
+    options = {**call, "layout": layout, "mask": mask, "sink": kind_of(sink), "needs_grad": True}
+    problem, transport = agreed_call(q, k, v, Call(**options))
     payload = problem.passes[1].payload
     partials = payload.wires.partials
-    own = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
-    if isinstance(partials, Float8) or own == "float16":
+    partial_dtype = partials.dtype or payload.dtype if isinstance(partials, Plain) else ""
+    if isinstance(partials, Float8) or partial_dtype == "float16":
         raise ValueError(
             f"no bound of gradients is proven for partials in {partials} of {payload.dtype}: "
             "numbers far below the largest lose more than a share of themselves; send partials in "
@@ -84,20 +84,22 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any) -> E
         )
     of_out = attention_bound(problem, transport, (q, k, v, out, lse), {**call})
     if sink is not None:
-        without: Any = {**call, "sink": None, "return_lse": True}
-        share = torch.sigmoid(attention(q, k, v, **without)[1] - one_sink(sink.detach(), lse.dtype))
+        options_without_sink: Any = {**call, "sink": None, "return_lse": True}
+        share = torch.sigmoid(
+            attention(q, k, v, **options_without_sink)[1] - one_sink(sink.detach(), lse.dtype)
+        )
     batched, accumulated = q.ndim == 4, accumulator_dtype(q.dtype)
     tensors = [rows_first(x, batched) for x in (q, k, v, dout, of_out, share)]
     sizes = _sizes(problem, transport, tensors, sink is not None)
     dq, *shares = (rows_last(x, batched) for x in sizes)
     # Columns of weights: the gradient of v is their sum, weighted by dout.
-    exact = {"wire": None, "wire_dtype": None, "kernel": None, "dropout_p": 0.0}
-    together: Any = {**call, **exact}
-    narrow = k.new_zeros((*k.shape[:-1], 2), dtype=accumulated).requires_grad_()
+    exact_options = {"wire": None, "wire_dtype": None, "kernel": None, "dropout_p": 0.0}
+    exact_call: Any = {**call, **exact_options}
+    two_columns = k.new_zeros((*k.shape[:-1], 2), dtype=accumulated).requires_grad_()
     with torch.enable_grad():
-        nothing = attention(q.to(accumulated), k.to(accumulated), narrow, **together)
+        column_output = attention(q.to(accumulated), k.to(accumulated), two_columns, **exact_call)
     douts = torch.stack(shares, -1).to(accumulated)
-    (columns,) = torch.autograd.grad(nothing, narrow, douts)
+    (columns,) = torch.autograd.grad(column_output, two_columns, douts)
     dq = dq.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
     # What overflows on its way is no number; inf is always a bound.
     gradients = (x.nan_to_num(torch.inf, torch.inf) for x in (dq, *columns.unbind(-1)))
@@ -116,43 +118,48 @@ def _sizes(
     travels, share = (dout * share).to(dout.dtype), share.double()
     scores, of_out = problem.scores, of_out.double()
     zero, kept = sink or scores.dropout_p > 0, 1 / (1 - scores.dropout_p)
-    found: list[tuple[Keys, Norms]] = []
+    norms_by_pass: list[tuple[Keys, Norms]] = []
     for backward in (False, True):
         call = CallTraits(q.shape[1], problem.prune)
         code = pass_code(problem.passes, transport.rank, backward=backward, call=call)
         statistics = {"lse": of_out, "delta": of_out} if backward else {}
-        named = {"q": q, **({"dout": travels} if backward else {}), **statistics}, {"k": k, "v": v}
+        tensors_by_side = (
+            {"q": q, **({"dout": travels} if backward else {}), **statistics},
+            {"k": k, "v": v},
+        )
         resolved = problem.passes[backward]
-        error = errors(code, named)
-        of = keys(resolved, transport, named[1], error, q.shape[2], zero)
-        found.append((of, norms(q, error["q"])))
-    lost = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
-    douts = norms(dout, torch.where(share > 0, lost / share, 0.0))
+        error = errors(code, tensors_by_side)
+        key_norms = keys(resolved, transport, tensors_by_side[1], error, q.shape[2], zero)
+        norms_by_pass.append((key_norms, norms(q, error["q"])))
+    dout_error = error["dout"].abs() + (dout.double() * share - travels.double()).abs()
+    douts = norms(dout, torch.where(share > 0, dout_error / share, 0.0))
     payload = problem.passes[1].payload
     # Weights come of scores and of lse, which are rounded in either pass.
-    of, row = (_larger(one, other) for one, other in zip(*found, strict=True))
-    off = shift(scores.scale, row, of, payload.dtype, payload.head_dim).total
-    grow = torch.expm1(2 * off)  # of a weight
-    size = 2 * kept * douts.norm * (of.v.norm + of.v.error)  # of dout v - delta
-    over = torch.minimum(kept * douts.total * of.spread, size)  # and its spread over keys
-    product = douts.norm * of.v.error + douts.error * (of.v.norm + of.v.error)
+    key_norms, q_norms = (_larger(one, other) for one, other in zip(*norms_by_pass, strict=True))
+    score_shift = shift(scores.scale, q_norms, key_norms, payload.dtype, payload.head_dim).total
+    grow = torch.expm1(2 * score_shift)  # of a weight
+    size = 2 * kept * douts.norm * (key_norms.v.norm + key_norms.v.error)  # of dout v - delta
+    size_spread = torch.minimum(
+        kept * douts.total * key_norms.spread, size
+    )  # and its spread over keys
+    product = douts.norm * key_norms.v.error + douts.error * (key_norms.v.norm + key_norms.v.error)
     product = kept * product + douts.total * of_out
-    slope = 0.0 if scores.softcap is None else _STEEPEST * off * (1 + grow) / scores.softcap
+    slope = 0.0 if scores.softcap is None else _STEEPEST * score_shift * (1 + grow) / scores.softcap
     r = rounding(problem, True, Side.Q), rounding(problem, True, Side.KV)
-    k_most, q_most = of.k.most + of.k.error_most, row.most + row.error_most
+    k_most, q_most = key_norms.k.most + key_norms.k.error_most, q_norms.most + q_norms.error_most
 
-    def moved(over: Tensor) -> Tensor:
+    def moved(size_spread: Tensor) -> Tensor:
         """Return the error of a weight's derivative by its score, for a weight of 1."""
-        return (1 + grow) * product + (grow + slope) * over
+        return (1 + grow) * product + (grow + slope) * size_spread
 
-    dq = (moved(over / 2) + r[0] * size) * k_most + over / 2 * of.k.error_most
-    dk = (moved(over) + r[1] * size) * q_most + over * row.error_most
+    dq = (moved(size_spread / 2) + r[0] * size) * k_most + size_spread / 2 * key_norms.k.error_most
+    dk = (moved(size_spread) + r[1] * size) * q_most + size_spread * q_norms.error_most
     dv = kept * ((grow + r[1]) * (douts.most + douts.error_most) + douts.error_most)
     return _SLACK * scores.scale * dq, _SLACK * scores.scale * dk, _SLACK * dv
 
 
-def _larger(one: Any, other: Any) -> Any:
+def _larger(first: Any, second: Any) -> Any:
     """Number by number, of tensors or of tuples of them."""
-    if isinstance(one, Tensor):
-        return torch.maximum(one, other)
-    return type(one)(*map(_larger, one, other))
+    if isinstance(first, Tensor):
+        return torch.maximum(first, second)
+    return type(first)(*map(_larger, first, second))

@@ -13,26 +13,29 @@ MOST_PARTS = 16  # that partial results may have been merged from
 
 
 def softmax_of_read(weights: Tensor, scores: Tensor, shards: Tensor | None) -> Tensor:
-    """Weights that were read, as a function of scores: beside the others and what a sink takes.
+    """Rebuild the weights that were read as a function of scores, so that they have gradients.
 
     Args:
         weights, scores: [num_heads, num_tokens, num_tokens].
-        shards: of each key: of partial results whose shares of the whole get no gradient.
+        shards: the shard of each key, if results of shards are merged by shares that get no
+            gradient. None: one softmax, with a sink where weights do not sum to 1.
     """
     member = torch.ones(weights.shape[-1], 1, dtype=torch.float64)
-    rest: Tensor | float = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)
+    other_weight: Tensor | float = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)
     if shards is not None:
-        member, rest = torch.nn.functional.one_hot(shards).double(), 0.0
-    grown = weights * torch.exp(scores - scores.detach())
-    share = (weights @ member + rest) / (grown @ member + rest).clamp(min=1e-300)
-    return grown * (share @ member.T)
+        member, other_weight = torch.nn.functional.one_hot(shards).double(), 0.0
+    unnormalized = weights * torch.exp(scores - scores.detach())
+    share = (weights @ member + other_weight) / (unnormalized @ member + other_weight).clamp(
+        min=1e-300
+    )
+    return unnormalized * (share @ member.T)
 
 
 def facts_of_gradients(
     rebuilt: Callable[..., Tensor],
     operands: Sequence[Tensor],
     dout: Tensor,
-    got: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     tolerance: float,
 ) -> dict[str, str]:
     """Return what is wrong with dq, dk and dv of q, k, v: texts by their names; empty if nothing
@@ -47,15 +50,15 @@ def facts_of_gradients(
         with torch.enable_grad():
             right = torch.autograd.grad(rebuilt(*leaves, shards), leaves, dout)
         pairs = zip(("dq", "dk", "dv"), right, strict=True)
-        texts = {name: difference(x, got[name], tolerance) for name, x in pairs}
+        texts = {name: difference(x, gradients[name], tolerance) for name, x in pairs}
         return {name: text for name, text in texts.items() if text}
 
-    found = wrong()
-    if set(found) == {"dq", "dk"}:
+    wrong_gradients = wrong()
+    if set(wrong_gradients) == {"dq", "dk"}:
         for name, shards in _partitions(len(dout)):
             if not wrong(shards):
                 return {"lse_lost": f"dq and dk are those of {name} whose shares are constants"}
-    return found
+    return wrong_gradients
 
 
 def difference(want: Tensor, got: Tensor, tolerance: float) -> str | None:
@@ -88,7 +91,7 @@ def relative(want: Tensor, got: Tensor) -> float:
 
 
 def _partitions(num_tokens: int) -> Iterator[tuple[str, Tensor]]:
-    """Ways in which keys may have been split; the whole as one part is a sink's merge."""
+    """Yield ways in which keys may have been split; the whole as one part: a merge with a sink."""
     yield "a merge with a sink", torch.zeros(num_tokens, dtype=torch.int64)
     for n in range(2, min(MOST_PARTS, num_tokens) + 1):
         for layout in (contiguous(num_tokens, n), zigzag(num_tokens, n), striped(num_tokens, n)):

@@ -1,4 +1,4 @@
-"""How a layer that goes over tokens in order differs: the whole and the split model are probed."""
+"""Differences of a layer that goes over tokens in order, found by probes of both models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BothModels(Protocol):
 
     model: nn.Module
     inputs: Mapping[str, Any]
-    found: Comparison
+    comparison: Comparison
 
     def whole_run(self, dtype: torch.dtype | None) -> Run: ...
 
@@ -48,26 +48,26 @@ class BothModels(Protocol):
 
 
 class LayerOrder:
-    """How rows of a layer that goes over tokens in order depend on others, in both models.
+    """Dependence of a layer's rows on earlier rows, in the whole and in the split model.
 
     Raises:
         UnreadableError: if it cannot be probed, or computes a softmax: attention is read otherwise.
     """
 
     def __init__(self, examination: BothModels, layer: str):
-        self.examination, self.layer, self.found = examination, layer, examination.found
+        self.examination, self.layer, self.comparison = examination, layer, examination.comparison
         starts = {0}
-        for own in self.found.positions:
-            rows = own[own >= 0]
+        for rank_positions in self.comparison.positions:
+            rows = rank_positions[rank_positions >= 0]
             starts |= set(rows[torch.diff(rows, prepend=rows[:1] - 2) != 1].tolist())
-        self.pieces = Pieces(tuple(sorted(starts - {0})), len(self.found.counted))
+        self.pieces = Pieces(tuple(sorted(starts - {0})), len(self.comparison.counted))
         self.everywhere = torch.arange(self.pieces.num_tokens)
-        coarse = self.found.eps > torch.finfo(torch.float32).eps
-        self.dtype = torch.float32 if coarse else None
+        is_coarse = self.comparison.eps > torch.finfo(torch.float32).eps
+        self.dtype = torch.float32 if is_coarse else None
         self.run = examination.whole_run(self.dtype)
 
     def forward(self) -> Facts:
-        """What is wrong with states and short convolutions, from rows of the input."""
+        """Find wrong states and short convolutions, by changing rows of the input."""
         whole, split = (
             self._changes(self.run, whole=True),
             self._changes(self._split(), whole=False),
@@ -89,7 +89,7 @@ class LayerOrder:
         return self._halo(columns, starts) or self._prefixes(starts)
 
     def backward(self) -> Facts:
-        """Rows that get no gradient of other pieces."""
+        """Find rows that get no gradient from other pieces."""
         rows = (0, *self.pieces.starts)
         probe = RowProbe(self.layer, rows, self.everywhere, backward=True)
         self._check_functions(probe)
@@ -98,53 +98,59 @@ class LayerOrder:
         return facts_of_gradient(want.double(), got.double(), self.pieces)
 
     def _changes(self, run: Run, *, whole: bool) -> Changes:
-        """Changes of the layer's output with rows of its input, beside the rounding of its rows."""
+        """Return a function from changed rows of the input to the changes of the layer's output."""
         probe = RowProbe(self.layer, (), self.everywhere)
         if whole:
             self._check_functions(probe)
-        before = run(probe)
-        return lambda rows: self._beside_rounding(run(probe._replace(rows=tuple(rows))), before)
+        unchanged = run(probe)
+        return lambda rows: self._beside_rounding(run(probe._replace(rows=tuple(rows))), unchanged)
 
-    def _beside_rounding(self, after: Tensor, before: Tensor) -> Tensor:
-        eps = self.found.eps if self.dtype is None else torch.finfo(self.dtype).eps
-        size = before.double().norm(dim=1).median().clamp(min=1e-300)
-        return ((after - before).double().norm(dim=1) / (4 * eps * size)).nan_to_num(nan=torch.inf)
+    def _beside_rounding(self, changed: Tensor, unchanged: Tensor) -> Tensor:
+        eps = self.comparison.eps if self.dtype is None else torch.finfo(self.dtype).eps
+        size = unchanged.double().norm(dim=1).median().clamp(min=1e-300)
+        return ((changed - unchanged).double().norm(dim=1) / (4 * eps * size)).nan_to_num(
+            nan=torch.inf
+        )
 
     def _check_functions(self, probe: RowProbe) -> None:
         model, inputs = self.examination.model, self.examination.inputs
-        called = run_whole(model, inputs, ModelRun(probe, dtype=self.dtype)).called
-        found = [name for name in called if "softmax" in name or "attention" in name]
-        if found:
-            raise UnreadableError(f"it calls {found[0]}")
+        called_names = run_whole(model, inputs, ModelRun(probe, dtype=self.dtype)).called
+        attention_names = [
+            name for name in called_names if "softmax" in name or "attention" in name
+        ]
+        if attention_names:
+            raise UnreadableError(f"it calls {attention_names[0]}")
 
     def _split(self) -> Run:
         width = self.run(RowProbe(self.layer, (), self.everywhere)).shape[1]
         return self.examination.split_run(width, self.dtype)
 
     def _short_columns(self, borders: Sequence[int]) -> dict[str, list[int]]:
-        """Columns of the layer's projections of which few tokens in a row are read together."""
-        whole, n = self.found.whole, self.pieces.num_tokens
-        inside = [x for x in whole.outputs if x.startswith(f"{self.layer}.")]
-        parts = [x for x in inside if projects(x, whole, n)]
+        """Columns of the layer's projections that a short convolution reads."""
+        whole, n = self.comparison.whole, self.pieces.num_tokens
+        inner_modules = [x for x in whole.outputs if x.startswith(f"{self.layer}.")]
+        parts = [x for x in inner_modules if projects(x, whole, n)]
         edges = [0, *borders, n]
-        last = max(range(1, len(edges)), key=lambda i: edges[i] - edges[i - 1])
+        longest = max(range(1, len(edges)), key=lambda i: edges[i] - edges[i - 1])
         for leaves in (parts[:-1], parts):  # the last one mostly takes the result
             setting = LeafSetting(leaves, f"{self.layer}()", 1.0)
             with suppress(UnreadableError, RuntimeError):
                 result = self.run(setting)
-                if found := short_columns(result, setting.leaves, edges[last] - 1):
+                if found := short_columns(result, setting.leaves, edges[longest] - 1):
                     return found
         return {}
 
     def _halo(self, columns: Mapping[str, list[int]], starts: Sequence[int]) -> Facts:
-        """Whether rows before the pieces are read by a convolution where a state passes."""
-        for name, own in columns.items():
-            values = rows_of_one(self.found.whole.outputs[name], self.pieces.num_tokens)
+        """Find pieces whose convolution does not read the rows before them."""
+        for name, module_columns in columns.items():
+            values = rows_of_one(self.comparison.whole.outputs[name], self.pieces.num_tokens)
             if values is None:
                 continue
-            changed = values[:, own].clone()
+            changed = values[:, module_columns].clone()
             changed[[start - 1 for start in starts]] *= -1.5
-            probe = OutputSetting(name, tuple(own), values[:, own], f"{self.layer}()")
+            probe = OutputSetting(
+                name, tuple(module_columns), values[:, module_columns], f"{self.layer}()"
+            )
             width = self.run(probe).shape[1]
             runs = self.run, self.examination.split_run(width, self.dtype)
             want, got = (
@@ -156,11 +162,13 @@ class LayerOrder:
         return {}
 
     def _prefixes(self, starts: Sequence[int]) -> Facts:
-        """Whether what is computed first in the layer is wrong in first rows of pieces alone."""
-        for name in self.found.whole.outputs:
-            rows = self.found.rows("output", name) if name.startswith(f"{self.layer}.") else None
-            if rows is None or self.found.error("output", name) <= 1:
+        """Find a first computation in the layer that is wrong in the first rows of pieces only."""
+        for name in self.comparison.whole.outputs:
+            rows = (
+                self.comparison.rows("output", name) if name.startswith(f"{self.layer}.") else None
+            )
+            if rows is None or self.comparison.error("output", name) <= 1:
                 continue
-            off = rows.errors() > float(self.found.limits("output", name)[0])
-            return facts_of_first_rows(rows.positions[off].tolist(), starts, self.pieces)
+            is_wrong = rows.errors() > float(self.comparison.limits("output", name)[0])
+            return facts_of_first_rows(rows.positions[is_wrong].tolist(), starts, self.pieces)
         return {}

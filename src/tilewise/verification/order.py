@@ -1,8 +1,9 @@
 """Facts about layers that go over tokens in order: states that are carried, short convolutions.
 
-Nothing of a layer is known but which rows of its result change with which rows of its input, in
-both models. A row that reaches all later ones of its document tells of a state; one that reaches a
-few, of a convolution. Where a reach ends early in the split model, it says at which token.
+All that is known of a layer is which rows of its result change with which rows of its input, in
+both models. If a row changes all later ones of its document, the layer carries a state; if it
+changes a few, the layer has a convolution. If the split model's changes end early, the row at which
+they end shows the fault.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ SAME_SHAPE = 1e-3  # of the largest gradient
 SURELY = 30.0  # times what rounding changes
 
 Changes = Callable[[Sequence[int]], Tensor]
-"""From the rows of an input that are changed to each row's change, in multiples of rounding."""
+"""Function from changed rows of an input to the change of each row, in multiples of rounding."""
 
 
 class Pieces(NamedTuple):
-    """Where pieces of neighbouring tokens begin on the ranks, 0 left out, and how many tokens."""
+    """Starts of pieces of neighbouring tokens on the ranks, without 0, and the number of tokens."""
 
     starts: tuple[int, ...]
     num_tokens: int
 
-    def begins_in(self, after: int, upto: int) -> bool:
+    def begins_in(self, first: int, last: int) -> bool:
         """Return whether a piece begins in (after, upto]."""
-        return any(after < start <= upto for start in self.starts)
+        return any(first < start <= last for start in self.starts)
 
 
 class Walk(NamedTuple):
-    """What a walk along the sequence found.
+    """Result of a walk along the sequence.
 
     Attributes:
         cuts: tokens that no earlier row reaches in the split model.
@@ -64,43 +65,43 @@ def reach_of(whole: Changes, num_tokens: int) -> int | None:
         changed = whole((row,)) > SURELY
         if changed[:row].any():
             return -1
-        behind = changed[row + 1 :].nonzero()
-        reaches.append(int(behind.max()) + 1 if len(behind) else 0)
-    most = max(reaches)
-    if not most:
+        reached_rows = changed[row + 1 :].nonzero()
+        reaches.append(int(reached_rows.max()) + 1 if len(reached_rows) else 0)
+    longest = max(reaches)
+    if not longest:
         return -1
     # A document may end within the reach.
-    alike = sum(reach == most for reach in reaches) >= 2
-    return most if alike and most <= min(MOST_REACH, num_tokens // 3 - 1) else None
+    is_constant = sum(reach == longest for reach in reaches) >= 2
+    return longest if is_constant and longest <= min(MOST_REACH, num_tokens // 3 - 1) else None
 
 
 def walk(whole: Changes, split: Changes, num_tokens: int) -> Walk:
     """Follow a state from the first token on, from each place on where a reach ends."""
-    found, row = Walk([], [], [], [], False), 0
+    result, row = Walk([], [], [], [], False), 0
     for _ in range(MOST_PROBES):
         if row >= num_tokens - 1:
             break
         want, got = whole((row,)) > SURELY, split((row,)) > 1
         stop = _first(~want, row + 1)
-        end = min(_first(~got, row + 1), stop)
-        if end < stop:
-            found.cuts.append(end)
-            found = found._replace(other_rows=found.other_rows or bool(got[end:].any()))
-            row = end
+        split_stop = min(_first(~got, row + 1), stop)
+        if split_stop < stop:
+            result.cuts.append(split_stop)
+            result = result._replace(other_rows=result.other_rows or bool(got[split_stop:].any()))
+            row = split_stop
             continue
         if stop == num_tokens:
             break
-        before = stop - 1
-        if before > row and bool(whole((before,))[stop] > SURELY):
-            row = before  # it only faded
+        last_before_stop = stop - 1
+        if last_before_stop > row and bool(whole((last_before_stop,))[stop] > SURELY):
+            row = last_before_stop  # it only faded
             continue
-        found.borders.append(stop)
+        result.borders.append(stop)
         if got[stop:].any():
-            found.state_leaks.append(stop)
-        elif bool((split((before,))[stop:] > 1).any()):
-            found.halo_leaks.append(stop)
+            result.state_leaks.append(stop)
+        elif bool((split((last_before_stop,))[stop:] > 1).any()):
+            result.halo_leaks.append(stop)
         row = stop
-    return found
+    return result
 
 
 def facts_of_state(
@@ -114,19 +115,19 @@ def facts_of_state(
     """
     facts: dict[str, Any] = {"other_rows": True} if walked.other_rows else {}
     if walked.cuts:
-        inside = [cut for cut in walked.cuts if cut not in pieces.starts]
-        kept = [border for border in walked.borders if border not in walked.state_leaks]
-        if inside:
+        cuts_inside = [cut for cut in walked.cuts if cut not in pieces.starts]
+        borders_kept = [border for border in walked.borders if border not in walked.state_leaks]
+        if cuts_inside:
             facts["invented"] = (
-                f"the state begins anew at positions {some(inside, 6)}, inside a document and "
+                f"the state begins anew at positions {some(cuts_inside, 6)}, inside a document and "
                 "inside a rank's tokens"
             )
-        elif kept and has_halo and not passes_near:
+        elif borders_kept and has_halo and not passes_near:
             facts["invented"] = (
                 f"state and convolution begin anew at positions {some(walked.cuts, 6)}, where "
                 "tokens of a rank begin, as at the borders of documents"
             )
-        if not inside:
+        if not cuts_inside:
             facts["restarts"] = (
                 f"no earlier token reaches those from {some(walked.cuts, 6)} on, though the "
                 "document goes on"
@@ -147,7 +148,7 @@ def facts_of_convolution(
     whole: Changes, split: Changes, reach: int, pieces: Pieces
 ) -> dict[str, Any]:
     """Facts of a layer whose rows reach a few later ones."""
-    lost, extra = list[tuple[int, int]](), list[int]()
+    lost_pairs, extra_rows = list[tuple[int, int]](), list[int]()
     n = pieces.num_tokens
     for first in range(reach + 1):
         rows = tuple(range(first, n, reach + 1))
@@ -157,21 +158,22 @@ def facts_of_convolution(
             if source == row or bool(want[row]) == bool(got[row]):
                 continue
             if want[row]:
-                lost.append((source, row))
+                lost_pairs.append((source, row))
             else:
-                extra.append(row)
-    facts: dict[str, Any] = {"other_rows": True} if lost and extra else {}
-    inside = sorted({row for source, row in lost if not pieces.begins_in(source, row)})
-    if inside:
+                extra_rows.append(row)
+    facts: dict[str, Any] = {"other_rows": True} if lost_pairs and extra_rows else {}
+    rows_inside = sorted({row for source, row in lost_pairs if not pieces.begins_in(source, row)})
+    if rows_inside:
         facts["invented"] = (
-            f"positions {some(inside, 6)} do not see tokens before them, inside a document and "
-            "inside a rank's tokens"
+            f"positions {some(rows_inside, 6)} do not see tokens before them, inside a document "
+            "and inside a rank's tokens"
         )
-    elif lost:
-        facts["no_halo"] = _unseen(sorted({row for _, row in lost}))
-    elif extra:
+    elif lost_pairs:
+        facts["no_halo"] = _unseen(sorted({row for _, row in lost_pairs}))
+    elif extra_rows:
         facts["no_halo"] = (
-            f"tokens at {some(sorted(set(extra)), 6)} see tokens of another document before theirs"
+            f"tokens at {some(sorted(set(extra_rows)), 6)} see tokens of another document before "
+            "theirs"
         )
     return facts
 
@@ -182,8 +184,10 @@ def facts_of_halo(want: Tensor, got: Tensor, starts: Sequence[int]) -> dict[str,
     Args:
         want, got: changes where what the convolution reads is changed in the rows before starts.
     """
-    lost = [start for start in starts if bool(want[start] > SURELY) and not bool(got[start] > 1)]
-    return {"no_halo": _unseen(lost)} if lost else {}
+    lost_starts = [
+        start for start in starts if bool(want[start] > SURELY) and not bool(got[start] > 1)
+    ]
+    return {"no_halo": _unseen(lost_starts)} if lost_starts else {}
 
 
 def facts_of_first_rows(
@@ -195,11 +199,11 @@ def facts_of_first_rows(
         wrong: rows that deviate.
         starts: pieces that go on with a document.
     """
-    edges, reached = [*pieces.starts, pieces.num_tokens], set[int]()
+    edges, reachable_rows = [*pieces.starts, pieces.num_tokens], set[int]()
     for start in starts:
         stop = edges[edges.index(start) + 1]
-        reached |= set(range(start, min(start + MOST_REACH, stop - 1)))
-    return {"no_halo": _unseen(sorted(wrong))} if wrong and reached.issuperset(wrong) else {}
+        reachable_rows |= set(range(start, min(start + MOST_REACH, stop - 1)))
+    return {"no_halo": _unseen(sorted(wrong))} if wrong and reachable_rows.issuperset(wrong) else {}
 
 
 def facts_of_gradient(want: Tensor, got: Tensor, pieces: Pieces) -> dict[str, Any]:
@@ -210,14 +214,17 @@ def facts_of_gradient(want: Tensor, got: Tensor, pieces: Pieces) -> dict[str, An
     if ratio and abs(ratio - 1) > SAME_SHAPE:
         text = f"gradients at its input are {ratio:.4g} times what is right"
         return {"gradient_ratio": f"{text}, those at its output are right"}
-    least, sizes, found = 1e-5, want.norm(dim=1), got.norm(dim=1)
-    some_there = sizes > least * sizes.max()
-    lost = (some_there & (found <= least * sizes)).nonzero().flatten().tolist()
-    if not lost:
+    smallest_share, sizes, split_sizes = 1e-5, want.norm(dim=1), got.norm(dim=1)
+    has_gradient = sizes > smallest_share * sizes.max()
+    lost_rows = (
+        (has_gradient & (split_sizes <= smallest_share * sizes)).nonzero().flatten().tolist()
+    )
+    if not lost_rows:
         return {}
     return {
-        "state_gradient": f"{len(lost)} of {pieces.num_tokens} rows, such as {some(lost, 4)}, get "
-        "no gradient of the pieces of tokens behind theirs, whose values do depend on them"
+        "state_gradient": f"{len(lost_rows)} of {pieces.num_tokens} rows, such as "
+        f"{some(lost_rows, 4)}, get no gradient of the pieces of tokens behind theirs, whose "
+        "values do depend on them"
     }
 
 
@@ -227,19 +234,22 @@ def short_columns(result: Tensor, leaves: dict[str, Tensor], row: int) -> dict[s
     Args:
         result: [num_tokens, numbers], in the graph of the leaves, [(1,) num_tokens, columns].
     """
-    make = torch.Generator().manual_seed(3)
-    draw = torch.randn(result.shape[1:], generator=make).to(result)
+    generator = torch.Generator().manual_seed(3)
+    draw = torch.randn(result.shape[1:], generator=generator).to(result)
     grads = torch.autograd.grad((result[row] * draw).sum(), [*leaves.values()], allow_unused=True)
-    found: dict[str, list[int]] = {}
+    columns_by_module: dict[str, list[int]] = {}
     for name, grad in zip(leaves, grads, strict=True):
         if grad is None:
             continue
         rows = grad.reshape(-1, grad.shape[-1])[: len(result)] != 0
-        near, far = rows[max(row - MOST_REACH, 0) : row].any(0), rows[: max(row - MOST_REACH, 0)]
-        columns = (near & ~far.any(0)).nonzero().flatten().tolist()
+        reads_near, reads_far = (
+            rows[max(row - MOST_REACH, 0) : row].any(0),
+            rows[: max(row - MOST_REACH, 0)],
+        )
+        columns = (reads_near & ~reads_far.any(0)).nonzero().flatten().tolist()
         if columns:
-            found[name] = columns
-    return found
+            columns_by_module[name] = columns
+    return columns_by_module
 
 
 def _unseen(rows: Sequence[int]) -> str:
@@ -249,7 +259,7 @@ def _unseen(rows: Sequence[int]) -> str:
     )
 
 
-def _first(wanted: Tensor, start: int) -> int:
+def _first(holds: Tensor, start: int) -> int:
     """The first row from start on for which it holds; their number if there is none."""
-    rows = wanted[start:].nonzero()
-    return start + int(rows[0]) if len(rows) else len(wanted)
+    rows = holds[start:].nonzero()
+    return start + int(rows[0]) if len(rows) else len(holds)

@@ -53,12 +53,12 @@ class ScoreShift(NamedTuple):
         return self.by_keys + self.others
 
 
-def shift(scale: float, q: Norms, of: Keys, dtype: str, head_dim: int) -> ScoreShift:
+def shift(scale: float, q: Norms, key_norms: Keys, dtype: str, head_dim: int) -> ScoreShift:
     """|scale q k - scale q' k'| <= scale (|q| |k - k'| + |q - q'| |k'|), and arithmetic."""
     arithmetic = (head_dim + 16) * _unit(accumulator(dtype))
-    of_keys = scale * (of.k.norm + of.k.error)
-    by_arithmetic = arithmetic * (q.norm + q.error) * of_keys
-    return ScoreShift(scale * q.norm * of.k.error, q.error * of_keys, by_arithmetic)
+    scaled_key_norm = scale * (key_norms.k.norm + key_norms.k.error)
+    by_arithmetic = arithmetic * (q.norm + q.error) * scaled_key_norm
+    return ScoreShift(scale * q.norm * key_norms.k.error, q.error * scaled_key_norm, by_arithmetic)
 
 
 def rounding(problem: ResolvedCall, backward: bool, side: Side) -> float:
@@ -87,16 +87,16 @@ def _unit(dtype: str) -> float:
 @kept_with_plan()
 def _transfers(plan: Plan, side: Side) -> int:
     """The most transfers that any share of a partial of a side makes one after the other."""
-    made: dict[tuple[int, Item], int] = {}
+    transfers_so_far: dict[tuple[int, Item], int] = {}
     for step in plan.steps:
         arrived = []
         for item, src, dst, _ in step.transfers:
             if item.side is side and item.role is not Role.OPERAND:
                 item = item._replace(role=Role.PARTIAL)
-                arrived.append(((dst, item), made.get((src, item), 0) + 1))
-        for place, transfers in arrived:
-            made[place] = max(made.get(place, 0), transfers)
-    return max(made.values(), default=0)
+                arrived.append(((dst, item), transfers_so_far.get((src, item), 0) + 1))
+        for rank_and_item, transfers in arrived:
+            transfers_so_far[rank_and_item] = max(transfers_so_far.get(rank_and_item, 0), transfers)
+    return max(transfers_so_far.values(), default=0)
 
 
 class Spread(NamedTuple):
@@ -130,21 +130,26 @@ def attention_bound(
     rows = [rows_first(x, batched) for x in (q, k, v, out)]
     call = CallTraits(rows[0].shape[1], problem.prune)
     code = pass_code(problem.passes, transport.rank, backward=False, call=call)
-    named = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
-    found = errors(code, named)
+    tensors_by_side = {"q": rows[0]}, {"k": rows[1], "v": rows[2]}
+    error_by_name = errors(code, tensors_by_side)
     zero = options.get("sink") is not None or problem.scores.dropout_p > 0
-    of, spread = keys(forward, transport, named[1], found, q.shape[-2], zero), None
+    key_norms, spread = (
+        keys(forward, transport, tensors_by_side[1], error_by_name, q.shape[-2], zero),
+        None,
+    )
     if wire_of(forward.payload) != Plain(dtype_name(forward.payload.dtype)):
-        away = rows_last((rows[2].double() - of.middle) / of.reach, batched)
-        spread = _spread(problem, (q, k, away.square()), of, lse, options)
-    bound = output_bound(problem, (rows[0], found["q"]), of, rows[3].double(), spread)
+        distances = rows_last((rows[2].double() - key_norms.middle) / key_norms.reach, batched)
+        spread = _spread(problem, (q, k, distances.square()), key_norms, lse, options)
+    bound = output_bound(
+        problem, (rows[0], error_by_name["q"]), key_norms, rows[3].double(), spread
+    )
     return rows_last(bound, batched).to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
 
 
 def _spread(
     problem: ResolvedCall,
     qkv: tuple[Tensor, Tensor, Tensor],
-    of: Keys,
+    key_norms: Keys,
     lse: Tensor,
     options: dict[str, Any],
 ) -> Spread:
@@ -170,21 +175,21 @@ def _spread(
     squares, logs = attention(q, k, v, **doubled, return_lse=True)
     # Arithmetic, and what arrives of a square x: at least (1 - relative) x - least.
     unit, tokens = 4 * _unit(dtype_name(lse.dtype)), forward.layouts[1].num_tokens
-    relative, least = (1 + stochastic(wire)) * 2.0**-4, (1 + stochastic(wire)) * 2.0**-17
+    relative, smallest = (1 + stochastic(wire)) * 2.0**-4, (1 + stochastic(wire)) * 2.0**-17
     if isinstance(wire, Plain):
-        relative = least = _unit(wire.dtype or dtype_name(q.dtype))
-    squares = (squares.double() * (1 + (tokens + 64) * unit) + least) / (1 - relative)
-    sure = unit * (logs.abs() + 2 * lse.abs() + 1)
-    weights = torch.exp((logs - 2 * lse + sure).double() / 2).nan_to_num(0.0)
+        relative = smallest = _unit(wire.dtype or dtype_name(q.dtype))
+    squares = (squares.double() * (1 + (tokens + 64) * unit) + smallest) / (1 - relative)
+    log_margin = unit * (logs.abs() + 2 * lse.abs() + 1)
+    weights = torch.exp((logs - 2 * lse + log_margin).double() / 2).nan_to_num(0.0)
     weights, squares = (rows_first(x, q.ndim == 4) for x in (weights, squares.clamp_max(1.0)))
-    reach = of.reach.repeat_interleave(q.shape[-2] // k.shape[-2], 2)
+    reach = key_norms.reach.repeat_interleave(q.shape[-2] // k.shape[-2], 2)
     return Spread(weights, squares.sqrt() * weights[..., None] * reach)
 
 
 def output_bound(
     problem: ResolvedCall,
     q: tuple[Tensor, Tensor],
-    of: Keys,
+    key_norms: Keys,
     out: Tensor,
     spread: Spread | None,
 ) -> Tensor:
@@ -199,46 +204,53 @@ def output_bound(
     """
     scores, forward, keep = problem.scores, problem.passes[0], 1 - problem.scores.dropout_p
     payload: Payload = forward.payload
-    row = norms(*q)
-    off = shift(scores.scale, row, of, payload.dtype, payload.head_dim)
-    sizes = rounding(problem, False, Side.Q) * (of.v.most + of.v.error_most)
-    by_scores, by_values = torch.tanh(off.total / 2) * of.spread, of.v.error_most
+    q_norms = norms(*q)
+    score_shift = shift(scores.scale, q_norms, key_norms, payload.dtype, payload.head_dim)
+    rounded_values = rounding(problem, False, Side.Q) * (key_norms.v.most + key_norms.v.error_most)
+    by_scores, by_values = (
+        torch.tanh(score_shift.total / 2) * key_norms.spread,
+        key_norms.v.error_most,
+    )
     if spread is not None:
-        sure = torch.exp(8 * off.by_arithmetic)  # the two passes' weights
-        weights, values = sure * spread.weights, sure[..., None] * spread.values
+        weight_margin = torch.exp(8 * score_shift.by_arithmetic)  # the two passes' weights
+        weights, values = weight_margin * spread.weights, weight_margin[..., None] * spread.values
         tokens, width = forward.layouts[Side.KV].num_tokens, payload.v_head_dim
         events = math.log((2 * tokens + 5 * width + 4) / FAILURE)
-        by_values = torch.fmin(by_values, weights * of.v_columns)
+        by_values = torch.fmin(by_values, weights * key_norms.v_columns)
         if stochastic(wire_of(payload)):
-            by_values = torch.fmin(by_values, math.sqrt(events / 2) * weights * of.v_steps.most)
-        middle = of.middle.repeat_interleave(out.shape[2] // of.middle.shape[2], 2)
-        others = torch.tanh(off.by_arithmetic / 2) * of.spread
-        away = (keep * out - middle).abs() + (by_values + sizes + others)[..., None]
-        away = away + (middle.abs() if keep < 1 else 0.0)
+            by_values = torch.fmin(
+                by_values, math.sqrt(events / 2) * weights * key_norms.v_steps.most
+            )
+        middle = key_norms.middle.repeat_interleave(out.shape[2] // key_norms.middle.shape[2], 2)
+        by_other_scores = torch.tanh(score_shift.by_arithmetic / 2) * key_norms.spread
+        distances = (keep * out - middle).abs() + (by_values + rounded_values + by_other_scores)[
+            ..., None
+        ]
+        distances = distances + (middle.abs() if keep < 1 else 0.0)
         # the root of the sum of p^2 (v - sum p v)^2
-        column = (values + away * weights[..., None]).amax(-1)
+        column = (values + distances * weights[..., None]).amax(-1)
         # the norm of a row's errors of scores, as the matrix of keys and that of errors allow
-        of_keys = scores.scale * row.norm * of.errors
-        together = of_keys + scores.scale * row.error * (of.matrix + of.errors)
-        shifted = off.by_keys + off.by_queries
-        moved = together * column * _steepest(shifted)
-        moved = moved * torch.exp(torch.fmin(together * weights, shifted))
-        by_scores = torch.fmin(by_scores, moved + others)
+        of_keys = scores.scale * q_norms.norm * key_norms.errors
+        shift_norm = of_keys + scores.scale * q_norms.error * (key_norms.matrix + key_norms.errors)
+        shifted = score_shift.by_keys + score_shift.by_queries
+        moved_weight = shift_norm * column * _steepest(shifted)
+        moved_weight = moved_weight * torch.exp(torch.fmin(shift_norm * weights, shifted))
+        by_scores = torch.fmin(by_scores, moved_weight + by_other_scores)
         if stochastic(wire_of(payload)) and scores.softcap is None:
-            likely = _by_likely_errors(scores.scale, q[0], off, of, events)
-            by_scores = likely(weights, column, of_keys, by_scores)
-    bound = _SLACK / keep * (by_scores + by_values + sizes)
-    bounded = torch.isfinite(off.total + of.v.error_most) & ~bound.isnan()
+            likely_bound = _by_likely_errors(scores.scale, q[0], score_shift, key_norms, events)
+            by_scores = likely_bound(weights, column, of_keys, by_scores)
+    bound = _SLACK / keep * (by_scores + by_values + rounded_values)
+    bounded = torch.isfinite(score_shift.total + key_norms.v.error_most) & ~bound.isnan()
     return torch.where(bounded, bound, torch.inf)
 
 
-def _steepest(most: Tensor) -> Tensor:
+def _steepest(largest: Tensor) -> Tensor:
     """The largest |exp(x) - 1| / |x| of any |x| up to it."""
-    return torch.where(most > 0, torch.expm1(most) / most, 1.0)
+    return torch.where(largest > 0, torch.expm1(largest) / largest, 1.0)
 
 
 def _by_likely_errors(
-    scale: float, q: Tensor, off: ScoreShift, of: Keys, events: float
+    scale: float, q: Tensor, score_shift: ScoreShift, key_norms: Keys, events: float
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the bound from errors of keys that are rounded at random; it may fail with a
     probability of FAILURE a row.
@@ -246,31 +258,49 @@ def _by_likely_errors(
     q = q.double().abs()
     # Hoelder: of the products of q's numbers and spacings, the norm
     products = (
-        q.amax(-1) * of.k_steps.norm,
-        norm(q, 4) * of.k_steps.norm_4,
-        norm(q) * of.k_steps.most,
+        q.amax(-1) * key_norms.k_steps.norm,
+        norm(q, 4) * key_norms.k_steps.norm_4,
+        norm(q) * key_norms.k_steps.most,
     )
     sigma = scale / 2 * torch.stack(products).amin(0)
     deviations = math.sqrt(2 * events) * sigma
-    most = torch.fmin(deviations, off.by_keys)  # of all scores
-    others = torch.tanh(off.others / 2) * of.spread
+    largest_shift = torch.fmin(deviations, score_shift.by_keys)  # of all scores
+    by_other_scores = torch.tanh(score_shift.others / 2) * key_norms.spread
 
-    def bound(weights: Tensor, column: Tensor, together: Tensor, near: Tensor) -> Tensor:
+    def bound(weights: Tensor, column: Tensor, errors_norm: Tensor, proven_bound: Tensor) -> Tensor:
         """weights, column: of rounded scores; together: errors' norm; near: what is proven."""
-        exact, found = torch.ones_like(most), near  # exact: sum p^2 without rounding
+        squared_weights, best_bound = (
+            torch.ones_like(largest_shift),
+            proven_bound,
+        )  # exact: sum p^2 without rounding
         for _ in range(4):  # the bounds make each other smaller
-            mean = torch.fmin(deviations * exact.sqrt(), most)
-            squared = sigma**2 * (1 + 2 * (events * exact).sqrt() + 2 * events * exact.sqrt())
-            grown = 1 + mean + torch.exp(most) / 2 * torch.fmin(most**2, squared)
-            grown = grown * torch.exp(most + 2 * off.others)  # a weight
-            exact = torch.fmin(exact, (weights * grown) ** 2)
-            width = torch.fmin(exact, exact.sqrt() / 4).sqrt() * of.spread
-            width = torch.fmin(width, grown * (column + found * weights))
-            curved = sigma**2 * (of.spread / 2 + 2 * (math.sqrt(events) + events) * width)
-            proven = torch.fmin(most * of.spread / 2, together * width) * most
-            curved = torch.fmin(curved, proven)
-            by_keys = (deviations * width + torch.exp(most) / 2 * curved) * torch.exp(mean)
-            found = torch.fmin(found, by_keys + others)
-        return found
+            mean = torch.fmin(deviations * squared_weights.sqrt(), largest_shift)
+            squared = sigma**2 * (
+                1 + 2 * (events * squared_weights).sqrt() + 2 * events * squared_weights.sqrt()
+            )
+            weight_growth = (
+                1 + mean + torch.exp(largest_shift) / 2 * torch.fmin(largest_shift**2, squared)
+            )
+            weight_growth = weight_growth * torch.exp(
+                largest_shift + 2 * score_shift.others
+            )  # a weight
+            squared_weights = torch.fmin(squared_weights, (weights * weight_growth) ** 2)
+            width = (
+                torch.fmin(squared_weights, squared_weights.sqrt() / 4).sqrt() * key_norms.spread
+            )
+            width = torch.fmin(width, weight_growth * (column + best_bound * weights))
+            second_order = sigma**2 * (
+                key_norms.spread / 2 + 2 * (math.sqrt(events) + events) * width
+            )
+            proven = (
+                torch.fmin(largest_shift * key_norms.spread / 2, errors_norm * width)
+                * largest_shift
+            )
+            second_order = torch.fmin(second_order, proven)
+            by_keys = (
+                deviations * width + torch.exp(largest_shift) / 2 * second_order
+            ) * torch.exp(mean)
+            best_bound = torch.fmin(best_bound, by_keys + by_other_scores)
+        return best_bound
 
     return bound

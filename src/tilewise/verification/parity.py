@@ -1,4 +1,4 @@
-"""Parity: whether a split model is the unsplit one, the first layer that deviates, and why."""
+"""Parity of a split model and the unsplit one: the first layer that deviates, and the cause."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class ParityReport:
         if self.failures:
             lines = [_failed(self.failures)]
         elif not self.equal:
-            where = "no layer deviates" if self.layer is None else f"first deviates: {self.layer}"
-            lines = [f"not equal; {where}", explained(self.findings)]
+            place = "no layer deviates" if self.layer is None else f"first deviates: {self.layer}"
+            lines = [f"not equal; {place}", explained(self.findings)]
             lines += [
                 f"  {d.kind} of {d.name}: {d.error:.3g} x rounding" for d in self.deviations[:SHOWN]
             ]
-            more = len(self.deviations) - SHOWN
-            lines += [f"  and {more} more of {self.compared}"] if more > 0 else []
+            num_more = len(self.deviations) - SHOWN
+            lines += [f"  and {num_more} more of {self.compared}"] if num_more > 0 else []
         lines += [f"note: {note}" for note in self.notes]
         if self.allowed is not None:
             picture = text_picture(self.allowed[0].numpy())
@@ -95,11 +95,11 @@ class ParityReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the picture."""
-        found = {**vars(self), "notes": list(self.notes)}
-        del found["allowed"]
+        values = {**vars(self), "notes": list(self.notes)}
+        del values["allowed"]
         for name in ("findings", "deviations", "failures"):
-            found[name] = [value._asdict() for value in found[name]]
-        return found
+            values[name] = [value._asdict() for value in values[name]]
+        return values
 
 
 @checks_arguments
@@ -113,10 +113,11 @@ def parity(
 ) -> ParityReport:
     """Compare a training step of a model with the same step split over ranks, by any library.
 
-    Loss, every module's output and gradient, and every parameter's gradient are compared, rows by
-    their positions. What rounding explains is measured: the unsplit model runs with the last digit
-    of every output and gradient disturbed, and in fp64. Gradients of the ranks may be shares that
-    add up, or be reduced already. Of the first layer that deviates the effective mask is read.
+    The loss, every module's output and gradient, and every parameter's gradient are compared, row
+    by row of the same position. The error that rounding explains is measured: the unsplit model
+    runs with the last digit of every output and gradient disturbed, and in fp64. Gradients of the
+    ranks may be shares that add up, or be reduced already. The effective mask of the first layer
+    that deviates is read.
 
     Args:
         model: its call with inputs returns the loss: a scalar, or something with .loss.
@@ -163,30 +164,35 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
     except RankError as error:
         finding = Finding("unknown", _failed(error.failures))
         return ParityReport(False, None, "unknown", (finding,), failures=error.failures)
-    given, notes = _positions(whole, records, num_tokens), ()
-    if given is None:
-        notes, given = (UNMATCHED,), [torch.zeros(0, dtype=torch.int64)] * world.size
+    positions, notes = _positions(whole, records, num_tokens), ()
+    if positions is None:
+        notes, positions = (UNMATCHED,), [torch.zeros(0, dtype=torch.int64)] * world.size
     counted = torch.ones(num_tokens, dtype=torch.bool)
     padding = inputs.get("attention_mask")
     if isinstance(padding, Tensor) and padding.ndim == 2 and padding.shape[1] == num_tokens:
         counted = padding.bool().all(0).cpu()
-    found = Comparison(whole, records, given, noisy, counted, eps)
-    names = [name for name in whole.outputs if found.rows("output", name) is not None]
+    comparison = Comparison(whole, records, positions, noisy, counted, eps)
+    names = [name for name in whole.outputs if comparison.rows("output", name) is not None]
     if not names and not notes:
-        counts = ", ".join(str(len(own)) for own in given)
+        counts = ", ".join(str(len(rank_positions)) for rank_positions in positions)
         raise ValueError(
             f"split returned positions of {counts} rows by rank, but no module gave so many; "
             "positions are those of a rank's rows in the whole sequence"
         )
-    examination = Examination(model, inputs, world, found)
-    both = [("output", name) for name in names] + [("gradient", name) for name in reversed(names)]
-    deviations = [Deviation(*of, found.error(*of)) for of in both]
+    examination = Examination(model, inputs, world, comparison)
+    names_by_kind = [("output", name) for name in names] + [
+        ("gradient", name) for name in reversed(names)
+    ]
+    deviations = [
+        Deviation(*kind_and_name, comparison.error(*kind_and_name))
+        for kind_and_name in names_by_kind
+    ]
     deviations += [Deviation("parameter", *pair) for pair in examination.parameters.items()]
     compared = len(deviations) + 1
     try:
         facts, layer, allowed = examination.diagnosis()
     except Exception as error:  # whatever it is: that the runs differ must be told
-        facts, layer, allowed = _undiagnosed(error, found, deviations), None, None
+        facts, layer, allowed = _undiagnosed(error, comparison, deviations), None, None
     if not facts:
         return ParityReport(True, compared=compared, notes=notes)
     findings = classify(facts) or [
@@ -204,34 +210,45 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
     )
 
 
-def _undiagnosed(error: Exception, found: Comparison, deviations: list[Deviation]) -> Facts:
-    """Facts of runs that differ, for a reason that could not be found; empty if they do not."""
+def _undiagnosed(error: Exception, comparison: Comparison, deviations: list[Deviation]) -> Facts:
+    """Facts of runs that differ when their diagnosis failed; empty if they do not differ."""
     text = f"the diagnosis failed ({type(error).__name__}: {error})"
-    wrong = [d.name for d in deviations if d.error > 1]
-    losses = loss_difference(found.whole, found.ranks, found.eps * abs(found.whole.loss or 0.0))
-    if wrong or losses:
-        return {"undiagnosed": f"{text}; {len(wrong)} deviate, {losses or 'the loss does not'}"}
+    wrong_names = [d.name for d in deviations if d.error > 1]
+    losses = loss_difference(
+        comparison.whole, comparison.ranks, comparison.eps * abs(comparison.whole.loss or 0.0)
+    )
+    if wrong_names or losses:
+        return {
+            "undiagnosed": f"{text}; {len(wrong_names)} deviate, {losses or 'the loss does not'}"
+        }
     return {}
 
 
 def _positions(whole: Record, ranks: list[Record], num_tokens: int) -> list[Tensor] | None:
-    """Return the positions of every rank's rows, as the split says or by their values; None if that
-    cannot be said.
+    """Return the positions of every rank's rows, from the split or by their values.
+
+    None if the values do not show them.
     """
-    silent = [str(rank) for rank, record in enumerate(ranks) if record.loss is None]
-    if silent:
+    ranks_without_loss = [str(rank) for rank, record in enumerate(ranks) if record.loss is None]
+    if ranks_without_loss:
         raise ValueError(
-            f"split returned no loss on ranks {', '.join(silent)}; it must return its share of the "
-            "loss, a number, or (share, positions of its rows)"
+            f"split returned no loss on ranks {', '.join(ranks_without_loss)}; it must return its "
+            "share of the loss, a number, or (share, positions of its rows)"
         )
-    given = [record.positions for record in ranks if record.positions is not None]
-    for rank, own in enumerate(given):
-        if own.is_floating_point() or not bool(((own >= -1) & (own < num_tokens)).all()):
+    split_positions = [record.positions for record in ranks if record.positions is not None]
+    for rank, rank_positions in enumerate(split_positions):
+        if rank_positions.is_floating_point() or not bool(
+            ((rank_positions >= -1) & (rank_positions < num_tokens)).all()
+        ):
             raise ValueError(
-                f"split returned positions {own[:4].tolist()}, ... on rank {rank}, which must be "
-                f"whole numbers below num_tokens ({num_tokens}), or -1 for padding"
+                f"split returned positions {rank_positions[:4].tolist()}, ... on rank {rank}, "
+                f"which must be whole numbers below num_tokens ({num_tokens}), or -1 for padding"
             )
-    return given if len(given) == len(ranks) else matched_positions(whole, ranks, num_tokens)
+    return (
+        split_positions
+        if len(split_positions) == len(ranks)
+        else matched_positions(whole, ranks, num_tokens)
+    )
 
 
 def _reference(
@@ -258,9 +275,9 @@ def _reference(
     noisy = [run_whole(model, inputs, ModelRun(noise=eps))]
     if eps > torch.finfo(torch.float64).eps:
         with suppress(RuntimeError, TypeError):  # code that insists on its dtype
-            wide = run_whole(model, inputs, ModelRun(dtype=torch.float64))
+            fp64_record = run_whole(model, inputs, ModelRun(dtype=torch.float64))
             # Masks by the least number of fp64 are not a number where softmax is taken in fp32.
-            noisy += [wide] if wide.loss == wide.loss else []
+            noisy += [fp64_record] if fp64_record.loss == fp64_record.loss else []
     return whole, noisy, eps
 
 
@@ -299,21 +316,23 @@ def _tilewise_share(model: Any, inputs: Mapping[str, Any], rank: int, group: Any
 
     ids = inputs["input_ids"]
     cp = ContextParallel(group, num_tokens=ids.shape[1], mask=Causal())
-    out = hf.parallelize(model, cp, f"tilewise_parity_{rank}")(
+    output = hf.parallelize(model, cp, f"tilewise_parity_{rank}")(
         **hf.shard(cp, ids, labels=inputs["labels"])
     )
-    return out.loss, cp.position_ids
+    return output.loss, cp.position_ids
 
 
 def _failed(failures: tuple[RankFailure, ...]) -> str:
-    """Say who failed first: not those that lost their connection to another, or waited for it."""
-    own = [f for f in failures if "gloo" not in f.text] or list(failures)
+    """Name the ranks that failed first, not those that then lost their connection or waited."""
+    first_failures = [f for f in failures if "gloo" not in f.text] or list(failures)
     texts = []
-    for rank, kind, text in own:
+    for rank, kind, text in first_failures:
         error = text.strip().rpartition("\n")[2] or "an error"
-        how = {"error": f"raised {error}", "died": "ended without an answer"}.get(kind, TOO_LATE)
-        texts.append(f"{'a rank' if rank < 0 else f'rank {rank}'} {how}")
-    if len(own) < len(failures):
-        others = ", ".join(str(f.rank) for f in failures if f not in own)
-        texts.append(f"ranks {others} failed after it")
+        what_happened = {"error": f"raised {error}", "died": "ended without an answer"}.get(
+            kind, TOO_LATE
+        )
+        texts.append(f"{'a rank' if rank < 0 else f'rank {rank}'} {what_happened}")
+    if len(first_failures) < len(failures):
+        later_ranks = ", ".join(str(f.rank) for f in failures if f not in first_failures)
+        texts.append(f"ranks {later_ranks} failed after it")
     return "; ".join(texts)

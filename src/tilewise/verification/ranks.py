@@ -26,7 +26,7 @@ WAITING = ("torch/distributed/", "tilewise/transport/")  # code in which a rank 
 
 
 class Abandoned(BaseException):
-    """Ends a rank whose answer nobody waits for; no `except Exception` of a split keeps it."""
+    """Raised to end a rank whose answer nobody waits for; `except Exception` does not catch it."""
 
 
 class RankShare(NamedTuple):
@@ -88,8 +88,8 @@ class RankRunner:
         answers = getattr(self, f"_{self.backend}")(jobs)
         failures = [x for x in answers if isinstance(x, RankFailure)]
         if failures:  # those that waited for others tell nothing, unless all did
-            own = tuple(x for x in failures if x.kind != "waits") or tuple(failures)
-            raise RankError("\n".join(failure.text for failure in own), own)
+            first_failures = tuple(x for x in failures if x.kind != "waits") or tuple(failures)
+            raise RankError("\n".join(failure.text for failure in first_failures), first_failures)
         return answers
 
     def close(self) -> None:
@@ -127,17 +127,17 @@ class RankRunner:
         return answers
 
     def tell(self, value: Any) -> Any:
-        """In a torchrun world: what rank 0 gives, on every rank."""
+        """In a torchrun world: broadcast a value of rank 0 to every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._talk)
         return box[0]
 
     def serve(self) -> Any:
         """In a torchrun world on all ranks but 0: run jobs, until rank 0 tells its result."""
-        while isinstance(asked := self.tell(None), list):
+        while isinstance(received := self.tell(None), list):
             with suppress(RankError):
-                self.run(asked)
-        return asked
+                self.run(received)
+        return received
 
     def _in_time(self, call: Callable[[Any], list[Any]], jobs: list[ModelRun]) -> list[Any]:
         """Return what call gives, in a thread of its own; or which of its ranks failed or
@@ -163,27 +163,30 @@ class RankRunner:
         thread.join(max(self.seconds_left, 1.0))
         if not box:
             abandoned.set()
-            late = [_late(rank, thread) for rank, thread in threads.items()]
-            return late or [RankFailure(-1, "late", "")]
+            late_failures = [_late(rank, thread) for rank, thread in threads.items()]
+            return late_failures or [RankFailure(-1, "late", "")]
         (answer,) = box
         if not isinstance(answer, BaseException):
             return answer
         notes = " ".join(vars(answer).pop("__notes__", ()))  # "raised on rank 2 of 4"
-        told = [int(x) for x in notes.split() if x.isdigit()]
-        rank = (told or ([*threads] if len(threads) == 1 else [-1]))[0]
+        numbers_in_notes = [int(x) for x in notes.split() if x.isdigit()]
+        rank = (numbers_in_notes or ([*threads] if len(threads) == 1 else [-1]))[0]
         return [RankFailure(rank, "error", "".join(traceback.format_exception(answer)))]
 
 
 def _late(rank: int, thread: int) -> RankFailure:
-    """A rank without an answer: late itself, or waiting for others, by where its share stands."""
+    """The failure of a rank that gave no answer: late itself, or waiting for others.
+
+    The stack of its thread shows which: code that waits for others is in WAITING.
+    """
     files = [f.filename for f in traceback.extract_stack(sys._current_frames().get(thread))]
-    inside = files[len(files) - files[::-1].index(__file__) :] if __file__ in files else []
-    waits = any(part in file for file in inside for part in WAITING)
+    files_of_share = files[len(files) - files[::-1].index(__file__) :] if __file__ in files else []
+    waits = any(part in file for file in files_of_share for part in WAITING)
     return RankFailure(rank, "waits" if waits else "late", "no answer within the time limit")
 
 
 def _serve(rank: int, share: bytes, jobs: bytes) -> Generator[bytes, bytes, None]:
     """A process: answer jobs until it is ended. Records go by value, as bytes."""
-    mine: RankShare = pickle.loads(share)
+    rank_share: RankShare = pickle.loads(share)
     while True:
-        jobs = yield pickle.dumps(mine.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank]))
+        jobs = yield pickle.dumps(rank_share.run(rank, dist.group.WORLD, pickle.loads(jobs)[rank]))

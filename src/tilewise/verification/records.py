@@ -20,11 +20,11 @@ from tilewise.verification.row_probe import RowProbe
 
 
 class OutputSetting(NamedTuple):
-    """Columns of a module's output that are replaced, and a module whose first input is read.
+    """A setting of a run: columns of a module's output are replaced, and another module is read.
 
     Attributes:
         values: of the whole sequence, [num_tokens, len(columns)].
-        read: with "()" behind it: the module's output instead.
+        read: the module whose first input is read; with "()" behind its name, its output.
         positions: of this run's rows, -1 for padding; None: all.
     """
 
@@ -35,11 +35,11 @@ class OutputSetting(NamedTuple):
     positions: Tensor | None = None
 
     def changed(self, name: str, output: Tensor) -> Tensor:
-        at = torch.arange(len(self.values)) if self.positions is None else self.positions
-        dim = token_dim(output, len(at))
+        rows_of_run = torch.arange(len(self.values)) if self.positions is None else self.positions
+        dim = token_dim(output, len(rows_of_run))
         if name != self.module or dim is None:  # or it runs on other rows than those of this rank
             return output
-        values = self.values[at.clamp(min=0)] * (at >= 0)[:, None]
+        values = self.values[rows_of_run.clamp(min=0)] * (rows_of_run >= 0)[:, None]
         changed = output.clone()
         rows = changed.movedim(dim, 0)
         rows[..., list(self.columns)] = values[:, *[None] * (rows.ndim - 2)].to(output)
@@ -82,7 +82,7 @@ class Record:
         parameters: gradients by parameter name.
         loss: of the whole, or a rank's share; None if the split returned none.
         positions: of a rank's rows, as the split said.
-        reading: what a setting asked for; with LeafSetting in the graph.
+        reading: the tensor that the setting reads; with a LeafSetting it is in the graph.
         eps: the coarsest rounding of what was computed: models in fp64 may use fp32 inside.
         in_layer: whether the layer of a RowProbe is running.
         called: names of functions of torch that it called.
@@ -105,7 +105,11 @@ class Record:
     def inputs(self, name: str) -> dict[str, Tensor]:
         """Return the inputs of a module, by the kinds that they are."""
         kinds = self.tables.items()
-        return {kind: own[name] for kind, own in kinds if kind[:6] == "input " and name in own}
+        return {
+            kind: tables_by_module[name]
+            for kind, tables_by_module in kinds
+            if kind[:6] == "input " and name in tables_by_module
+        }
 
 
 def run_whole(model: nn.Module, inputs: Mapping[str, Any], job: ModelRun) -> Record:
@@ -143,8 +147,8 @@ def run_model(model: nn.Module, call: Callable[[], Any], job: ModelRun) -> Recor
             loss = _loss_of(result)
             if isinstance(result, tuple) and len(result) == 2 and result[1] is not None:
                 record.positions = torch.as_tensor(result[1]).detach().cpu().reshape(-1)
-            undone = all(p.grad is None for p in model.parameters())
-            if backward and loss is not None and loss.requires_grad and undone:
+            needs_backward = all(p.grad is None for p in model.parameters())
+            if backward and loss is not None and loss.requires_grad and needs_backward:
                 loss.backward()
     finally:
         for handle in handles:
@@ -170,7 +174,7 @@ def _loss_of(result: Any) -> Tensor | None:
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees what modules return, and what linear() gives for a weight of no nn.Linear's."""
+    """Recorder of the modules' outputs, and of linear() with weights of no nn.Linear."""
 
     def __init__(self, model: nn.Module, job: ModelRun):
         super().__init__()
@@ -180,8 +184,10 @@ class _Recorder(TorchFunctionMode):
         self.weights: dict[int, str] = {}  # names, of projections that are no modules
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
-                own = module.named_parameters(name, recurse=False)
-                self.weights |= {id(x): of for of, x in own if x.ndim == 2}
+                own_parameters = module.named_parameters(name, recurse=False)
+                self.weights |= {
+                    id(x): parameter_name for parameter_name, x in own_parameters if x.ndim == 2
+                }
             if isinstance(module, nn.MultiheadAttention):
                 self.weights[id(module.out_proj.weight)] = f"{name}.out_proj"
 
@@ -207,7 +213,7 @@ class _Recorder(TorchFunctionMode):
         return self._passed(name, args[:1], {}, out)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """A module's forward hook; what runs in other threads, as other ranks do, is left alone."""
+        """Forward hook of every module. Modules that run in other threads (ranks) are ignored."""
         if get_ident() != self.thread:
             return None
         if id(module) not in self.names:  # the split may have put it there
@@ -221,27 +227,33 @@ class _Recorder(TorchFunctionMode):
         return self._passed(name, args, kwargs, output, bool(list(module.children())))
 
     def _passed(self, name: str, args: Any, kwargs: Any, output: Any, outer: bool = False) -> Any:
-        """Record what a module took and gave; return what it should give instead."""
-        found, inputs, setting = first_rows(output), _tensors(args, kwargs), self.job.setting
+        """Record a module's inputs and output; return the output that it should have."""
+        first_output, inputs, setting = first_rows(output), _tensors(args, kwargs), self.job.setting
         if isinstance(setting, RowProbe):
             return output
         if setting is not None:
             if self.record.reading is None and setting.read in (name, f"{name}()"):
-                self.record.reading = next(iter(inputs.values())) if setting.read == name else found
-            return output if found is None or found is not output else setting.changed(name, found)
+                self.record.reading = (
+                    next(iter(inputs.values())) if setting.read == name else first_output
+                )
+            return (
+                output
+                if first_output is None or first_output is not output
+                else setting.changed(name, first_output)
+            )
         if name not in self.seen:
             self.seen.add(name)
             for key, x in inputs.items():
                 self.record.tables[f"input {key}"][name] = _kept(x)
-            if found is not None:
-                self.record.outputs[name] = _kept(found)
-                if found.requires_grad:
-                    found.register_hook(lambda grad: self._gradient(name, grad))
-        return self._disturbed(output) if found is output and not outer else output
+            if first_output is not None:
+                self.record.outputs[name] = _kept(first_output)
+                if first_output.requires_grad:
+                    first_output.register_hook(lambda grad: self._gradient(name, grad))
+        return self._disturbed(output) if first_output is output and not outer else output
 
     def _gradient(self, name: str, grad: Tensor) -> Tensor:
-        known = self.record.tables["gradient"].get(name, 0.0)
-        self.record.tables["gradient"][name] = known + _kept(grad)
+        gradient_so_far = self.record.tables["gradient"].get(name, 0.0)
+        self.record.tables["gradient"][name] = gradient_so_far + _kept(grad)
         return self._disturbed(grad)
 
     def _disturbed(self, x: Tensor) -> Tensor:
@@ -260,11 +272,11 @@ _OPEN_ATTENTION: Any = types.FunctionType(  # which does not hide its projection
 
 def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors among arguments, also those in tuples, by place or keyword."""
-    given = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
-    for name, value in list(given.items()):
+    arguments = {str(i): x for i, x in enumerate(args)} | dict(kwargs)
+    for name, value in list(arguments.items()):
         if isinstance(value, tuple | list):
-            given |= {f"{name}.{i}": x for i, x in enumerate(value)}
-    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
+            arguments |= {f"{name}.{i}": x for i, x in enumerate(value)}
+    return {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
 
 
 def first_rows(output: Any) -> Tensor | None:
@@ -292,6 +304,6 @@ def rows_of_one(x: Tensor, num_rows: int) -> Tensor | None:
 
 
 def _kept(x: Tensor) -> Tensor:
-    """On the CPU, of its own; floating point in fp64."""
+    """A copy on the CPU, in fp64 if it is floating point."""
     x = x.detach().to("cpu", copy=True)
     return x.double() if x.is_floating_point() else x

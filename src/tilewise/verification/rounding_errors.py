@@ -77,19 +77,22 @@ def errors(code: Code, named: Sequence[Named]) -> dict[str, Tensor]:
     Args:
         code: of the pass; what it encodes of these tensors is all that travels of them.
     """
-    given = {name: x for of in named for name, x in of.items()}
-    found = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in given.items()}
+    tensors = {name: x for side_tensors in named for name, x in side_tensors.items()}
+    error_by_name = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in tensors.items()}
     for op in code.ops:
         if not isinstance(op, Encode) or code.home(op.source) is not Home.GIVEN:
             continue
         name = code.tensors[op.source.tensor].name
-        x = part_of(given[name], op.source)
+        x = part_of(tensors[name], op.source)
         if op.field.wire is None or not x.numel():
             continue
         arrives = decode(op.field, encode(op.field, x, op.counter), torch.empty_like(x))
-        error, place = x.double() - arrives.double(), part_of(found[name], op.source)
-        place.copy_(torch.where(error.abs() > place.abs(), error, place))
-    return found
+        error, largest_error = (
+            x.double() - arrives.double(),
+            part_of(error_by_name[name], op.source),
+        )
+        largest_error.copy_(torch.where(error.abs() > largest_error.abs(), error, largest_error))
+    return error_by_name
 
 
 def norms(x: Tensor, error: Tensor) -> Norms:
@@ -125,24 +128,24 @@ def keys(
     copies = groups.groups * resolved.payload.heads(Side.KV) > groups.num_kv_heads
     spectra = _spectrum(named["k"].double()), _spectrum(error["k"], stochastic(wire) and copies)
     sums = torch.cat([v.sum(0), error["v"].square().sum(0), torch.stack(spectra, -1)], -1)
-    own = torch.cat([torch.cat([rows, start]).amax(0), sums], -1)
+    rank_values = torch.cat([torch.cat([rows, start]).amax(0), sums], -1)
     split = len(columns), *[v.shape[-1]] * 4, 2
-    everyone = torch.stack(on_every_rank(transport, own)).split(split, -1)
-    singles, high, low = (x.amax(0, keepdim=True) for x in everyone[:3])
+    everyone = torch.stack(on_every_rank(transport, rank_values)).split(split, -1)
+    by_number, high, low = (x.amax(0, keepdim=True) for x in everyone[:3])
     middle, v_columns, spectra = (x.sum(0, keepdim=True) for x in everyone[3:])
     middle = middle / max(1, resolved.layouts[Side.KV].num_tokens)
     v_columns, spectra = v_columns.amax(-1, keepdim=True).sqrt(), spectra.sqrt()
     if zero:
         high, low = high.clamp_min(0.0), low.clamp_min(0.0)
-    wide = (high + low).amax(-1, keepdim=True).clamp_min(0.0)
+    value_spread = (high + low).amax(-1, keepdim=True).clamp_min(0.0)
     reach = torch.maximum(high - middle, low + middle).amax(-1, keepdim=True)
     reach = reach.clamp_min(torch.finfo(torch.float32).tiny)
-    every = torch.cat([spectra, v_columns, wide, singles.clamp_min(0.0)], -1)
-    every = every.repeat_interleave(num_heads // every.shape[2], 2)
-    matrix, of_errors, v_columns, spread = every[..., :4].unbind(-1)
-    singles = iter(every[..., 4:].unbind(-1))
-    k_norms, v_norms = (Norms(*islice(singles, len(Norms._fields))) for _ in range(2))
-    k_steps, v_steps = (Steps(*islice(singles, len(Steps._fields))) for _ in range(2))
+    by_head = torch.cat([spectra, v_columns, value_spread, by_number.clamp_min(0.0)], -1)
+    by_head = by_head.repeat_interleave(num_heads // by_head.shape[2], 2)
+    matrix, of_errors, v_columns, spread = by_head[..., :4].unbind(-1)
+    by_number = iter(by_head[..., 4:].unbind(-1))
+    k_norms, v_norms = (Norms(*islice(by_number, len(Norms._fields))) for _ in range(2))
+    k_steps, v_steps = (Steps(*islice(by_number, len(Steps._fields))) for _ in range(2))
     return Keys(
         *(matrix, of_errors, v_columns, spread), k_norms, v_norms, k_steps, v_steps, middle, reach
     )
@@ -170,8 +173,8 @@ def _spectrum(rows: Tensor, unsigned: bool = False) -> Tensor:
 def _steps(wire: Wire, x: Tensor, error: Tensor) -> Steps:
     if not stochastic(wire) or not error.any():
         return Steps(*[error.sum(-1) * 0.0] * 3)
-    apart = spacing(wire, x).double()
-    return Steps(norm(apart), norm(apart, 4), apart.amax(-1))
+    distances = spacing(wire, x).double()
+    return Steps(norm(distances), norm(distances, 4), distances.amax(-1))
 
 
 def stochastic(wire: Wire) -> TypeGuard[Float8]:

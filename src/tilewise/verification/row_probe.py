@@ -1,4 +1,4 @@
-"""Which rows of a layer depend on which: one row is changed, and what follows is read."""
+"""A probe of a layer: rows of its input are changed, and its output is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Watched(Protocol):
-    """What a probe tells its reader: the reading, and whether the layer is running."""
+    """The object that a probe writes to: its reading, and whether the layer is running."""
 
     reading: Tensor | None
     in_layer: bool

@@ -1,4 +1,4 @@
-"""In which facts two tables differ: who may attend to whom, and with what weights."""
+"""Facts about two tables that differ: the allowed pairs, and the weights."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, allowed: Array) -> Band:
-        """The band that a table of allowed pairs is, if it is one."""
+        """Return the narrowest band with the edges and offsets of a table of allowed pairs."""
         n = len(allowed)
         rows, columns = np.nonzero(allowed)
         # An edge stands where no pair reaches over it.
-        over = np.zeros(n + 1, np.int64)
-        np.add.at(over, np.minimum(rows, columns) + 1, 1)
-        np.add.at(over, np.maximum(rows, columns) + 1, -1)
-        edges = (*np.flatnonzero(np.cumsum(over)[:n] == 0).tolist(), n)
+        pairs_over_edge = np.zeros(n + 1, np.int64)
+        np.add.at(pairs_over_edge, np.minimum(rows, columns) + 1, 1)
+        np.add.at(pairs_over_edge, np.maximum(rows, columns) + 1, -1)
+        edges = (*np.flatnonzero(np.cumsum(pairs_over_edge)[:n] == 0).tolist(), n)
         longest, offset = int(np.diff(edges).max()) - 1, columns - rows
         left, right = int(offset.min(initial=n)), int(offset.max(initial=-n))
         return cls(-n if left <= -longest else left, n if right >= longest else right, edges)
 
     def dense(self) -> Array:
-        at = np.arange(self.edges[-1])
-        offset, which = at[None] - at[:, None], np.searchsorted(self.edges, at, "right")
+        positions = np.arange(self.edges[-1])
+        offset = positions[None] - positions[:, None]
+        document = np.searchsorted(self.edges, positions, "right")
         in_band = (offset >= self.left) & (offset <= self.right)
-        return in_band & (which[:, None] == which[None])
+        return in_band & (document[:, None] == document[None])
 
     @property
     def window(self) -> str:
@@ -61,44 +62,47 @@ class Band(NamedTuple):
 
 
 def facts_of_attention(
-    want: Array, got: Array, tolerance: float, asked: str, blocks: Array | None = None
+    want: Array, got: Array, tolerance: float, name: str, blocks: Array | None = None
 ) -> dict[str, Any]:
-    """Return in what two tables of weights [num_heads, n, n] differ; they are 0 where nobody
-    attends.
+    """Return the facts in which two tables of weights [num_heads, n, n] differ; 0: not attended.
 
     Args:
         want: the weights that are right.
         tolerance: of the logarithm of a weight.
-        asked: what they are called in evidence.
-        blocks: per token the run of tokens that a rank has, if known.
+        name: the name of the right weights in the evidence.
+        blocks: for each token the number of the run of tokens that lies on one rank, if known.
     """
-    keyed = [of_seen_keys(table) for table in (want, got)]
-    hidden = [(x != table).any(-1) for x, table in zip(keyed, (want, got), strict=True)]
-    want, got = keyed
-    facts = {"asked": asked, "keyless": int((hidden[0] != hidden[1]).any(0).sum())}
-    both = (want > 0) & (got > 0)
-    facts |= _masks(want > 0, got > 0, blocks) | _sums(want, got, both, tolerance)
-    facts |= _dropped(want, got, both, tolerance)
-    rows = both.sum(-1) > 1
-    if rows.any():
-        right, found = (
-            np.log(x, out=np.full(x.shape, np.nan), where=both)[rows] for x in (want, got)
+    tables_of_seen_keys = [of_seen_keys(table) for table in (want, got)]
+    has_no_keys = [
+        (x != table).any(-1) for x, table in zip(tables_of_seen_keys, (want, got), strict=True)
+    ]
+    want, got = tables_of_seen_keys
+    facts = {"asked": name, "keyless": int((has_no_keys[0] != has_no_keys[1]).any(0).sum())}
+    in_both = (want > 0) & (got > 0)
+    facts |= _masks(want > 0, got > 0, blocks) | _sums(want, got, in_both, tolerance)
+    facts |= _dropped(want, got, in_both, tolerance)
+    comparable_rows = in_both.sum(-1) > 1
+    if comparable_rows.any():
+        right_logs, logs = (
+            np.log(x, out=np.full(x.shape, np.nan), where=in_both)[comparable_rows]
+            for x in (want, got)
         )
-        facts |= _values(right, found, tolerance, blocks)
+        facts |= _values(right_logs, logs, tolerance, blocks)
     return facts
 
 
-def _dropped(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, Any]:
-    """Return whether pairs are missed as dropout leaves them out: at random, the others larger by
-    1 / (1 - share of those that are missed).
+def _dropped(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[str, Any]:
+    """Return whether pairs are missed as by dropout.
+
+    Dropout leaves out pairs at random, and multiplies the others by 1 / (1 - share left out).
     """
-    missed = int(((want > 0) & (got == 0)).sum())
-    if not missed or ((got > 0) & (want == 0)).any() or not both.any():
+    num_missed = int(((want > 0) & (got == 0)).sum())
+    if not num_missed or ((got > 0) & (want == 0)).any() or not in_both.any():
         return {}
-    times = got[both] / want[both]
-    factor, share = float(np.median(times)), missed / (missed + int(both.sum()))
-    alike = float(np.abs(times / factor - 1).max()) <= 2 * tolerance
-    if not alike or factor < LEAST_DROPPED or abs((1 - 1 / factor) - share) > NEAR_DROPPED:
+    ratios = got[in_both] / want[in_both]
+    factor, share = float(np.median(ratios)), num_missed / (num_missed + int(in_both.sum()))
+    is_uniform = float(np.abs(ratios / factor - 1).max()) <= 2 * tolerance
+    if not is_uniform or factor < LEAST_DROPPED or abs((1 - 1 / factor) - share) > NEAR_DROPPED:
         return {}
     return {
         "dropped": f"{share:.1%} of weights are left out, and the others are {factor:.4g} times "
@@ -107,15 +111,17 @@ def _dropped(want: Array, got: Array, both: Array, tolerance: float) -> dict[str
 
 
 def of_seen_keys(weights: Array) -> Array:
-    """Weights, 0 in rows that are all alike: softmax over nothing but the least number, of a query
-    that may see no key."""
-    alike = weights.min(-1) > (1 - SAME) * weights.max(-1)
-    alike &= 2 * alike.sum(-1, keepdims=True) < weights.shape[-1]
-    return np.where(alike[..., None], 0.0, weights)
+    """The weights, with 0 in rows whose weights are all equal.
+
+    Such a row belongs to a query that may see no key: its softmax is over equal, very low scores.
+    """
+    is_uniform = weights.min(-1) > (1 - SAME) * weights.max(-1)
+    is_uniform &= 2 * is_uniform.sum(-1, keepdims=True) < weights.shape[-1]
+    return np.where(is_uniform[..., None], 0.0, weights)
 
 
 def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """Return in what two tables of allowed pairs [num_heads, n, n] differ."""
+    """Return the facts in which two tables of allowed pairs [num_heads, n, n] differ."""
     empty = want.any((1, 2)) & ~got.any((1, 2))
     facts: dict[str, Any] = {"num_heads": len(want)}
     facts |= {"empty_heads": int(empty.sum()), "which": some(np.flatnonzero(empty))}
@@ -133,79 +139,84 @@ def _masks(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
 
 
 def _shape(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """Return what shape of mask the tables of one head have."""
+    """Return facts about the shape of the masks: bands, documents, windows, missing shards."""
     rows, columns = want.any(1), want.any(0)
     extra, missed = got & ~want, want & ~got
-    seen = np.logical_and.outer(rows, columns)
-    asked, other = Band.of(want & seen), Band.of(got & seen)
+    rows_and_columns = np.logical_and.outer(rows, columns)
+    right_band, other = Band.of(want & rows_and_columns), Band.of(got & rows_and_columns)
 
     def is_band(band: Band, table: Array) -> bool:
-        return bool((band.dense() == table)[seen].all())
+        return bool((band.dense() == table)[rows_and_columns].all())
 
-    known, fewer = is_band(asked, want), {*other.edges} < {*asked.edges}
-    window = asked.window if known else ""
-    found: dict[str, Any] = {}
-    if extra.any() and not (extra & seen)[rows].any():
-        found["padding_keys"] = int(extra[:, ~columns].any(0).sum())
+    right_is_band, has_fewer_edges = is_band(right_band, want), {*other.edges} < {*right_band.edges}
+    window = right_band.window if right_is_band else ""
+    facts: dict[str, Any] = {}
+    if extra.any() and not (extra & rows_and_columns)[rows].any():
+        facts["padding_keys"] = int(extra[:, ~columns].any(0).sum())
     elif not extra.any():
-        found |= _cut(want, got, blocks)
-    if known and fewer and is_band(asked._replace(edges=other.edges), got):
-        gone = some(sorted({*asked.edges} - {*other.edges}))
-        found["other_documents"] = f"borders of documents are ignored, at {gone}"
-    elif known and asked[:2] != other[:2] and is_band(other._replace(edges=asked.edges), got):
-        if asked.right != other.right and min(asked.right, other.right) <= 0:
-            last = {0: "their own", -1: "the one before their own"}
-            ends = [last.get(x.right, "later ones") for x in (other, asked)]
-            found["other_mask"] = f"queries see keys up to {ends[0]}, not up to {ends[1]}"
+        facts |= _cut(want, got, blocks)
+    if right_is_band and has_fewer_edges and is_band(right_band._replace(edges=other.edges), got):
+        missing_edges = some(sorted({*right_band.edges} - {*other.edges}))
+        facts["other_documents"] = f"borders of documents are ignored, at {missing_edges}"
+    elif (
+        right_is_band
+        and right_band[:2] != other[:2]
+        and is_band(other._replace(edges=right_band.edges), got)
+    ):
+        if right_band.right != other.right and min(right_band.right, other.right) <= 0:
+            last_key_words = {0: "their own", -1: "the one before their own"}
+            last_keys = [last_key_words.get(x.right, "later ones") for x in (other, right_band)]
+            facts["other_mask"] = f"queries see keys up to {last_keys[0]}, not up to {last_keys[1]}"
         elif other.window:
-            found["other_window"] = f"the window is {other.window}, not {window or 'unlimited'}"
+            facts["other_window"] = f"the window is {other.window}, not {window or 'unlimited'}"
         else:
-            found["other_window"] = f"the window {window} is ignored"
+            facts["other_window"] = f"the window {window} is ignored"
     sums = [(np.sort(want.sum(i)), np.sort(got.sum(i))) for i in (0, 1)]
-    if not found and extra.any() and all(np.array_equal(a, b) for a, b in sums):
-        found["reordered"] = "every query has as many keys as the mask gives another one"
-    if not found and (got == np.tri(len(got), dtype=bool)).all():
-        found["other_mask"] = "the mask is that of Causal()"
-    found |= {"window": window, "as_a_whole": not found}
-    silent = rows & ~got.any(1)
-    if missed[silent].any() and not extra.any() and not missed[~silent].any():
-        found["silent_rows"] = int(silent.sum())
-    return found
+    if not facts and extra.any() and all(np.array_equal(a, b) for a, b in sums):
+        facts["reordered"] = "every query has as many keys as the mask gives another one"
+    if not facts and (got == np.tri(len(got), dtype=bool)).all():
+        facts["other_mask"] = "the mask is that of Causal()"
+    facts |= {"window": window, "as_a_whole": not facts}
+    rows_without_keys = rows & ~got.any(1)
+    if missed[rows_without_keys].any() and not extra.any() and not missed[~rows_without_keys].any():
+        facts["silent_rows"] = int(rows_without_keys.sum())
+    return facts
 
 
 def _cut(want: Array, got: Array, blocks: Array | None) -> dict[str, Any]:
-    """Return whether what is missed is all between shards; pairs are missed, and none is attended
-    more: "cut" if shards see themselves alone, "skipped" if some pairs of shards do not meet.
+    """Return whether all missed pairs lie between shards. No pair is attended that should not be.
+
+    "cut": shards see only themselves. "skipped": some pairs of shards do not meet.
     """
     linked = got | got.T | np.eye(len(got), dtype=bool)
-    labels, before = np.arange(len(got)), np.full(len(got), -1)
-    while not np.array_equal(labels, before):  # per token the smallest that is linked with it
-        before = labels
+    labels, old_labels = np.arange(len(got)), np.full(len(got), -1)
+    while not np.array_equal(labels, old_labels):  # per token the smallest that is linked with it
+        old_labels = labels
         labels = np.where(linked, labels[None], len(labels)).min(1)
     if (want & (labels[:, None] == labels) == got).all():
-        parts = len(np.unique(labels))
-        return {"cut": f"all between {parts} parts of the sequence that do not see each other"}
+        num_parts = len(np.unique(labels))
+        return {"cut": f"all between {num_parts} parts of the sequence that do not see each other"}
     if blocks is not None and (got.any(1) | ~want.any(1)).all():
         tiles = [np.ix_(blocks == a, blocks == b) for a in set(blocks) for b in set(blocks)]
-        lost = [tile for tile in tiles if want[tile].any() and not got[tile].any()]
-        if lost and all((got[t] == want[t]).all() or not got[t].any() for t in tiles):
-            return {"skipped": f"all that {len(lost)} pairs of shards have"}
+        lost_tiles = [tile for tile in tiles if want[tile].any() and not got[tile].any()]
+        if lost_tiles and all((got[t] == want[t]).all() or not got[t].any() for t in tiles):
+            return {"skipped": f"all that {len(lost_tiles)} pairs of shards have"}
     return {}
 
 
-def _sums(want: Array, got: Array, both: Array, tolerance: float) -> dict[str, Any]:
+def _sums(want: Array, got: Array, in_both: Array, tolerance: float) -> dict[str, Any]:
     """Return whether weights of a query add up to too much or too little."""
-    sums, right = (x.sum(-1)[both.any(-1)] for x in (got, want))
-    more = sums - right
-    if ((sums > 1 + tolerance) & (more > tolerance)).any():
-        return {"row_sum": float(sums[more.argmax()])}
-    if not len(more) or abs(more.mean()) <= tolerance / 8:
+    sums, right_sums = (x.sum(-1)[in_both.any(-1)] for x in (got, want))
+    excess = sums - right_sums
+    if ((sums > 1 + tolerance) & (excess > tolerance)).any():
+        return {"row_sum": float(sums[excess.argmax()])}
+    if not len(excess) or abs(excess.mean()) <= tolerance / 8:
         return {}
-    if len(more) > 1 and np.ptp(sums / right) <= tolerance:
-        return {"shrunk": float(-more.mean())}
-    if right.min() < 1 - tolerance:
-        return {"other_sink": f"{1 - sums.mean():.2%} of weight, not {1 - right.mean():.2%}"}
-    return {"lost": float(-more.mean())}
+    if len(excess) > 1 and np.ptp(sums / right_sums) <= tolerance:
+        return {"shrunk": float(-excess.mean())}
+    if right_sums.min() < 1 - tolerance:
+        return {"other_sink": f"{1 - sums.mean():.2%} of weight, not {1 - right_sums.mean():.2%}"}
+    return {"lost": float(-excess.mean())}
 
 
 def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> dict[str, Any]:
@@ -213,33 +224,40 @@ def _values(want: Array, got: Array, tolerance: float, blocks: Array | None) -> 
     ratio = got - want
     if largest(ratio - np.nanmedian(ratio, -1, keepdims=True)) <= tolerance:
         return {}
-    slope, left = fitted_slope(want, ratio)
-    if largest(left) <= tolerance + abs(slope) * tolerance:
+    slope, residual = fitted_slope(want, ratio)
+    if largest(residual) <= tolerance + abs(slope) * tolerance:
         return {"scale_ratio": 1 + slope}
-    times = np.exp(ratio - np.nanmin(ratio, -1, keepdims=True))
-    whole = np.round(times)
-    most = np.nanmax(whole)
-    if 2 <= most <= MOST_TIMES and largest(times - whole) <= 2 * tolerance * most:
-        count = int(np.isfinite(whole).sum())
-        return {"multiple": int(most), "times": int((whole > 1).sum()), "values": count}
+    multiples = np.exp(ratio - np.nanmin(ratio, -1, keepdims=True))
+    rounded_times = np.round(multiples)
+    largest_multiple = np.nanmax(rounded_times)
+    if (
+        2 <= largest_multiple <= MOST_TIMES
+        and largest(multiples - rounded_times) <= 2 * tolerance * largest_multiple
+    ):
+        count = int(np.isfinite(rounded_times).sum())
+        return {
+            "multiple": int(largest_multiple),
+            "times": int((rounded_times > 1).sum()),
+            "values": count,
+        }
     if blocks is not None:
         parts = [ratio[:, blocks == block] for block in np.unique(blocks)]
         if max(largest(centred(part)) for part in parts) <= tolerance:
             return {"merged": True}
     change, rows = centred(ratio), np.isfinite(got).sum(-1) >= LEAST_KEYS
-    total, scaled = np.nansum(change**2), np.nansum(left**2)
+    total_change, change_after_scaling = np.nansum(change**2), np.nansum(residual**2)
     # Scores are log weights but for a number a row, which is tried.
     scores, caps = centred(got)[rows], np.geomspace(0.3, 100, 48)
     cap, capped = fitted_cap(scores, want[rows], caps, np.linspace(-2, 2, 33) * largest(scores))
-    if rows.any() and capped < MOSTLY * min(total, 2 * scaled):
+    if rows.any() and capped < MOSTLY * min(total_change, 2 * change_after_scaling):
         return {"curved": cap}
-    if scaled < MOSTLY * total:
+    if change_after_scaling < MOSTLY * total_change:
         return {"scale_ratio": 1 + slope}
     return {"values_differ": float(np.expm1(largest(change)))}
 
 
 def fitted_slope(x: Array, y: Array) -> tuple[float, Array]:
-    """The number that rows y are x times, but for a number a row, and what is left; skips nan."""
+    """Fit y = slope x + one number a row; return the slope and the residual. nan is left out."""
     x, y = centred(x), centred(y)
     slope = float(np.nansum(x * y) / max(np.nansum(x * x), 1e-300))
     return slope, y - slope * x
@@ -252,17 +270,17 @@ def fitted_cap(
 
     Args:
         scores, logs: [rows, keys], nan where nobody attends.
-        offsets: of which each row takes the best.
+        offsets: tried for each row, which takes the best one.
     Returns:
         cap and the sum of squares that it leaves.
     """
-    step, left = max(1, len(scores) // MOST_ROWS), {}
-    logs, moved = logs[::step], scores[::step] + np.asarray(offsets)[:, None, None]
+    step, residuals = max(1, len(scores) // MOST_ROWS), {}
+    logs, shifted_scores = logs[::step], scores[::step] + np.asarray(offsets)[:, None, None]
     for cap in caps.tolist():
-        off = centred(logs - cap * np.tanh(moved / cap))
-        left[cap] = float(np.nansum(off**2, -1).min(0).sum())
-    best = min(left, key=lambda cap: left[cap])
-    return best, left[best] * step
+        difference = centred(logs - cap * np.tanh(shifted_scores / cap))
+        residuals[cap] = float(np.nansum(difference**2, -1).min(0).sum())
+    best = min(residuals, key=lambda cap: residuals[cap])
+    return best, residuals[best] * step
 
 
 def centred(x: Array) -> Array:
@@ -275,7 +293,7 @@ def largest(x: Array) -> float:
     return float(np.nanmax(np.abs(x), initial=0.0))
 
 
-def some(values: Any, most: int = 4) -> str:
+def some(values: Any, num_shown: int = 4) -> str:
     """The first of some values, as text."""
-    shown = ", ".join(str(x) for x in list(values)[:most])
-    return shown + (", ..." if len(values) > most else "")
+    text = ", ".join(str(x) for x in list(values)[:num_shown])
+    return text + (", ..." if len(values) > num_shown else "")

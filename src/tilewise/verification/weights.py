@@ -28,42 +28,42 @@ class Weights(NamedTuple):
     sources: list[int]
 
 
-def above(weights: Tensor, least: float) -> Tensor:
+def above(weights: Tensor, share: float) -> Tensor:
     """Return which weights are more than a share of the row's largest."""
-    return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * least
+    return weights > weights.amax(-1, keepdim=True).clamp(min=1e-30) * share
 
 
 def width_of_head(read: Read, num_tokens: int, width: int) -> int:
     """Find the width of a head of a function of unknown heads: columns of one are equal if all
     columns of v are.
     """
-    make = torch.Generator().manual_seed(4)
-    marks = torch.randn(num_tokens, 1, generator=make, dtype=torch.float64).expand(-1, width)
+    generator = torch.Generator().manual_seed(4)
+    marks = torch.randn(num_tokens, 1, generator=generator, dtype=torch.float64).expand(-1, width)
     result = read(marks) - read(0 * marks)
-    off = (result - result[:, :1]).abs().amax(0)
-    same = int((off <= SAME * result[:, 0].abs().max()).long().cumprod(0).sum())
-    if result.shape[1] % same or width % same:
+    difference = (result - result[:, :1]).abs().amax(0)
+    head_width = int((difference <= SAME * result[:, 0].abs().max()).long().cumprod(0).sum())
+    if result.shape[1] % head_width or width % head_width:
         raise UnreadableError("its result is not made of heads as wide as those of v")
-    return same
+    return head_width
 
 
 def read_weights(read: Read, num_tokens: int, width: int, head_dim: int) -> Weights:
     """One-hot values read the weights themselves, head_dim keys a run."""
-    ones = torch.ones(num_tokens, width, dtype=torch.float64)
-    column, nothing = torch.arange(width), read(0 * ones)
+    all_ones = torch.ones(num_tokens, width, dtype=torch.float64)
+    column, result_of_zeros = torch.arange(width), read(0 * all_ones)
     slot = column % head_dim
 
     def by_head(values: Tensor) -> Tensor:
-        return (read(values) - nothing).unflatten(1, (-1, head_dim))
+        return (read(values) - result_of_zeros).unflatten(1, (-1, head_dim))
 
     # Each head's values are its number: what a query gets of them says which it reads.
-    numbers = by_head(ones * (1 + column // head_dim)) / by_head(ones) - 1
+    numbers = by_head(all_ones * (1 + column // head_dim)) / by_head(all_ones) - 1
     sources = numbers.transpose(0, 1).flatten(1).nanmedian(1).values
     sources = sources.nan_to_num(nan=-1, posinf=-1, neginf=-1).round().clamp(min=-1)
     weights = []
     for start in range(0, num_tokens, head_dim):
-        values = torch.zeros_like(ones)
-        kept = slot < num_tokens - start
-        values[(start + slot)[kept], column[kept]] = 1
+        values = torch.zeros_like(all_ones)
+        in_range = slot < num_tokens - start
+        values[(start + slot)[in_range], column[in_range]] = 1
         weights.append(by_head(values)[..., : num_tokens - start])
     return Weights(torch.cat(weights, 2).transpose(0, 1), sources.int().tolist())

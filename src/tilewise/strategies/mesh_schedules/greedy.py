@@ -25,10 +25,10 @@ from tilewise.strategies.mesh_schedules.model import (
     Order,
     Port,
     TileStep,
-    moved,
     rectangles,
     seconds_of,
-    written,
+    tile_steps_of,
+    transfer_bytes,
 )
 
 
@@ -40,23 +40,27 @@ def stepwise_tile_steps(rows: int, columns: int, order: str, costs: ShardWeights
     """
     x = y = 1
     rows_sent = columns_sent = 0
-    waiting: list[Block] = [(0, 0)]
-    done: set[Block] = set()
+    ready_blocks: list[Block] = [(0, 0)]
+    done_blocks: set[Block] = set()
     unlock_q, unlock_kv = costs.q + costs.q_partial, costs.kv + costs.kv_partial
     tile_steps: list[TileStep] = []
-    while len(done) < rows * columns or rows_sent < rows - 1 or columns_sent < columns - 1:
+    while len(done_blocks) < rows * columns or rows_sent < rows - 1 or columns_sent < columns - 1:
         q = kv = q_partial = kv_partial = 0
         if y < columns and (x == rows or order == "kv_first" or x * unlock_q >= y * unlock_kv):
             kv = y
         elif x < rows:
             q = x
-        if rows_sent < rows - 1 and all((rows_sent + 1, c) in done for c in range(columns)):
+        if rows_sent < rows - 1 and all((rows_sent + 1, c) in done_blocks for c in range(columns)):
             q_partial = rows_sent + 1
-        if columns_sent < columns - 1 and all((k, columns_sent + 1) in done for k in range(rows)):
+        if columns_sent < columns - 1 and all(
+            (k, columns_sent + 1) in done_blocks for k in range(rows)
+        ):
             kv_partial = columns_sent + 1
-        tile_steps.append(TileStep(tuple(rectangles(waiting)), q, kv, q_partial, kv_partial))
-        done.update(waiting)
-        waiting = [(q, c) for c in range(y if q else 0)] + [(k, kv) for k in range(x if kv else 0)]
+        tile_steps.append(TileStep(tuple(rectangles(ready_blocks)), q, kv, q_partial, kv_partial))
+        done_blocks.update(ready_blocks)
+        ready_blocks = [(q, c) for c in range(y if q else 0)] + [
+            (k, kv) for k in range(x if kv else 0)
+        ]
         x, y = x + (q > 0), y + (kv > 0)
         rows_sent, columns_sent = rows_sent + (q_partial > 0), columns_sent + (kv_partial > 0)
     return tile_steps
@@ -71,9 +75,10 @@ class Pace(NamedTuple):
     Attributes:
         block: seconds of a block, where one of ShardWeights is one second of the port.
         early: the next transfer is posted once those under way end within so many blocks.
-        patience: the rank rather waits up to so many blocks than computes while the port idles.
-        saved: so many of the blocks that no partial awaits are kept until all shards are there:
-            then they fill the time in which the last partials leave.
+        patience: the rank waits for up to this many blocks' time before it lets the port idle
+            while it computes.
+        saved: number of blocks, among those that no partial awaits, that are computed last: they
+            fill the time in which the last partials leave.
         both: the first transfers of both sides are posted at once, whatever `early` says.
     """
 
@@ -94,17 +99,17 @@ class Pacer:
         self.costs, self.pace = costs, pace
         self.moves = [*reversed(order.receives)], [*reversed(order.sends)]
         self.port, self.shape = Port(), (rows, columns)
-        self.left = [columns] * rows, [rows] * columns
-        self.due: tuple[list[int], ...] = ([NEVER] * rows, [NEVER] * columns)
-        for place, (_, line) in reversed([*enumerate((*order.receives, *order.sends))]):
+        self.blocks_left = [columns] * rows, [rows] * columns
+        self.move_positions: tuple[list[int], ...] = ([NEVER] * rows, [NEVER] * columns)
+        for position, (_, line) in reversed([*enumerate((*order.receives, *order.sends))]):
             if line is not None:
-                self.due[line[0]][line[1]] = place
-        own_rows, own_columns = (side.count(NEVER) for side in self.due)
+                self.move_positions[line[0]][line[1]] = position
+        own_rows, own_columns = (side.count(NEVER) for side in self.move_positions)
         self.unawaited = own_rows * own_columns  # blocks left that no transfer waits for
-        self.here: tuple[list[int], ...] = ([0], [0])
+        self.held: tuple[list[int], ...] = ([0], [0])
         self.ready: list[tuple[int, bool, int, int, float]] = []
         self._unlock([(0, 0)])
-        self.began = 0.0  # when the last run of blocks did, which takes only what was there
+        self.run_start = 0.0  # when the last run of blocks did, which takes only what was there
         self.steps: list[tuple[list[list[Block]], list[int]]] = [([], [0, 0, 0, 0])]
 
     def tile_steps(self) -> list[TileStep]:
@@ -119,23 +124,23 @@ class Pacer:
             else:
                 self.port.advance(self.port.next_end())
             self._take_in()
-        return written(self.steps)
+        return tile_steps_of(self.steps)
 
     def _begin_step(self) -> None:
         self.steps.append(([], [0, 0, 0, 0]))
 
     def _possible(self, moves: list[Need]) -> bool:
         line = moves[-1][1] if moves else None
-        return bool(moves) and (line is None or not self.left[line[0]][line[1]])
+        return bool(moves) and (line is None or not self.blocks_left[line[0]][line[1]])
 
     def _post(self, moves: list[Need]) -> bool:
         if not self._possible(moves):
             return False
         kind, index = moves[-1][0]
-        left = self.port.left()
-        first = self.pace.both and not self.port.now
-        late = left and left >= self.pace.block * self.pace.early
-        if self.port.queues[kind % 2] or (late and not first):
+        seconds_left = self.port.seconds_left()
+        is_first = self.pace.both and not self.port.now
+        too_early = seconds_left and seconds_left >= self.pace.block * self.pace.early
+        if self.port.queues[kind % 2] or (too_early and not is_first):
             return False
         if self.steps[-1][0] or self.steps[-1][1][kind]:
             self._begin_step()
@@ -149,41 +154,41 @@ class Pacer:
         """Return whether a transfer follows soon on the same way, so that posting it waits."""
         if not self._possible(moves):
             return False
-        soon = self.port.left() <= self.pace.block * self.pace.patience
-        return bool(soon and self.port.queues[moves[-1][0][0] % 2])
+        ends_soon = self.port.seconds_left() <= self.pace.block * self.pace.patience
+        return bool(ends_soon and self.port.queues[moves[-1][0][0] % 2])
 
     def _saves(self) -> bool:
         """Return whether the next block is kept for later, while shards are under way."""
         arriving = any(kind < 2 for queue in self.port.queues for (kind, _), _ in queue)
-        few = self.unawaited <= self.pace.saved
-        return bool(arriving and few and self.ready and self.ready[0][0] == NEVER)
+        few_unawaited = self.unawaited <= self.pace.saved
+        return bool(arriving and few_unawaited and self.ready and self.ready[0][0] == NEVER)
 
     def _compute(self) -> None:
-        due, _, k, c, unlocked = heapq.heappop(self.ready)
-        self.unawaited -= due == NEVER
+        move_position, _, k, c, unlocked = heapq.heappop(self.ready)
+        self.unawaited -= move_position == NEVER
         if self.steps[-1][1][0] == k > 0 or self.steps[-1][1][1] == c > 0:
             self._begin_step()  # arrivals count from the next step
         runs = self.steps[-1][0]
-        if not runs or unlocked > self.began:
+        if not runs or unlocked > self.run_start:
             runs.append([])
-            self.began = self.port.now
+            self.run_start = self.port.now
         runs[-1].append((k, c))
-        self.left[0][k] -= 1
-        self.left[1][c] -= 1
+        self.blocks_left[0][k] -= 1
+        self.blocks_left[1][c] -= 1
         self.port.advance(self.pace.block)
 
     def _take_in(self) -> None:
         for kind, index in self.port.arrived:
             if kind < 2:
-                others = self.here[1 - kind]
-                self._unlock((o, index) if kind else (index, o) for o in others)
-                self.here[kind].append(index)
+                other_shards = self.held[1 - kind]
+                self._unlock((o, index) if kind else (index, o) for o in other_shards)
+                self.held[kind].append(index)
         self.port.arrived.clear()
 
     def _unlock(self, blocks: Iterable[Block]) -> None:
         for k, c in blocks:
-            due = min(self.due[0][k], self.due[1][c])
-            heapq.heappush(self.ready, (due, k == 0, k, c, self.port.now))
+            move_position = min(self.move_positions[0][k], self.move_positions[1][c])
+            heapq.heappush(self.ready, (move_position, k == 0, k, c, self.port.now))
 
 
 KV_PRIORITY_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
@@ -191,7 +196,7 @@ KV_PRIORITY_FACTORS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.75, 1.5, 0.125, 8.0)
 
 
 def least_held(rows: int, columns: int) -> int:
-    """The fewest query and KV shards, own ones and those arriving included, that a rank can hold.
+    """The fewest shards that a rank can hold at once, its own and those arriving included.
 
     All of one side, the rank's own of the other, and two: one leaves while the next arrives.
     """
@@ -199,18 +204,18 @@ def least_held(rows: int, columns: int) -> int:
 
 
 def orders(
-    rows: int, columns: int, costs: ShardWeights, held: int | None = None
+    rows: int, columns: int, costs: ShardWeights, max_shards: int | None = None
 ) -> Iterator[Order]:
-    """Orders to try, the likeliest first; none holds more than so many shards."""
-    if held is None or held >= rows + columns:
-        ways = _receives(rows, columns, costs)
+    """Orders to try, the likeliest first; none holds more than max_shards shards."""
+    if max_shards is None or max_shards >= rows + columns:
+        receive_orders = _receives(rows, columns, costs)
         for sends in _send_orders((rows, columns), costs):
-            for receives in ways:
+            for receives in receive_orders:
                 yield Order(tuple((move, None) for move in receives), sends)
         return
-    room = {1: held - rows - 1, 0: held - columns - 1}
+    slots_by_side = {1: max_shards - rows - 1, 0: max_shards - columns - 1}
     for leaning in range(len(KV_PRIORITY_FACTORS)):
-        for side, slots in room.items():
+        for side, slots in slots_by_side.items():
             if slots >= min((rows, columns)[side] - 1, 2):
                 order = _passing((rows, columns), costs, side, slots, leaning)
                 if order is not None:
@@ -220,22 +225,24 @@ def orders(
 def _passing(
     shape: tuple[int, int], costs: ShardWeights, side: int, slots: int, leaning: int
 ) -> Order | None:
-    """All of the other side stay; of this one, as many as there are slots beside the own."""
+    """An order in which all shards of the other side stay, and at most `slots` of this side, beside
+    the rank's own.
+    """
     length = shape[side]
     slots = min(slots, length - 1)
-    first = (slots + 1, shape[1]) if side == 0 else (shape[0], slots + 1)
-    paths = _receives(*first, costs)
-    if leaning >= len(paths):
+    first_shape = (slots + 1, shape[1]) if side == 0 else (shape[0], slots + 1)
+    receive_orders = _receives(*first_shape, costs)
+    if leaning >= len(receive_orders):
         return None
-    receives: list[Need] = [(move, None) for move in paths[leaning]]
+    receives: list[Need] = [(move, None) for move in receive_orders[leaning]]
     receives += [((side, index), (side, index - slots)) for index in range(slots + 1, length)]
-    gone = length - 1 - slots
-    passed = [_send(side, index) for index in range(1, gone + 1) if costs[2 + side]]
-    rest = [
-        _send(move[0] - 2, move[1] + gone * (line is not None and line[0] == side))
-        for move, line in next(_send_orders(first, costs))
+    num_passed = length - 1 - slots
+    passed_sends = [_send(side, index) for index in range(1, num_passed + 1) if costs[2 + side]]
+    other_sends = [
+        _send(move[0] - 2, move[1] + num_passed * (line is not None and line[0] == side))
+        for move, line in next(_send_orders(first_shape, costs))
     ]
-    return Order(tuple(receives), (*passed, *rest))
+    return Order(tuple(receives), (*passed_sends, *other_sends))
 
 
 def _send(side: int, index: int) -> Need:
@@ -245,8 +252,10 @@ def _send(side: int, index: int) -> Need:
 
 def _receives(rows: int, columns: int, costs: ShardWeights) -> list[list[Move]]:
     """Different ways to receive everything, the likeliest first."""
-    ways = {tuple(_grown(rows, columns, costs.q, costs.kv * x)): None for x in KV_PRIORITY_FACTORS}
-    return [list(way) for way in ways]
+    receive_orders = {
+        tuple(_grown(rows, columns, costs.q, costs.kv * x)): None for x in KV_PRIORITY_FACTORS
+    }
+    return [list(receive_order) for receive_order in receive_orders]
 
 
 def _grown(rows: int, columns: int, q: float, kv: float) -> Iterator[Move]:
@@ -277,19 +286,19 @@ def _send_orders(shape: tuple[int, int], costs: ShardWeights) -> Iterator[tuple[
     )
     around_q = ([1] * k + [0] * rows + [1] * (columns - k) for k in range(columns + 1))
     around_kv = ([0] * k + [1] * columns + [0] * (rows - k) for k in range(1, rows))
-    seen: set[tuple[int, ...]] = set()
+    tried_sides: set[tuple[int, ...]] = set()
     for sides in map(tuple, chain(grown, around_q, around_kv)):
-        if sides not in seen:
-            seen.add(sides)
+        if sides not in tried_sides:
+            tried_sides.add(sides)
             yield _sends(sides)
 
 
 def _sends(sides: Iterable[int]) -> tuple[Need, ...]:
     """Partials by local index, of these sides one after the other."""
-    sent, needs = [0, 0], list[Need]()
+    num_sent, needs = [0, 0], list[Need]()
     for side in sides:
-        sent[side] += 1
-        needs.append(_send(side, sent[side]))
+        num_sent[side] += 1
+        needs.append(_send(side, num_sent[side]))
     return tuple(needs)
 
 
@@ -327,11 +336,11 @@ def greedy_tile_steps(
     if min(shape) == 1 and held is None:
         return tuple(stepwise_tile_steps(*shape, "eager", costs))  # a ring has no choice
     ratios = RATIOS if pace is None else (pace,)
-    found = [*dict.fromkeys(_candidates(shape, costs, held, pace))]
-    unit = moved(shape, costs) / (shape[0] * shape[1])
-    times = np.array([[seconds_of(x, costs, ratio * unit) for ratio in ratios] for x in found])
-    over = (-np.sort(-times / times.min(0))).tolist()
-    best = found[over.index(min(over))]
+    candidates = [*dict.fromkeys(_candidates(shape, costs, held, pace))]
+    unit = transfer_bytes(shape, costs) / (shape[0] * shape[1])
+    times = np.array([[seconds_of(x, costs, ratio * unit) for ratio in ratios] for x in candidates])
+    worst_ratios = (-np.sort(-times / times.min(0))).tolist()
+    best = candidates[worst_ratios.index(min(worst_ratios))]
     return best if costs.kv_partial else tuple(with_kv_partials(best, *shape))
 
 
@@ -345,23 +354,23 @@ def _candidates(
     if held is None:
         for name in ("eager", "kv_first"):
             yield tuple(stepwise_tile_steps(*shape, name, costs))
-    block = (pace or 1.0) * moved(shape, costs) / blocks
-    tried = min(TRIED, max(1, TRIED_BLOCKS // blocks))
-    ways = product(PACES, islice(orders(*shape, costs, held), tried))
-    for style, order in islice(ways, tried):
+    block = (pace or 1.0) * transfer_bytes(shape, costs) / blocks
+    num_orders = min(TRIED, max(1, TRIED_BLOCKS // blocks))
+    pairs_to_try = product(PACES, islice(orders(*shape, costs, held), num_orders))
+    for style, order in islice(pairs_to_try, num_orders):
         yield tuple(Pacer(*shape, order, costs, style._replace(block=block)).tile_steps())
 
 
 def with_kv_partials(tile_steps: Iterable[TileStep], rows: int, columns: int) -> list[TileStep]:
-    """Partials that take no time in the pass at hand leave as soon as their column is done."""
-    left, sent, written = [rows] * columns, 0, []
+    """Add KV partials to a pass in which they take no time: each leaves when its column is done."""
+    blocks_left, num_sent, tile_steps_written = [rows] * columns, 0, []
     for tile_step in [*tile_steps, *[TileStep(())] * columns]:
-        if sent < columns - 1 and not left[sent + 1]:
-            sent += 1
-            tile_step = tile_step._replace(kv_partial=sent)
+        if num_sent < columns - 1 and not blocks_left[num_sent + 1]:
+            num_sent += 1
+            tile_step = tile_step._replace(kv_partial=num_sent)
         for tile_rows, tile_columns in tile_step.tiles:
             for c in tile_columns:
-                left[c] -= len(tile_rows)
+                blocks_left[c] -= len(tile_rows)
         if any(tile_step):
-            written.append(tile_step)
-    return written
+            tile_steps_written.append(tile_step)
+    return tile_steps_written

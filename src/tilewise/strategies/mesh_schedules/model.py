@@ -22,7 +22,7 @@ Need = tuple[Move, Line | None]
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def moved(shape: tuple[int, int], costs: ShardWeights) -> float:
+def transfer_bytes(shape: tuple[int, int], costs: ShardWeights) -> float:
     """Return the bytes of all transfers of a tile; 1 if there are none."""
     lengths = [size - 1 for size in (*shape, *shape)]
     return sum(length * cost for length, cost in zip(lengths, costs, strict=True)) or 1.0
@@ -59,7 +59,7 @@ class Port:
         else:
             self.arrived.append(move)
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the port is idle."""
         return sum(seconds for queue in self.queues for _, seconds in queue)
 
@@ -82,10 +82,10 @@ class Port:
     def _pass(self, seconds: float) -> None:
         active = [queue for queue in self.queues if queue]
         for queue in active:
-            move, left = queue[0]
-            left -= seconds / len(active)
-            if left > 1e-9 * seconds:
-                queue[0] = move, left
+            move, seconds_left = queue[0]
+            seconds_left -= seconds / len(active)
+            if seconds_left > 1e-9 * seconds:
+                queue[0] = move, seconds_left
             else:
                 self.arrived.append(move)
                 del queue[0]
@@ -114,7 +114,7 @@ def seconds_of(tile_steps: Iterable[TileStep], costs: ShardWeights, block: float
             wait((0, rows[-1]))
             wait((1, columns[-1]))
             port.advance(block * len(rows) * len(columns))
-    return port.now + port.left()
+    return port.now + port.seconds_left()
 
 
 def rectangles(blocks: Sequence[Block]) -> list[Rectangle]:
@@ -122,11 +122,11 @@ def rectangles(blocks: Sequence[Block]) -> list[Rectangle]:
     columns: dict[int, list[int]] = {}
     for k, c in sorted(blocks):
         columns.setdefault(k, []).append(c)
-    grouped = groupby(columns, key=columns.__getitem__)
-    return [(tuple(rows), tuple(same)) for same, rows in grouped]
+    rows_by_columns = groupby(columns, key=columns.__getitem__)
+    return [(tuple(rows), tuple(same_columns)) for same_columns, rows in rows_by_columns]
 
 
-def written(steps: Iterable[tuple[list[list[Block]], list[int]]]) -> list[TileStep]:
+def tile_steps_of(steps: Iterable[tuple[list[list[Block]], list[int]]]) -> list[TileStep]:
     """Runs of blocks and the four moves of every step, as steps."""
     return [
         TileStep(tuple(t for x in runs for t in rectangles(x)), *moves) for runs, moves in steps

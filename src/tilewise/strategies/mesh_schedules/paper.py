@@ -13,7 +13,7 @@ from tilewise.strategies.mesh_schedules.greedy import (
     stepwise_tile_steps,
     with_kv_partials,
 )
-from tilewise.strategies.mesh_schedules.model import Block, Move, moved, written
+from tilewise.strategies.mesh_schedules.model import Block, Move, tile_steps_of, transfer_bytes
 
 
 @lru_cache(maxsize=256)
@@ -29,34 +29,36 @@ def paper_tile_steps(shape: tuple[int, int], costs: ShardWeights) -> TileSteps:
     Args:
         shape: query and KV shards of the tile.
         costs: relative bytes of what travels. All blocks are taken to last as long as all
-            transfers, where orders differ most; a rule told another ratio was no better there.
+            transfers, where orders differ most; with another ratio the rule was no better there.
     """
     if min(shape) == 1:
         return tuple(stepwise_tile_steps(*shape, "eager", costs))  # a ring has no choice
-    tile_steps = written(_PapersRule(shape, costs).steps())
+    tile_steps = tile_steps_of(_PapersRule(shape, costs).steps())
     return tuple(tile_steps if costs.kv_partial else with_kv_partials(tile_steps, *shape))
 
 
 class _PapersRule:
     def __init__(self, shape: tuple[int, int], costs: ShardWeights):
         self.shape, self.costs = shape, costs
-        self.block = moved(shape, costs) / (shape[0] * shape[1])
-        self.here, self.sent = [1, 1], [0, 0]
-        self.left = [shape[1]] * shape[0], [shape[0]] * shape[1]
+        self.block = transfer_bytes(shape, costs) / (shape[0] * shape[1])
+        self.held, self.sent = [1, 1], [0, 0]
+        self.blocks_left = [shape[1]] * shape[0], [shape[0]] * shape[1]
         self.ready: set[Block] = {(0, 0)}
 
     def steps(self) -> list[tuple[list[list[Block]], list[int]]]:
         steps: list[tuple[list[list[Block]], list[int]]] = []
-        covered = 0.0  # blocks that transfers had time for and that are not computed
+        covered_blocks = 0.0  # blocks that transfers had time for and that are not computed
         while (move := self._next_move()) or any(self._next_lines()):
             if move is None:
                 side, line = min(self._next_lines(), key=self._left_per_byte)
                 steps.append(([self._take([x for x in self.ready if x[side] == line])], [0] * 4))
                 continue
-            covered += self.costs[move[0]] / self.block
-            due = sorted(self.ready, key=self._due)
-            blocks = self._take(due[: int(covered + 1e-9)])
-            covered = covered - len(blocks) if len(due) > len(blocks) else 0.0
+            covered_blocks += self.costs[move[0]] / self.block
+            ready_blocks = sorted(self.ready, key=self._due)
+            blocks = self._take(ready_blocks[: int(covered_blocks + 1e-9)])
+            covered_blocks = (
+                covered_blocks - len(blocks) if len(ready_blocks) > len(blocks) else 0.0
+            )
             kinds = [0] * 4
             kinds[move[0]] = move[1]
             steps.append(([blocks], kinds))
@@ -72,18 +74,20 @@ class _PapersRule:
         ]
 
     def _left_per_byte(self, line: tuple[int, int]) -> float:
-        return self.left[line[0]][line[1]] / self.costs[2 + line[0]]
+        return self.blocks_left[line[0]][line[1]] / self.costs[2 + line[0]]
 
     def _next_move(self) -> Move | None:
-        done = [line for line in self._next_lines() if not self.left[line[0]][line[1]]]
-        if done:
-            side, index = max(done, key=lambda line: self.costs[2 + line[0]])
+        done_lines = [line for line in self._next_lines() if not self.blocks_left[line[0]][line[1]]]
+        if done_lines:
+            side, index = max(done_lines, key=lambda line: self.costs[2 + line[0]])
             return 2 + side, index
-        missing = [side for side in (1, 0) if self.here[side] < self.shape[side]]
-        if not missing:
+        missing_sides = [side for side in (1, 0) if self.held[side] < self.shape[side]]
+        if not missing_sides:
             return None
-        side = max(missing, key=lambda x: self.here[1 - x] / (self.costs[x] + self.costs[2 + x]))
-        return side, self.here[side]
+        side = max(
+            missing_sides, key=lambda x: self.held[1 - x] / (self.costs[x] + self.costs[2 + x])
+        )
+        return side, self.held[side]
 
     def _due(self, block: Block) -> tuple[int, Block]:
         """The partial that awaits a block, in the order in which they leave."""
@@ -93,8 +97,8 @@ class _PapersRule:
     def _take(self, blocks: list[Block]) -> list[Block]:
         self.ready.difference_update(blocks)
         for k, c in blocks:
-            self.left[0][k] -= 1
-            self.left[1][c] -= 1
+            self.blocks_left[0][k] -= 1
+            self.blocks_left[1][c] -= 1
         return blocks
 
     def _note(self, move: Move) -> None:
@@ -102,6 +106,6 @@ class _PapersRule:
         if kind > 1:
             self.sent[kind - 2] = index
             return
-        others = range(self.here[1 - kind])
-        self.ready.update((o, index) if kind else (index, o) for o in others)
-        self.here[kind] += 1
+        other_shards = range(self.held[1 - kind])
+        self.ready.update((o, index) if kind else (index, o) for o in other_shards)
+        self.held[kind] += 1

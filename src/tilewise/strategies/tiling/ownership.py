@@ -30,17 +30,17 @@ def segments(pieces: Sequence[PlacedRegion], spans: Mapping[int, Span]) -> list[
     Args:
         spans: the rows of components whose pieces may leave some out.
     """
-    found = []
+    segments_found = []
     by_component: dict[int, list[PlacedRegion]] = {}
     for p in pieces:
         by_component.setdefault(p.component, []).append(p)
-    for component, own in by_component.items():
-        region, only = own[0].region, own[0].rank
-        if len(own) == 1 and region[:2] == region[2:] and component not in spans:
-            found.append(Segment(*region[:2], (only,), (only,), only))
+    for component, component_pieces in by_component.items():
+        region, only_rank = component_pieces[0].region, component_pieces[0].rank
+        if len(component_pieces) == 1 and region[:2] == region[2:] and component not in spans:
+            segments_found.append(Segment(*region[:2], (only_rank,), (only_rank,), only_rank))
             continue
-        box = np.array([p.region for p in own])
-        rank = np.array([p.rank for p in own])
+        box = np.array([p.region for p in component_pieces])
+        rank = np.array([p.rank for p in component_pieces])
         edges = np.unique([*box.ravel(), *spans.get(component, ())])
         start = edges[:-1, None]
         q = (box[:, 0] <= start) & (start < box[:, 1])
@@ -48,47 +48,57 @@ def segments(pieces: Sequence[PlacedRegion], spans: Mapping[int, Span]) -> list[
         for i, (a, b) in enumerate(pairwise(edges.tolist())):
             readers = tuple(dict.fromkeys(rank[q[i]].tolist()))
             keys = tuple(dict.fromkeys(rank[kv[i]].tolist()))
-            home = rank[q[i] & kv[i]].tolist() or readers or keys or (own[0].rank,)
-            found.append(Segment(a, b, readers, keys, int(home[0])))
-    return found
+            home = rank[q[i] & kv[i]].tolist() or readers or keys or (component_pieces[0].rank,)
+            segments_found.append(Segment(a, b, readers, keys, int(home[0])))
+    return segments_found
 
 
 def own(
     pieces: list[PlacedRegion], rooms: list[int], prices: Prices, spans: Mapping[int, Span]
 ) -> list[Owned]:
     """Owners of all rows of the pieces' components, at most rooms rows a rank."""
-    cut = segments(pieces, spans)
-    load = _loads(cut, len(rooms), prices)
-    room = list(rooms)
-    for s in cut:
-        room[s.diagonal] -= s.stop - s.start
+    row_segments = segments(pieces, spans)
+    load = _loads(row_segments, len(rooms), prices)
+    rows_left = list(rooms)
+    for s in row_segments:
+        rows_left[s.diagonal] -= s.stop - s.start
         load[s.diagonal] -= (s.stop - s.start) * (prices.q + prices.kv)
-    kept = {i: s.stop for i, s in enumerate(cut)}
+    stop_by_segment = {i: s.stop for i, s in enumerate(row_segments)}
     owned: list[Owned] = []
-    for chosen in (lambda s: s.q, lambda s: s.kv, lambda s: range(len(rooms))):
-        near = sorted(range(len(cut)), key=lambda i: (len(chosen(cut[i])), i), reverse=True)
-        for i in near:
-            s = cut[i]
-            while room[s.diagonal] < 0 and kept[i] > s.start:
-                others = [r for r in chosen(s) if room[r] > 0]
-                if not others:
+    for reading_ranks in (lambda s: s.q, lambda s: s.kv, lambda s: range(len(rooms))):
+        order = sorted(
+            range(len(row_segments)),
+            key=lambda i: (len(reading_ranks(row_segments[i])), i),
+            reverse=True,
+        )
+        for i in order:
+            s = row_segments[i]
+            while rows_left[s.diagonal] < 0 and stop_by_segment[i] > s.start:
+                takers = [r for r in reading_ranks(s) if rows_left[r] > 0]
+                if not takers:
                     break
-                to = max(others, key=lambda r: (load[r], room[r], -r))
-                rows = min(-room[s.diagonal], kept[i] - s.start, room[to], STRIDE)
-                owned.append((kept[i] - rows, kept[i], to))
-                kept[i] -= rows
-                room[to] -= rows
-                room[s.diagonal] += rows
-                saved = prices.q * (to in s.q) + prices.kv * (to in s.kv)
-                load[to] -= rows * saved
+                taker = max(takers, key=lambda r: (load[r], rows_left[r], -r))
+                rows = min(
+                    -rows_left[s.diagonal], stop_by_segment[i] - s.start, rows_left[taker], STRIDE
+                )
+                owned.append((stop_by_segment[i] - rows, stop_by_segment[i], taker))
+                stop_by_segment[i] -= rows
+                rows_left[taker] -= rows
+                rows_left[s.diagonal] += rows
+                saved_price = prices.q * (taker in s.q) + prices.kv * (taker in s.kv)
+                load[taker] -= rows * saved_price
                 load[s.diagonal] += rows * (prices.q + prices.kv)
-    owned += [(s.start, kept[i], s.diagonal) for i, s in enumerate(cut) if kept[i] > s.start]
+    owned += [
+        (s.start, stop_by_segment[i], s.diagonal)
+        for i, s in enumerate(row_segments)
+        if stop_by_segment[i] > s.start
+    ]
     return owned
 
 
-def _loads(cut: list[Segment], n: int, prices: Prices) -> list[float]:
+def _loads(row_segments: list[Segment], n: int, prices: Prices) -> list[float]:
     load = [0.0] * n
-    for s in cut:
+    for s in row_segments:
         for r in s.q:
             load[r] += (s.stop - s.start) * prices.q
         for r in s.kv:
@@ -118,17 +128,17 @@ def readings(
     Args:
         beside_owner: leave the owner out of the readers.
     """
-    cut = sorted(segments(pieces, spans))
-    found: list[Reading] = []
+    row_segments = sorted(segments(pieces, spans))
+    row_readings: list[Reading] = []
     i = 0
     for start, stop, owner in owned:
-        at = start
-        while at < stop:
-            while cut[i].stop <= at:
+        start_row = start
+        while start_row < stop:
+            while row_segments[i].stop <= start_row:
                 i += 1
-            end, q, kv = min(stop, cut[i].stop), cut[i].q, cut[i].kv
+            stop_row, q, kv = min(stop, row_segments[i].stop), row_segments[i].q, row_segments[i].kv
             if beside_owner:
                 q, kv = (tuple(r for r in readers if r != owner) for readers in (q, kv))
-            found.append(Reading(at, end, owner, q, kv))
-            at = end
-    return found
+            row_readings.append(Reading(start_row, stop_row, owner, q, kv))
+            start_row = stop_row
+    return row_readings

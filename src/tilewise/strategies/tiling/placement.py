@@ -1,4 +1,4 @@
-"""Which rank computes which region: an assignment of regions to ranks, chosen among several."""
+"""Placement of regions on ranks: several assignments are made, and the best one is chosen."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,38 +42,40 @@ def assign(worth: Array) -> Array:
     """
     cost = worth.max(initial=0) - worth
     num_rows, num_columns = cost.shape
-    of_row, of_column = np.zeros(num_rows), np.zeros(num_columns + 1)
-    row_at = np.full(num_columns + 1, -1)  # the last column stands for the row to be placed
+    row_potentials, column_potentials = np.zeros(num_rows), np.zeros(num_columns + 1)
+    row_of_column = np.full(num_columns + 1, -1)  # the last column stands for the row to be placed
     for row in range(num_rows):
-        row_at[num_columns] = row
+        row_of_column[num_columns] = row
         column, path = num_columns, np.full(num_columns, num_columns)
-        least, seen = np.full(num_columns, np.inf), np.zeros(num_columns + 1, bool)
-        while row_at[column] >= 0:
-            seen[column] = True
-            i = row_at[column]
-            reduced = cost[i] - of_row[i] - of_column[:-1]
-            nearer = ~seen[:-1] & (reduced < least)
-            least[nearer], path[nearer] = reduced[nearer], column
-            following = int(np.where(seen[:-1], np.inf, least).argmin())
-            step = least[following]
-            of_row[row_at[seen]] += step
-            of_column[seen] -= step
-            least[~seen[:-1]] -= step
-            column = following
+        lowest_cost, visited = np.full(num_columns, np.inf), np.zeros(num_columns + 1, bool)
+        while row_of_column[column] >= 0:
+            visited[column] = True
+            i = row_of_column[column]
+            reduced = cost[i] - row_potentials[i] - column_potentials[:-1]
+            is_lower = ~visited[:-1] & (reduced < lowest_cost)
+            lowest_cost[is_lower], path[is_lower] = reduced[is_lower], column
+            next_column = int(np.where(visited[:-1], np.inf, lowest_cost).argmin())
+            step = lowest_cost[next_column]
+            row_potentials[row_of_column[visited]] += step
+            column_potentials[visited] -= step
+            lowest_cost[~visited[:-1]] -= step
+            column = next_column
         while column != num_columns:
-            row_at[column] = row_at[path[column]]
+            row_of_column[column] = row_of_column[path[column]]
             column = path[column]
     columns = np.empty(num_rows, np.int64)
-    taken = np.flatnonzero(row_at[:-1] >= 0)
-    columns[row_at[taken]] = taken
+    filled_columns = np.flatnonzero(row_of_column[:-1] >= 0)
+    columns[row_of_column[filled_columns]] = filled_columns
     return columns
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Who computes which pieces, and who owns which rows: (start, stop, rank), ascending.
+    """An assignment of pieces to the ranks that compute them, and of rows to their owners.
 
-    spans: the rows of components whose pieces may leave some out.
+    Attributes:
+        owned: (start, stop, rank), ascending.
+        spans: the rows of components whose pieces may leave some out.
     """
 
     world_size: int
@@ -100,20 +102,20 @@ class Placement:
         return readings(self.pieces, self.owned, self.spans)
 
     def flows(self) -> list[RowReaders]:
-        """What has to travel."""
+        """Return the rows that have to travel, with owner and readers."""
         return [
             RowReaders(r.stop - r.start, r.owner, r.q, r.kv) for r in self.readings if r.q or r.kv
         ]
 
 
 class Balance(NamedTuple):
-    """How level ranks are to be: largest over mean work - 1, and the work of a token in pairs."""
+    """Limit of unequal work: largest over mean work - 1, and the work of a token in pairs."""
 
     slack: float = 0.03
     linear: float = 0.0
 
     def __str__(self) -> str:
-        """As arguments that follow others; empty if they are the defaults."""
+        """Return it as arguments that follow others in a call; empty if they are the defaults."""
         return "" if self == LEVEL else f", slack={self.slack}, linear={self.linear}"
 
     def limit(self, area: float, tokens: float) -> float:
@@ -125,7 +127,7 @@ LEVEL = Balance()
 
 
 class PackingLimits(NamedTuple):
-    """How to pack components into ranks, areas as shares of the mean."""
+    """Parameters of packing components into ranks; areas are shares of the mean."""
 
     slack: float  # over the mean that a rank's area may be
     scale: float  # rows kept for one rank of a long component, of the most that it may want
@@ -145,25 +147,27 @@ def attempt(
     areas = np.array([float(t.size(t.whole())) for t in tables])
     starts = (np.cumsum(lengths) - lengths).tolist()
     num_tokens, mean = int(lengths.sum()), float(areas.sum()) / n
-    rooms = [num_tokens // n + (r < num_tokens % n) for r in range(n)]
+    row_limits = [num_tokens // n + (r < num_tokens % n) for r in range(n)]
     prices = Prices(2 + LSE, kv_bytes, mean)
-    units = scale * np.minimum(rooms[-1], lengths * np.sqrt(fill * mean / np.maximum(areas, 1)))
-    packed = divide(lengths, areas, rooms, slack, units, fill)
-    short, kept, loads = [], [], np.zeros(n)
+    units = scale * np.minimum(
+        row_limits[-1], lengths * np.sqrt(fill * mean / np.maximum(areas, 1))
+    )
+    packed = divide(lengths, areas, row_limits, slack, units, fill)
+    short_pieces, kept_rows, loads = [], [], np.zeros(n)
     for d, start, stop, r in packed.parts:
-        short.append(_piece(d, r, starts[d], *tables[d].strip(start, stop)))
-        kept.append((starts[d] + start, starts[d] + stop, r))
-        loads[r] += short[-1].area
+        short_pieces.append(_piece(d, r, starts[d], *tables[d].strip(start, stop)))
+        kept_rows.append((starts[d] + start, starts[d] + stop, r))
+        loads[r] += short_pieces[-1].area
     pieces, spans = [], {}
     for share in level(packed.shares, loads, (1 + slack) * mean):
         d = share.document
         table, spans[d] = tables[d], (starts[d], starts[d] + int(lengths[d]))
-        seated, tree = _cut(share, table, prices)
-        regions = apply(tree, table, seated.areas, mean)
-        for r, (region, size) in zip(seated.ranks, regions, strict=True):
+        seated_share, tree = _cut(share, table, prices)
+        regions = apply(tree, table, seated_share.areas, mean)
+        for r, (region, size) in zip(seated_share.ranks, regions, strict=True):
             pieces.append(_piece(d, r, starts[d], region, size))
     owned = own(pieces, packed.rooms, prices, spans)
-    return Placement(n, (*pieces, *short), tuple(sorted(owned + kept)), spans)
+    return Placement(n, (*pieces, *short_pieces), tuple(sorted(owned + kept_rows)), spans)
 
 
 def _piece(component: int, rank: int, at: int, region: Region, size: float) -> PlacedRegion:
@@ -173,24 +177,29 @@ def _piece(component: int, rank: int, at: int, region: Region, size: float) -> P
 def _cut(share: Share, table: RegionTable, prices: Prices) -> tuple[Share, Cut | None]:
     """The cheapest cut of a document over some orders of its shares."""
     shares = (_permuted(share, order) for order in _orders(share))
-    found = [(*search(table, x.areas, x.rooms, prices), x) for x in shares]
-    cost, tree, ordered = min(found, key=lambda f: f[0])
+    results = [(*search(table, x.areas, x.rooms, prices), x) for x in shares]
+    cost, tree, ordered = min(results, key=lambda f: f[0])
     if cost == inf:
         raise TooSmallError(f"{table.length} rows cannot be cut for {len(share.ranks)} ranks")
     return _seat(ordered, tree, table, prices.area), tree
 
 
 def _orders(share: Share) -> list[tuple[int, ...]]:
-    """Orders of shares worth a try: all of a few, small ones first and last of many."""
+    """Orders of shares to try: all orders of up to three shares, of more a few sorted ones."""
     size = share.areas[-1]
-    kind = [(round(4 * a / size), m > 0) for a, m in zip(share.areas, share.rooms, strict=True)]
-    some = range(len(kind))
-    if len(kind) <= 3:
-        return list({tuple(kind[i] for i in p): p for p in permutations(some)}.values())
-    mixed = sorted(some, key=lambda i: (kind[i][0] > 2, share.rooms[i]))
-    orders = [tuple(some), tuple(reversed(some)), tuple(mixed), tuple(reversed(mixed))]
-    orders = orders if len(kind) <= 8 else orders[:2]
-    return list({tuple(kind[i] for i in p): p for p in orders}.values())
+    kinds = [(round(4 * a / size), m > 0) for a, m in zip(share.areas, share.rooms, strict=True)]
+    indices = range(len(kinds))
+    if len(kinds) <= 3:
+        return list({tuple(kinds[i] for i in p): p for p in permutations(indices)}.values())
+    mixed_order = sorted(indices, key=lambda i: (kinds[i][0] > 2, share.rooms[i]))
+    orders = [
+        tuple(indices),
+        tuple(reversed(indices)),
+        tuple(mixed_order),
+        tuple(reversed(mixed_order)),
+    ]
+    orders = orders if len(kinds) <= 8 else orders[:2]
+    return list({tuple(kinds[i] for i in p): p for p in orders}.values())
 
 
 def _permuted(share: Share, order) -> Share:
@@ -199,14 +208,16 @@ def _permuted(share: Share, order) -> Share:
 
 
 def _seat(share: Share, tree: Cut | None, table: RegionTable, mean: float) -> Share:
-    """Ranks with room for rows take the regions on the diagonal, among those of like area."""
+    """Give regions on the diagonal to ranks that may own more rows, among shares of like area."""
     regions = apply(tree, table, share.areas, mean)
     diagonal = [min(r.q1, r.k1) - max(r.q0, r.k0) for r, _ in regions]
-    whole = [i for i, a in enumerate(share.areas) if a > 0.75 * max(share.areas)]
+    large_shares = [i for i, a in enumerate(share.areas) if a > 0.75 * max(share.areas)]
     order = list(range(len(regions)))
-    ranks = sorted(whole, key=lambda i: (-share.rooms[i], i))
-    for seat, i in zip(sorted(whole, key=lambda i: (-diagonal[i], i)), ranks, strict=True):
-        order[seat] = i
+    ranks = sorted(large_shares, key=lambda i: (-share.rooms[i], i))
+    for region_index, i in zip(
+        sorted(large_shares, key=lambda i: (-diagonal[i], i)), ranks, strict=True
+    ):
+        order[region_index] = i
     return _permuted(share, order)
 
 
@@ -244,20 +255,21 @@ def place_documents(cu: np.ndarray, n: int, kv_bytes: float, balance: Balance) -
     """Place causal documents with these boundaries."""
     total = running(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)))
     limit = balance.limit(float(total[-1]) / n, cu[-1] / n)
-    rows = [deal(total, cu, n)]
+    owner_choices = [deal(total, cu, n)]
     if n <= FEW:
-        rows += [own_rows_apart(cu, n, VARIANTS[0].slack, x) for x in APART]
+        owner_choices += [own_rows_apart(cu, n, VARIANTS[0].slack, x) for x in APART]
     if balance != LEVEL:
         edges = [int(cu[-1]) * r // n for r in range(n + 1)]
-        rows.append([(a, b, r) for r, (a, b) in enumerate(pairwise(edges))])
-    own = (
-        (_score(p, kv_bytes * keys_read(p), limit), p) for p in (own_rows(cu, x, n) for x in rows)
+        owner_choices.append([(a, b, r) for r, (a, b) in enumerate(pairwise(edges))])
+    own_row_results = (
+        (_score(p, kv_bytes * keys_read(p), limit), p)
+        for p in (own_rows(cu, x, n) for x in owner_choices)
     )
-    best, simple = min(own, key=itemgetter(0))
+    best, own_rows_placement = min(own_row_results, key=itemgetter(0))
     triangles = [Triangle(m) for m in np.diff(cu).tolist()]
     tiled = place_tables(triangles, n, kv_bytes, balance, max(2, TRIES // n))
     if tiled is None or best < _score(tiled, received(tiled.flows(), n, kv_bytes), limit):
-        return simple
+        return own_rows_placement
     return tiled
 
 
@@ -272,8 +284,11 @@ def place_tables(
     limit = balance.limit(area, sum(t.length for t in tables) / n)
     variants, candidates = VARIANTS[:tries], []
     if balance != LEVEL:
-        spare = limit - 1
-        variants = [PackingLimits(max(0.0, spare - MARGIN), x, 1 + spare / 2) for x in SCALES]
+        allowed_excess = limit - 1
+        variants = [
+            PackingLimits(max(0.0, allowed_excess - MARGIN), x, 1 + allowed_excess / 2)
+            for x in SCALES
+        ]
     for variant in variants:
         with suppress(TooSmallError):
             candidates.append(attempt(tables, n, kv_bytes, variant))
@@ -284,8 +299,8 @@ def place_tables(
 
 def _score(placement: Placement, load: np.ndarray, limit: float) -> tuple[float, float]:
     """Excess of area beyond the limit, then rows received: mean, and busiest."""
-    over = max(0.0, placement.imbalance - limit)
-    return over, float(load.mean() + BUSIEST * load.max())
+    excess = max(0.0, placement.imbalance - limit)
+    return excess, float(load.mean() + BUSIEST * load.max())
 
 
 def own_rows(cu: np.ndarray, owned: Sequence[Owned], n: int) -> Placement:
@@ -294,18 +309,20 @@ def own_rows(cu: np.ndarray, owned: Sequence[Owned], n: int) -> Placement:
     for start, stop, rank in owned:
         while start < stop:
             d = int(np.searchsorted(cu, start, side="right")) - 1
-            end, at = min(stop, int(cu[d + 1])), int(cu[d])
-            size = (end - start) * (end + start + 1 - 2 * at) / 2
-            pieces.append(PlacedRegion(d, rank, Region(start, end, at, end), size))
-            start = end
+            piece_stop, document_start = min(stop, int(cu[d + 1])), int(cu[d])
+            size = (piece_stop - start) * (piece_stop + start + 1 - 2 * document_start) / 2
+            pieces.append(
+                PlacedRegion(d, rank, Region(start, piece_stop, document_start, piece_stop), size)
+            )
+            start = piece_stop
     return Placement(n, tuple(pieces), tuple(owned))
 
 
 def keys_read(placement: Placement) -> np.ndarray:
     """Rows of k and v every rank reads but does not own, when it computes its own rows."""
-    last: dict[tuple[int, int], int] = {}
+    last_row: dict[tuple[int, int], int] = {}
     rows = np.zeros(placement.world_size)
     for component, rank, region, _ in sorted(placement.pieces, key=lambda p: p.region):
-        rows[rank] += region.q0 - last.get((component, rank), region.k0)
-        last[component, rank] = region.q1
+        rows[rank] += region.q0 - last_row.get((component, rank), region.k0)
+        last_row[component, rank] = region.q1
     return rows

@@ -69,7 +69,7 @@ class PlacedLayout(Layout):
 
 
 class Choice(NamedTuple):
-    """Who computes what, and what that moves."""
+    """A way to compute the mask on shards, and the rows that it moves."""
 
     work: ShardOwners
     flows: list[RowReaders]
@@ -91,16 +91,23 @@ class Choice(NamedTuple):
 def _rank(
     load: np.ndarray, areas: np.ndarray, tokens: np.ndarray, balance: Balance
 ) -> tuple[int, float]:
-    """Excess and what is moved, of these by rank; load: units received."""
-    busy = areas + balance.linear * tokens
-    over = float(busy.max() / busy.mean()) - (1 + balance.slack) if busy.any() else 0.0
-    return max(0, ceil(over / GRAIN)), float(load.mean() + BUSIEST * load.max())
+    """Rank of a choice: its excess of work in grains, then the units that it moves.
+
+    Args:
+        load: units that each rank receives.
+        areas, tokens: pairs that each rank computes, and rows that it owns.
+    """
+    work = areas + balance.linear * tokens
+    excess = float(work.max() / work.mean()) - (1 + balance.slack) if work.any() else 0.0
+    return max(0, ceil(excess / GRAIN)), float(load.mean() + BUSIEST * load.max())
 
 
-def _better(found: list[Choice], least: Choice) -> Choice:
-    """The most level, then what moves least; never more than what keys alone cost if as level."""
-    allowed = [c for c in found if c.total <= least.total or c.rank[0] < least.rank[0]]
-    return min((least, *allowed), key=lambda c: c.rank)
+def _better(choices: list[Choice], own_queries: Choice) -> Choice:
+    """The most level choice that moves least; never more than own_queries if that is as level."""
+    allowed_choices = [
+        c for c in choices if c.total <= own_queries.total or c.rank[0] < own_queries.rank[0]
+    ]
+    return min((own_queries, *allowed_choices), key=lambda c: c.rank)
 
 
 def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float, balance: Balance) -> Layout:
@@ -112,14 +119,14 @@ def placed_layout(mask: Mask, num_tokens: int, n: int, kv_bytes: float, balance:
     placement = place(mask, num_tokens, n, kv_bytes, balance)
     if placement is None:
         return balanced(mask, num_tokens, n)
-    tiled, other = PlacedLayout(num_tokens, placement, mask, kv_bytes, balance), None
+    tiled, other_layout = PlacedLayout(num_tokens, placement, mask, kv_bytes, balance), None
     if mask == Causal():
-        other = triangle_layout(num_tokens, n, kv_bytes)
+        other_layout = triangle_layout(num_tokens, n, kv_bytes)
     elif documents(mask, num_tokens) is None:
-        other = balanced(mask, num_tokens, n)
-    if other is None:
+        other_layout = balanced(mask, num_tokens, n)
+    if other_layout is None:
         return tiled
-    return min((tiled, other), key=lambda x: _least(mask, x, kv_bytes, balance)[0])
+    return min((tiled, other_layout), key=lambda x: _least(mask, x, kv_bytes, balance)[0])
 
 
 def placed_plan(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance = LEVEL) -> Plan:
@@ -143,7 +150,7 @@ class PlacedPlans(NamedTuple):
 def _least(
     mask: Mask, layout: Layout, kv_bytes: float, balance: Balance
 ) -> tuple[tuple[int, float], Choice | None]:
-    """The best rank on a layout, and whose it is; None: that of the causal triangle's own plan."""
+    """The best rank on a layout and its choice; None stands for the causal triangle's own plan."""
     chosen = _choice(mask, layout, kv_bytes, balance)
     if suits(mask, layout):
         load, areas = triangle_loads(layout, kv_bytes)
@@ -154,12 +161,14 @@ def _least(
 
 
 def _call(mask: Mask, layout: Layout) -> str:
-    """How a layout was made, as far as a plan for this mask depends on it."""
+    """The text of a layout in a plan's name: the call that made it, or a fingerprint."""
     if isinstance(layout, PlacedLayout) and layout.mask == mask:
         return layout.call
-    plain = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}.get(layout.name)
-    same = plain is not None and plain(layout.num_tokens, layout.world_size) == layout
-    return repr(layout) if same else layout.fingerprint
+    make_layout = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}.get(layout.name)
+    is_made_by_name = (
+        make_layout is not None and make_layout(layout.num_tokens, layout.world_size) == layout
+    )
+    return repr(layout) if is_made_by_name else layout.fingerprint
 
 
 def _choice(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Choice:
@@ -167,30 +176,33 @@ def _choice(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Ch
         cu = documents(mask, layout.num_tokens)
         if cu is not None:
             return _of_documents(cu, layout, kv_bytes)
-    least = Choice.of(_own_queries(mask, layout), kv_bytes, balance)
+    own_queries = Choice.of(_own_queries(mask, layout), kv_bytes, balance)
     works = _works(mask, layout, kv_bytes, balance)
-    return _better([Choice.of(work, kv_bytes, balance) for work in works], least)
+    return _better([Choice.of(work, kv_bytes, balance) for work in works], own_queries)
 
 
 def _of_documents(cu: np.ndarray, layout: PlacedLayout, kv_bytes: float) -> Choice:
-    """Of causal documents all is known without looking anything up."""
+    """The choice for causal documents, whose areas are known in closed form."""
     placement, balance = layout.placement, layout.balance
-    own = own_rows(cu, placement.owned, layout.world_size)
+    own_placement = own_rows(cu, placement.owned, layout.world_size)
     tiled = Choice.of(work_of(placement, None, layout), kv_bytes, balance, placement.areas)
-    limit = balance.limit(own.areas.mean(), layout.num_tokens / layout.world_size)
-    if tiled.total <= kv_bytes * keys_read(own).sum() or own.imbalance > limit:
+    limit = balance.limit(own_placement.areas.mean(), layout.num_tokens / layout.world_size)
+    if tiled.total <= kv_bytes * keys_read(own_placement).sum() or own_placement.imbalance > limit:
         return tiled
-    return _better([tiled], Choice.of(work_of(own, None, layout), kv_bytes, balance, own.areas))
+    return _better(
+        [tiled],
+        Choice.of(work_of(own_placement, None, layout), kv_bytes, balance, own_placement.areas),
+    )
 
 
 def _own_queries(mask: Mask, layout: Layout) -> ShardOwners:
     """Every rank computes its own queries, as `needed` does."""
     n = layout.world_size
     table = cells(mask, layout, layout)
-    own: list[Cells] = [{} for _ in range(n)]
+    cells_by_rank: list[Cells] = [{} for _ in range(n)]
     for q, kv in table:
-        own[q].setdefault(q, set()).add(kv)
-    return ShardOwners(tuple(range(n)), layout.sizes, None, own, table)
+        cells_by_rank[q].setdefault(q, set()).add(kv)
+    return ShardOwners(tuple(range(n)), layout.sizes, None, cells_by_rank, table)
 
 
 def _works(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Iterator[ShardOwners]:
@@ -207,28 +219,28 @@ def _works(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Ite
 
 
 def _fitted(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Placement | None:
-    """Blocks as they were best placed on a layout of their own, on the ranks that own most of
-    their rows; None if the layout's rows lie too far apart for that."""
+    """Place blocks as on a layout of their own, then give each part to the rank that owns most of
+    its rows. None if the layout's rows lie too far apart for that."""
     n = layout.world_size
     for runs in layout.runs:
-        apart = any(run.count > 1 and run.stride != 1 for run in runs)
-        steps = any(a.start + a.count > b.start for a, b in pairwise(runs))
-        if apart or steps or len(runs) > MAX_RANGES:
+        has_gaps = any(run.count > 1 and run.stride != 1 for run in runs)
+        descends = any(a.start + a.count > b.start for a, b in pairwise(runs))
+        if has_gaps or descends or len(runs) > MAX_RANGES:
             return None
     placement = place(mask, layout.num_tokens, n, kv_bytes, balance)
     if placement is None:
         return None
-    owned = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
-    fixed = replace(placement, owned=tuple(sorted(owned)))
-    worth = np.zeros((n, n))
+    owned_ranges = [(x.start, x.start + x.count, r) for r in range(n) for x in layout.runs[r]]
+    placed_here = replace(placement, owned=tuple(sorted(owned_ranges)))
+    shared_rows = np.zeros((n, n))
     for start, stop, owner, q, kv in readings(
-        fixed.pieces, fixed.owned, fixed.spans, beside_owner=False
+        placed_here.pieces, placed_here.owned, placed_here.spans, beside_owner=False
     ):
-        np.add.at(worth, (list(q), owner), (2 + LSE) * (stop - start))
-        np.add.at(worth, (list(kv), owner), kv_bytes * (stop - start))
-    rank_of = assign(worth)
-    pieces = (p._replace(rank=int(rank_of[p.rank])) for p in fixed.pieces)
-    return replace(fixed, pieces=tuple(pieces))
+        np.add.at(shared_rows, (list(q), owner), (2 + LSE) * (stop - start))
+        np.add.at(shared_rows, (list(kv), owner), kv_bytes * (stop - start))
+    rank_of = assign(shared_rows)
+    pieces = (p._replace(rank=int(rank_of[p.rank])) for p in placed_here.pieces)
+    return replace(placed_here, pieces=tuple(pieces))
 
 
 def _meshes(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> Iterator[ShardOwners]:
@@ -240,10 +252,10 @@ def _meshes(mask: Mask, layout: Layout, kv_bytes: float, balance: Balance) -> It
         for piece in pairwise(edges if size else [0, 0]):
             homes.append(rank)
             cuts.append(piece)
-    cut = layout.cut(homes, cuts)
-    table = cells(mask, cut, cut)
+    cut_layout = layout.cut(homes, cuts)
+    table = cells(mask, cut_layout, cut_layout)
     if not table:
         return
-    work = ShardOwners(tuple(homes), cut.sizes, tuple(cuts), [{}] * n, table)
+    work = ShardOwners(tuple(homes), cut_layout.sizes, tuple(cuts), [{}] * n, table)
     for a in (a for a in range(1, n + 1) if n % a == 0):
         yield refined(work, kv_bytes, balance, a)

@@ -71,17 +71,27 @@ class Triangle:
         q0, q1, k0, k1 = box
         return Reads(q1 - q0, k1 - k0, k1 - q0 if k1 > q0 else 0)
 
-    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
-        """Cut the target area off: above a row or left of a key; may miss it by about line / 2."""
+    def halves(
+        self, box: Box, target: float, by_rows: bool, tolerance: float
+    ) -> tuple[Box, Box] | None:
+        """Cut the target area off, above a row or left of a key, to within half the tolerance."""
         q0, q1, k0, k1 = box
-        line /= k1 - k0 if by_rows else q1 - q0
-        grain = 128 if line >= 128 else 1 << max(0, int(line).bit_length() - 1)
+        tolerance /= k1 - k0 if by_rows else q1 - q0
+        grain = 128 if tolerance >= 128 else 1 << max(0, int(tolerance).bit_length() - 1)
         if by_rows:
-            q = round(_row_at(q0, k0, k1, target) / grain) * grain
-            return ((q0, q, k0, min(k1, q)), (q, q1, k0, k1)) if q0 < q < q1 else None
+            cut_row = round(_row_at(q0, k0, k1, target) / grain) * grain
+            return (
+                ((q0, cut_row, k0, min(k1, cut_row)), (cut_row, q1, k0, k1))
+                if q0 < cut_row < q1
+                else None
+            )
         # reflected in the antidiagonal keys become rows, the last one first
-        k = -round(_row_at(-k1, -q1, -q0, self.size(box) - target) / grain) * grain
-        return ((q0, q1, k0, k), (max(q0, k), q1, k, k1)) if k0 < k < k1 else None
+        cut_key = -round(_row_at(-k1, -q1, -q0, self.size(box) - target) / grain) * grain
+        return (
+            ((q0, q1, k0, cut_key), (max(q0, cut_key), q1, cut_key, k1))
+            if k0 < cut_key < k1
+            else None
+        )
 
     def region(self, box: Box) -> Region:
         """The rows of a box, counted from the start of the component."""
@@ -97,11 +107,11 @@ def _row_at(q0: int, k0: int, k1: int, target: float) -> float:
     x0, width = q0 - k0, k1 - k0
     if x0 >= width:
         return q0 + target / width
-    below = x0 * (x0 + 1) / 2
-    whole = width * (width + 1) / 2
-    if target <= whole - below:
-        return k0 + (isqrt(int(1 + 8 * (target + below))) - 1) / 2
-    return k1 + (target - whole + below) / width
+    area_before = x0 * (x0 + 1) / 2
+    whole_triangle = width * (width + 1) / 2
+    if target <= whole_triangle - area_before:
+        return k0 + (isqrt(int(1 + 8 * (target + area_before))) - 1) / 2
+    return k1 + (target - whole_triangle + area_before) / width
 
 
 class AreaGrid:
@@ -126,19 +136,28 @@ class AreaGrid:
         rows, keys = self._lines(box)
         q = np.diff(self.edges[q0 : q1 + 1])[np.diff(rows) > 0].sum()
         kv = np.diff(self.edges[k0 : k1 + 1])[np.diff(keys) > 0].sum()
-        both = self.edges[min(q1, k1)] - self.edges[max(q0, k0)] if min(q1, k1) > max(q0, k0) else 0
-        return Reads(int(q), int(kv), int(both))
+        num_both = (
+            self.edges[min(q1, k1)] - self.edges[max(q0, k0)] if min(q1, k1) > max(q0, k0) else 0
+        )
+        return Reads(int(q), int(kv), int(num_both))
 
-    def halves(self, box: Box, target: float, by_rows: bool, line: float) -> tuple[Box, Box] | None:
+    def halves(
+        self, box: Box, target: float, by_rows: bool, tolerance: float
+    ) -> tuple[Box, Box] | None:
         q0, q1, k0, k1 = box
         sums = self._lines(box)[0 if by_rows else 1]
-        at = int(np.searchsorted(sums, target))
-        at -= int(at > 0 and target - sums[at - 1] < sums[min(at, len(sums) - 1)] - target)
-        if not 0 < sums[min(at, len(sums) - 1)] < sums[-1]:
+        cut_index = int(np.searchsorted(sums, target))
+        cut_index -= int(
+            cut_index > 0
+            and target - sums[cut_index - 1] < sums[min(cut_index, len(sums) - 1)] - target
+        )
+        if not 0 < sums[min(cut_index, len(sums) - 1)] < sums[-1]:
             return None
         if by_rows:
-            return self._shrunk(q0, q0 + at, k0, k1), self._shrunk(q0 + at, q1, k0, k1)
-        return self._shrunk(q0, q1, k0, k0 + at), self._shrunk(q0, q1, k0 + at, k1)
+            return self._shrunk(q0, q0 + cut_index, k0, k1), self._shrunk(
+                q0 + cut_index, q1, k0, k1
+            )
+        return self._shrunk(q0, q1, k0, k0 + cut_index), self._shrunk(q0, q1, k0 + cut_index, k1)
 
     def region(self, box: Box) -> Region:
         return Region(*(int(self.edges[i]) for i in box))
@@ -175,12 +194,14 @@ def tables(mask: Mask, num_tokens: int) -> list[RegionTable]:
     if cu is not None:
         return [Triangle(m) for m in np.diff(cu).tolist()]
     edges = components(mask, num_tokens)
-    found: list[RegionTable] = []
+    region_tables: list[RegionTable] = []
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         lines = min(stop - start, max(LEAST, CELLS * (stop - start) // num_tokens))
-        at = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
-        found.append(AreaGrid(np.asarray(mask.areas(at, at), float), at))
-    return found
+        grid_lines = np.unique(np.linspace(start, stop, lines + 1).astype(np.int64))
+        region_tables.append(
+            AreaGrid(np.asarray(mask.areas(grid_lines, grid_lines), float), grid_lines)
+        )
+    return region_tables
 
 
 EXHAUSTIVE = 4  # up to so many parts every tree of cuts is tried
@@ -191,7 +212,7 @@ class TooSmallError(ValueError):
 
 
 class Prices(NamedTuple):
-    """Prices of moving a row (one unit: a row of q), and the mean area of a rank."""
+    """Price of moving a row of each side, a row of q being 1, and the mean area of a rank."""
 
     q: float
     kv: float
@@ -199,12 +220,12 @@ class Prices(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A line through a box: parts before `at` lie above a row, or left of a key."""
+    """A line through a box, and the cuts of both halves: parts before `at` lie above or left."""
 
     by_rows: bool
     at: int
-    one: Cut | None
-    two: Cut | None
+    before: Cut | None
+    after: Cut | None
 
 
 def search(
@@ -224,31 +245,31 @@ def search(
     best = _searcher(table, shares, owns, prices)
 
     def walk(box: Box, lo: int, hi: int) -> tuple[float, Cut | None]:
-        deep = depth if hi - lo > EXHAUSTIVE else hi - lo
-        cost, choice = best(box, lo, hi, deep)
+        cuts_ahead = depth if hi - lo > EXHAUSTIVE else hi - lo
+        cost, choice = best(box, lo, hi, cuts_ahead)
         if choice is None:
             return cost, None
-        by_rows, at, one, two = choice
-        (a, first), (b, second) = walk(one, lo, at), walk(two, at, hi)
-        return a + b, Cut(by_rows, at, first, second)
+        by_rows, at, first_box, second_box = choice
+        (a, first_cut), (b, second_cut) = walk(first_box, lo, at), walk(second_box, at, hi)
+        return a + b, Cut(by_rows, at, first_cut, second_cut)
 
     return walk(table.whole(), 0, len(shares))
 
 
 def _searcher(table: RegionTable, shares, owns, prices: Prices) -> Callable:
     ends = (0.0, *accumulate(shares))
-    known: dict = {}
+    best_known: dict = {}
     line = TOLERANCE * prices.area
 
     def best(box: Box, lo: int, hi: int, depth: int):
         key = (box, lo, hi, depth)
-        if key in known:
-            return known[key]
-        found, choice = inf, None
+        if key in best_known:
+            return best_known[key]
+        lowest_cost, choice = inf, None
         if hi - lo == 1:
-            found = _price(table, box, owns[lo], prices)
+            lowest_cost = _price(table, box, owns[lo], prices)
         elif depth == 0:
-            found = _guess(table, box, hi - lo, prices)
+            lowest_cost = _guess(table, box, hi - lo, prices)
         else:
             scale = table.size(box) / (ends[hi] - ends[lo])
             for at in _splits(lo, hi):
@@ -259,10 +280,10 @@ def _searcher(table: RegionTable, shares, owns, prices: Prices) -> Callable:
                         continue
                     cost = best(halves[0], lo, at, depth - 1)[0]
                     cost += best(halves[1], at, hi, depth - 1)[0]
-                    if cost < found:
-                        found, choice = cost, (by_rows, at, *halves)
-        known[key] = found, choice
-        return found, choice
+                    if cost < lowest_cost:
+                        lowest_cost, choice = cost, (by_rows, at, *halves)
+        best_known[key] = lowest_cost, choice
+        return lowest_cost, choice
 
     return best
 
@@ -274,11 +295,11 @@ def _price(table: RegionTable, box: Box, own: int, prices: Prices) -> float:
 
 
 def _guess(table: RegionTable, box: Box, parts: int, prices: Prices) -> float:
-    """About what parts equal regions of this one cost: rectangles of the best shape that fits."""
+    """Estimate the price of cutting a box into equal parts, as rectangles of the best shape."""
     q, kv, both = table.reads(box)
-    part = table.size(box) / parts
-    keys = min(part / min((part * prices.kv / prices.q) ** 0.5, q), kv)
-    cost = parts * (prices.q * part / keys + prices.kv * keys)
+    part_area = table.size(box) / parts
+    keys = min(part_area / min((part_area * prices.kv / prices.q) ** 0.5, q), kv)
+    cost = parts * (prices.q * part_area / keys + prices.kv * keys)
     return cost - 0.3 * (prices.q + prices.kv) * both
 
 
@@ -286,9 +307,9 @@ def _splits(lo: int, hi: int) -> tuple[int, ...]:
     parts = hi - lo
     if parts < 6:
         return tuple(range(lo + 1, hi))
-    half, third = parts // 2, parts // 3
-    near = {1, parts - 1, half, parts - half, half - 1, half + 1, third, parts - third}
-    return tuple(sorted(lo + c for c in near))
+    middle, third = parts // 2, parts // 3
+    cuts = {1, parts - 1, middle, parts - middle, middle - 1, middle + 1, third, parts - third}
+    return tuple(sorted(lo + c for c in cuts))
 
 
 def apply(
@@ -306,8 +327,8 @@ def apply(
         halves = table.halves(box, target, tree.by_rows, TOLERANCE * mean)
         if halves is None:
             raise TooSmallError(f"region {table.region(box)} cannot be cut for {hi - lo} ranks")
-        walk(tree.one, halves[0], lo, tree.at)
-        walk(tree.two, halves[1], tree.at, hi)
+        walk(tree.before, halves[0], lo, tree.at)
+        walk(tree.after, halves[1], tree.at, hi)
 
     walk(tree, table.whole(), 0, len(shares))
     return regions

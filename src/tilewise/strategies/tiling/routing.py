@@ -51,26 +51,26 @@ def received(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> np.ndarray
 
 def transfers(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[RoutedTransfer]:
     """Every transfer of both passes: copies from the owner down a tree, partials up another."""
-    into, out, back = _fixed(flows, n, kv_bytes)
+    received_load, sent_load, backward_load = _fixed(flows, n, kv_bytes)
     q, kv = Side.Q, Side.KV
-    jobs = [(1 + LSE, partial(q, f.shard), f, f.q, into) for f in flows if f.q]
-    jobs += [(1.0, operand(q, f.shard), f, f.q, out) for f in flows if f.q]
-    jobs += [(kv_bytes, operand(kv, f.shard), f, f.kv, out) for f in flows if f.kv]
-    jobs += [(kv_bytes, partial(kv, f.shard), f, f.kv, back) for f in flows if f.kv]
-    made: list[RoutedTransfer] = []
+    jobs = [(1 + LSE, partial(q, f.shard), f, f.q, received_load) for f in flows if f.q]
+    jobs += [(1.0, operand(q, f.shard), f, f.q, sent_load) for f in flows if f.q]
+    jobs += [(kv_bytes, operand(kv, f.shard), f, f.kv, sent_load) for f in flows if f.kv]
+    jobs += [(kv_bytes, partial(kv, f.shard), f, f.kv, backward_load) for f in flows if f.kv]
+    routed_transfers: list[RoutedTransfer] = []
     for unit, item, f, readers, load in sorted(jobs, key=lambda j: -j[0] * j[2].size * len(j[3])):
         tree = _tree(_children(f.size * unit, f.owner, readers, load), f.owner, readers)
         levels: dict[int, int] = defaultdict(int)
         if item.role is Role.PARTIAL:
             tree = [(child, parent) for parent, child in reversed(tree)]
         for src, dst in tree:
-            made.append(RoutedTransfer(item, f.rows, src, dst, levels[src]))
+            routed_transfers.append(RoutedTransfer(item, f.rows, src, dst, levels[src]))
             levels[dst] = max(levels[dst], levels[src] + 1)
-    return made
+    return routed_transfers
 
 
 def _fixed(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[list[float]]:
-    """What every rank receives and sends whatever the trees, and what it receives in backward.
+    """Units that every rank receives and sends in any tree, and those it receives in backward.
 
     A reader gets q, k, v and returns out, dk, dv; an owner sends one copy and gets one partial.
     """
@@ -89,16 +89,16 @@ def _fixed(flows: Sequence[RowReaders], n: int, kv_bytes: float) -> list[list[fl
 def _children(
     size: float, owner: int, readers: tuple[int, ...], load: list[float]
 ) -> dict[int, int]:
-    """How many children each rank of a tree has: one the owner, some the least loaded."""
+    """Number of children of each rank in a tree: one of the owner, some of the least loaded."""
     counts = {owner: 1}
-    left = len(readers) - 1
-    heap = [(load[r], r) for r in readers] if left else []
+    num_left = len(readers) - 1
+    heap = [(load[r], r) for r in readers] if num_left else []
     heapify(heap)
-    while left:
+    while num_left:
         weight, r = heappop(heap)
-        counts[r] = min(FAN, left) if len(readers) > CHAIN else 1
+        counts[r] = min(FAN, num_left) if len(readers) > CHAIN else 1
         load[r] = weight + size * counts[r]
-        left -= counts[r]
+        num_left -= counts[r]
     return counts
 
 
@@ -115,7 +115,7 @@ Cells = dict[int, set[int]]
 
 
 class ShardOwners(NamedTuple):
-    """Who computes what, on shards."""
+    """The shards with their owners, and the pairs of shards that each rank computes."""
 
     homes: tuple[int, ...]  # the owner of every shard
     sizes: tuple[int, ...]  # and its number of rows
@@ -125,7 +125,7 @@ class ShardOwners(NamedTuple):
 
 
 def flows_of(work: ShardOwners) -> list[RowReaders]:
-    """What has to travel; readers of the same rows of a shard share a flow."""
+    """Return the rows that have to travel; readers of the same rows of a shard share an entry."""
     readers: dict[tuple[int, Rows | None], tuple[list[int], ...]]
     readers, sizes, homes = defaultdict(lambda: ([], [])), work.sizes, work.homes
     for rank, cells in enumerate(work.cells):
@@ -168,13 +168,13 @@ def assemble(
     """
     n = made_for[1].world_size
     moves = transfers(flows, n, kv_bytes)
-    mine = touching(moves, n)
-    last = max(
+    transfers_by_rank = touching(moves, n)
+    last_step = max(
         (transfer.level + 1 for transfer in moves if transfer.item.role is Role.OPERAND), default=0
     )
 
     def script(rank: int) -> tuple[RankStep, ...]:
-        return _steps(rank, mine[rank], work.cells[rank], last)
+        return _steps(rank, transfers_by_rank[rank], work.cells[rank], last_step)
 
     owners = tuple((home,) for home in work.homes)
     traits = Traits(made_for=made_for, proven=True)
@@ -183,42 +183,42 @@ def assemble(
 
 def touching(transfers: Sequence[Any], n: int) -> list[list[Any]]:
     """By rank the transfers that it sends or receives."""
-    mine: list[list[Any]] = [[] for _ in range(n)]
+    transfers_by_rank: list[list[Any]] = [[] for _ in range(n)]
     for transfer in transfers:
-        mine[transfer.src].append(transfer)
-        mine[transfer.dst].append(transfer)
-    return mine
+        transfers_by_rank[transfer.src].append(transfer)
+        transfers_by_rank[transfer.dst].append(transfer)
+    return transfers_by_rank
 
 
-def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last: int):
+def _steps(rank: int, touching: list[RoutedTransfer], cells: Cells, last_step: int):
     """One rank's part: its transfers and its tiles; last: the step by which operands are there."""
     s, arrived = RankBuilder(rank), ({}, {})
     for transfer in touching:
         side, role, shard, _ = transfer.item
-        s.at(transfer.level if role is Role.OPERAND else last + 1 + side + transfer.level)
+        s.at(transfer.level if role is Role.OPERAND else last_step + 1 + side + transfer.level)
         if transfer.src == rank:
             s.send(transfer.item, transfer.dst, transfer.rows)
         else:
             s.recv(transfer.item, transfer.src, transfer.rows)
             if role is Role.OPERAND:
                 arrived[side][shard] = transfer.level + 1
-    for step, q, kv in _tiles(cells, arrived, last):
+    for step, q, kv in _tiles(cells, arrived, last_step):
         s.at(step).tile(q, kv)
     return s.done()
 
 
-def _tiles(cells: Cells, arrived: tuple[dict[int, int], dict[int, int]], last: int):
+def _tiles(cells: Cells, arrived: tuple[dict[int, int], dict[int, int]], last_step: int):
     """(step, q shards, kv shards): cells of like readiness together, each once."""
     q_at, kv_at = arrived
-    top = max((*q_at.values(), *kv_at.values()), default=0)
+    latest_arrival = max((*q_at.values(), *kv_at.values()), default=0)
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for q in sorted(cells):
         steps: dict[int, list[int]] = defaultdict(list)
         for kv in sorted(cells[q]):
             ready = max(q_at.get(q, 0), kv_at.get(kv, 0))
             if ready and q not in q_at and q_at:
-                ready = last + 1
-            steps[ready if ready in (0, 1, last + 1) else top].append(kv)
+                ready = last_step + 1
+            steps[ready if ready in (0, 1, last_step + 1) else latest_arrival].append(kv)
         for step, kvs in steps.items():
             groups[step, tuple(kvs)].append(q)
     return [(step, tuple(qs), kvs) for (step, kvs), qs in sorted(groups.items())]

@@ -15,28 +15,28 @@ from tilewise.strategies.tiling.routing import LSE, Cells, ShardOwners
 
 
 def work_of(placement: Placement, mask: Mask | None, layout: Layout) -> ShardOwners:
-    """Who computes which shards against which.
+    """Return the pairs of shards that each rank computes under a placement.
 
     Args:
         placement: its owners are the layout's.
         mask: to look up which rows of its blocks are read; None: all are.
     """
-    parts = placement.readings
-    starts = [part.start for part in parts]
-    shard_of, homes, cuts = _shards(parts, placement.world_size)
+    row_readings = placement.readings
+    starts = [reading.start for reading in row_readings]
+    shard_of, homes, cuts = _shards(row_readings, placement.world_size)
     sizes = tuple(stop - start for start, stop in cuts)
-    own: list[Cells] = [defaultdict(set) for _ in range(placement.world_size)]
+    cells_by_rank: list[Cells] = [defaultdict(set) for _ in range(placement.world_size)]
     for _, rank, (q0, q1, k0, k1), area in placement.pieces:
         if area or mask is not None:
             keys = shard_of[bisect_left(starts, k0) : bisect_left(starts, k1)]
             for q in set(shard_of[bisect_left(starts, q0) : bisect_left(starts, q1)]):
-                own[rank][q].update(keys)
+                cells_by_rank[rank][q].update(keys)
     table = None
     if mask is not None:
-        cut = layout.cut(homes, cuts)
-        table = cells(mask, cut, cut)
-        own = [_existing(cells_of, table) for cells_of in own]
-    return ShardOwners(tuple(homes), sizes, tuple(cuts), own, table)
+        cut_layout = layout.cut(homes, cuts)
+        table = cells(mask, cut_layout, cut_layout)
+        cells_by_rank = [_existing(cells_of, table) for cells_of in cells_by_rank]
+    return ShardOwners(tuple(homes), sizes, tuple(cuts), cells_by_rank, table)
 
 
 def _shards(parts: Iterable[Reading], n: int):
@@ -44,37 +44,41 @@ def _shards(parts: Iterable[Reading], n: int):
 
     A part that travels is a shard; neighbouring rows of a rank that nobody else reads are one.
     """
-    shard_of, homes, cuts, done = [], [], [], [0] * n
-    resting: dict[int, int] = {}  # rank -> its last shard, if that stays at home
+    shard_of, homes, cuts, rows_done = [], [], [], [0] * n
+    last_shard_at_home: dict[int, int] = {}  # rank -> its last shard, if that stays at home
     for part in parts:
-        start = done[part.owner]
-        stop = done[part.owner] = start + part.stop - part.start
+        start = rows_done[part.owner]
+        stop = rows_done[part.owner] = start + part.stop - part.start
         travels = bool(part.q or part.kv)
-        if not travels and part.owner in resting:
-            shard = resting[part.owner]
+        if not travels and part.owner in last_shard_at_home:
+            shard = last_shard_at_home[part.owner]
             cuts[shard] = cuts[shard][0], stop
         else:
             shard = len(homes)
             homes.append(part.owner)
             cuts.append((start, stop))
-            resting[part.owner] = shard
+            last_shard_at_home[part.owner] = shard
         if travels:
-            resting.pop(part.owner)
+            last_shard_at_home.pop(part.owner)
         shard_of.append(shard)
     return shard_of, homes, cuts
 
 
-def _existing(mine: Cells, table: Mapping[tuple[int, int], Cell]) -> Cells:
+def _existing(rank_cells: Cells, table: Mapping[tuple[int, int], Cell]) -> Cells:
     """The cells that hold an allowed pair."""
-    kept = {q: {kv for kv in kvs if (q, kv) in table} for q, kvs in mine.items()}
-    return {q: kvs for q, kvs in kept.items() if kvs}
+    existing_cells = {q: {kv for kv in kvs if (q, kv) in table} for q, kvs in rank_cells.items()}
+    return {q: kvs for q, kvs in existing_cells.items() if kvs}
 
 
 def areas_of(work: ShardOwners) -> np.ndarray:
     """Allowed pairs by rank, of a work with a table."""
     assert work.table is not None
     return np.array(
-        [sum(work.table[q, kv].area for q in mine for kv in mine[q]) for mine in work.cells], float
+        [
+            sum(work.table[q, kv].area for q in rank_cells for kv in rank_cells[q])
+            for rank_cells in work.cells
+        ],
+        float,
     )
 
 
@@ -93,7 +97,10 @@ def refined(
     blocks, n = BlockMoves(work, kv_bytes), len(work.cells)
     if a is None:
         rank_of = {
-            (q, kv): rank for rank, mine in enumerate(work.cells) for q in mine for kv in mine[q]
+            (q, kv): rank
+            for rank, rank_cells in enumerate(work.cells)
+            for q in rank_cells
+            for kv in rank_cells[q]
         }
         ranks = np.array([rank_of[pair] for pair in work.table], np.int64)
     else:
@@ -101,10 +108,10 @@ def refined(
     blocks.start(ranks, n, balance)
     blocks.level()
     blocks.save()
-    own: list[Cells] = [{} for _ in range(n)]
+    cells_by_rank: list[Cells] = [{} for _ in range(n)]
     for (q, kv), rank in zip(work.table, blocks.rank.tolist(), strict=True):
-        own[rank].setdefault(q, set()).add(kv)
-    return work._replace(cells=own)
+        cells_by_rank[rank].setdefault(q, set()).add(kv)
+    return work._replace(cells=cells_by_rank)
 
 
 class BlockMoves:
@@ -128,8 +135,8 @@ class BlockMoves:
         self.n, self.rank = n, rank.copy()
         tokens = np.bincount(self.homes, self.sizes, n)
         self.load = np.bincount(rank, self.area, n) + balance.linear * tokens
-        most = 1 + balance.slack - min(0.01, balance.slack / 3)
-        self.limit = most * float(self.load.sum()) / n
+        allowed_ratio = 1 + balance.slack - min(0.01, balance.slack / 3)
+        self.limit = allowed_ratio * float(self.load.sum()) / n
         self.reads = tuple(np.zeros((n, len(self.homes)), np.int64) for _ in range(2))
         for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
             np.add.at(reads, (rank, shard), 1)
@@ -144,42 +151,44 @@ class BlockMoves:
             source = int(self.load.argmax())
             if self.load[source] <= self.limit:
                 return
-            mine = np.flatnonzero(self.rank == source)
-            cost = self._costs(source, mine) / np.maximum(self.area[mine, None], 1)
-            after = self.load + self.area[mine, None]
-            ceiling = np.where(after <= self.limit, 1.0, 1e6)  # rather to where there is room
+            source_blocks = np.flatnonzero(self.rank == source)
+            cost = self._costs(source, source_blocks) / np.maximum(
+                self.area[source_blocks, None], 1
+            )
+            load_after = self.load + self.area[source_blocks, None]
+            ceiling = np.where(load_after <= self.limit, 1.0, 1e6)  # rather to where there is room
             cost = np.where(cost > 0, cost * ceiling, cost / ceiling)
-            cost[after >= self.load[source]] = np.inf
+            cost[load_after >= self.load[source]] = np.inf
             if not np.isfinite(cost).any():
                 return
-            self._move(mine, cost)
+            self._move(source_blocks, cost)
 
     def save(self) -> None:
         """Move blocks to ranks with room for them as long as fewer rows travel."""
         for source in range(self.n):
             for _ in range(MOVES):
-                mine = np.flatnonzero(self.rank == source)
-                cost = self._costs(source, mine)
-                cost[self.load + self.area[mine, None] > self.limit] = np.inf
-                if not len(mine) or cost.min() >= 0:
+                source_blocks = np.flatnonzero(self.rank == source)
+                cost = self._costs(source, source_blocks)
+                cost[self.load + self.area[source_blocks, None] > self.limit] = np.inf
+                if not len(source_blocks) or cost.min() >= 0:
                     break
-                self._move(mine, cost)
+                self._move(source_blocks, cost)
 
-    def _costs(self, source: int, mine: np.ndarray) -> np.ndarray:
-        """What more travels if a block of a rank moves to each rank, [len(mine), n]."""
-        cost = np.zeros((len(mine), self.n))
+    def _costs(self, source: int, source_blocks: np.ndarray) -> np.ndarray:
+        """The price of moving each of a rank's blocks to each rank, [num_blocks, n]."""
+        cost = np.zeros((len(source_blocks), self.n))
         ranks = np.arange(self.n)
         for reads, shard, price in zip(self.reads, (self.q, self.kv), self.price, strict=True):
-            s = shard[mine]
-            new = (reads[:, s].T == 0) & (self.homes[s][:, None] != ranks)
-            old = (reads[source, s] == 1) & (self.homes[s] != source)
-            cost += price[s][:, None] * (new.astype(float) - old[:, None])
+            s = shard[source_blocks]
+            newly_read = (reads[:, s].T == 0) & (self.homes[s][:, None] != ranks)
+            no_more_read = (reads[source, s] == 1) & (self.homes[s] != source)
+            cost += price[s][:, None] * (newly_read.astype(float) - no_more_read[:, None])
         cost[:, source] = np.inf
         return cost
 
-    def _move(self, mine: np.ndarray, cost: np.ndarray) -> None:
-        at, target = np.unravel_index(int(cost.argmin()), cost.shape)
-        block, target = mine[at], int(target)
+    def _move(self, source_blocks: np.ndarray, cost: np.ndarray) -> None:
+        block_index, target = np.unravel_index(int(cost.argmin()), cost.shape)
+        block, target = source_blocks[block_index], int(target)
         source = self.rank[block]
         for reads, shard in zip(self.reads, (self.q, self.kv), strict=True):
             reads[source, shard[block]] -= 1

@@ -53,18 +53,18 @@ def cells(q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.
 def areas(shares: Sequence[Sequence[Rect]]) -> np.ndarray:
     """Cells of each share of the triangle."""
     rects = np.array([rect for share in shares for rect in share], np.int64).reshape(-1, 4)
-    who = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
-    return np.bincount(who, cells(*rects.T), len(shares))
+    rank_of_rect = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+    return np.bincount(rank_of_rect, cells(*rects.T), len(shares))
 
 
 def foreign(blocks: Blocks, chunks_per_shard: int, side: int) -> np.ndarray:
     """Shards that each rank reads and does not own: of side 0, Q, or 1, KV."""
-    read = np.zeros((len(blocks), len(blocks) * chunks_per_shard), bool)
+    is_read = np.zeros((len(blocks), len(blocks) * chunks_per_shard), bool)
     for rank, share in enumerate(blocks):
         for rect in share:
-            read[rank, rect[2 * side] : rect[2 * side + 1]] = True
-        read[rank, rank * chunks_per_shard : (rank + 1) * chunks_per_shard] = False
-    return read.sum(1) / chunks_per_shard
+            is_read[rank, rect[2 * side] : rect[2 * side + 1]] = True
+        is_read[rank, rank * chunks_per_shard : (rank + 1) * chunks_per_shard] = False
+    return is_read.sum(1) / chunks_per_shard
 
 
 SNAP = 0.005  # of a rank's area: a cut this near a chunk's edge moves there and saves a transfer
@@ -75,7 +75,7 @@ LATE = 1.02  # area max / mean above which a tiling is scored as worse: at 1.03 
 def causal_blocks(
     n: int, chunks_per_shard: int = 4, q_cost: float = 2.0, kv_cost: float = 2.0
 ) -> Blocks:
-    """Deal the causal triangle of n contiguous shards to their owners.
+    """Assign the blocks of the causal triangle of n contiguous shards to the shards' owners.
 
     Args:
         n: ranks; shard i = chunks [i C, (i + 1) C), owned by rank i. C = chunks_per_shard.
@@ -84,47 +84,52 @@ def causal_blocks(
     """
     if n < 1 or chunks_per_shard < 1:
         raise ValueError(f"n ({n}) and chunks_per_shard ({chunks_per_shard}) must be at least 1")
-    tried = (
+    candidates = (
         _blocks(n, chunks_per_shard, rows, cols)
         for rows in _num_strips(n - n // 2, n, q_cost, kv_cost)
         for cols in _num_strips(n // 2, n, kv_cost, q_cost)
     )
-    return min(tried, key=lambda blocks: score(blocks, chunks_per_shard, q_cost, kv_cost))
+    return min(candidates, key=lambda blocks: score(blocks, chunks_per_shard, q_cost, kv_cost))
 
 
 def score(blocks: Blocks, chunks_per_shard: int, q_cost: float, kv_cost: float) -> float:
     """Bytes of the mean and of the busiest rank, more if areas are unequal; least is best."""
-    held = q_cost * foreign(blocks, chunks_per_shard, 0)
-    held += kv_cost * foreign(blocks, chunks_per_shard, 1)
+    foreign_bytes = q_cost * foreign(blocks, chunks_per_shard, 0)
+    foreign_bytes += kv_cost * foreign(blocks, chunks_per_shard, 1)
     area = areas(blocks)
-    late = max(0.0, float(area.max() / area.mean()) - LATE)
-    return float(held.mean() + held.max()) * (1 + (40 * late) ** 2)
+    excess = max(0.0, float(area.max() / area.mean()) - LATE)
+    return float(foreign_bytes.mean() + foreign_bytes.max()) * (1 + (40 * excess) ** 2)
 
 
-def _num_strips(ranks: int, n: int, held_cost: float, dealt_cost: float) -> list[int]:
+def _num_strips(ranks: int, n: int, kept_cost: float, assigned_cost: float) -> list[int]:
     """Numbers of strips worth trying: those next to the best size by the formula."""
     if ranks == 0:
         return [0]
-    best = ranks / max(1.0, min(ranks, (dealt_cost * n / (2 * held_cost)) ** 0.5))
-    spread = 3 if n <= FEW else 1
-    low = max(1, int(best) - spread)
-    return list(range(low, min(ranks, int(best) + 1 + spread) + 1))
+    best = ranks / max(1.0, min(ranks, (assigned_cost * n / (2 * kept_cost)) ** 0.5))
+    num_beside = 3 if n <= FEW else 1
+    low = max(1, int(best) - num_beside)
+    return list(range(low, min(ranks, int(best) + 1 + num_beside) + 1))
 
 
 def _blocks(n: int, c: int, num_rows: int, num_cols: int) -> Blocks:
-    """So many row and column strips; mirror images of each other where their numbers are equal."""
-    chunks, top = n * c, (n // 2) * c
-    rows = [top + e * c for e in _even(n - n // 2, num_rows)]
-    cols = [top - e * c for e in reversed(_even(n // 2, num_cols))]
+    """Blocks from num_rows row strips and num_cols column strips.
+
+    Where both numbers are equal, they are mirror images of each other.
+    """
+    chunks, square_start = n * c, (n // 2) * c
+    rows = [square_start + e * c for e in _even(n - n // 2, num_rows)]
+    cols = [square_start - e * c for e in reversed(_even(n // 2, num_cols))]
     row_pieces, col_pieces = _halves(chunks, rows, cols, SNAP * n * c * c / 2)
     blocks: list[list[Rect]] = [[] for _ in range(n)]
     for (q0, q1), pieces in zip(pairwise(rows), row_pieces, strict=True):
-        dealt = deal(q0, q1, c, [*pieces, Rect(q0, q1, top, q0)])
-        blocks[q0 // c : q1 // c] = dealt
+        shares = assign_strip(q0, q1, c, [*pieces, Rect(q0, q1, square_start, q0)])
+        blocks[q0 // c : q1 // c] = shares
     for (k0, k1), pieces in zip(pairwise(cols), col_pieces, strict=True):
-        flipped = [p.mirror(chunks) for p in reversed([Rect(k1, top, k0, k1), *pieces])]
-        dealt = reversed(deal(chunks - k1, chunks - k0, c, flipped))
-        blocks[k0 // c : k1 // c] = [[p.mirror(chunks) for p in share] for share in dealt]
+        mirrored_pieces = [
+            p.mirror(chunks) for p in reversed([Rect(k1, square_start, k0, k1), *pieces])
+        ]
+        shares = reversed(assign_strip(chunks - k1, chunks - k0, c, mirrored_pieces))
+        blocks[k0 // c : k1 // c] = [[p.mirror(chunks) for p in share] for share in shares]
     return tuple(tuple(share) for share in blocks)
 
 
@@ -152,16 +157,18 @@ def _above_antidiagonal(chunks: int, rows: list[int], cols: list[int]) -> np.nda
         return np.zeros((len(rows) - 1, 0), np.int64)
     i = np.arange(rows[0], rows[-1])[:, None] - rows[0]
     twice = 2 * (i + np.arange(cols[-1])[None, :] + 1)
-    ours = (twice < chunks) | ((twice == chunks) & (i % 2 == 0))
-    down = np.add.reduceat(ours, np.array(rows[:-1]) - rows[0], axis=0, dtype=np.int64)
-    return np.add.reduceat(down, np.array(cols[:-1]), axis=1)
+    is_of_rows = (twice < chunks) | ((twice == chunks) & (i % 2 == 0))
+    rows_of_blocks = np.add.reduceat(
+        is_of_rows, np.array(rows[:-1]) - rows[0], axis=0, dtype=np.int64
+    )
+    return np.add.reduceat(rows_of_blocks, np.array(cols[:-1]), axis=1)
 
 
-SNAP_DEALT = 0.012  # the same where a strip is dealt to its ranks
+SNAP_IN_STRIP = 0.012  # the same where a strip is divided among its ranks
 
 
-def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
-    """Deal a row strip's rectangles to its ranks, c chunks of rows each, in equal areas.
+def assign_strip(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
+    """Assign a row strip's rectangles to its ranks, c chunks of rows each, in equal areas.
 
     Each rank first takes its own column of the strip's triangle (it has that KV), then two runs of
     the short columns, a tall and a low one, and last a run of the full ones up to its share.
@@ -171,12 +178,12 @@ def deal(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect]]:
     short = sorted((p for p in pieces if p.height < q1 - q0), key=lambda p: -p.height)
     full = [p for p in pieces if p.height == q1 - q0]
     counts = _short_counts(areas(shares), short, full, q1 - q0)
-    both = np.concatenate([(counts + 1) // 2, (counts // 2)[::-1]])
-    for i, run in enumerate(_take(short, (0, *np.cumsum(both).tolist()))):
+    column_counts = np.concatenate([(counts + 1) // 2, (counts // 2)[::-1]])
+    for i, run in enumerate(_take(short, (0, *np.cumsum(column_counts).tolist()))):
         shares[min(i, 2 * size - 1 - i)] += run
-    taken = areas(shares)
-    each = (taken.sum() + sum(p.size for p in full)) / size
-    runs = _fill(full, np.cumsum(each - taken), SNAP_DEALT * each)
+    taken_areas = areas(shares)
+    area_per_rank = (taken_areas.sum() + sum(p.size for p in full)) / size
+    runs = _fill(full, np.cumsum(area_per_rank - taken_areas), SNAP_IN_STRIP * area_per_rank)
     return [share + run for share, run in zip(shares, runs, strict=True)]
 
 
@@ -186,34 +193,42 @@ def cut_columns(rect: Rect, cells: int, snap: float) -> tuple[list[Rect], list[R
     Args:
         snap: cells by which the cut may be wrong if that saves cutting a column.
     """
-    width, rest = divmod(cells, rect.height)
-    if rest <= snap:
-        rest = 0
-    elif rect.height - rest <= snap:
-        width, rest = width + 1, 0
-    mid, end = rect.k0 + width, rect.k0 + width + (rest > 0)
-    split = rect.q0 + rest
+    width, rest_cells = divmod(cells, rect.height)
+    if rest_cells <= snap:
+        rest_cells = 0
+    elif rect.height - rest_cells <= snap:
+        width, rest_cells = width + 1, 0
+    mid, end = rect.k0 + width, rect.k0 + width + (rest_cells > 0)
+    split = rect.q0 + rest_cells
     left = [rect._replace(k1=mid), Rect(rect.q0, split, mid, end)]
     right = [Rect(split, rect.q1, mid, end), rect._replace(k0=end)]
     return [p for p in left if p.size], [p for p in right if p.size]
 
 
-def _short_counts(own: np.ndarray, short: list[Rect], full: list[Rect], height: int) -> np.ndarray:
-    """How many short columns each rank takes so that all hold equal areas in as many columns.
+def _short_counts(
+    own_areas: np.ndarray, short: list[Rect], full: list[Rect], height: int
+) -> np.ndarray:
+    """Number of short columns for each rank, so that all have equal areas in equally many columns.
 
     own + low * short + height * full = share of the area and short + full = share of the columns
     give short; what is out of reach is cut off, and the rest shared out anew.
     """
     num_short = sum(p.width for p in short)
     if not num_short:
-        return np.zeros(len(own), np.int64)
+        return np.zeros(len(own_areas), np.int64)
     num = num_short + sum(p.width for p in full)
-    low = sum(p.size for p in short) / num_short
-    each = (own.sum() + low * num_short + height * (num - num_short)) / len(own)
-    want = np.clip((own + height * num / len(own) - each) / (height - low), 0, (each - own) / low)
-    if not want.any():
-        want = np.ones(len(own))
-    edges = np.rint(np.cumsum(want) * num_short / want.sum()).astype(np.int64)
+    mean_height = sum(p.size for p in short) / num_short
+    area_per_rank = (own_areas.sum() + mean_height * num_short + height * (num - num_short)) / len(
+        own_areas
+    )
+    wanted_columns = np.clip(
+        (own_areas + height * num / len(own_areas) - area_per_rank) / (height - mean_height),
+        0,
+        (area_per_rank - own_areas) / mean_height,
+    )
+    if not wanted_columns.any():
+        wanted_columns = np.ones(len(own_areas))
+    edges = np.rint(np.cumsum(wanted_columns) * num_short / wanted_columns.sum()).astype(np.int64)
     return np.diff(edges, prepend=0)
 
 
@@ -234,15 +249,17 @@ def _take(pieces: list[Rect], edges: tuple[int, ...]) -> list[list[Rect]]:
 def _fill(full: list[Rect], bounds: np.ndarray, snap: float) -> list[list[Rect]]:
     """Cut a row of rectangles of one height into runs that end at the given areas."""
     runs: list[list[Rect]] = [[] for _ in bounds]
-    rank, done = 0, 0.0
+    rank, area_so_far = 0, 0.0
     queue = list(reversed(full))
     while queue:
-        left, right = [queue.pop()], []
-        cut = rank < len(bounds) - 1 and done + left[0].size > bounds[rank] + 1e-9
-        if cut:
-            left, right = cut_columns(left[0], max(0, round(bounds[rank] - done)), snap)
-        runs[rank] += left
-        done += sum(p.size for p in left)
-        queue += reversed(right)
-        rank += cut
+        left_pieces, right_pieces = [queue.pop()], []
+        is_cut = rank < len(bounds) - 1 and area_so_far + left_pieces[0].size > bounds[rank] + 1e-9
+        if is_cut:
+            left_pieces, right_pieces = cut_columns(
+                left_pieces[0], max(0, round(bounds[rank] - area_so_far)), snap
+            )
+        runs[rank] += left_pieces
+        area_so_far += sum(p.size for p in left_pieces)
+        queue += reversed(right_pieces)
+        rank += is_cut
     return runs

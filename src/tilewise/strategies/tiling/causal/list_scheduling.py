@@ -26,7 +26,7 @@ class ChunkBytes(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What travels when, and by step and rank the tiles: some Q pieces by some KV pieces."""
+    """The transfers by step, and by step and rank the tiles: some Q pieces by some KV pieces."""
 
     pieces: tuple[ChunkRun, ...]
     transfers: tuple[TimedTransfer, ...]
@@ -54,26 +54,31 @@ def schedule(
     pieces = pieces_of(blocks, owner, max_chunks)
     weights = np.array(
         [
-            [[(p.stop - p.start) * x[2 * p.side + late] for late in (0, 1)] for p in pieces]
+            [
+                [(p.stop - p.start) * x[2 * p.side + is_partial] for is_partial in (0, 1)]
+                for p in pieces
+            ]
             for x in costs
         ]
     )
-    run = _Scheduler(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
+    scheduler = _Scheduler(pieces, weights.sum(0), readers_of(blocks, pieces, weights.sum(0)[:, 0]))
     transfers: list[TimedTransfer] = []
     tiles: list[tuple[tuple[Cell, ...], ...]] = []
-    while run.unfinished():
-        room = _Room(len(blocks), step_bytes)
-        sends = run.operands(room, len(tiles)) + run.partials(room, len(tiles))
-        tiles.append(tuple(rank.compute() for rank in run.ranks))
+    while scheduler.unfinished():
+        step_capacity = _StepCapacity(len(blocks), step_bytes)
+        sends = scheduler.operands(step_capacity, len(tiles)) + scheduler.partials(
+            step_capacity, len(tiles)
+        )
+        tiles.append(tuple(rank.compute() for rank in scheduler.ranks))
         assert sends or any(tiles[-1]), "every step must move or compute something"
-        run.arrive(sends)
+        scheduler.arrive(sends)
         transfers += sends
-    for most in (step_bytes, 2 * step_bytes):  # first what fits the steps, then the rest
-        transfers = level(transfers, [p.owner for p in pieces], weights, len(blocks), most)
+    for step_limit in (step_bytes, 2 * step_bytes):  # first what fits the steps, then the rest
+        transfers = level(transfers, [p.owner for p in pieces], weights, len(blocks), step_limit)
     return Schedule(pieces, tuple(transfers), tuple(tiles))
 
 
-class _Room:
+class _StepCapacity:
     """Bytes each rank may still send and receive in a step; a larger transfer has one to itself."""
 
     def __init__(self, world_size: int, step_bytes: float):
@@ -81,10 +86,10 @@ class _Room:
         self.out, self.into = [step_bytes] * world_size, [step_bytes] * world_size
 
     def pairs(self, srcs: Iterable[int], dsts: Iterable[int], cost: float) -> Iterator[Pair]:
-        """Those of whom one can send so much and the other receive it."""
-        least = min(cost, self.full) - 1e-9
-        able = [r for r in dsts if self.into[r] >= least]
-        return product((r for r in srcs if self.out[r] >= least) if able else (), able)
+        """Pairs of ranks of which one can still send this many bytes and the other receive them."""
+        needed = min(cost, self.full) - 1e-9
+        receivers = [r for r in dsts if self.into[r] >= needed]
+        return product((r for r in srcs if self.out[r] >= needed) if receivers else (), receivers)
 
     def take(self, src: int, dst: int, cost: float) -> None:
         self.out[src] -= cost
@@ -111,54 +116,56 @@ class _Scheduler:
     def unfinished(self) -> bool:
         return any(self.unsent) or any(rank.todo.any() for rank in self.ranks)
 
-    def operands(self, room: _Room, step: int) -> list[TimedTransfer]:
+    def operands(self, capacity: _StepCapacity, step: int) -> list[TimedTransfer]:
         """In rounds, each rank takes the best it can get, from the holder that sends least."""
         transfers: list[TimedTransfer] = []
-        asking = [r for r, rank in enumerate(self.ranks) if rank.missing.any()]
-        while asking:
-            served = [transfer for r in asking if (transfer := self._serve(r, room, step))]
-            asking = [transfer.dst for transfer in served]
-            transfers += served
+        asking_ranks = [r for r, rank in enumerate(self.ranks) if rank.missing.any()]
+        while asking_ranks:
+            served_transfers = [
+                transfer for r in asking_ranks if (transfer := self._serve(r, capacity, step))
+            ]
+            asking_ranks = [transfer.dst for transfer in served_transfers]
+            transfers += served_transfers
         return transfers
 
-    def _serve(self, r: int, room: _Room, step: int) -> TimedTransfer | None:
-        for piece in self.ranks[r].wishes() if room.into[r] > 0 else ():
+    def _serve(self, r: int, capacity: _StepCapacity, step: int) -> TimedTransfer | None:
+        for piece in self.ranks[r].wishes() if capacity.into[r] > 0 else ():
             cost = self.costs[piece][0]
-            able = room.pairs(self.holders[piece], (r,), cost)
-            src = min((src for src, _ in able), key=lambda h: (self.sent[h], h), default=None)
+            able_pairs = capacity.pairs(self.holders[piece], (r,), cost)
+            src = min((src for src, _ in able_pairs), key=lambda h: (self.sent[h], h), default=None)
             if src is not None:
                 self.sent[src] += cost
-                room.take(src, r, cost)
+                capacity.take(src, r, cost)
                 self.ranks[r].expect(piece)
                 return TimedTransfer(step, piece, False, src, r)
         return None
 
-    def partials(self, room: _Room, step: int) -> list[TimedTransfer]:
+    def partials(self, capacity: _StepCapacity, step: int) -> list[TimedTransfer]:
         """Each finished partial goes to the owner or a reader yet to send, who receives least."""
         transfers: list[TimedTransfer] = []
-        for piece, waiting in enumerate(self.unsent):
-            ready = [r for r in waiting if piece in self.ranks[r].finished]
-            takers: set[int] = set()
-            for r in sorted(ready, key=lambda r: (-self.received[r], r)):
-                dst = None if r in takers else self._taker(piece, r, room)
+        for piece, unsent_readers in enumerate(self.unsent):
+            ready_readers = [r for r in unsent_readers if piece in self.ranks[r].finished]
+            taken_from: set[int] = set()
+            for r in sorted(ready_readers, key=lambda r: (-self.received[r], r)):
+                dst = None if r in taken_from else self._taker(piece, r, capacity)
                 if dst is not None:
-                    rounded = waiting.pop(r)
-                    if dst in waiting:
-                        waiting[dst] += rounded
-                    takers.add(dst)
+                    num_rounded = unsent_readers.pop(r)
+                    if dst in unsent_readers:
+                        unsent_readers[dst] += num_rounded
+                    taken_from.add(dst)
                     transfers.append(TimedTransfer(step, piece, True, r, dst))
         return transfers
 
-    def _taker(self, piece: int, r: int, room: _Room) -> int | None:
-        """Who takes a partial from a reader, None if nobody has room."""
-        waiting, cost = self.unsent[piece], self.costs[piece][1]
-        limit = REACH - waiting[r]
-        others = [d for d, rounded in waiting.items() if d != r and rounded <= limit]
-        able = room.pairs((r,), (self.pieces[piece].owner, *others), cost)
-        dst = min((dst for _, dst in able), key=lambda d: (self.received[d], d), default=None)
+    def _taker(self, piece: int, r: int, capacity: _StepCapacity) -> int | None:
+        """The rank that takes a partial from a reader; None if nobody can in this step."""
+        unsent_readers, cost = self.unsent[piece], self.costs[piece][1]
+        limit = REACH - unsent_readers[r]
+        later_readers = [d for d, rounded in unsent_readers.items() if d != r and rounded <= limit]
+        able_pairs = capacity.pairs((r,), (self.pieces[piece].owner, *later_readers), cost)
+        dst = min((dst for _, dst in able_pairs), key=lambda d: (self.received[d], d), default=None)
         if dst is not None:
             self.received[dst] += cost
-            room.take(r, dst, cost)
+            capacity.take(r, dst, cost)
         return dst
 
     def arrive(self, transfers: Iterable[TimedTransfer]) -> None:
@@ -190,7 +197,7 @@ def pieces_of(blocks: Blocks, owner: Sequence[int], max_chunks: int) -> tuple[Ch
     Args:
         max_chunks: the longest piece.
     """
-    found, chunks = [], range(len(owner))
+    chunk_runs, chunks = [], range(len(owner))
     for side in Side:
         reads = np.zeros((len(owner), len(blocks)), bool)
         for rank, share in enumerate(blocks):
@@ -200,13 +207,21 @@ def pieces_of(blocks: Blocks, owner: Sequence[int], max_chunks: int) -> tuple[Ch
         edges = {
             edge for share in blocks for rect in share for edge in rect[2 * side : 2 * side + 2]
         }
-        part = np.cumsum([i in edges or i % max_chunks == 0 for i in chunks]).tolist()
-        keys = [(owner[i], part[i], reads[i].tobytes()) for i in chunks]
+        part_of_chunk = np.cumsum([i in edges or i % max_chunks == 0 for i in chunks]).tolist()
+        keys = [(owner[i], part_of_chunk[i], reads[i].tobytes()) for i in chunks]
         for _, run in groupby(chunks, key=keys.__getitem__):
-            first, *rest = run
-            readers = tuple(np.flatnonzero(reads[first]).tolist())
-            found.append(ChunkRun(side, first, first + len(rest) + 1, owner[first], readers))
-    return tuple(found)
+            first_chunk, *other_chunks = run
+            readers = tuple(np.flatnonzero(reads[first_chunk]).tolist())
+            chunk_runs.append(
+                ChunkRun(
+                    side,
+                    first_chunk,
+                    first_chunk + len(other_chunks) + 1,
+                    owner[first_chunk],
+                    readers,
+                )
+            )
+    return tuple(chunk_runs)
 
 
 class Reader:
@@ -215,18 +230,18 @@ class Reader:
     Args:
         ids: pieces.
         area: of each Q piece by each KV piece; 0 where nothing is computed.
-        mine: which of the ids are here from the start.
+        held: which of the ids are here from the start.
         costs: bytes of each id's operand.
     """
 
-    def __init__(self, ids: np.ndarray, area: np.ndarray, mine: np.ndarray, costs: np.ndarray):
+    def __init__(self, ids: np.ndarray, area: np.ndarray, held: np.ndarray, costs: np.ndarray):
         self.ids, self.area, self.costs = ids.tolist(), area, costs
         self.place = {piece: i for i, piece in enumerate(self.ids)}
         self.todo = area > 0
-        self.have = mine.copy()  # operands that are here
-        self.missing = ~mine  # and those not even on their way
+        self.have = held.copy()  # operands that are here
+        self.missing = ~held  # and those not even on their way
         self.whole = np.concatenate([area.sum(1), area.sum(0)])
-        self.gain = np.concatenate([area @ mine[len(area) :], mine[: len(area)] @ area])
+        self.gain = np.concatenate([area @ held[len(area) :], held[: len(area)] @ area])
         self.finished: set[int] = set()
 
     def wishes(self) -> list[int]:
@@ -253,8 +268,8 @@ class Reader:
         if not ready.any():
             return ()
         self.todo &= ~ready
-        over = np.concatenate([~self.todo.any(1), ~self.todo.any(0)])
-        self.finished = {self.ids[i] for i in np.flatnonzero(over).tolist()}
+        is_finished = np.concatenate([~self.todo.any(1), ~self.todo.any(0)])
+        self.finished = {self.ids[i] for i in np.flatnonzero(is_finished).tolist()}
         columns: dict[bytes, list[int]] = {}
         for k in np.flatnonzero(ready.any(0)).tolist():
             columns.setdefault(ready[:, k].tobytes(), []).append(k)
@@ -269,19 +284,21 @@ class Reader:
 
 def readers_of(blocks: Blocks, pieces: Sequence[ChunkRun], costs: np.ndarray) -> list[Reader]:
     """The ranks' tables; costs are bytes of each piece's operand."""
-    at = np.zeros((2, max(p.stop for p in pieces)), np.int64)
+    piece_of_chunk = np.zeros((2, max(p.stop for p in pieces)), np.int64)
     for i, p in enumerate(pieces):
-        at[p.side, p.start : p.stop] = i
+        piece_of_chunk[p.side, p.start : p.stop] = i
     edges = np.array([p[1:3] for p in pieces], np.int64)
     owners = np.array([p.owner for p in pieces])
     readers = []
     for rank, share in enumerate(blocks):
-        spans = [[np.unique(at[s, r[2 * s] : r[2 * s + 1]]) for s in Side] for r in share]
+        spans = [
+            [np.unique(piece_of_chunk[s, r[2 * s] : r[2 * s + 1]]) for s in Side] for r in share
+        ]
         rows, cols = (np.unique(np.concatenate([span[side] for span in spans])) for side in Side)
-        here = np.zeros((len(rows), len(cols)), bool)
+        is_computed = np.zeros((len(rows), len(cols)), bool)
         for qs, ks in spans:
-            here[np.ix_(np.searchsorted(rows, qs), np.searchsorted(cols, ks))] = True
+            is_computed[np.ix_(np.searchsorted(rows, qs), np.searchsorted(cols, ks))] = True
         (q0, q1), (k0, k1) = edges[rows].T[:, :, None], edges[cols].T[:, None]
-        ids, area = np.concatenate([rows, cols]), here * cells(q0, q1, k0, k1)
+        ids, area = np.concatenate([rows, cols]), is_computed * cells(q0, q1, k0, k1)
         readers.append(Reader(ids, area, owners[ids] == rank, costs[ids]))
     return readers

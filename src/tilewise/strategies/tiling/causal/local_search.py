@@ -30,7 +30,7 @@ def level(
     owners: Sequence[int],
     weights: np.ndarray,
     world_size: int,
-    room: float,
+    step_limit: float,
 ) -> list[TimedTransfer]:
     """Lower the most bytes sent by choice of sources, then the most received by choice of takers.
 
@@ -39,11 +39,11 @@ def level(
         owners: of each piece.
         weights: bytes [passes, pieces, (operand, partial)]; a rank is as busy as in its busiest
             pass, compared with the mean of that pass.
-        room: no rank is given more bytes than that in one step, all passes together.
+        step_limit: no rank is given more bytes than that in one step, all passes together.
     """
     out = list(transfers)
     for partial in (False, True) if out else ():
-        search = _Search(out, partial, owners, _Load(out, partial, weights, world_size), room)
+        search = _Search(out, partial, owners, _Load(out, partial, weights, world_size), step_limit)
         search.descend(weights[:, :, int(partial)].sum(0).tolist())
     return out
 
@@ -54,11 +54,11 @@ class _Load:
     def __init__(
         self, transfers: list[TimedTransfer], into: bool, weights: np.ndarray, world_size: int
     ):
-        step, piece, late, src, dst = np.array(transfers, np.int64).T
-        end, cost = (dst if into else src), weights[:, piece, late]
+        step, piece, is_partial, src, dst = np.array(transfers, np.int64).T
+        end, cost = (dst if into else src), weights[:, piece, is_partial]
         by_step = np.zeros((step.max() + 1, world_size))
         np.add.at(by_step, (step, end), cost.sum(0))
-        total = np.array([np.bincount(end, one, world_size) for one in cost])
+        total = np.array([np.bincount(end, pass_costs, world_size) for pass_costs in cost])
         scale = 1 / np.maximum(total.mean(1, keepdims=True), 1e-30)
         self.by_step: list[list[float]] = by_step.tolist()
         self.shares: list[list[float]] = (total * scale).T.tolist()
@@ -67,19 +67,19 @@ class _Load:
         self.busy = [max(shares) for shares in self.shares]
 
     def after(self, rank: int, piece: int) -> float:
-        """How busy the rank would be with a transfer of this piece more."""
+        """Return how busy the rank would be with one more transfer of this piece."""
         return max(map(sum, zip(self.shares[rank], self.costs[piece], strict=True)))
 
     def move(self, transfer: TimedTransfer, cost: float, src: int, dst: int) -> None:
         for rank, sign in ((src, -1), (dst, 1)):
             self.by_step[transfer.step][rank] += sign * cost
-            mine, change = self.shares[rank], self.costs[transfer.piece]
-            mine[:] = [x + sign * y for x, y in zip(mine, change, strict=True)]
-            self.busy[rank] = max(mine)
+            rank_shares, change = self.shares[rank], self.costs[transfer.piece]
+            rank_shares[:] = [x + sign * y for x, y in zip(rank_shares, change, strict=True)]
+            self.busy[rank] = max(rank_shares)
 
 
 class _Trees:
-    """The ways of the partials home, and how often each value was rounded on its way."""
+    """The trees by which partials go home, and how often each value was rounded on its way."""
 
     def __init__(self, transfers: list[TimedTransfer], num_pieces: int):
         self.next: list[dict[int, int]] = [{} for _ in range(num_pieces)]
@@ -97,10 +97,13 @@ class _Trees:
             rank = self.next[piece][rank]
 
     def fits(self, transfer: TimedTransfer, dst: int) -> bool:
-        """Whether no value on the way from dst home would gather too many roundings."""
-        rounded, before = self.rounded[transfer.piece], set(self._way(transfer.piece, transfer.dst))
+        """Return whether values on the way from dst home stay within the limit of roundings."""
+        rounded, old_path = (
+            self.rounded[transfer.piece],
+            set(self._way(transfer.piece, transfer.dst)),
+        )
         limit = REACH - rounded[transfer.src]
-        return all(r in before or rounded[r] <= limit for r in self._way(transfer.piece, dst))
+        return all(r in old_path or rounded[r] <= limit for r in self._way(transfer.piece, dst))
 
     def move(self, transfer: TimedTransfer, dst: int) -> None:
         rounded = self.rounded[transfer.piece]
@@ -134,31 +137,37 @@ class _Search:
         Args:
             costs: bytes of each piece, all passes together.
         """
-        busy, queue = self.load.busy, set(range(len(self.mine)))
+        busyness, queue = self.load.busy, set(range(len(self.mine)))
         while queue:
-            rank, *second = nlargest(2, queue, key=busy.__getitem__)
-            enough = max(LEVEL, busy[second[0]]) if second else LEVEL
-            if busy[rank] <= LEVEL:
+            rank, *second = nlargest(2, queue, key=busyness.__getitem__)
+            target_busyness = max(LEVEL, busyness[second[0]]) if second else LEVEL
+            if busyness[rank] <= LEVEL:
                 break
-            moved = False
+            has_moved = False
             for _, index, other in sorted(self._options(rank, costs)):
-                if moved and busy[rank] <= enough:
+                if has_moved and busyness[rank] <= target_busyness:
                     break
-                moved |= self._move(index, rank, other, costs)
-            if not moved:
+                has_moved |= self._move(index, rank, other, costs)
+            if not has_moved:
                 queue.discard(rank)
 
     def _options(self, rank: int, costs: list[float]) -> Iterator[tuple[float, int, int]]:
-        busy, late = self.load.busy, self.partial
+        busyness, is_partial = self.load.busy, self.partial
         for index in self.mine[rank]:
             transfer = self.transfers[index]
-            room = self.room - costs[transfer.piece]
-            below = busy[rank] - self.load.least[transfer.piece]
+            capacity = self.room - costs[transfer.piece]
+            busyness_limit = busyness[rank] - self.load.least[transfer.piece]
             loads = self.load.by_step[transfer.step]
-            for other, at in self.since[transfer.piece].items():
-                able = busy[other] < below and (at > transfer.step if late else at < transfer.step)
-                if able and loads[other] <= room and other not in (transfer.src, transfer.dst):
-                    yield busy[other], index, other
+            for other, ready_step in self.since[transfer.piece].items():
+                can_take = busyness[other] < busyness_limit and (
+                    ready_step > transfer.step if is_partial else ready_step < transfer.step
+                )
+                if (
+                    can_take
+                    and loads[other] <= capacity
+                    and other not in (transfer.src, transfer.dst)
+                ):
+                    yield busyness[other], index, other
 
     def _move(self, index: int, rank: int, other: int, costs: list[float]) -> bool:
         """Let other do a transfer of rank's, if it can and would be less busy than rank is."""

@@ -11,7 +11,7 @@ from tilewise.plan.builder import RankBuilder, operand, partial
 from tilewise.plan.ir import Plan, RankStep, Side, Traits
 from tilewise.strategies.tiling.causal.blocks import areas, causal_blocks, foreign, score
 from tilewise.strategies.tiling.causal.list_scheduling import ChunkBytes, Schedule, schedule
-from tilewise.strategies.tiling.routing import touching
+from tilewise.strategies.tiling.routing import LSE, touching
 
 
 def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple[RankStep, ...]]:
@@ -23,8 +23,8 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
 
     @cache
     def by_rank():
-        made = schedule()
-        return made, touching(made.transfers, n)
+        made_schedule = schedule()
+        return made_schedule, touching(made_schedule.transfers, n)
 
     def script(rank: int) -> tuple[RankStep, ...]:
         (pieces, _, tiles), transfers = by_rank()
@@ -47,11 +47,10 @@ def script_of(schedule: Callable[[], Schedule], n: int) -> Callable[[int], tuple
 
 
 CHUNKS = 4  # a shard, if it has so many tokens: areas within 3 % need so many, more cost messages
-LSE = 1 / 64  # bytes of lse, or delta, beside those of q: float32 beside bfloat16, head_dim 128
 
 
 def suits(mask: Mask, layout: Layout) -> bool:
-    """Whether this construction is made for a mask and a layout."""
+    """Return whether this construction is made for a mask and a layout."""
     n = layout.world_size
     return (
         mask == Causal() and layout.num_tokens >= n and layout == contiguous(layout.num_tokens, n)
@@ -76,7 +75,7 @@ def triangle_plan(mask: Mask, layout: Layout, kv_bytes: float) -> Plan:
 
 
 def triangle_loads(layout: Layout, kv_bytes: float) -> tuple[np.ndarray, np.ndarray]:
-    """By rank of that plan: rows received in forward, a row of q being one, and allowed pairs."""
+    """For each rank of triangle_plan: units received in forward (rows of q), and allowed pairs."""
     n, c, rows = layout.world_size, _num_chunks(layout), layout.num_tokens / layout.world_size
     blocks = causal_blocks(n, c, *_costs(kv_bytes))
     received = (2 + LSE) * foreign(blocks, c, 0) + kv_bytes * foreign(blocks, c, 1)
