@@ -456,7 +456,7 @@ class ContextParallel:
         v: Tensor | None,
         *,
         plan: Plan | None = None,
-        mask: Mask | None = None,
+        mask: Mask | Sequence[Mask] | None = None,
         softmax_scale: float | None = None,
         return_lse: bool = False,
         backward_plan: Plan | None = None,
@@ -479,7 +479,9 @@ class ContextParallel:
 
         Args:
             plan: instead of the strategy's, for this call, and on cp's layout.
-            mask: instead of the one given at the start (layers with windows among full ones).
+            mask: instead of the one given at the start (layers with windows among full ones). A
+                list of one for each batch entry runs on the strategy's plan, which must not be one
+                that is made for a single mask.
             kernel: instead of the one given at the start.
         """
         if plan is None:
@@ -515,11 +517,16 @@ class ContextParallel:
         )
 
     def _plans(
-        self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask | None, wire: AnyWire | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        mask: Mask | Sequence[Mask] | None,
+        wire: AnyWire | None,
     ) -> tuple[Plan, Plan | None]:
         """The strategy's plans of both passes; for another mask, if they are for one, others."""
         plan = self.plan(q, k, v, wire)
-        if mask is not None and mask != self.mask and self._for_one_mask:
+        if isinstance(mask, Mask) and mask != self.mask and self._for_one_mask:
             _refuse_compiling()
             return self._decided(self._workload((q, k, k if v is None else v), mask, wire), q)
         return plan, self._backward_plan

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.arguments import DtypeName, Save, Validate
 from tilewise.execution.call import Call, known_of
+from tilewise.execution.entry_masks import attend_by_entry
 from tilewise.execution.mixed_precision import autocast_dtype, lowered, without_autocast
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import attend
@@ -64,7 +65,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     *,
     plan: Plan,
     layout: Layout | None = None,
-    mask: Mask | None = None,
+    mask: Mask | Sequence[Mask] | None = None,
     group: Group = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
@@ -102,7 +103,8 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         layout: which tokens each rank owns; of k and v too, unless kv_layout is given. Of `joint`
             layouts every rank holds some tokens: their rows of out are complete on all, and
             gradients of their q, k and v are shares.
-        mask: acts on global positions.
+        mask: acts on global positions. A list of masks: one for each batch entry, in code that
+            torch.compile does not compile; entries with the same mask share a call.
         group: a ProcessGroup, a loopback group, a Transport, or None: the default group.
         softmax_scale: above 0; default 1 / sqrt(head_dim).
         return_lse: also return lse.
@@ -149,11 +151,13 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             the ranks disagree, or the kernel asked for cannot serve (none other takes its place).
     """
     compiled, seed = torch.compiler.is_compiling(), dropout_seed
+    masks = mask if isinstance(mask, list | tuple) else None
     if compiled:
+        _check_masks_when_compiled(masks)
         save, seed = _save_when_compiled(save), None  # the seed changes, it is no constant
         _check_kernel_when_compiled(kernel)
         _check_seed_when_compiled(dropout_p, dropout_seed)
-    layout, mask = known_of(plan, layout, mask)
+    layout, known_mask = known_of(plan, layout, cast("Mask | None", mask))
     region = autocast_dtype(q)
     if region is not None:
         q, k, v = lowered(q, region), lowered(k, region), lowered(v, region)
@@ -176,7 +180,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     call = Call(
         plan=plan,
         backward_plan=backward_plan,
-        mask=cast(Mask, mask),  # None is refused together with other wrong kinds
+        mask=cast(Mask, known_mask),  # None is refused together with other wrong kinds
         layout=cast(Layout, layout),
         kv_layout=kv_layout,
         q_positions=q_positions,
@@ -201,7 +205,11 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     )
     with without_autocast(q, region):
         values = None if isinstance(bias, Alibi) else bias
-        out, lse, largest = attend(q, k, v, call, dropout_seed if compiled else None, sink, values)
+        if masks is not None:
+            out, lse, largest = attend_by_entry(q, k, v, call, masks, sink, values)
+        else:
+            seed = dropout_seed if compiled else None
+            out, lse, largest = attend(q, k, v, call, seed, sink, values)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
         if joint is not None:
@@ -218,6 +226,15 @@ def _sink_under_autocast(sink: Tensor) -> Tensor:
     """
     halves = torch.float16, torch.bfloat16
     return sink.float() if isinstance(sink, Tensor) and sink.dtype in halves else sink
+
+
+def _check_masks_when_compiled(masks: object) -> None:
+    """Entries are told apart by their masks' values, before any operator that a compiler sees."""
+    if masks is not None:
+        raise ValueError(
+            "mask (a list) must be one mask in compiled code; wrap the function that calls "
+            "attention in torch.compiler.disable"
+        )
 
 
 def _check_kernel_when_compiled(kernel: Kernel | str | None) -> None:

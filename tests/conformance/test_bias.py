@@ -1,4 +1,6 @@
-"""Biases and several sinks are exact in every strategy: fp64, to 1e-12, each gradient apart."""
+"""Biases, several sinks and a mask for each batch entry are exact in every strategy: fp64, to
+1e-12, each gradient apart.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Result(NamedTuple):
 class Case(NamedTuple):
     plan: Plan
     layout: tw.Layout
-    mask: tw.Mask
+    mask: tw.masks.Mask | list[tw.masks.Mask]
     heads: tuple[int, int]
     batch: tuple[int, ...]
     slopes: list[float] | None
@@ -79,7 +81,9 @@ def dense(x: Any, case: Case, bias: Tensor, sinks: Tensor) -> Result:
     scores = q.transpose(-2, -3) @ k.transpose(-1, -2) * WIDTH**-0.5
     if case.softcap is not None:
         scores = case.softcap * (scores / case.softcap).tanh()
-    allowed = torch.as_tensor(case.mask.dense(positions, torch.arange(TOKENS)))
+    masks = case.mask if isinstance(case.mask, list) else [case.mask]
+    tables = [torch.as_tensor(mask.dense(positions, torch.arange(TOKENS))) for mask in masks]
+    allowed = tables[0] if len(tables) == 1 else torch.stack(tables)[:, None]
     scores = (scores + bias[:, positions]).masked_fill(~allowed, -torch.inf)
     extra = sinks[None] if sinks.ndim == 1 else sinks
     columns = extra.transpose(-1, -2).unsqueeze(-2).expand(*scores.shape[:-1], extra.shape[-2])
@@ -144,7 +148,10 @@ def test_every_strategy(strategy: Any):
     random = Random(strategy.name)
     plans = [plan for n in (1, 2, 3, 4, 8) for plan in strategy.plans(n)]
     for seed in range(6):
-        compare(drawn_case(random.choice(plans), random), seed)
+        case = drawn_case(random.choice(plans), random)
+        if case.batch and seed % 3:  # a mask for each batch entry
+            case = case._replace(mask=[MASKS[seed % len(MASKS)], case.mask])
+        compare(case, seed)
 
 
 def call(**options: Any) -> dict[str, Any]:
@@ -271,3 +278,61 @@ def test_no_gradient_bound_is_claimed_with_a_bias():
     q, k, v, dout = torch.randn(4, TOKENS, 2, WIDTH)
     with pytest.raises(ValueError, match="bias is not supported"):
         error_bound(q, k, v, dout, **call(bias=tw.alibi([1, 1])))
+
+
+ENTRIES = [tw.Causal(), tw.Window(2, 1), tw.Causal()]
+
+
+def on_two_ranks(masks: Any, **options: Any) -> list[Any]:
+    q, k, v = draw(*[(3, TOKENS, 4, WIDTH)] * 2, 5)[:3]
+    layout = tw.zigzag(TOKENS, 2)
+
+    def on_rank(rank: int, group: Any) -> Any:
+        own = masks[rank] if isinstance(masks, dict) else masks
+        rows = [layout.shard(x, rank, dim=1) for x in (q, k, v)]
+        shared = {"plan": tw.ring(2), "layout": layout, "group": group, "mask": own}
+        return tw.attention(*rows, **shared, **options)
+
+    return tw.loopback(2, on_rank)
+
+
+def test_entries_with_the_same_mask_share_a_call_and_dropout_differs_between_masks():
+    out = torch.cat(on_two_ranks(ENTRIES, dropout_p=0.4, dropout_seed=7), 1)
+    again = torch.cat(on_two_ranks(ENTRIES, dropout_p=0.4, dropout_seed=7), 1)
+    alike = torch.cat(on_two_ranks([tw.Causal()] * 3, dropout_p=0.4, dropout_seed=7), 1)
+    causal = torch.cat(on_two_ranks(tw.Causal(), dropout_p=0.4, dropout_seed=7), 1)
+    assert torch.equal(out, again) and torch.equal(alike, causal)
+    assert torch.equal(out[0], causal[0]) and not torch.equal(out[2], causal[2])
+
+
+def test_the_largest_score_is_that_of_all_entries():
+    results = on_two_ranks(ENTRIES, return_max_logit=True)
+    alone = [on_two_ranks(mask, return_max_logit=True) for mask in ENTRIES[:2]]
+    for (_, largest), *others in zip(results, *alone, strict=True):
+        assert (largest <= torch.stack([x for _, x in others]).amax(0)).all()
+        assert largest.shape == (4,) and largest.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        (ENTRIES[:2], r"rank 0: mask has 2 masks, one for each batch entry, but q is \[3, "),
+        ({0: ENTRIES, 1: ENTRIES[:2]}, "rank 1: mask has 2 masks"),
+        ({0: ENTRIES, 1: ENTRIES[::-1][1:] + ENTRIES[:1]}, "ranks disagree on masks"),
+        ([tw.Causal(), "causal", tw.Full()], r"rank 0: mask\[1\] \('causal'\) must be a Mask"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused_on_every_rank(masks: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        on_two_ranks(masks)
+
+
+def test_one_mask_is_asked_for_in_compiled_code():
+    q = torch.randn(2, TOKENS, 2, WIDTH)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        return tw.attention(x, x, x, **call(mask=[tw.Full(), tw.Causal()]))
+
+    with pytest.raises(Exception, match="must be one mask in compiled code"):
+        compiled(q)
