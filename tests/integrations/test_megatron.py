@@ -189,6 +189,37 @@ def test_a_bias_is_added_as_transformer_engine_adds_it(comm, kind, slopes):
     assert max(tw.loopback(N, main)) < 1e-12
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 24, 24), (3, HEADS, 24, 24), (1, 1, 1, 24)])
+def test_a_bias_of_each_batch_entry_or_one_for_all_heads_is_as_written_out(shape):
+    total, layout, batch = 24, tw.zigzag(24, N), 3
+    q, k, v = (torch.stack([x] * batch, 1) * torch.arange(1, 4).view(-1, 1, 1) for x in
+               tokens_of(total))  # fmt: skip
+    bias = torch.randn(shape, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    keys, wide = (x.repeat_interleave(HEADS // KV, 2) for x in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, keys) * DIM**-0.5 + bias
+    seen = allowed(tw.Causal(), total)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    out = torch.einsum("bhqk,kbhd->qbhd", weights, wide).flatten(2)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+
+    def main(rank: int, group):
+        attend = DotProductAttention(HEADS, DIM, KV, cp_group=group)
+        mine = [layout.shard(x.detach(), rank, dim=0).requires_grad_() for x in (q, k, v)]
+        own = bias.detach() if shape[2] == 1 else layout.shard(bias.detach(), rank, dim=2)
+        own.requires_grad_()
+        got = attend(*mine, **SCALED, core_attention_bias=own)
+        found = got, *torch.autograd.grad(got, [*mine, own], layout.shard(dout, rank, dim=0))
+        pairs = zip(found[:4], (out, *grads[:3]), strict=True)
+        apart = [float((x - layout.shard(y, rank, dim=0)).detach().abs().max()) for x, y in pairs]
+        return max(apart), found[4]
+
+    errors, dbias = zip(*tw.loopback(N, main), strict=True)
+    whole = torch.stack(dbias).sum(0) if shape[2] == 1 else layout.unshard(dbias, dim=2)
+    assert max(*errors, float((whole - grads[3]).abs().max())) < 1e-11
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
