@@ -12,6 +12,7 @@ import sys
 
 from tilewise.compat.ring_flash_attn import functions as functions
 from tilewise.compat.ring_flash_attn import hf_adapter as hf_adapter
+from tilewise.compat.ring_flash_attn import utils as utils
 from tilewise.compat.ring_flash_attn.functions import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -80,5 +81,6 @@ def install() -> None:
     files += f"zigzag_{name}_varlen", "stripe_flash_attn"
     adapters = f"{name}.adapters", f"{name}.adapters.hf_adapter"
     sys.modules[name] = own
+    sys.modules[f"{name}.utils"] = utils
     sys.modules.update(dict.fromkeys((f"{name}.{file}" for file in files), functions))
     sys.modules.update(dict.fromkeys(adapters, hf_adapter))
