@@ -27,6 +27,7 @@ from tilewise.arguments import (
 from tilewise.layouts.layout import Layout, contiguous, zigzag
 from tilewise.masks.base import Causal
 from tilewise.planning.candidate import Candidate
+from tilewise.planning.model_attention import HEAD_FIELDS, heads_of
 from tilewise.planning.pass_model import pad_to_equal_shards
 from tilewise.planning.search import search
 from tilewise.simulation.machine import Machine
@@ -148,14 +149,10 @@ class HybridWork:
                 f"{type(config).__name__} has neither linear_num_value_heads (gated delta rules) "
                 "nor mamba_n_heads (Mamba2); give a StateLayer of its layers"
             )
-        num_heads = config.num_attention_heads
+        heads = heads_of({name: value(name) for name in HEAD_FIELDS})
+        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
         attention = Workload(
-            num_tokens,
-            num_heads,
-            value("num_key_value_heads") or num_heads,
-            value("head_dim") or config.hidden_size // num_heads,
-            dtype_name(dtype),
-            mask=Causal(),
+            num_tokens, *sizes, dtype_name(dtype), mask=Causal(), v_head_dim=heads.v_head_dim
         )
         num_attention = sum(kind in ATTENTION for kind in kinds)
         return HybridWork(

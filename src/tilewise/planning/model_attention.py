@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tilewise.arguments import checks_arguments, require_range, shown, whole_number
 from tilewise.masks.base import Causal, Mask, Window
@@ -29,6 +29,12 @@ UNEQUAL_LAYERS = (
     *("global_head_dim", "num_global_key_value_heads"),
 )
 """Fields of models whose layers differ in heads or widths."""
+
+HEAD_FIELDS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "v_head_dim"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+)
+"""Fields of a configuration that say its heads and their widths."""
 
 OTHER_SOFTMAX = ("big_bird", "diffllama", "doge", "jetmoe")
 """Values of model_type whose attention is not one softmax over the keys that a query sees."""
@@ -97,7 +103,27 @@ def read_model(path: str | Path) -> ModelAttention:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _model(config: Mapping[str, Any]) -> ModelAttention:
+class Heads(NamedTuple):
+    """Heads of the softmax attention of a configuration, and their widths.
+
+    Attributes:
+        v_head_dim: of v and out; None: head_dim.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None
+
+
+def heads_of(config: Mapping[str, Any]) -> Heads:
+    """Read the heads of a configuration of transformers: the one reader of them.
+
+    Args:
+        config: HEAD_FIELDS of it; those it lacks may be None.
+    Raises:
+        ValueError: naming the field that is missing or wrong.
+    """
     num_heads = _number(config, "num_attention_heads")
     num_kv_heads = _number(config, "num_key_value_heads", num_heads)
     v_head_dim = _number(config, "v_head_dim") if config.get("v_head_dim") else None
@@ -118,6 +144,11 @@ def _model(config: Mapping[str, Any]) -> ModelAttention:
         raise ValueError(
             f"num_key_value_heads ({num_kv_heads}) must divide num_attention_heads ({num_heads})"
         )
+    return Heads(num_heads, num_kv_heads, head_dim, v_head_dim)
+
+
+def _model(config: Mapping[str, Any]) -> ModelAttention:
+    heads = heads_of(config)
     kind = config.get("model_type")
     if kind in OTHER_SOFTMAX:
         raise ValueError(f"model_type ({kind}) has an attention of its own, which is not priced")
@@ -129,10 +160,7 @@ def _model(config: Mapping[str, Any]) -> ModelAttention:
         if field_name:
             raise ValueError(f"{field_name} means {what}, which are not priced")
     return ModelAttention(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v_head_dim,
+        *heads,
         windows=_windows(config),
         has_sinks=kind in WITH_SINKS,
         has_softcap=bool(config.get("attn_logit_softcapping")),
