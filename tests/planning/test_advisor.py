@@ -135,6 +135,9 @@ def test_megatron_core_takes_every_setting(monkeypatch: pytest.MonkeyPatch):
 def test_torchtitan_takes_every_setting():
     configs = pytest.importorskip("torchtitan.config.configs")
     dims = pytest.importorskip("torchtitan.distributed.parallel_dims").ParallelDims
+    backends = pytest.importorskip("torchtitan.models.common.config_utils").get_attention_config
+    with pytest.raises(ValueError, match="sdpa is no longer supported"):
+        backends("sdpa")
     for name, scheme, split, options in splits("torchtitan"):
         named = words(options)
         short = {key.partition("parallelism.")[2]: value for key, (value,) in named.items()}
@@ -144,7 +147,8 @@ def test_torchtitan_takes_every_setting():
         mesh = dims.from_config(found, degree)
         assert mesh.cp == split.ranks
         assert int(named["training.seq_len"][0]) % mesh.seq_len_divisor == 0, name
-        assert (found.context_parallel_load_balancer == "ptrr") == ("flex" in scheme)
+        assert found.context_parallel_load_balancer == "ptrr"
+        assert type(backends(scheme.split('"')[1])).__qualname__ == "FlexAttention.Config"
 
 
 def test_ulysses_is_said_to_be_as_good_where_it_is_the_best_plan():

@@ -139,15 +139,12 @@ def _megatron(scheme: str) -> Callable[[Split], str]:
     return flags
 
 
-def _torchtitan(balancer: str) -> Callable[[Split], str]:
-    def flags(split: Split) -> str:
-        return (
-            f"--parallelism.context_parallel_degree {split.ranks} "
-            f"--parallelism.context_parallel_load_balancer {balancer} "
-            f"--training.seq_len {split.num_tokens}"
-        )
-
-    return flags
+def _torchtitan(split: Split) -> str:
+    return (
+        f"--parallelism.context_parallel_degree {split.ranks} "
+        "--parallelism.context_parallel_load_balancer ptrr "
+        f"--training.seq_len {split.num_tokens}"
+    )
 
 
 def _accelerate(words: str) -> Callable[[Split], str]:
@@ -170,11 +167,6 @@ _TE_SOFTCAP = Rule(
     lambda model, _: model.has_softcap, "no cap of scores", "TransformerEngine has none"
 )
 _TITAN = "torchtitan, context_parallel/api.py"
-_TITAN_SDPA = Rule(
-    lambda model, _: model.has_windows or model.has_sinks,
-    "SDPA has no windows and no sinks",
-    "torch, scaled_dot_product_attention",
-)
 _TITAN_SOFTCAP = Rule(
     lambda model, _: model.has_softcap, "no score_mod, hence no cap of scores", _TITAN
 )
@@ -235,18 +227,10 @@ TORCHTITAN = Library(
     "torchtitan 0.3.0",
     (
         Scheme(
-            'attn_backend="sdpa"',
-            _together,
-            _all_gather,
-            _torchtitan("headtail"),
-            _twice,
-            (_TITAN_SDPA, _TITAN_SOFTCAP),
-        ),
-        Scheme(
             'attn_backend="flex"',
             _together,
             _all_gather,
-            _torchtitan("ptrr"),
+            _torchtitan,
             lambda ranks: 128 * ranks,  # whole blocks of flex attention's mask on every rank
             (_TITAN_SOFTCAP,),
         ),
