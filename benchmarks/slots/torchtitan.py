@@ -88,6 +88,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def step(rank: int, folder: str, backend: str) -> tuple[float, dict[str, Tensor]]:
     """This rank's loss, and whole gradients, through torchtitan."""
     sys.path.insert(0, folder)
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # of sizes of 1
     importlib.import_module("torchtitan.distributed.parallel_dims").device_type = "cpu"
     configs = importlib.import_module("torchtitan.config")
     dims = importlib.import_module("torchtitan.distributed").ParallelDims

@@ -22,6 +22,10 @@ def model_of(implementation: str):
     return model
 
 
+def kernel(q, causal=True, softcap=None) -> None:
+    """Arguments as those of flash_attn's private functions."""
+
+
 def split(rank: int, stride: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
     import torch.distributed as dist
 
@@ -30,7 +34,13 @@ def split(rank: int, stride: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     rfa.install()
     from ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
     from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS
+    from ring_flash_attn.utils import AllGatherComm, get_default_args
 
+    comm, rows = AllGatherComm(dist.group.WORLD), torch.empty(6)
+    comm.all_gather(rows, torch.full((3,), float(rank)))
+    comm.wait()
+    assert rows.tolist() == [0.0] * 3 + [1.0] * 3 and not comm.handles
+    assert get_default_args(kernel) == {"q": None, "causal": True, "softcap": 0.0}
     substitute_hf_flash_attn(dist.group.WORLD, stride)
     model = model_of("flash_attention_2")
     tokens = torch.arange(24).mul(7).remainder(31)

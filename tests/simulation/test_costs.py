@@ -72,3 +72,16 @@ def test_only_tiles_at_the_masks_edge_compute_in_vain():
     forward, _ = passes(tw.ring(4), slow, tw.Causal())
     assert forward == pytest.approx(3 * ROWS + (ROWS + 1) / 2 + 8, rel=1e-6)
     assert passes(tw.ring(4), slow)[0] == pytest.approx(4 * ROWS, rel=1e-6)
+
+
+def test_fewer_heads_fill_a_device_as_fewer_queries_do():
+    """All heads of ROWS / 2 queries take what half the heads of ROWS queries do."""
+    speeds = tuple((float(x),) for x in (1, 3, 4))
+    sizes = ROWS / 2, float(ROWS), 2.0 * ROWS
+    table = KernelSpeed("float32", False, sizes, (float(ROWS),), speeds, heads=2 * HEADS)
+    assert table.speed(ROWS, ROWS) == table.speed(ROWS, ROWS, 2 * HEADS) == pytest.approx(3)
+    assert table.speed(ROWS, ROWS, HEADS) == table.speed(ROWS / 2, ROWS) == pytest.approx(1)
+    assert replace(table, heads=0).speed(ROWS, ROWS, HEADS) == pytest.approx(3)
+    flop = 4 * HEADS * WIDTH * ROWS * ROWS
+    slow = machine(kernels=(table, replace(table, backward=True)))
+    assert passes(tw.ring(2), slow)[0] == pytest.approx(2 * flop / 1, rel=1e-6)

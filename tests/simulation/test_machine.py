@@ -105,6 +105,14 @@ def test_eight_lines_are_the_preset_that_has_the_same_figures(tmp_path: Path):
     assert other == replace(machine, inside=Link(450e9, 1e-6), merge_bandwidth=1e12)
 
 
+def test_a_memorys_bandwidth_prices_merging_and_copying_and_heads_are_the_kernels(tmp_path: Path):
+    more = "memory_bandwidth = 3e12\nheads = 32\n"
+    machine = Machine.load(written(tmp_path, EIGHT_LINES + more))
+    assert (machine.merge_bandwidth, machine.pack_bandwidth) == (1e12, 1.5e12)
+    assert {kernel.heads for kernel in machine.kernels} == {32}
+    assert Machine.load(written(tmp_path, machine.to_toml())) == machine
+
+
 def test_the_example_file_is_a_machine_in_short_form():
     machine = Machine.load(Path(__file__).parents[2] / "examples" / "machine.toml")
     assert (machine.node_size, machine.nics, machine.memory_bytes) == (8, 4, 80_000_000_000)
@@ -121,6 +129,8 @@ def test_the_example_file_is_a_machine_in_short_form():
         ("bfloat16 = 989e12", "bfloat16 = -1", "peak.bfloat16 (-1) must be FLOP per second"),
         ("bfloat16 =", "bf16 =", "the dtype of a kernel"),
         ("nics = 8", "nics = 3", "nics (3) must divide node_size (8)"),
+        ("nics = 8", "nics = 8\nmemory_bandwidth = 0", "memory_bandwidth (0) must be bytes per"),
+        ("nics = 8", "nics = 8\nheads = -1", "kernel bfloat16: heads"),
         ("memory =", "memroy =", "machine lacks memory"),
         ("nics = 8", "nics = 8\nnisc = 8", "machine has no field 'nisc'; did you mean nics?"),
         ("inside_bandwidth = 450e9", "inside = 450e9", "machine.inside (450000000000.0) must be"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,10 +25,9 @@ from tilewise.plan.ir import Plan
 from tilewise.transport.agreement import settled
 from tilewise.transport.resolve import transport_for
 
-BALANCERS: Mapping[str | None, Callable[[int, int], Layout]] = {
-    "headtail": zigzag,
-    None: contiguous,
-}
+BALANCERS: Mapping[str | None, Callable[[int, int], Layout]] = MappingProxyType(
+    {"headtail": zigzag, None: contiguous}
+)
 Edges = tuple[int, ...]
 
 

@@ -129,9 +129,11 @@ class PassModel:
         speed = self._best_speeds.get((queries, keys))
         if speed is None:
             kernel = self.kernel
+            # All heads at once fill a device as much as a call of this pass can.
+            most = queries * (self.work.num_heads / kernel.heads if kernel.heads else 1)
             speed = self._best_speeds[queries, keys] = max(
                 kernel.speed(q, k)
-                for q in (*(x for x in kernel.queries if x < queries), queries)
+                for q in (*(x for x in kernel.queries if x < most), most)
                 for k in (*(x for x in kernel.keys if x < keys), keys)
             )
         return speed

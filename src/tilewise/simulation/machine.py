@@ -62,6 +62,9 @@ class KernelSpeed:
         head_dim: that these are for; 0: for all.
         launch_seconds: of every call, however small, beside its FLOP.
         edge_keys: computed in vain for every query at a mask's edge, as blocks overhang it.
+        heads: of the calls that these are of. A call of other heads fills a device as one of so
+            many more or fewer queries does: blocks of queries of all heads run side by side. 0:
+            the number of heads makes no difference.
     """
 
     dtype: str
@@ -72,12 +75,15 @@ class KernelSpeed:
     head_dim: int = 0
     launch_seconds: float = 0.0
     edge_keys: float = 0.0
+    heads: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def speed(self, queries: float, keys: float) -> float:
-        """FLOP per second of a tile of so many rows."""
+    def speed(self, queries: float, keys: float, heads: int = 0) -> float:
+        """FLOP per second of a tile of so many rows, and heads; 0: as many as the table's."""
+        if heads and self.heads:
+            queries *= heads / self.heads
         (i, a), (j, b) = _place(self.queries, queries), _place(self.keys, keys)
         upper, lower = self.flops[i], self.flops[min(i + 1, len(self.flops) - 1)]
         right = min(j + 1, len(self.keys) - 1)
@@ -340,7 +346,12 @@ def _check_numbers(machine: Machine) -> None:
 
 def _check_kernel(kernel: KernelSpeed) -> None:
     check_dtype("the dtype of a kernel", kernel.dtype)
-    most = {"head_dim": MOST_COUNT, "launch_seconds": MOST_SECONDS, "edge_keys": MOST_COUNT}
+    most = {
+        "head_dim": MOST_COUNT,
+        "heads": MOST_COUNT,
+        "launch_seconds": MOST_SECONDS,
+        "edge_keys": MOST_COUNT,
+    }
     for name, limit in most.items():
         require_range(f"kernel {kernel.dtype}: {name}", getattr(kernel, name), 0, limit)
     for name, sizes in (("queries", kernel.queries), ("keys", kernel.keys)):

@@ -116,6 +116,10 @@ class ShortForm:
         memory: bytes of a device.
         inside_latency, between_latency, launch_seconds: seconds; assumed unless given.
         half: queries, or keys, of calls that run at half the speed of very long ones.
+        heads: of the calls that half counts queries of: blocks of queries of all heads run side by
+            side, and the last of them leave half a device idle on average. 0: any number of heads.
+        memory_bandwidth: bytes per second of a device's memory, read and written: adding to an fp32
+            partial passes over three such, copying over two. None: both take no time.
     """
 
     name: str
@@ -130,6 +134,8 @@ class ShortForm:
     between_latency: float = 8e-6
     launch_seconds: float = 5e-6
     half: float = 256.0
+    heads: int = 0
+    memory_bandwidth: float | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -147,6 +153,10 @@ class ShortForm:
                 raise ValueError(f"peak.{dtype} ({flops:g}) must be FLOP per second, at least 1")
         if self.half < 0:
             raise ValueError(f"half ({self.half:g}) must be at least 0 rows")
+        if self.memory_bandwidth is not None and not self.memory_bandwidth >= 1:
+            raise ValueError(
+                f"memory_bandwidth ({self.memory_bandwidth:g}) must be bytes per second, at least 1"
+            )
 
 
 def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,10 +191,17 @@ def in_full(tables: Mapping[str, Any]) -> dict[str, Any]:
         "between": {"bandwidth": form.between_bandwidth, "latency": form.between_latency},
         "memory_bytes": form.memory,
         "launch_seconds": form.launch_seconds,
+        **_memory(form),
         "source": form.source,
         "kernel": _kernels(form),
         **other_fields,
     }
+
+
+def _memory(form: ShortForm) -> dict[str, float]:
+    """Speeds of what passes over memory alone, from that of the memory."""
+    speed = form.memory_bandwidth
+    return {} if speed is None else {"merge_bandwidth": speed / 3, "pack_bandwidth": speed / 2}
 
 
 def _kernels(form: ShortForm) -> list[dict[str, Any]]:
@@ -196,6 +213,7 @@ def _kernels(form: ShortForm) -> list[dict[str, Any]]:
             "pass": pass_name,
             "queries": SIZES,
             "keys": SIZES,
+            "heads": form.heads,
             "flops": [[peak * best * q * k for k in ramp] for q in ramp],
         }
         for dtype, peak in form.peak.items()

@@ -143,7 +143,8 @@ class PassCosts:
         if seconds is None:
             flop = self.payload.flop * area
             launch = self.machine.launch_seconds + self._kernel.launch_seconds
-            seconds = launch + flop / self._kernel.speed(queries, area / queries)
+            heads = self.payload.heads(Side.Q)
+            seconds = launch + flop / self._kernel.speed(queries, area / queries, heads)
             self._known_seconds[queries, area] = seconds
         return seconds
 
