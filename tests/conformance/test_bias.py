@@ -316,6 +316,7 @@ def test_the_largest_score_is_that_of_all_entries():
 @pytest.mark.parametrize(
     ("masks", "message"),
     [
+        ([], "rank 0: mask is an empty list"),
         (ENTRIES[:2], r"rank 0: mask has 2 masks, one for each batch entry, but q is \[3, "),
         ({0: ENTRIES, 1: ENTRIES[:2]}, "rank 1: mask has 2 masks"),
         ({0: ENTRIES, 1: ENTRIES[::-1][1:] + ENTRIES[:1]}, "ranks disagree on masks"),

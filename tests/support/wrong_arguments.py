@@ -319,6 +319,7 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "Machine(kernels=)", lambda **x: made_machine(kernels=(kernel_speed(**x),)), {
         "dtype": "float32", "backward": False, "queries": (1.0,), "keys": (1.0,),
         "flops": ((1e12,),), "head_dim": 0, "launch_seconds": 0.0, "edge_keys": 0.0,
+        "heads": 0,
     }  # fmt: skip
     yield "Machine.preset", tw.Machine.preset, {"name": "h100x8"}
     yield "Machine.load", tw.Machine.load, {"path": "/nothing.toml"}

@@ -68,6 +68,8 @@ def attend_by_entry(  # noqa: PLR0913 - as attend, and masks
 
 
 def _checked(masks: Sequence[object], q: Tensor, k: Tensor, v: Tensor | None) -> tuple[Mask, ...]:
+    if not masks:
+        raise ValueError("mask is an empty list; pass a mask, or one for each batch entry")
     for entry, mask in enumerate(masks):
         require_type(Mask, f"mask[{entry}]", mask, "tw.Causal()")
     named = {"q": q, "k": k, **({} if v is None else {"v": v})}
