@@ -38,10 +38,11 @@ from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.tokens.blocks import GradientSums, block_edges, run_by_blocks, sum_gradients
 from tilewise.tokens.conv import causal_conv1d
+from tilewise.tokens.gather import gather_by, gathers_in_stages
 from tilewise.tokens.joint import owned_rows
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
 from tilewise.tokens.pieces import Piece, few_pieces, pieces_of
-from tilewise.tokens.rows import move_rows
+from tilewise.tokens.rows import move_rows, row_fields
 from tilewise.tokens.scan import scan
 from tilewise.transport.agreement import settled
 from tilewise.transport.means import mean_over_ranks
@@ -166,6 +167,10 @@ class ContextParallel:
             dim: of its tokens. Of replicated tokens the result has one rank's rows, and that rank
                 the gradient.
             mask: only the rows that this rank's queries see travel, the others are 0; None: all.
+
+        If cp's strategy is a plan that gathers before it computes, rows travel in its stages:
+        `hierarchical(all_gather(nodes), all_gather(node_size))` sends a row once to each node.
+
         Raises:
             ValueError: the same on every rank, if one rank's rows do not fit, or the ranks differ.
         """
@@ -177,7 +182,11 @@ class ContextParallel:
 
         transport = transport_for(self.group)
         x = settled(transport, lambda: owned_rows(x, self.layout, self.rank, dim))
-        return move_rows(x, settled(transport, moves), transport, dim)
+        direct = settled(transport, moves)
+        if isinstance(self.strategy, Plan) and gathers_in_stages(self.strategy):
+            settled(transport, lambda: row_fields(x, direct, self.rank, dim))
+            return gather_by(self.strategy, x, self.layout, mask, transport, dim)
+        return move_rows(x, direct, transport, dim)
 
     def relayout(self, x: Tensor, to: Layout, dim: int = 0) -> Tensor:
         """This rank's rows under another layout of the same tokens; what changes owner travels.

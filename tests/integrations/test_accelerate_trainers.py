@@ -46,6 +46,8 @@ MANY = {
     "compiled by inductor": Run("trainer", args={"torch_compile": True}),
     "RLOO": Run("rloo", "qwen3"),
     "Trainer, Llama 4's chunks": Run("trainer", "llama4"),
+    "Trainer, gated delta rules": Run("trainer", "Qwen3Next"),
+    "SFT, padded, Mamba2": Run("sft", "Bamba"),
     "SFT, padding-free": Run("sft", args={"padding_free": True, "max_length": None}),
     "SFT, wrapped": Run("sft", args=PACKED | {"packing_strategy": "wrapped"}),
     "SFT, split documents": Run(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from support import hybrid_models
 from support.hf_models import VOCABULARY, build
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class Run:
 
     Args:
         trainer: one of MAKERS.
+        model: of hf_models or of hybrid_models.
         args: fields of its arguments, beside those of every run.
         columns: of SFT's data: "text", "messages", "prompt" (with completions) or "input_ids".
         sizes: of the ParallelismConfig; none: nothing is split.
@@ -121,7 +123,8 @@ def _trainer(run: Run, folder: str) -> Any:
 
         sizes: Any = run.sizes
         given["parallelism_config"] = ParallelismConfig(**sizes)
-    model = build(run.model, **run.changes)
+    hybrid = run.model in hybrid_models.CONFIGS
+    model = (hybrid_models.build if hybrid else build)(run.model, **run.changes)
     return MAKERS[run.trainer](run, model, folder, given)
 
 

@@ -17,6 +17,7 @@ from tilewise.compiler.code_check import check_code
 from tilewise.compiler.row_code import row_code
 from tilewise.compiler.row_moves import RowMoves
 from tilewise.tokens import moves as moves_of_verbs
+from tilewise.tokens.gather import gather_stages, gathers_in_stages
 
 Leaves = list[Tensor]
 
@@ -188,6 +189,64 @@ def test_gather(seed: int, masked: bool):
     compare(split, [normal(num_tokens, 3)], [], on_rank, lambda x: mixing @ x)
 
 
+STAGED = {
+    4: tw.hierarchical(tw.all_gather(2), tw.all_gather(2)),
+    6: tw.hierarchical(tw.all_gather(3), tw.all_gather(2)),
+    8: tw.hierarchical(tw.all_gather(2), tw.hierarchical(tw.all_gather(2), tw.all_gather(2))),
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gather_in_the_stages_of_a_plan(seed: int):
+    """Values and gradients are those of all rows; bytes are the stages', once to each node."""
+    draw = Random(seed)
+    n, num_tokens = (4, 6, 8)[seed % 3], draw.choice((1, 13, 40))
+    plan, order = STAGED[n], draw.sample(range(num_tokens), num_tokens)
+    edges = [0, *sorted(draw.randrange(num_tokens + 1) for _ in range(n - 1)), num_tokens]
+    layout = tw.Layout.from_positions([order[a:b] for a, b in pairwise(edges)])
+    seen = tw.Causal() & tw.Window(5, 0) if seed % 2 else tw.Full()
+    mask = seen if seed % 2 else None
+    every = torch.arange(num_tokens).numpy()
+    allowed = seen.dense(every, every)
+    mixing = normal(num_tokens, num_tokens, seed=5) * torch.from_numpy(allowed)
+    stages = gather_stages(plan, layout, mask)
+    volume = [stage.moves.volume(3 * 8) for stage in stages]
+
+    def on_rank(cp: tw.ContextParallel, x: Tensor) -> Tensor:
+        staged = tw.ContextParallel(cp.group, num_tokens=num_tokens, layout=layout, strategy=plan)
+        before = cp.group.bytes_sent
+        whole = staged.gather(x, mask=mask)
+        rank = cp.rank
+        assert cp.group.bytes_sent - before == sum(forward[rank] for forward, _ in volume)
+        seen_here = cp.shard(torch.from_numpy(allowed), 0).any(0)
+        assert mask is None or not whole[~seen_here].any()
+        return cp.shard(mixing, 0) @ whole
+
+    split = Split(layout, (0, num_tokens))
+    compare(split, [normal(num_tokens, 3)], [], on_rank, lambda x: mixing @ x)
+
+
+def test_a_gather_by_nodes_sends_a_row_once_to_each_node():
+    n, layout = 8, tw.zigzag(64, 8)
+    node = lambda rank: rank // 4  # noqa: E731
+
+    def crossing(moves: list[RowMoves]) -> int:
+        return sum(
+            sent.num_rows
+            for one in moves
+            for rank in range(n)
+            for sent in one.of_rank(rank).sends
+            if node(sent.peer) != node(rank)
+        )
+
+    plan = tw.hierarchical(tw.all_gather(2), tw.all_gather(4))
+    assert gathers_in_stages(plan)
+    assert crossing([stage.moves for stage in gather_stages(plan, layout, None)]) == 64
+    assert crossing([moves_of_verbs.gather_moves(layout, None)]) == 4 * 64
+    for other in (tw.all_gather(8), tw.ring(8), tw.double_ring(2, 4), tw.ulysses(8)):
+        assert not gathers_in_stages(other)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_roll(seed: int):
     split, shifts, wrap = drawn(seed), (-1, 2, -3, 50)[seed % 4], bool(seed % 3)
@@ -320,6 +379,24 @@ def test_bytes_are_the_volumes_and_codes_are_right(seed: int):
 
         sent = tw.loopback(n, on_rank)
         assert tuple(zip(*sent, strict=True)) == volume
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_of_a_scan_are_those_of_its_rounds(seed: int):
+    layout, cu = drawn(seed)
+    rounds = [one.volume((1 + 6) * 8) for one in moves_of_verbs.scan_moves(layout, cu)]
+    n = layout.world_size
+    wanted = [tuple(sum(one[i][rank] for one in rounds) for i in range(2)) for rank in range(n)]
+
+    def on_rank(rank: int, group: Any) -> tuple[int, int]:
+        cp = tw.ContextParallel(group, num_tokens=layout.num_tokens, layout=layout)
+        decay, update = (normal(len(cp.pieces(cu)), x).requires_grad_() for x in (1, 6))
+        before = cp.scan(decay, update, cu_seqlens=cu, dim=0)
+        forward = group.bytes_sent
+        before.square().sum().backward()
+        return forward, group.bytes_sent - forward
+
+    assert tw.loopback(n, on_rank) == wanted
 
 
 def test_bytes_of_a_scan_do_not_grow_with_the_length():

@@ -34,14 +34,16 @@ def move_rows(
     Raises:
         ValueError: the same on every rank, if one rank's rows do not fit, or the ranks differ.
     """
-    fields = settled(transport, lambda: _fields(x, moves, transport.rank, dim, fill))
+    fields = settled(transport, lambda: row_fields(x, moves, transport.rank, dim, fill))
     agree(transport, fields, None, "first")
     rows = x.movedim(dim, 0)
     moved = _MoveRows.apply(rows, moves, transport, False, fill)
     return moved.movedim(0, dim)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _fields(x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float) -> dict[str, str]:
+def row_fields(
+    x: Tensor, moves: RowMoves, rank: int, dim: int, fill: float = 0.0
+) -> dict[str, str]:
     """Return the facts of a tensor, right by itself, that the ranks must have in common."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x ({type(x).__name__}) must be a Tensor, this rank's rows")
