@@ -97,11 +97,11 @@ def kernel_of(name: str) -> Kernel:
     of a file, an instance."""
     if not is_outside(name):
         return kernel_named(name)
-    found = load(name)
+    loaded = load(name)
     try:
-        return given_kernel(found() if isinstance(found, type) else found)
+        return given_kernel(loaded() if isinstance(loaded, type) else loaded)
     except (TypeError, ValueError) as error:
-        kind = found if isinstance(found, type) else type(found)
+        kind = loaded if isinstance(loaded, type) else type(loaded)
         raise ValueError(f"{name}{place(kind)}: {error}") from None
 
 

@@ -169,11 +169,11 @@ def key_of(
     case: BenchCase, timing: Timing, contender: dict[str, str], versions: dict[str, str]
 ) -> str:
     """Return the key of a finished row: 16 digits that depend on everything given."""
-    whole: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
+    entries: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
     axes = list(case.axes)
     while len(axes) > FIRST_AXES and axes[-1] is None:
         axes.pop()
-    whole["case"]["axes"] = axes
-    whole |= {"contender": contender, "versions": versions}
-    text = json.dumps(whole, sort_keys=True)
+    entries["case"]["axes"] = axes
+    entries |= {"contender": contender, "versions": versions}
+    text = json.dumps(entries, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -156,7 +156,7 @@ def _judged(failures: tuple[RankFailure, ...]) -> tuple[str, str]:
 
 def _last_line(failure: RankFailure) -> str:
     """The line that names the exception; of other failures, what is said of them."""
-    named = re.findall(
+    exception_lines = re.findall(
         r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", failure.text, re.M
     )
-    return (named or failure.text.strip().splitlines() or [failure.kind])[-1][:500]
+    return (exception_lines or failure.text.strip().splitlines() or [failure.kind])[-1][:500]

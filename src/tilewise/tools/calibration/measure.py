@@ -89,15 +89,17 @@ def calibration(group: Any = None, settings: Settings | None = None) -> Iterator
     yield "messages"
     usages = prober.usage(SMALL, 30), prober.usage(BULK, 6)
     agree = prober.agreement(RECORD_BYTES)
-    found: list[tuple[TimedTrial, float]] = []
+    timed_trials: list[tuple[TimedTrial, float]] = []
     if cores is not None and between is None:
         yield "whole calls"
-        found = [(one, run_trial(prober, one)) for one in trials(n, settings.dtypes[0])]
+        timed_trials = [
+            (trial, run_trial(prober, trial)) for trial in trials(n, settings.dtypes[0])
+        ]
     text = ""
     if prober.rank == 0:
         machine = _machine(settings, tables, executor, inside, between)
         machine = _with_messages(replace(machine, agree_seconds=agree), cores, *usages)
-        text = fitted(machine, found).to_toml()
+        text = fitted(machine, timed_trials).to_toml()
     yield read_machine(prober.text(text), settings.name)
 
 
@@ -130,8 +132,8 @@ def _machine(
     between: Link | None,
 ) -> Machine:
     """All but what messages keep busy."""
-    known = inside or between
-    assert known is not None
+    any_link = inside or between
+    assert any_link is not None
     assumed = "" if between else " One host: between nodes is as inside."
     memory_bytes = (
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,8 +143,8 @@ def _machine(
     return Machine(
         settings.name,
         settings.node_size or HOST,
-        known,
-        between or known,
+        any_link,
+        between or any_link,
         tuple(tables),
         **executor,
         memory_bytes=memory_bytes,
@@ -230,10 +232,10 @@ def run_trial(prober: Prober, trial: TimedTrial) -> float:
     plan, work, _ = trial
     layout = work.layout_for(plan.world_size)
     shape = layout.size(prober.rank), work.num_heads, work.head_dim
-    made = torch.randn(4, *shape, device=prober.device).to(getattr(torch, work.dtype))
-    q, k, v = (x.detach().requires_grad_() for x in made[:3])
+    operands = torch.randn(4, *shape, device=prober.device).to(getattr(torch, work.dtype))
+    q, k, v = (x.detach().requires_grad_() for x in operands[:3])
     words = {"plan": plan, "layout": layout, "mask": work.mask, "group": prober.transport}
-    return prober.slowest(lambda: attention(q, k, v, **words).backward(made[3]), REPEATS)
+    return prober.slowest(lambda: attention(q, k, v, **words).backward(operands[3]), REPEATS)
 
 
 def fitted(machine: Machine, measured: list[tuple[TimedTrial, float]]) -> Machine:

@@ -61,8 +61,8 @@ def refusing_unwritable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = error.filename or "the output"
-        raise ValueError(f"{named} cannot be written: {error.strerror}") from None
+        path = error.filename or "the output"
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_output(path: Path, text: str) -> None:

@@ -86,8 +86,8 @@ def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
     at = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
     ranks = np.full((len(owners), len(owners)), -1)
     for q, k in ((q, k) for q in at for k in at):
-        found = table[np.ix_(q_shard[q], k_shard[k])]
-        ranks = np.where(ranks < 0, found, ranks)
+        computing_ranks = table[np.ix_(q_shard[q], k_shard[k])]
+        ranks = np.where(ranks < 0, computing_ranks, ranks)
     return np.where(ranks < 0, owners[:, None], ranks)
 
 
@@ -124,14 +124,14 @@ def colours(n: int) -> np.ndarray:
     )
 
 
-def painted(seen: MaskView, n: int) -> np.ndarray:
+def painted(mask_view: MaskView, n: int) -> np.ndarray:
     """float [cells, cells, 3]: the colour of who computes a cell, paler where less is allowed."""
-    level = (np.ceil(seen.shares * LEVELS) - 1) / (LEVELS - 1)
-    strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
-    return 1 - strength * (1 - colours(n)[seen.ranks])
+    level = (np.ceil(mask_view.shares * LEVELS) - 1) / (LEVELS - 1)
+    strength = np.where(mask_view.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
+    return 1 - strength * (1 - colours(n)[mask_view.ranks])
 
 
-def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
+def draw(mask_view: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     """Write a PNG.
 
     Args:
@@ -148,8 +148,8 @@ def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     figure = Figure(figsize=(INCHES, height), dpi=DPI)
     axes = figure.add_axes((0.2 / INCHES, foot / height, side / INCHES, side / height))
     axes.axis("off")
-    axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest")
-    owned = colours(n)[seen.owners]
+    axes.imshow(painted(mask_view, n), extent=(0, 1, 1, 0), interpolation="nearest")
+    owned = colours(n)[mask_view.owners]
     axes.imshow(owned[:, None], extent=(-2 * STRIP, -STRIP, 1, 0), interpolation="nearest")
     axes.imshow(owned[None], extent=(0, 1, -STRIP, -2 * STRIP), interpolation="nearest")
     axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")
