@@ -349,9 +349,10 @@ def _segments(
         rows = [np.arange(*node.rows()) for node in path] + [np.arange(start, stop)]
         if start == stop or not np.array_equal(np.concatenate(rows), segment_keys):
             raise ValueError(
-                f"segment {i} has queries {start}..{stop - 1} and keys {segment_keys.tolist()!s:.60}, "
-                "but keys must be the rows of the segments before it in its sequences, from the "
-                "first, and its own; segments in depth-first order, none empty"
+                f"segment {i} has queries {start}..{stop - 1} and keys "
+                f"{segment_keys.tolist()!s:.60}, but keys must be the rows of the segments before "
+                "it in its sequences, from the first, and its own; segments in depth-first "
+                "order, none empty"
             )
         node = _Node(tokens[start:stop], num_before, path[-1] if path else None, i, 0, start=start)
         if path:

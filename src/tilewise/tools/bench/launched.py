@@ -37,11 +37,11 @@ class LaunchedWorld(World):
         self.launched, self._starts = launched, 0
 
     def run(
-        self, job: Job, tell: Callable[[int], object] = lambda _: None
+        self, job: Job, progress: Callable[[int], object] = lambda _: None
     ) -> list[tuple[Any, ...]]:
         if self.launched.rank == 0:
             self.launched.tell((job, self.timeout_seconds, self.device))
-        return super().run(replace(job, inputs=self.launched.inputs_of(job)), tell)
+        return super().run(replace(job, inputs=self.launched.inputs_of(job)), progress)
 
     def _started(self) -> Answers:
         """Return all ranks' answers, or how some failed; every launched process gets the same."""

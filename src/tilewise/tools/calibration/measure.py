@@ -48,25 +48,27 @@ class Settings(NamedTuple):
 
 
 def calibrate(
-    group: Any = None, settings: Settings | None = None, tell: Callable[[str], None] | None = None
+    group: Any = None,
+    settings: Settings | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Machine:
     """Measure this machine; every rank of the group calls it and gets the same Machine.
 
     Args:
         group: as for attention; two ranks at least, those of a host neighbours.
-        tell: called on every rank with what is measured next.
+        progress: called on every rank with what is measured next.
     Raises:
         ValueError: if the group has one rank, or node_size does not divide it.
     """
-    return last(calibration(group, settings), tell or (lambda _: None))
+    return last(calibration(group, settings), progress or (lambda _: None))
 
 
-def last(steps: Iterable[str | Machine], tell: Callable[[str], object]) -> Machine:
+def last(steps: Iterable[str | Machine], progress: Callable[[str], object]) -> Machine:
     """The machine that a calibration ends with; what it measures next is told before."""
     for step in steps:
         if isinstance(step, Machine):
             return step
-        tell(step)
+        progress(step)
     raise AssertionError("a calibration ends with its machine")
 
 

@@ -106,12 +106,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = Console(stderr=True)
     if not console.is_terminal:
-        with _telling_late(what) as tell:
-            yield tell
+        with _telling_late(what) as progress:
+            yield progress
         return
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda text: progress.update(task, description=text)
+    with Progress(*columns, console=console, transient=True) as progress_bar:
+        task = progress_bar.add_task(what, total=None)
+        yield lambda text: progress_bar.update(task, description=text)
 
 
 @contextmanager

@@ -56,17 +56,17 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         work = workload_of(about, options.world_size)
         check_writable(options.output)
         task = f"searching plans for {options.world_size} ranks"
-        with working(task) as tell:
+        with working(task) as progress:
             candidates = search(
                 work,
                 machine,
                 world_size=options.world_size,
                 memory_bytes=memory,
-                progress=lambda part: tell(f"{task}: {part}"),
+                progress=lambda part: progress(f"{task}: {part}"),
             )
             best, candidates_shown = candidates[0], candidates[: options.top]
             for number, candidate in enumerate(candidates_shown, 1):
-                tell(f"{task}: memory of plan {number} of {len(candidates_shown)}")
+                progress(f"{task}: memory of plan {number} of {len(candidates_shown)}")
                 _ = candidate.peak_bytes  # counted when it is first read
     if options.output is not None:
         write_output(options.output, best.to_json())
@@ -171,7 +171,8 @@ def _distance(best: Candidate) -> str:
     distances, sent_bytes = best.distances, best.sent_bytes
     text = (
         f"Kernels alone, at their best and equally shared, take "
-        f"{distances.compute_seconds * 1e3:.4g} ms, {distances.compute_seconds / best.seconds:.1%} of it."
+        f"{distances.compute_seconds * 1e3:.4g} ms, "
+        f"{distances.compute_seconds / best.seconds:.1%} of it."
     )
     if not distances.least_bytes:
         return text
@@ -179,6 +180,6 @@ def _distance(best: Candidate) -> str:
     return (
         f"{text} Its busiest rank sends {as_bytes(sent_bytes)}; with equal shares none can do with "
         f"less than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
-        f"{sent_bytes / distances.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank waits "
-        "for a message."
+        f"{sent_bytes / distances.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank "
+        "waits for a message."
     )

@@ -71,8 +71,10 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
             with refusing_unwritable():
                 path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path)
-        with working("reading") as tell:
-            report = read(files, csv is not None, full=options.full, tell=tell, about=described)
+        with working("reading") as progress:
+            report = read(
+                files, csv is not None, full=options.full, progress=progress, about=described
+            )
         with refusing_unwritable():
             written = report.write(page, csv)
     if options.as_json:

@@ -49,20 +49,20 @@ def compete(
     case: BenchCase,
     strategies: Sequence[Strategy],
     timing: Timing,
-    tell: Callable[[int], object] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> list[ContestRow]:
     """Run strategies in turn within each repeat, there and back; the others against the first.
 
     Args:
         world: on the case's network.
-        tell: called with the strategy whose turn it is: once, and for every repeat.
+        progress: called with the strategy whose turn it is: once, and for every repeat.
     Raises:
         Blamed: when a rank failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "inputs"
         write_inputs(case, case.make_mask(), timing.truth_pairs, path)
-        answers = world.run(Job(case, timing, tuple(strategies), str(path)), tell)
+        answers = world.run(Job(case, timing, tuple(strategies), str(path)), progress)
     return rows_of(case, strategies, answers)
 
 

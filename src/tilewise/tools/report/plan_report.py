@@ -83,15 +83,15 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
 
 
 def page_of(
-    subject: ReportedPlan, *, full: bool = False, tell: Callable[[str], object] = str
+    subject: ReportedPlan, *, full: bool = False, progress: Callable[[str], object] = str
 ) -> Page:
     """All figures and tables of a candidate.
 
     Args:
-        full, tell: as for Studies.
+        full, progress: as for Studies.
     """
     work, plan, entry = subject.work, subject.plan, subject.entry
-    studies = Studies(work, subject.machine, full=full, tell=tell)
+    studies = Studies(work, subject.machine, full=full, progress=progress)
     other_entries = studies.compared(plan.world_size)
     rescaled, every = studies.rescaled(entry, subject.backward_plan), [entry, *other_entries]
     scaling = [plan_charts.scaling(studies, entry)] if studies.sizes() else []

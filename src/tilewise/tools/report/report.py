@@ -36,14 +36,14 @@ def read(
     with_rows: bool = False,
     *,
     full: bool = False,
-    tell: Callable[[str], object] = str,
+    progress: Callable[[str], object] = str,
     about: Callable[[Plan], tuple[Workload, Machine]],
 ) -> Report:
     """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
-        full, tell: as for plan_report.page_of.
+        full, progress: as for plan_report.page_of.
         about: the workload and machine of a file that is a plan alone.
     """
     if all(map(_holds_results, paths)):
@@ -67,7 +67,7 @@ def read(
         if isinstance(rows, Plan)
         else plan_report.subject_of(rows)
     )
-    return Report(plan_report.page_of(subject, full=full, tell=tell))
+    return Report(plan_report.page_of(subject, full=full, progress=progress))
 
 
 def _holds_results(path: Path) -> bool:

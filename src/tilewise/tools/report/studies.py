@@ -51,7 +51,7 @@ class Studies:
 
     Args:
         full: up to 4096 devices, not 1024.
-        tell: called with what is simulated next.
+        progress: called with what is simulated next.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Studies:
         machine: tw.Machine,
         *,
         full: bool = False,
-        tell: Callable[[str], object] = str,
+        progress: Callable[[str], object] = str,
     ):
-        self.work, self.machine, self.tell = work, machine, tell
+        self.work, self.machine, self.progress = work, machine, progress
         self.largest = FULLY if full else LARGEST
         self._known: dict[tuple[str, int], StudyEntry | None] = {}
 
     def best(self, name: str, n: int) -> StudyEntry | None:
         """The fastest member of a family; None if none exists of this size."""
         if (name, n) not in self._known:
-            self.tell(f"{name} on {n} devices")
+            self.progress(f"{name} on {n} devices")
             work = _work_on(self.work, n)
             entries = [
                 StudyEntry(name, plan, simulate(plan, work, self.machine, exact=False))
@@ -107,7 +107,7 @@ class Studies:
         tried = [self.best(name, this.plan.world_size) for name in TRIED]
         placed_entries: list[Placed] = []
         for entry in (this, *(entry for entry in tried if entry)):
-            self.tell(f"{entry.family} on slower and faster links")
+            self.progress(f"{entry.family} on slower and faster links")
             is_this = entry is this
             work = self.work if is_this else _work_on(self.work, this.plan.world_size)
             for factor in BANDWIDTHS:
