@@ -138,15 +138,14 @@ class DemoRow(NamedTuple):
         return None
 
 
-def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
-    """Run all cases on local processes, one row after another.
+ROW_TIMEOUT = 120.0  # seconds
 
-    Args:
-        timeout_seconds: for one row.
-    """
+
+def run_demo(demo: Demo) -> Iterator[DemoRow]:
+    """Run all cases on local processes, one row after another."""
     demo, masks = demo.checked(), _masks(demo)
     heads = demo.num_heads, demo.num_kv_heads, demo.head_dim
-    rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=timeout_seconds)
+    rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=ROW_TIMEOUT)
     for (plan, name, layout), ranks in zip(cases(demo), rows, strict=True):
         work = tw.Workload(
             demo.num_tokens, *heads, dtype="float64", mask=masks[name], layout=layout

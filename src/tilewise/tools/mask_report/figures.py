@@ -218,9 +218,13 @@ def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLo
     ), moved_rows.imbalance
 
 
-def kernel_calls(plan: Plan, mask: Mask, layout: Layout, max_ranks: int = 8) -> tuple[float, Waste]:
-    """Calls per rank on average, and the waste of all: of up to `most` ranks, evenly spread."""
+MAX_RANKS = 8
+"""Ranks, evenly spread, of which `kernel_calls` counts the calls."""
+
+
+def kernel_calls(plan: Plan, mask: Mask, layout: Layout) -> tuple[float, Waste]:
+    """Calls per rank on average, and the waste of all, over at most MAX_RANKS ranks."""
     n = plan.world_size
-    ranks = sorted({i * n // max_ranks for i in range(max_ranks)}) if n > max_ranks else range(n)
+    ranks = sorted({i * n // MAX_RANKS for i in range(MAX_RANKS)}) if n > MAX_RANKS else range(n)
     waste = total(report(mask, layout, plan, ranks=ranks))
     return waste.num_calls / len(ranks), waste

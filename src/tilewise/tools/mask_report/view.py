@@ -48,7 +48,7 @@ def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> Ma
     edges = np.linspace(0, num_tokens, min(cells, num_tokens) + 1).astype(np.int64)
     sizes = np.diff(edges)
     shares = np.asarray(mask.areas(edges, edges), float) / np.outer(sizes, sizes)
-    owners = _dealt(owner_of_tokens(layout), edges, layout.world_size)
+    owners = _owners_of_cells(owner_of_tokens(layout), edges, layout.world_size)
     if plan is None:
         ranks = np.broadcast_to(owners[:, None], shares.shape)
     else:
@@ -64,7 +64,7 @@ def owner_of_tokens(layout: Layout) -> Array:
     return owner
 
 
-def _dealt(owner: Array, edges: Array, n: int) -> Array:
+def _owners_of_cells(owner: Array, edges: Array, n: int) -> Array:
     """One owner a cell, so that over neighbouring cells each has about its share of the tokens."""
     chosen = np.zeros(len(edges) - 1, np.int64)
     due = np.zeros(n)
@@ -77,15 +77,16 @@ def _dealt(owner: Array, edges: Array, n: int) -> Array:
 
 
 def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
-    """Return the rank that computes each cell: asked at a few of its tokens, else the owner of its
-    queries.
+    """Return the rank that computes each cell, looked up at a few of its tokens.
+
+    Cells that none of these tokens show are given to the owner of their queries.
     """
     sides = shard_layouts(plan, layout)
     (table,) = assigned(plan, 1, range(plan.world_size))
     q_shard, k_shard = (owner_of_tokens(side) for side in sides)
-    at = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
+    sampled_tokens = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
     ranks = np.full((len(owners), len(owners)), -1)
-    for q, k in ((q, k) for q in at for k in at):
+    for q, k in ((q, k) for q in sampled_tokens for k in sampled_tokens):
         computing_ranks = table[np.ix_(q_shard[q], k_shard[k])]
         ranks = np.where(ranks < 0, computing_ranks, ranks)
     return np.where(ranks < 0, owners[:, None], ranks)

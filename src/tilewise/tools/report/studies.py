@@ -1,4 +1,4 @@
-"""Strategies that one would try by hand, which a page compares a plan with, on other clusters too.
+"""Strategies that one would try by hand; a report compares its plan with them, and scales both.
 
 A family of strategies is represented by its fastest member, by simulation.
 """
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hybrid": ("ulysses_ring", "ulysses_double_ring", "ulysses_mesh"),
     }
 )
-"""The methods that each has."""
+"""The methods of each family."""
 SMALLEST, LARGEST, FULLY = 8, 1024, 4096
 LONGEST_RING = 512  # ranks
 MOST_PRUNED = 32  # ranks; masks that prune ranks differently are simulated rank by rank
