@@ -154,7 +154,7 @@ class StepStream(IterableDataset[BatchStep]):
         return {"steps": self._done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after so many steps, over the same lengths with the same arguments and seed.
+        """Continue after the steps that were taken, with the same lengths, arguments and seed.
 
         The documents of the steps before are counted again, none of them is planned.
         """

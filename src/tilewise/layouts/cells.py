@@ -15,7 +15,9 @@ from tilewise.masks.strips import Strips, clipped, expand, overlaps
 from tilewise.plan.ir import Rows
 
 Array = NDArray[np.int64]
-MAX_JOIN = 5_000_000  # strips x runs x runs beyond which rows of striped shards are not told apart
+MAX_JOIN = (
+    5_000_000  # strips x runs x runs beyond which rows of striped shards are not distinguished
+)
 
 
 class Cell(NamedTuple):

@@ -148,7 +148,7 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
 
 
 def _check_affordable(bins: Array, num_tokens: int, longest: int) -> None:
-    """Raise ValueError if so many tokens are more documents than anybody packs."""
+    """Raise ValueError if num_tokens tokens would be more than MOST_DOCUMENTS documents."""
     counts, first, last = bins[:, 2], bins[:, 0], bins[:, 1]
     mean = float((counts * np.minimum((first + last) / 2, longest)).sum() / counts.sum())
     if num_tokens / mean > MOST_DOCUMENTS:
@@ -200,7 +200,7 @@ def _tables(kind: str = "corpora") -> dict[str, list[list[int]]]:
 
 
 def corpus_for(num_tokens: int) -> str:
-    """The corpus that the benchmark draws a sequence of so many tokens from."""
+    """The corpus from which LongCA-bench draws a sequence of this length."""
     if num_tokens <= PILE_TOKENS:
         return "pile"
     return "prolong64k" if num_tokens <= PROLONG64K_TOKENS else "prolong512k"

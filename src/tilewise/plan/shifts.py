@@ -106,7 +106,7 @@ class Symmetry(NamedTuple):
         return relative(rank, rank, self.plan_shifts)
 
     def together(self, block: int) -> int:
-        """Ranks of one class in each block of so many neighbouring ranks."""
+        """Number of ranks of one class in each block of neighbouring ranks."""
         return span(shift for shift in self.shifts if shift.span <= block)
 
 

@@ -77,7 +77,7 @@ class KernelSpeed:
         check_fields(self)
 
     def speed(self, queries: float, keys: float) -> float:
-        """FLOP per second of a tile of so many rows."""
+        """FLOP per second of a tile of these numbers of rows."""
         (i, a), (j, b) = _place(self.queries, queries), _place(self.keys, keys)
         upper, lower = self.flops[i], self.flops[min(i + 1, len(self.flops) - 1)]
         right = min(j + 1, len(self.keys) - 1)

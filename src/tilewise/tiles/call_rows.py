@@ -259,7 +259,7 @@ def _pieces(row_columns: tuple[np.ndarray, ...]) -> Iterable[tuple[np.ndarray, .
 
 
 def _index(rows: np.ndarray, limit: int) -> slice | np.ndarray | None:
-    """Rows as what selects them fastest, of a tensor of so many rows."""
+    """The fastest index that selects these rows: None for all, a slice, or an array."""
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     if step < 1 or (len(rows) > 2 and (np.diff(rows) != step).any()):
         return rows

@@ -107,6 +107,6 @@ def kernel_of(name: str) -> Kernel:
 
 @lru_cache(maxsize=256)
 def check_kernel_of(name: str, version: str, asked: tuple[str, torch.dtype, int, bool]) -> None:
-    """Check a version of a kernel of a file outside once for what it is asked for."""
+    """Check a kernel of a file outside the package, once for each version, call type and device."""
     if is_outside(name) and (asked[0] == "cpu" or torch.cuda.is_available()):
         check_kernel(kernel_of(name), *asked[:3], backward=asked[3])

@@ -98,7 +98,7 @@ class Placement:
 
     @cached_property
     def readings(self) -> list[Reading]:
-        """All rows, by who owns and who else reads them."""
+        """All rows, with their owner and the other ranks that read them."""
         return readings(self.pieces, self.owned, self.spans)
 
     def flows(self) -> list[RowReaders]:

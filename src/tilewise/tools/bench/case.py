@@ -127,7 +127,7 @@ class BenchCase:
         return list(forward if self.which == "forward" else backward)
 
     def flops(self, pairs: float) -> float:
-        """Floating-point operations of so many (query, key, head) triples in the timed pass."""
+        """Floating-point operations of a number of (query, key, head) triples in the timed pass."""
         widths = self.head_dim, self.head_dim
         forward, backward = (
             Payload(backward, 1, 1, *widths, self.dtype, Wires()).flop for backward in (False, True)

@@ -109,7 +109,7 @@ def available_bytes(device: str) -> int:
 
 
 def cache_bytes(ranks: int) -> int:
-    """A buffer that, written by so many ranks, drives all else out of the last-level cache."""
+    """A buffer that drives all else out of the last-level cache when all ranks write it."""
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

@@ -213,7 +213,7 @@ class _Entrant:
         return self.site.counters() if self.site else ()
 
     def _settle(self) -> None:
-        """Return when the device has done what it was given."""
+        """Wait until the device has finished all its work."""
         if self.case.device == "cuda":
             torch.cuda.synchronize()
 

@@ -44,7 +44,7 @@ def shared_cores(prober: Prober, node_size: int) -> Cores:
 
 
 def _together(prober: Prober, ranks: int) -> float:
-    """Seconds of the same kernels on each of so many ranks at once, of the slowest."""
+    """Seconds of the same kernels on several ranks at once, of the slowest rank."""
     q, k, v = torch.randn(3, ROWS, 1, HEADS, WIDTH)
     kernel = kernel_for("cpu", q.dtype, WIDTH)
     call = KernelCall(((0, ROWS),), ((0, ROWS),), Kind.FULL)

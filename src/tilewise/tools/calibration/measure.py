@@ -64,7 +64,7 @@ def calibrate(
 
 
 def last(steps: Iterable[str | Machine], progress: Callable[[str], object]) -> Machine:
-    """The machine that a calibration ends with; what it measures next is told before."""
+    """Run a calibration to its end and return the machine; progress gets each step's name."""
     for step in steps:
         if isinstance(step, Machine):
             return step

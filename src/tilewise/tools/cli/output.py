@@ -135,7 +135,7 @@ def _telling_late(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Show under a bar how many of so many steps are done; call it to name the one that begins."""
+    """Show a bar of the steps that are done; call the value to name the step that begins."""
     with counting_bar() as progress:
         task = progress.add_task("starting", total=total)
         begun = count()

@@ -151,7 +151,7 @@ def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload
 
 
 def code_lines(work: Workload, plan: Plan, options: ShowOptions) -> Iterator[str]:
-    """The listing of a rank's code, and what it takes."""
+    """The listing of a rank's code, with its memory and bytes."""
     code: Code = plan.code(work, options.rank or 0, options.backward)
     yield from code.listing()
     yield f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes"

@@ -133,7 +133,7 @@ def _line(series: Series) -> Words:
 
 
 def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
-    """Lying bars, stacked, and beside each what it amounts to."""
+    """Horizontal bars, stacked, with the total beside each."""
     totals: dict[str, float] = {}
     data: list[Words] = []
     for bar_series in series:

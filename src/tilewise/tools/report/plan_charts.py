@@ -179,7 +179,7 @@ def assignments(resolved: ResolvedPass) -> tuple[Figure, ...]:
 
 
 def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-    """At most so many cells a side, each the last of the ranks that compute those it is for."""
+    """Shrink a table to at most a number of cells a side; each shows the last of its ranks."""
     steps = [-(-size // MOST_CELLS) for size in table.shape]
     rows, columns = (
         tuple(range(0, size, step)) for size, step in zip(table.shape, steps, strict=True)

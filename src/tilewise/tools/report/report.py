@@ -1,4 +1,4 @@
-"""Reports from files: what kind of file it is, what its page says, and writing it."""
+"""Reports from files: find the kind of a file, make its page and write it."""
 
 import json
 from collections.abc import Callable, Sequence

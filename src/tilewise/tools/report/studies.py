@@ -40,7 +40,7 @@ class StudyEntry(NamedTuple):
     simulation: Simulation
 
 
-Placed = tuple[float, StudyEntry]  # on so many devices, or with so many times the bandwidth
+Placed = tuple[float, StudyEntry]  # the number of devices, or the factor of the bandwidth
 
 
 class Studies:

@@ -77,7 +77,7 @@ def timeline(simulation: Simulation, max_rows: int = MOST_ROWS) -> TimelineBars:
 
 
 def _first_steps(simulation: Simulation) -> float:
-    """Return when the rank that is shown first has done so many kernels."""
+    """Return the time at which the first rank shown has finished a number of kernels."""
     timeline = simulation.forward
     rank = timeline.ranks[0].rank
     ends = [x.start + x.seconds for x in timeline.rank_spans(rank) if x.lane == "compute"]
