@@ -261,7 +261,7 @@ class Plan(OpaqueValue):
             all steps are built only when somebody asks for them (check, show, ==, hash, JSON).
         cuts: None if shard s is all of its home's rows; else per shard the half-open range of its
             home's local rows that it is (mask-aware plans cut finer than one shard a rank).
-        default_save: what backward does unless told: "replay" the operands' transfers, or keep
+        default_save: what backward does by default: "replay" the operands' transfers, or keep
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
         traits: what its author knows of it beside its steps.
@@ -555,7 +555,7 @@ MAX_CLASSES = 128
 
 
 def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
-    """Return the symmetry that a plan declares; all ranks stand apart if it declares none.
+    """Return the symmetry that a plan declares; without one, every rank is a class of its own.
 
     Args:
         blocks: sizes of groups of neighbouring ranks that must be mapped to one another (nodes,

@@ -145,7 +145,7 @@ def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload
     if planned is not None:
         return workload_of(about, plan.world_size, planned.own_work, plan.made_for)
     usual = {**SIZES, "num_tokens": str(8 * plan.world_size)}
-    if not plan.made_for:  # one that sees the mask is made for a causal one, unless told
+    if not plan.made_for:  # plans for a mask are made for a causal one by default
         usual |= {"mask": "full", "layout": "zigzag"}
     return workload_of(about.filled(usual), plan.world_size, made_for=plan.made_for)
 
