@@ -154,7 +154,7 @@ class StepStream(IterableDataset[BatchStep]):
         return {"steps": self._done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after so many steps, over the same lengths with the same arguments and seed.
+        """Continue after the steps that were taken, with the same lengths, arguments and seed.
 
         The documents of the steps before are counted again, none of them is planned.
         """
@@ -177,14 +177,19 @@ class StepStream(IterableDataset[BatchStep]):
                 if number == 0:
                     raise ValueError("lengths has 0 documents; give at least one")
                 return
-            taken = _fill(waiting, self._num_tokens, rng)
-            waiting = [entry for entry in waiting if entry[0] not in taken]
-            ends = np.cumsum([0, *taken.values()]).tolist()
+            chosen_lengths = _fill(waiting, self._num_tokens, rng)
+            waiting = [entry for entry in waiting if entry[0] not in chosen_lengths]
+            ends = np.cumsum([0, *chosen_lengths.values()]).tolist()
             tokens -= ends[-1]
             if ends[-1] < self._num_tokens:
                 ends.append(self._num_tokens)
             yield BatchStep(
-                number, tuple(taken), tuple(ends), self._world_size, self._layer, self._machine
+                number,
+                tuple(chosen_lengths),
+                tuple(ends),
+                self._world_size,
+                self._layer,
+                self._machine,
             )
             number += 1
 
@@ -258,18 +263,18 @@ def schedule(  # noqa: PLR0913 - a model layer, a world and a stream
 def _fill(waiting: list[tuple[int, int]], room: int, rng: np.random.Generator) -> dict[int, int]:
     """Index and length of the documents of a step; the first that waits is among them."""
     allowed = LEVEL * sum(n * n for _, n in waiting) * min(1.0, room / sum(n for _, n in waiting))
-    taken = {waiting[0][0]: waiting[0][1]}
+    chosen_lengths = {waiting[0][0]: waiting[0][1]}
     room -= waiting[0][1]
     area = waiting[0][1] ** 2
     for i, n in waiting[1:]:
         if n <= room and area + n * n <= allowed:
-            taken[i] = n
+            chosen_lengths[i] = n
             room, area = room - n, area + n * n
     # What is left is filled by the longest that fit, in an order of chance where they are alike.
-    rest = [(n, i) for i, n in waiting if i not in taken]
+    rest = [(n, i) for i, n in waiting if i not in chosen_lengths]
     for at in sorted(rng.permutation(len(rest)), key=lambda at: -rest[at][0]):
         n, i = rest[at]
         if n <= room:
-            taken[i] = n
+            chosen_lengths[i] = n
             room -= n
-    return taken
+    return chosen_lengths

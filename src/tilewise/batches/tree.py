@@ -69,8 +69,8 @@ class Tree:
         slices = []
         for node, stop in zip(nodes[::-1], stops[::-1], strict=True):
             node.start, last = stop - len(node.tokens), below[id(node)]
-            own = node.start, stop
-            slices += [(own, own, "causal"), ((stop, last), own, "full")]
+            node_range = node.start, stop
+            slices += [(node_range, node_range, "causal"), ((stop, last), node_range, "full")]
             if node.parent:
                 below[id(node.parent)] = max(below[id(node.parent)], last)
         columns = zip(*(node.columns() for node in nodes), strict=True)
@@ -240,14 +240,14 @@ class Tree:
         stops = np.cumsum(sizes)
         start, stop = int(stops[cp.rank] - sizes[cp.rank]), int(stops[cp.rank])
         rows = cp.layout.rows(cp.rank)
-        mine = settled(transport, lambda: self._predicted(logits, rows, children[start:stop]))
+        own_values = settled(transport, lambda: self._predicted(logits, rows, children[start:stop]))
         runs = [[Run(int(b - n), int(n))] for b, n in zip(stops, sizes, strict=True)]
         if len(children) == 0:
-            return mine, children
+            return own_values, children
         values = move_rows(
-            mine.detach(), gather_moves(Layout(len(children), runs), None), transport
+            own_values.detach(), gather_moves(Layout(len(children), runs), None), transport
         )
-        return torch.cat([values[:start], mine, values[stop:]]), children
+        return torch.cat([values[:start], own_values, values[stop:]]), children
 
     def _check(self, cp: ContextParallel) -> None:
         require_type(ContextParallel, "cp", cp)
@@ -292,11 +292,11 @@ class _Node:
 
     def split(self, place: int) -> None:
         """Keep what lies before a place; the rest becomes the only child."""
-        kept, moved = np.split(self.tokens, [place - self.place])
-        rest = _Node(moved, place, self, self.order, self.count, self.children, self.ends)
+        tokens_before, tokens_behind = np.split(self.tokens, [place - self.place])
+        rest = _Node(tokens_behind, place, self, self.order, self.count, self.children, self.ends)
         for child in rest.children:
             child.parent = rest
-        self.tokens, self.children, self.ends = kept, [rest], []
+        self.tokens, self.children, self.ends = tokens_before, [rest], []
 
 
 def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
@@ -304,10 +304,10 @@ def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
     # Compared as bytes with the most significant first: numbers from 0 on keep their order.
     keys = [tokens.astype(">i8").tobytes() for tokens in sequences]
     root = _Node(np.empty(0, np.int64), 0, None, 0)
-    path, before = [root], np.empty(0, np.int64)
+    path, previous_tokens = [root], np.empty(0, np.int64)
     for i in sorted(range(len(sequences)), key=keys.__getitem__):
         tokens = sequences[i]
-        shared = _shared(before, tokens)
+        shared = _shared(previous_tokens, tokens)
         while path[-1].place >= shared and path[-1] is not root:
             path.pop()
         if path[-1].end > shared:
@@ -318,7 +318,7 @@ def _trie(sequences: Sequence[Array]) -> tuple[list[_Node], list[list[_Node]]]:
             path[-1].children.append(_Node(tokens[shared:], shared, path[-1], i))
             path.append(path[-1].children[-1])
         path[-1].ends.append(i)
-        before = tokens
+        previous_tokens = tokens
     nodes, waiting = [], [root]
     while waiting:
         node = waiting.pop()
@@ -342,18 +342,19 @@ def _segments(
     nodes: list[_Node] = []
     path: list[_Node] = []  # from the first to the latest segment
     for i, (start, stop) in enumerate(pairwise(borders)):
-        seen = keys[key_borders[i] : key_borders[i + 1]]
-        before = len(seen) - (stop - start)
-        while path and path[-1].end > before:
+        segment_keys = keys[key_borders[i] : key_borders[i + 1]]
+        num_before = len(segment_keys) - (stop - start)
+        while path and path[-1].end > num_before:
             path.pop()
         rows = [np.arange(*node.rows()) for node in path] + [np.arange(start, stop)]
-        if start == stop or not np.array_equal(np.concatenate(rows), seen):
+        if start == stop or not np.array_equal(np.concatenate(rows), segment_keys):
             raise ValueError(
-                f"segment {i} has queries {start}..{stop - 1} and keys {seen.tolist()!s:.60}, but "
-                "keys must be the rows of the segments before it in its sequences, from the "
-                "first, and its own; segments in depth-first order, none empty"
+                f"segment {i} has queries {start}..{stop - 1} and keys "
+                f"{segment_keys.tolist()!s:.60}, but keys must be the rows of the segments before "
+                "it in its sequences, from the first, and its own; segments in depth-first "
+                "order, none empty"
             )
-        node = _Node(tokens[start:stop], before, path[-1] if path else None, i, 0, start=start)
+        node = _Node(tokens[start:stop], num_before, path[-1] if path else None, i, 0, start=start)
         if path:
             path[-1].children.append(node)
         path.append(node)

@@ -17,8 +17,8 @@ from tilewise.plan.row_ranges import count_rows, union
 
 Owned = tuple[int, int, int]  # start, stop, rank
 LEVEL = 1.02  # largest over mean area up to which a sequence is just cut in n parts
-EVEN = 0.004  # of the mean area, what an even run of rows may deviate by
-ROUGH = 2  # so many times that, where runs are short anyway
+EVEN = 0.004  # of the mean area: the deviation that an even run of rows may have
+ROUGH = 2  # factor of that deviation which short runs may have
 CHUNK = 128  # rows
 SAMPLES = 8  # points at which evenness is looked at
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class _Component:
-    """The rest of a run of rows [start, stop), taken from its start or from both ends."""
+    """A run of rows [start, stop), from whose start, or both ends, rows are taken."""
 
     def __init__(self, start: int, stop: int, total: Floats, folded: bool) -> None:
         self.start, self.stop, self.folded = start, stop, folded
@@ -41,9 +41,12 @@ class _Component:
             parts = [(self.start, self.stop)]
             self.start = self.stop
             return parts
-        top = rows // 2 if self.folded else rows
-        parts = [(self.start, self.start + top), (self.stop - rows + top, self.stop)]
-        self.start, self.stop = self.start + top, self.stop - rows + top
+        rows_of_top = rows // 2 if self.folded else rows
+        parts = [
+            (self.start, self.start + rows_of_top),
+            (self.stop - rows + rows_of_top, self.stop),
+        ]
+        self.start, self.stop = self.start + rows_of_top, self.stop - rows + rows_of_top
         return [p for p in parts if p[0] < p[1]]
 
 
@@ -66,13 +69,13 @@ class _Queue:
         parts: list[tuple[int, int]] = []
         first, last = self._left.start, self._left.stop
         while rows:
-            at = last - 1 if lightest else first
-            some = min(rows, len(self._runs[at]))
-            parts += self._runs[at].take(some)
-            self._counts[at] -= some
-            rows -= some
-            if not self._counts[at]:
-                first, last = (first, at) if lightest else (at + 1, last)
+            run_index = last - 1 if lightest else first
+            num_taken = min(rows, len(self._runs[run_index]))
+            parts += self._runs[run_index].take(num_taken)
+            self._counts[run_index] -= num_taken
+            rows -= num_taken
+            if not self._counts[run_index]:
+                first, last = (first, run_index) if lightest else (run_index + 1, last)
         self._left = slice(first, last)
         return parts
 
@@ -104,20 +107,22 @@ def balanced(
     masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
     if not masks:
         raise ValueError("balanced has 0 masks; give at least one")
-    for one in masks:
-        require_type(Mask, "mask", one).check_tokens(num_tokens)
+    for single_mask in masks:
+        require_type(Mask, "mask", single_mask).check_tokens(num_tokens)
     whole_number("n", n, most=MOST_RANKS)
     chunk = min(CHUNK, num_tokens) if chunk is None else chunk
     if not 1 <= chunk <= num_tokens:
         raise ValueError(f"chunk ({chunk}) must be from 1 to num_tokens ({num_tokens})")
     if not 0 <= slack < inf:
         raise ValueError(f"slack ({slack}) must be at least 0 and finite: max / mean tokens - 1")
-    total = running(reduce(np.add, (row_areas(one, num_tokens) for one in masks)))
-    plain = contiguous(num_tokens, n)
-    if _is_level(plain, total):
-        return Layout(num_tokens, plain.runs, "balanced")
-    edges = reduce(np.intersect1d, (components(one, num_tokens) for one in masks))
-    return layout_of(num_tokens, n, deal(total, edges, n, chunk=chunk, slack=slack), "balanced")
+    total = running(reduce(np.add, (row_areas(single_mask, num_tokens) for single_mask in masks)))
+    equal_parts = contiguous(num_tokens, n)
+    if _is_level(equal_parts, total):
+        return Layout(num_tokens, equal_parts.runs, "balanced")
+    edges = reduce(np.intersect1d, (components(single_mask, num_tokens) for single_mask in masks))
+    return layout_of(
+        num_tokens, n, assign_rows(total, edges, n, chunk=chunk, slack=slack), "balanced"
+    )
 
 
 def running(areas: Floats) -> Floats:
@@ -127,10 +132,12 @@ def running(areas: Floats) -> Floats:
     return total
 
 
-def _is_level(plain: Layout, total: Floats) -> bool:
+def _is_level(equal_parts: Layout, total: Floats) -> bool:
     """Return whether a contiguous layout gives ranks about equal areas."""
-    largest = max(total[r.start + r.count] - total[r.start] for runs in plain.runs for r in runs)
-    return largest * plain.world_size <= LEVEL * total[-1]
+    largest = max(
+        total[r.start + r.count] - total[r.start] for runs in equal_parts.runs for r in runs
+    )
+    return largest * equal_parts.world_size <= LEVEL * total[-1]
 
 
 def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Layout:
@@ -141,10 +148,10 @@ def layout_of(num_tokens: int, n: int, owned: Iterable[Owned], name: str) -> Lay
     return Layout(num_tokens, runs, name)
 
 
-def deal(
+def assign_rows(
     total: Floats, edges: NDArray[np.int64], n: int, *, chunk: int = 128, slack: float = 0.0
 ) -> list[Owned]:
-    """Deal rows to ranks: areas equal to about half a percent, tokens equal to one (or slack).
+    """Assign rows to ranks: areas equal to about half a percent, tokens equal to one (or slack).
 
     Args:
         total: allowed pairs of all rows before each, of `running`; of several masks, their sum.
@@ -155,67 +162,88 @@ def deal(
     """
     num_tokens = len(total) - 1
     mean = float(total[-1]) / n
-    least = max(1, min(chunk, num_tokens // (16 * n)))
+    shortest_run = max(1, min(chunk, num_tokens // (16 * n)))
     runs = [
-        run for a, b in pairwise(edges.tolist()) for run in _runs(a, b, total, EVEN * mean, least)
+        run
+        for a, b in pairwise(edges.tolist())
+        for run in _runs(a, b, total, EVEN * mean, shortest_run)
     ]
     queue = _Queue(runs)
     owned: list[Owned] = []
-    dealt, done = 0, 0.0
+    rows_assigned, area_assigned = 0, 0.0
     for rank in range(n):
         quota = num_tokens // n * (rank + 1) + min(rank + 1, num_tokens % n)
-        loose = int(slack / 2 * (num_tokens / n)) if rank < n - 1 else 0
-        need = (float(total[-1]) - done) / (n - rank)
-        parts = _hand(queue, quota - dealt, need, EVEN * mean, (chunk, loose))
+        spare_rows = int(slack / 2 * (num_tokens / n)) if rank < n - 1 else 0
+        area_needed = (float(total[-1]) - area_assigned) / (n - rank)
+        parts = _hand(queue, quota - rows_assigned, area_needed, EVEN * mean, (chunk, spare_rows))
         owned += [(start, stop, rank) for start, stop in union(parts)]
-        dealt += count_rows(parts)
+        rows_assigned += count_rows(parts)
         for start, stop in parts:
-            done += float(total[stop] - total[start])
+            area_assigned += float(total[stop] - total[start])
     return sorted(owned)
 
 
-def _runs(start: int, stop: int, total: Floats, line: float, least: int) -> list[_Component]:
-    """A component as runs of rows that are even, straight or folded, to the area of a line."""
+def _runs(
+    start: int, stop: int, total: Floats, tolerance: float, shortest_run: int
+) -> list[_Component]:
+    """Cut a component into runs of rows that are even, straight or folded, to within tolerance."""
     size = float(total[stop] - total[start])
-    at = np.arange(1, SAMPLES) * (stop - start) // SAMPLES
-    straight = total[start + at] - total[start]
-    if np.abs(straight - size * at / (stop - start)).max() <= line:
+    sample_rows = np.arange(1, SAMPLES) * (stop - start) // SAMPLES
+    straight = total[start + sample_rows] - total[start]
+    if np.abs(straight - size * sample_rows / (stop - start)).max() <= tolerance:
         return [_Component(start, stop, total, folded=False)]
-    folded = total[start + at // 2] - total[start] + total[stop] - total[stop - at + at // 2]
+    folded = (
+        total[start + sample_rows // 2]
+        - total[start]
+        + total[stop]
+        - total[stop - sample_rows + sample_rows // 2]
+    )
     # a fold of an odd number of rows takes one more from the end
-    slope = float(np.diff(total[[stop - 1, stop]])[0]) + line
-    deviation = np.abs(folded - size * at / (stop - start)).max()
-    if deviation <= slope or (stop - start <= least and deviation <= ROUGH * line):
+    slope = float(np.diff(total[[stop - 1, stop]])[0]) + tolerance
+    deviation = np.abs(folded - size * sample_rows / (stop - start)).max()
+    if deviation <= slope or (stop - start <= shortest_run and deviation <= ROUGH * tolerance):
         return [_Component(start, stop, total, folded=True)]
     middle = (start + stop) // 2
-    return _runs(start, middle, total, line, least) + _runs(middle, stop, total, line, least)
+    return _runs(start, middle, total, tolerance, shortest_run) + _runs(
+        middle, stop, total, tolerance, shortest_run
+    )
 
 
 def _hand(
-    queue: _Queue, room: int, need: float, line: float, grains: tuple[int, int]
+    queue: _Queue, num_rows: int, area_needed: float, tolerance: float, grains: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """One rank's rows: of the heaviest and the lightest runs, mixed to the area it needs."""
-    if room == 0:
+    """Take one rank's rows from the heaviest and the lightest runs, mixed to the area it needs."""
+    if num_rows == 0:
         return []
-    chunk, loose = grains
+    chunk, spare_rows = grains
     counts, densities = queue.left
     tokens = np.concatenate([[0], np.cumsum(counts)])
     areas = running(counts * densities)
-    behind = int(tokens[-1]) - room
+    rows_behind = int(tokens[-1]) - num_rows
     # with x rows from the front and room - x from the back, area grows with x, line by line
-    x = np.concatenate([tokens, tokens - behind, [room]])
-    x = np.sort(x[(x >= 0) & (x <= room)])
-    area: Floats = np.interp(x, tokens, areas) + areas[-1] - np.interp(x + behind, tokens, areas)
-    rows = float(np.interp(need, area, x))
-    near = [float(v) for v, a in ((room, area[-1]), (0, area[0])) if abs(a - need) <= 2 * line]
-    rows = near[0] if near else rows
+    x = np.concatenate([tokens, tokens - rows_behind, [num_rows]])
+    x = np.sort(x[(x >= 0) & (x <= num_rows)])
+    area: Floats = (
+        np.interp(x, tokens, areas) + areas[-1] - np.interp(x + rows_behind, tokens, areas)
+    )
+    rows = float(np.interp(area_needed, area, x))
+    nearest_ends = [
+        float(v)
+        for v, a in ((num_rows, area[-1]), (0, area[0]))
+        if abs(a - area_needed) <= 2 * tolerance
+    ]
+    rows = nearest_ends[0] if nearest_ends else rows
     gap = float(densities[0] - densities[-1])
-    step = next((g for g in (chunk, 32, 8, 1) if g * gap <= 2 * line), 1)
-    front = min(round(rows / step) * step, room)
-    back = room - front
-    edge = tokens[-1] - int(tokens[np.abs(tokens[-1] - tokens - back).argmin()])
-    back = edge if abs(edge - back) <= loose and front + edge <= tokens[-1] else back
-    return queue.take(front, lightest=False) + queue.take(back, lightest=True)
+    step = next((g for g in (chunk, 32, 8, 1) if g * gap <= 2 * tolerance), 1)
+    front_rows = min(round(rows / step) * step, num_rows)
+    back_rows = num_rows - front_rows
+    edge_rows = tokens[-1] - int(tokens[np.abs(tokens[-1] - tokens - back_rows).argmin()])
+    back_rows = (
+        edge_rows
+        if abs(edge_rows - back_rows) <= spare_rows and front_rows + edge_rows <= tokens[-1]
+        else back_rows
+    )
+    return queue.take(front_rows, lightest=False) + queue.take(back_rows, lightest=True)
 
 
 ZIGZAG_LEVEL = 1.03

@@ -50,9 +50,12 @@ def joint(layout: Layout | int, replicated: Any) -> Layout:
     twice = shared[1:][np.diff(shared) == 0]
     if len(twice):
         raise ValueError(f"replicated has position {twice[0]} twice; give each once")
-    others = np.delete(np.arange(num_tokens), shared)
-    own = [others[layout.rows(rank)] if isinstance(layout, Layout) else others for rank in range(n)]
-    runs = [runs_of_positions(_with_replicated(rows, shared)) for rows in own]
+    other_positions = np.delete(np.arange(num_tokens), shared)
+    rows_by_rank = [
+        other_positions[layout.rows(rank)] if isinstance(layout, Layout) else other_positions
+        for rank in range(n)
+    ]
+    runs = [runs_of_positions(_with_replicated(rows, shared)) for rows in rows_by_rank]
     return Layout(num_tokens, runs, "joint")
 
 

@@ -100,8 +100,10 @@ class Layout(OpaqueValue):
                 num_tokens, if a position is missing or given twice.
         """
         rows = [
-            whole_numbers(f"positions of rank {rank}", given)
-            for rank, given in enumerate(listed("positions_by_rank", positions_by_rank, "lists"))
+            whole_numbers(f"positions of rank {rank}", rank_positions)
+            for rank, rank_positions in enumerate(
+                listed("positions_by_rank", positions_by_rank, "lists")
+            )
         ]
         if num_tokens is None:
             everything = np.sort(np.concatenate(rows)) if rows else np.empty(0, np.int64)
@@ -230,10 +232,10 @@ class Layout(OpaqueValue):
             return nothing
         holders = np.zeros(self.num_tokens, np.int64)
         for shard in range(n):
-            own = np.bincount(self.rows(shard), minlength=self.num_tokens)
-            if own.max() > 1:
+            held_by_rank = np.bincount(self.rows(shard), minlength=self.num_tokens)
+            if held_by_rank.max() > 1:
                 return nothing
-            holders += own
+            holders += held_by_rank
         return np.flatnonzero(holders == n) if ((holders == 1) | (holders == n)).all() else nothing
 
     @cached_property
@@ -245,10 +247,10 @@ class Layout(OpaqueValue):
         """
         if not len(self.replicated):
             return self
-        others = np.array(self.sizes) - len(self.replicated)
+        rows_of_one_owner = np.array(self.sizes) - len(self.replicated)
         owner = np.full(self.num_tokens, -1)
         owner[self.replicated] = np.repeat(
-            np.arange(self.world_size), _filling_up(others, len(self.replicated))
+            np.arange(self.world_size), _filling_up(rows_of_one_owner, len(self.replicated))
         )
         rows = [self.rows(rank) for rank in range(self.world_size)]
         runs = [
@@ -315,10 +317,10 @@ def _not_a_permutation(positions: NDArray[np.int64]) -> str:
         (positions[1:][np.diff(positions) == 0], "has {} twice"),
         (positions[(positions < 0) | (positions >= n)], "has {}, which is none of them"),
     )
-    said = [text.format(tokens[0]) for tokens, text in faults if len(tokens)]
+    descriptions = [text.format(tokens[0]) for tokens, text in faults if len(tokens)]
     return (
         f"positions_by_rank has {n} positions, which must be 0..{n - 1}, each once, but "
-        f"{', '.join(said)}; give every token to exactly one rank, or pass num_tokens"
+        f"{', '.join(descriptions)}; give every token to exactly one rank, or pass num_tokens"
     )
 
 

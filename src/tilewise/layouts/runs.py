@@ -72,19 +72,19 @@ def _joined(gaps: Iterable[_Gaps]) -> Iterator[_Gaps]:
 
 def _runs(first: int, gaps: Iterable[_Gaps]) -> Iterator[Run]:
     """The runs of positions that begin at first; neighbouring gaps differ in distance."""
-    position, taken = first, False  # the gaps' first position, and whether a run has it
+    position, first_is_taken = first, False  # the gaps' first position, and whether a run has it
     for gap, after in pairwise(chain(gaps, [None])):
         assert gap is not None
         distance, last = gap.distance, position + gap.distance * gap.repeats
-        begin, count = position + distance * taken, gap.repeats + 1 - taken
+        begin, count = position + distance * first_is_taken, gap.repeats + 1 - first_is_taken
         if distance > 1 and after is not None and after.distance == 1:
             count -= 1  # the last position begins a run of neighbours
         if (distance == 1 and count > 1) or (distance > 1 and count > 2):
             yield Run(begin, count, distance)
-            taken = begin + (count - 1) * distance == last
+            first_is_taken = begin + (count - 1) * distance == last
         else:
-            yield from (Run(begin + i * distance, 1) for i in range(gap.repeats - taken))
-            taken = False
+            yield from (Run(begin + i * distance, 1) for i in range(gap.repeats - first_is_taken))
+            first_is_taken = False
         position = last
-    if not taken:
+    if not first_is_taken:
         yield Run(position, 1)

@@ -209,10 +209,10 @@ class Document(Mask):
 
     @checks_arguments
     def check_tokens(self, num_tokens: int, num_keys: int | None = None) -> None:
-        for what, total in (("queries", num_tokens), ("keys", num_keys)):
+        for name, total in (("queries", num_tokens), ("keys", num_keys)):
             if total is not None and self.cu_seqlens[-1] != total:
                 raise ValueError(
-                    f"cu_seqlens ends at {self.cu_seqlens[-1]}, but there are {total} {what}; "
+                    f"cu_seqlens ends at {self.cu_seqlens[-1]}, but there are {total} {name}; "
                     "let the last document end with the sequence"
                 )
 

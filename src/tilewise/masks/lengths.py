@@ -97,14 +97,14 @@ def sample(
     if draw not in DRAWS:
         raise ValueError(f"draw ({draw!r}) must be one of {', '.join(DRAWS)}")
     rng = np.random.default_rng(whole_number("seed", seed, 0))
-    evenly = draw == "longca"
-    bins = np.array(_bins_of_longca(corpus) if evenly else histogram(corpus), np.int64)
+    is_uniform = draw == "longca"
+    bins = np.array(_bins_of_longca(corpus) if is_uniform else histogram(corpus), np.int64)
     num_long = round(mix * num_tokens)
     limit = num_tokens if cap is None else min(cap, num_tokens)
     _check_affordable(bins, num_tokens, limit)
     lengths = np.concatenate(
         [
-            _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng, evenly), limit),
+            _fill(num_tokens - num_long, lambda count: _draw(bins, count, rng, is_uniform), limit),
             _fill(num_long, lambda count: rng.integers(LONG[0], LONG[1] + 1, count), limit),
         ]
     )
@@ -142,13 +142,13 @@ def shift_labels(tokens: Any, cu_seqlens: Any, ignore_index: int = -100) -> Any:
         )
     labels = tokens.clone() if hasattr(tokens, "clone") else tokens.copy()
     labels[..., :-1] = tokens[..., 1:]
-    last = sorted({stop - 1 for stop in boundaries if stop > 0})
-    labels[..., last] = ignore_index
+    last_tokens = sorted({stop - 1 for stop in boundaries if stop > 0})
+    labels[..., last_tokens] = ignore_index
     return labels
 
 
 def _check_affordable(bins: Array, num_tokens: int, longest: int) -> None:
-    """Raise ValueError if so many tokens are more documents than anybody packs."""
+    """Raise ValueError if num_tokens tokens would be more than MOST_DOCUMENTS documents."""
     counts, first, last = bins[:, 2], bins[:, 0], bins[:, 1]
     mean = float((counts * np.minimum((first + last) / 2, longest)).sum() / counts.sum())
     if num_tokens / mean > MOST_DOCUMENTS:
@@ -164,32 +164,34 @@ def _read_csv(path: Path) -> tuple[Bin, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"corpus {path} cannot be read: {error}") from None
     reader = csv.DictReader(lines)
-    named = tuple(reader.fieldnames or ())
-    names = next((x for x in (("length",), Bin._fields) if set(x) <= set(named)), None)
+    column_names = tuple(reader.fieldnames or ())
+    names = next((x for x in (("length",), Bin._fields) if set(x) <= set(column_names)), None)
     if names is None:
         raise ValueError(
-            f"corpus {path}, line 1: columns are {', '.join(named) or 'none'}; there must be a "
-            f"column length, the tokens of a document a line, or {', '.join(Bin._fields)}"
+            f"corpus {path}, line 1: columns are {', '.join(column_names) or 'none'}; there must "
+            f"be a column length, the tokens of a document a line, or {', '.join(Bin._fields)}"
         )
-    found: list[Bin] = []
+    bins: list[Bin] = []
     for row in reader:
         texts = [(row[name] or "").strip() for name in names]
         values = [int(text) if text.isdecimal() else 0 for text in texts]
-        bad = [f"{n} ({t!r})" for n, t, v in zip(names, texts, values, strict=True) if v < 1]
-        if bad:
+        wrong_values = [
+            f"{n} ({t!r})" for n, t, v in zip(names, texts, values, strict=True) if v < 1
+        ]
+        if wrong_values:
             raise ValueError(
-                f"corpus {path}, line {reader.line_num}: {', '.join(bad)} must be a whole number, "
-                "at least 1"
+                f"corpus {path}, line {reader.line_num}: {', '.join(wrong_values)} must be a whole "
+                "number, at least 1"
             )
         if len(values) == 3 and values[0] > values[1]:
             raise ValueError(
                 f"corpus {path}, line {reader.line_num}: first_length ({values[0]}) is above "
                 f"last_length ({values[1]})"
             )
-        found.append(Bin(*values) if len(values) == 3 else Bin(values[0], values[0], 1))
-    if not found:
+        bins.append(Bin(*values) if len(values) == 3 else Bin(values[0], values[0], 1))
+    if not bins:
         raise ValueError(f"corpus {path}, line 2: there is no length; give one a line")
-    return tuple(sorted(found))
+    return tuple(sorted(bins))
 
 
 def _tables(kind: str = "corpora") -> dict[str, list[list[int]]]:
@@ -198,7 +200,7 @@ def _tables(kind: str = "corpora") -> dict[str, list[list[int]]]:
 
 
 def corpus_for(num_tokens: int) -> str:
-    """The corpus that the benchmark draws a sequence of so many tokens from."""
+    """The corpus from which LongCA-bench draws a sequence of this length."""
     if num_tokens <= PILE_TOKENS:
         return "pile"
     return "prolong64k" if num_tokens <= PROLONG64K_TOKENS else "prolong512k"
@@ -213,17 +215,17 @@ def _bins_of_longca(corpus: str) -> list[list[int]]:
     return tables[corpus]
 
 
-def _draw(bins: Array, count: int, rng: np.random.Generator, evenly: bool) -> Array:
+def _draw(bins: Array, count: int, rng: np.random.Generator, is_uniform: bool) -> Array:
     """Lengths of this many documents. With u uniform in [0, 1), first ((last + 1) / first)^u cut to
     a whole number is log-uniform over first..last, both included.
 
     Args:
-        evenly: uniform instead.
+        is_uniform: uniform instead.
     """
     first, last, documents = bins.T
     index = rng.choice(len(bins), count, p=documents / documents.sum())
     first, last = np.maximum(first, 1)[index], last[index]
-    if evenly:
+    if is_uniform:
         return np.floor(first + (last + 1 - first) * rng.random(count)).astype(np.int64)
     lengths = np.floor(first * ((last + 1) / first) ** rng.random(count)).astype(np.int64)
     return np.clip(lengths, first, last)

@@ -21,8 +21,8 @@ def top_blocks(
     shape: tuple[int, int], num_kv_heads: int | None, share: float, rng: np.random.Generator
 ) -> np.ndarray:
     """The highest of random scores: the same number of key blocks for every query block."""
-    whole = shape if num_kv_heads is None else (num_kv_heads, *shape)
-    num_cells = math.prod(whole)
+    table_shape = shape if num_kv_heads is None else (num_kv_heads, *shape)
+    num_cells = math.prod(table_shape)
     if num_cells > MOST_CELLS:
         heads = "" if num_kv_heads is None else f"num_kv_heads ({num_kv_heads}) x "
         raise ValueError(
@@ -30,7 +30,7 @@ def top_blocks(
             f"table; take fewer tokens or heads, {MOST_CELLS} cells at most"
         )
     count = max(1, int(share * shape[1]))
-    table = np.zeros(whole, bool)
+    table = np.zeros(table_shape, bool)
     rows = table.reshape(-1, shape[1])
     for some in np.array_split(rows, 1 + num_cells // CELLS_AT_ONCE):
         scores = rng.random(some.shape)
@@ -41,8 +41,8 @@ def top_blocks(
 
 def block_edges(num_tokens: int, rng: np.random.Generator, mean: int = BLOCK_MEAN) -> list[int]:
     """Blocks of 128 to 1024 tokens, or as many times more or less as the mean is; the last cut."""
-    least = max(1, mean * 128 // BLOCK_MEAN)
-    sizes = rng.integers(least, 2 * mean - least + 1, -(-num_tokens // least))
+    smallest = max(1, mean * 128 // BLOCK_MEAN)
+    sizes = rng.integers(smallest, 2 * mean - smallest + 1, -(-num_tokens // smallest))
     ends = np.cumsum(sizes)
     return [0, *ends[ends < num_tokens].tolist(), num_tokens]
 

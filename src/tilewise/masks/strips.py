@@ -104,9 +104,9 @@ def complement(strips: Strips) -> Strips:
     hi_slope = np.concatenate([zero, strips.hi_slope[index]])
     order = np.lexsort((lo + lo_slope * edges[band], band))
     band, lo, lo_slope, hi, hi_slope = (x[order] for x in (band, lo, lo_slope, hi, hi_slope))
-    last = np.append(band[1:] != band[:-1], True)
-    end = np.where(last, LIMIT, np.roll(lo, -1))
-    end_slope = np.where(last, 0, np.roll(lo_slope, -1))
+    is_last = np.append(band[1:] != band[:-1], True)
+    end = np.where(is_last, LIMIT, np.roll(lo, -1))
+    end_slope = np.where(is_last, 0, np.roll(lo_slope, -1))
     return coalesce(_trim(Strips(edges[band], edges[band + 1], hi, hi_slope, end, end_slope)))
 
 
@@ -116,19 +116,28 @@ def coalesce(s: Strips) -> Strips:
         return s
     order = np.lexsort((s.lo + s.lo_slope * s.q0, s.q1, s.q0))
     s = s.take(order)
-    joined = (s.q0[1:] == s.q0[:-1]) & (s.q1[1:] == s.q1[:-1])
-    joined &= (s.lo[1:] == s.hi[:-1]) & (s.lo_slope[1:] == s.hi_slope[:-1])
-    first, last = _groups(joined)
+    continues = (s.q0[1:] == s.q0[:-1]) & (s.q1[1:] == s.q1[:-1])
+    continues &= (s.lo[1:] == s.hi[:-1]) & (s.lo_slope[1:] == s.hi_slope[:-1])
+    first_index, last_index = _groups(continues)
     s = Strips(
-        s.q0[first], s.q1[first], s.lo[first], s.lo_slope[first], s.hi[last], s.hi_slope[last]
+        s.q0[first_index],
+        s.q1[first_index],
+        s.lo[first_index],
+        s.lo_slope[first_index],
+        s.hi[last_index],
+        s.hi_slope[last_index],
     )
     order = np.lexsort((s.q0, s.hi_slope, s.hi, s.lo_slope, s.lo))
     s = s.take(order)
-    joined = s.q0[1:] == s.q1[:-1]
+    continues = s.q0[1:] == s.q1[:-1]
     for column in s.columns[2:]:
-        joined &= column[1:] == column[:-1]
-    first, last = _groups(joined)
-    return _sorted(Strips(s.q0[first], s.q1[last], *(column[first] for column in s.columns[2:])))
+        continues &= column[1:] == column[:-1]
+    first_index, last_index = _groups(continues)
+    return _sorted(
+        Strips(
+            s.q0[first_index], s.q1[last_index], *(column[first_index] for column in s.columns[2:])
+        )
+    )
 
 
 def first_overlap(strips: Strips) -> tuple[int, int] | None:
@@ -141,14 +150,19 @@ def first_overlap(strips: Strips) -> tuple[int, int] | None:
     s = strips.take(index)
     order = np.lexsort((s.lo + s.lo_slope * edges[band], band))
     s, band = s.take(order), band[order]
-    first, last = edges[band], edges[band + 1] - 1
-    high, low = s.hi[:-1] + s.hi_slope[:-1] * last[:-1], s.lo[1:] + s.lo_slope[1:] * last[1:]
-    on_first = s.hi[:-1] + s.hi_slope[:-1] * first[:-1] > s.lo[1:] + s.lo_slope[1:] * first[1:]
-    found = np.flatnonzero((band[:-1] == band[1:]) & (on_first | (high > low)))
-    if not len(found):
+    first_row, last_row = edges[band], edges[band + 1] - 1
+    high, low = (
+        s.hi[:-1] + s.hi_slope[:-1] * last_row[:-1],
+        s.lo[1:] + s.lo_slope[1:] * last_row[1:],
+    )
+    on_first = (
+        s.hi[:-1] + s.hi_slope[:-1] * first_row[:-1] > s.lo[1:] + s.lo_slope[1:] * first_row[1:]
+    )
+    overlaps_found = np.flatnonzero((band[:-1] == band[1:]) & (on_first | (high > low)))
+    if not len(overlaps_found):
         return None
-    i = int(found[0])
-    q = int(first[i]) if on_first[i] else int(s.lo[i + 1] - s.hi[i] + 1)
+    i = int(overlaps_found[0])
+    q = int(first_row[i]) if on_first[i] else int(s.lo[i + 1] - s.hi[i] + 1)
     return q, int(max(s.lo[j] + s.lo_slope[j] * q for j in (i, i + 1)))
 
 
@@ -228,9 +242,9 @@ def _trim(s: Strips) -> Strips:
     return Strips(q0, q1, *s.columns[2:]).take((q0 < q1) & ~parallel_empty)
 
 
-def _groups(joined: Array) -> tuple[Array, Array]:
+def _groups(continues: Array) -> tuple[Array, Array]:
     """First and last index of each run of neighbours that are joined to each other."""
-    return np.flatnonzero(np.append(True, ~joined)), np.flatnonzero(np.append(~joined, True))
+    return np.flatnonzero(np.append(True, ~continues)), np.flatnonzero(np.append(~continues, True))
 
 
 def _sorted(s: Strips) -> Strips:
@@ -243,7 +257,6 @@ def _concatenate(*parts: Strips) -> Strips:
     )
 
 
-Array = NDArray[np.int64]
 Bound = Array | int
 """A position, of all strips or one for each."""
 INT64_SAFE = 2**61
@@ -253,10 +266,10 @@ CELLS_AT_ONCE = 2**19  # a working set of a few MB
 def area(strips: Strips, q_range: tuple[int, int], k_range: tuple[int, int]) -> int:
     """Number of allowed pairs with the query in q_range and the key in k_range."""
     (q0, q1), (k0, k1) = checked_range("q_range", q_range), checked_range("k_range", k_range)
-    near = strips.take(slice(0, np.searchsorted(strips.q0, q1)))
-    near = near.take(near.q1 > q0)
-    first, last = np.maximum(near.q0, q0), np.minimum(near.q1, q1)
-    lines = near.columns[2:]
+    meeting = strips.take(slice(0, np.searchsorted(strips.q0, q1)))
+    meeting = meeting.take(meeting.q1 > q0)
+    first, last = np.maximum(meeting.q0, q0), np.minimum(meeting.q1, q1)
+    lines = meeting.columns[2:]
     if q1 * k1 >= INT64_SAFE:
         first, last, *lines = (column.astype(object) for column in (first, last, *lines))
     return int(clipped(lines, first, last - first, k0, k1).sum())
@@ -289,9 +302,9 @@ def coverage(strips: Strips, q_edges: ArrayLike, k_edges: ArrayLike) -> NDArray[
     q_sizes, k_sizes = np.diff(qs), np.diff(ks)
     table = np.zeros((len(q_sizes), len(k_sizes)), np.int8)
     for rows, columns, block in _blocks(strips, qs, ks):
-        some = block > 0
-        full = block == q_sizes[rows, None] * k_sizes[None, columns]
-        table[rows, columns] = some.view(np.int8) + (some & full).view(np.int8)
+        is_touched = block > 0
+        is_full = block == q_sizes[rows, None] * k_sizes[None, columns]
+        table[rows, columns] = is_touched.view(np.int8) + (is_touched & is_full).view(np.int8)
     return table
 
 
@@ -369,24 +382,26 @@ def _block(
     """
     lo, lo_slope, hi, hi_slope = lines
     last = first + count - 1
-    touched = np.maximum(np.searchsorted(k_edges, lo + lo_slope * first, "right") - 1, 0)
-    beyond = np.searchsorted(k_edges[:-1], hi + hi_slope * last, "left")
-    full = np.clip(np.searchsorted(k_edges, lo + lo_slope * last, "left"), touched, beyond)
+    first_touched = np.maximum(np.searchsorted(k_edges, lo + lo_slope * first, "right") - 1, 0)
+    after_last = np.searchsorted(k_edges[:-1], hi + hi_slope * last, "left")
+    full = np.clip(
+        np.searchsorted(k_edges, lo + lo_slope * last, "left"), first_touched, after_last
+    )
     full_end = np.searchsorted(k_edges, hi + hi_slope * first, "right") - 1
-    full_end = np.clip(full_end, full, np.maximum(beyond, full))
-    start = int(touched.min())
-    stop = max(int(beyond.max()), start)
+    full_end = np.clip(full_end, full, np.maximum(after_last, full))
+    start = int(first_touched.min())
+    stop = max(int(after_last.max()), start)
     width = stop - start + 1
     marks = np.zeros(num_rows * width, np.int64)
-    inside = full_end > full
-    np.add.at(marks, (row * width + full - start)[inside], count[inside])
-    np.subtract.at(marks, (row * width + full_end - start)[inside], count[inside])
+    has_full = full_end > full
+    np.add.at(marks, (row * width + full - start)[has_full], count[has_full])
+    np.subtract.at(marks, (row * width + full_end - start)[has_full], count[has_full])
     table = marks.reshape(num_rows, width)
     np.cumsum(table, axis=1, out=table)
     table = np.ascontiguousarray(table[:, :-1])
     table *= np.diff(k_edges[start : stop + 1])
-    for left, right in ((touched, full), (full_end, beyond)):
-        index, column = expand(left, right)
+    for first_column, end_column in ((first_touched, full), (full_end, after_last)):
+        index, column = expand(first_column, end_column)
         pieces = [line[index] for line in lines]
         pairs = clipped(pieces, first[index], count[index], k_edges[column], k_edges[column + 1])
         np.add.at(table.reshape(-1), row[index] * (width - 1) + column - start, pairs)

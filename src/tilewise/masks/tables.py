@@ -123,19 +123,19 @@ class Blocks(Mask):
     overhang: int
 
     def __init__(self, table: Any, q_edges: Any, k_edges: Any, *, overhang: int = 0):
-        given = bool_table(table)
+        block_table = bool_table(table)
         edges = {"q_edges": as_ints(q_edges, "q_edges"), "k_edges": as_ints(k_edges, "k_edges")}
         for what, values in edges.items():
             if not values or values[0] != 0 or sorted(values) != list(values):
                 raise ValueError(f"{what} must ascend from 0, not {values[:8]}")
             object.__setattr__(self, what, values)
         shape = tuple(len(values) - 1 for values in edges.values())
-        if given.shape != shape:
+        if block_table.shape != shape:
             raise ValueError(
-                f"block_mask is {given.shape}, but the edges make {shape} blocks; "
+                f"block_mask is {block_table.shape}, but the edges make {shape} blocks; "
                 "give one entry per block of queries and block of keys"
             )
-        object.__setattr__(self, "packed_table", np.packbits(given).tobytes())
+        object.__setattr__(self, "packed_table", np.packbits(block_table).tobytes())
         object.__setattr__(self, "overhang", whole_number("overhang", overhang, 0))
 
     @property
@@ -207,8 +207,8 @@ class PerHead(Mask):
 
     def area(self, q_range: tuple[int, int], k_range: tuple[int, int]) -> Any:
         total = sum(head.area(q_range, k_range) for head in self.heads)
-        whole, rest = divmod(total, len(self.heads))
-        return total / len(self.heads) if rest else whole
+        quotient, rest = divmod(total, len(self.heads))
+        return total / len(self.heads) if rest else quotient
 
     def areas(self, q_edges: ArrayLike, k_edges: ArrayLike) -> Array:
         total = np.sum([head.areas(q_edges, k_edges) for head in self.heads], axis=0)
@@ -277,10 +277,10 @@ def _checked_slice(i: int, entry: Any) -> Slice:
     return q, k, kind
 
 
-def _checked_bounds(what: str, values: Any) -> tuple[int, int]:
-    bounds = as_ints(values, what)
+def _checked_bounds(name: str, values: Any) -> tuple[int, int]:
+    bounds = as_ints(values, name)
     if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"{what} {bounds} must be (start, stop), 0 <= start <= stop")
+        raise ValueError(f"{name} {bounds} must be (start, stop), 0 <= start <= stop")
     return bounds
 
 

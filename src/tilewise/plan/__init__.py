@@ -1,4 +1,4 @@
-"""What a plan is: items, transfers, tiles and steps. What a plan of one's own is written with.
+"""The parts of a plan (items, transfers, tiles and steps), and the names to write one of your own.
 
 ir: the values; builder: one rank's steps, written; payload: the tensors of an item in each pass;
 text, grid and json: written forms; shifts: ranks that are alike; kept: values derived from a plan.

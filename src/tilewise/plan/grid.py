@@ -23,15 +23,17 @@ def grid(ranks: Iterable[int], rows: Iterable[tuple[int, Sequence[str]]]) -> lis
     ]
 
 
-def marked_grid(
-    steps: Sequence[Row], world_size: int, step: int | None, rank: int | None, reach: int = 3
-) -> str:
+REACH = 3
+"""Steps and ranks that a marked grid shows on each side of its cell."""
+
+
+def marked_grid(steps: Sequence[Row], world_size: int, step: int | None, rank: int | None) -> str:
     """The part of a grid around a step and a rank, with their cell marked."""
     middle = 0 if rank is None else rank
-    last = len(steps) if step is None else step + reach
-    ranks = range(max(0, middle - reach), min(world_size, middle + reach + 1))
+    last = len(steps) if step is None else step + REACH
+    ranks = range(max(0, middle - REACH), min(world_size, middle + REACH + 1))
     rows: list[tuple[int, list[str]]] = []
-    for number in range(max(0, last - 2 * reach), min(len(steps), last + 1)):
+    for number in range(max(0, last - 2 * REACH), min(len(steps), last + 1)):
         cells = steps[number].cells()
         if number == step and rank is not None and 0 <= rank < len(cells):
             cells[rank] = f"-->{cells[rank]}<--"

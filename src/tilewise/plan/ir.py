@@ -115,7 +115,7 @@ class Step(NamedTuple):
         for transfer in self.transfers:
             if 0 <= transfer.src < len(words):
                 words[transfer.src].append(str(transfer))
-        return [" ".join(mine) or "." for mine in words]
+        return [" ".join(rank_words) or "." for rank_words in words]
 
 
 class RankStep(NamedTuple):
@@ -261,7 +261,7 @@ class Plan(OpaqueValue):
             all steps are built only when somebody asks for them (check, show, ==, hash, JSON).
         cuts: None if shard s is all of its home's rows; else per shard the half-open range of its
             home's local rows that it is (mask-aware plans cut finer than one shard a rank).
-        default_save: what backward does unless told: "replay" the operands' transfers, or keep
+        default_save: what backward does by default: "replay" the operands' transfers, or keep
             those "gathered" in forward where that takes no extra memory.
         replicated_queries: all queries are one shard that every rank holds (decoding).
         traits: what its author knows of it beside its steps.
@@ -320,9 +320,9 @@ class Plan(OpaqueValue):
         if (steps is None) == (script is None):
             raise ValueError("a plan takes either steps or script, and not both")
         require_type(str, "name", name, "'ring(4)'")
-        for what, value in (("owners", owners), ("cuts", cuts)):
+        for argument, value in (("owners", owners), ("cuts", cuts)):
             if value is not None:
-                require_type(tuple, what, value, "those of tw.ring(4)")
+                require_type(tuple, argument, value, "those of tw.ring(4)")
         require_type(Traits, "traits", traits, "tw.plan.ir.NO_TRAITS")
         require_type(bool, "replicated_queries", replicated_queries, "True")
         steps = None if steps is None else listed("steps", steps, "Step")
@@ -381,10 +381,10 @@ class Plan(OpaqueValue):
 
     @kept_with_plan(keep=1)
     def _joined_steps(self) -> tuple[Step, ...]:
-        parts = [self.rank_steps(rank) for rank in range(self.world_size)]
-        steps = _join(parts)
+        steps_by_rank = [self.rank_steps(rank) for rank in range(self.world_size)]
+        steps = _join(steps_by_rank)
         try:
-            _check_ends(parts)
+            _check_ends(steps_by_rank)
         except PlanError as error:
             raise error.in_grid(self.name, steps, self.world_size) from None
         return steps
@@ -520,15 +520,20 @@ def _check_ends(parts: Sequence[tuple[RankStep, ...]]) -> None:
 
 def _one_sided(transfer: Transfer, is_sent: bool, number: int, world_size: int) -> PlanError:
     rows = "" if transfer.rows is None else f", rows {transfer.rows},"
-    here, there = (transfer.src, transfer.dst) if is_sent else (transfer.dst, transfer.src)
-    does, lacks = ("sends", "receive") if is_sent else ("receives", "send")
-    if 0 <= there < world_size:
-        reason = f"rank {here} {does} it, rank {there} does not {lacks} it"
+    known_rank, other_rank = (
+        (transfer.src, transfer.dst) if is_sent else (transfer.dst, transfer.src)
+    )
+    known_verb, missing_verb = ("sends", "receive") if is_sent else ("receives", "send")
+    if 0 <= other_rank < world_size:
+        reason = f"rank {known_rank} {known_verb} it, rank {other_rank} does not {missing_verb} it"
     else:
-        reason, there = f"rank {here} {does} it, and there are {world_size} ranks", here
+        reason, other_rank = (
+            f"rank {known_rank} {known_verb} it, and there are {world_size} ranks",
+            known_rank,
+        )
     ends = f"from rank {transfer.src} to rank {transfer.dst} is known to one end only"
     return PlanError(
-        f"step {number}: {transfer.item}{rows} {ends}: {reason}", number, there, transfer.item
+        f"step {number}: {transfer.item}{rows} {ends}: {reason}", number, other_rank, transfer.item
     )
 
 
@@ -550,15 +555,15 @@ MAX_CLASSES = 128
 
 
 def find_symmetry(plan: Plan, blocks: tuple[int, ...] = ()) -> Symmetry:
-    """Return the symmetry that a plan declares; all ranks stand apart if it declares none.
+    """Return the symmetry that a plan declares; without one, every rank is a class of its own.
 
     Args:
         blocks: sizes of groups of neighbouring ranks that must be mapped to one another (nodes,
             those who share a NIC, racks).
     """
     n = plan.world_size
-    inside = [block for block in blocks if block < n]
-    shifts = tuple(part for shift in plan.traits.shifts for part in shift.cut(inside))
-    kept = tuple(power for shift in shifts for power in shift.respecting(inside))
-    symmetry = Symmetry(n, shifts, kept)
+    block_sizes = [block for block in blocks if block < n]
+    shifts = tuple(part for shift in plan.traits.shifts for part in shift.cut(block_sizes))
+    machine_shifts = tuple(power for shift in shifts for power in shift.respecting(block_sizes))
+    symmetry = Symmetry(n, shifts, machine_shifts)
     return symmetry if symmetry.num_classes <= min(n // 2, MAX_CLASSES) else Symmetry(n)

@@ -105,9 +105,11 @@ def plan_from_data(data: Any) -> Plan:
         ValueError, PlanError: as from_json.
     """
     try:
-        found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else FORMAT
-        if found != FORMAT:
-            raise ValueError(f"format is {found!r}, not {FORMAT!r}")
+        found_format = (
+            cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else FORMAT
+        )
+        if found_format != FORMAT:
+            raise ValueError(f"format is {found_format!r}, not {FORMAT!r}")
         file = read(_FilePlan, data, "plan")
         plan = Plan(
             file.name,

@@ -66,14 +66,14 @@ def _check_owners(plan: Plan) -> None:
 
 def _check_transfer(plan: Plan, number: int, transfer: Transfer) -> None:
     ends = f"from rank {transfer.src} to rank {transfer.dst}"
-    known = 0 <= transfer.src < plan.world_size
+    sender_exists = 0 <= transfer.src < plan.world_size
     reason = _unknown(plan, transfer.item)
-    if not (known and 0 <= transfer.dst < plan.world_size):
+    if not (sender_exists and 0 <= transfer.dst < plan.world_size):
         reason = f"there are {plan.world_size} ranks"
     elif transfer.rows is not None and not _are_rows(transfer.rows):
         reason = f"rows {transfer.rows} are not ascending ranges of its own"
     if reason:
-        rank = transfer.src if known else None
+        rank = transfer.src if sender_exists else None
         raise PlanError(
             f"step {number}: {transfer.item} {ends}: {reason}", number, rank, transfer.item
         )

@@ -86,13 +86,13 @@ class Payload(NamedTuple):
         """The tensors of an item, in the order in which they are packed."""
         statistic, inputs = accumulator(self.dtype), self.inputs(side)
         if role is Role.OPERAND:
-            kept = () if self.backward and self.saved else inputs
+            numbers = () if self.backward and self.saved else inputs
             if self.backward and side is Side.Q:
-                kept = *kept, ("dout", self.v_head_dim)
+                numbers = *numbers, ("dout", self.v_head_dim)
             wire = self.wires.backward if self.backward else self.wires.forward
             exact = isinstance(wire, Plain) and wire.dtype in (None, self.dtype)
-            own = None if exact else wire
-            fields = [Field(name, width, self.dtype, own) for name, width in kept]
+            field_wire = None if exact else wire
+            fields = [Field(name, width, self.dtype, field_wire) for name, width in numbers]
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)

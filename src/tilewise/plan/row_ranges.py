@@ -23,14 +23,14 @@ def union(*parts: Iterable[tuple[int, int]] | None) -> Rows:
     if len(ordered) < 2:
         return tuple(ordered)
     merged: list[tuple[int, int]] = []
-    first, last = ordered[0]
+    range_start, range_stop = ordered[0]
     for start, stop in ordered:
-        if start > last:
-            merged.append((first, last))
-            first, last = start, stop
-        elif stop > last:
-            last = stop
-    return (*merged, (first, last))
+        if start > range_stop:
+            merged.append((range_start, range_stop))
+            range_start, range_stop = start, stop
+        elif stop > range_stop:
+            range_stop = stop
+    return (*merged, (range_start, range_stop))
 
 
 def covers(have: Rows | None, need: Rows | None) -> bool:

@@ -106,7 +106,7 @@ class Symmetry(NamedTuple):
         return relative(rank, rank, self.plan_shifts)
 
     def together(self, block: int) -> int:
-        """Ranks of one class in each block of so many neighbouring ranks."""
+        """Number of ranks of one class in each block of neighbouring ranks."""
         return span(shift for shift in self.shifts if shift.span <= block)
 
 
@@ -120,10 +120,10 @@ def span(shifts: Iterable[Shift]) -> int:
 def relative(rank: Number, to: Number, shifts: tuple[Shift, ...]) -> Number:
     """A rank after the shift that brings another to the first of its class."""
     for place, radix, others, _ in shifts:
-        by = to // place % radix
+        shift = to // place % radix
         for p in (place, *others):
             digit = rank // p % radix
-            rank = rank + ((digit - by) % radix - digit) * p
+            rank = rank + ((digit - shift) % radix - digit) * p
     return rank
 
 
@@ -139,8 +139,8 @@ def absolute(rank: Number, seen_by: Any, shifts: tuple[Shift, ...]) -> Number:
         seen_by: a rank; or several, if rank is several.
     """
     for place, radix, others, _ in shifts:
-        by = seen_by // place % radix
+        shift = seen_by // place % radix
         for p in (place, *others):
             digit = rank // p % radix
-            rank = rank + ((digit + by) % radix - digit) * p
+            rank = rank + ((digit + shift) % radix - digit) * p
     return rank

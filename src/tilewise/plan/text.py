@@ -58,18 +58,20 @@ def parse(text: str) -> Plan:
     while lines and ": " in lines[0] and not lines[0].lstrip().startswith("step"):
         key, _, value = lines.pop(0).partition(": ")
         head[key] = value
-    begins = f"a plan begins with the lines {', '.join(_HEAD)}"
+    first_lines = f"a plan begins with the lines {', '.join(_HEAD)}"
     if missing := next((key for key in _HEAD if key not in head), None):
-        raise ValueError(f"{begins}: there is no line {missing!r}")
+        raise ValueError(f"{first_lines}: there is no line {missing!r}")
     numbers = _RANKS.fullmatch(head["ranks"])
     if numbers is None:
-        raise ValueError(f"{begins}: ranks ({head['ranks']!r}) must be as in '4, head groups: 1'")
+        raise ValueError(
+            f"{first_lines}: ranks ({head['ranks']!r}) must be as in '4, head groups: 1'"
+        )
     try:
         world, groups = map(int, numbers.groups())
         owners: Owners = (_holders(head["q held by"]), _holders(head["kv held by"]))
         cuts = _rows(head["cuts"].replace(" ", ",")) if "cuts" in head else None
     except ValueError as error:
-        raise ValueError(f"{begins}: {error}") from None
+        raise ValueError(f"{first_lines}: {error}") from None
     steps = [_step(number, line, world) for number, line in enumerate(lines[1:])]
     save = head.get("save", "replay")
     plan = Plan(

@@ -34,7 +34,7 @@ from tilewise.workload import LAYOUTS, Workload
 LAYOUT_NAMES = tuple(name for name, _ in LAYOUTS)
 
 AS_GOOD = 1.01
-"""A setting that takes at most so many times as long as the best plan is called as good."""
+"""A setting whose time is at most this multiple of the best plan's is called as good."""
 
 
 class Split(NamedTuple):
@@ -454,7 +454,7 @@ def _simulated(plan: Plan, work: Workload, machine: Machine) -> Simulation:
 
 
 def _summed(strategy: str, layers: Sequence[tuple[Simulation | Candidate, int]]) -> Cost:
-    """The cost of so many layers of each kind."""
+    """The cost of several layers of each kind, given with their numbers."""
     bytes_by_link: Counter[str] = Counter()
     for layer, count in layers:
         bytes_by_link.update(

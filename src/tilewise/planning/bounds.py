@@ -29,7 +29,7 @@ SAFE = 1 - 1e-9
 """Bounds are lowered by this much, so that rounding cannot lift one above a simulated time."""
 
 SAMPLED_RANKS = 6
-"""About so many ranks of a plan are looked at where not all nodes are alike."""
+"""Number of ranks of a plan, about, that a bound looks at where not all nodes are alike."""
 
 INSIDE, BETWEEN, EITHER = range(3)
 """Columns of bytes: by links inside a node, by NICs, by either."""

@@ -18,7 +18,7 @@ FINALISTS = 3
 """So many of the fastest pairs are simulated with all ranks, after samples of ranks."""
 
 RING_RANKS = 64
-"""Up to so many ranks a ring is simulated to compare with where a mask leaves ranks unlike."""
+"""Up to this many ranks, a ring is simulated for comparison where a mask leaves ranks unlike."""
 
 MEMORY_RANKS = 8
 """Ranks whose memory is counted of a plan that is not the fastest, where ranks are unlike."""

@@ -125,7 +125,7 @@ class PassModel:
         return {}
 
     def best_speed(self, queries: float, keys: float) -> float:
-        """The highest FLOP per second of a kernel of at most so many rows."""
+        """The highest FLOP per second of a kernel of at most these numbers of rows."""
         speed = self._best_speeds.get((queries, keys))
         if speed is None:
             kernel = self.kernel

@@ -1,4 +1,4 @@
-"""Why a candidate wins, or what it loses by, in a sentence or two with the numbers that decide."""
+"""The reason why a candidate wins or loses, in a sentence or two with the deciding numbers."""
 
 from __future__ import annotations
 

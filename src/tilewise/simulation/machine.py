@@ -81,7 +81,7 @@ class KernelSpeed:
         check_fields(self)
 
     def speed(self, queries: float, keys: float, heads: int = 0) -> float:
-        """FLOP per second of a tile of so many rows, and heads; 0: as many as the table's."""
+        """FLOP per second of a tile of these numbers of rows and heads; 0: the table's heads."""
         if heads and self.heads:
             queries *= heads / self.heads
         (i, a), (j, b) = _place(self.queries, queries), _place(self.keys, keys)

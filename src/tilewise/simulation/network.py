@@ -47,11 +47,11 @@ def _sharers(machine: Machine) -> int:
 
 
 class Network:
-    """Numbers the resources of a machine as they are asked for.
+    """Table of a machine's resources and routes, numbered in the order of first use.
 
     Attributes:
-        routes: all that were handed out, by number.
-        num_resources: so far.
+        routes: all routes so far, by number.
+        num_resources: number of resources so far.
     """
 
     def __init__(self, machine: Machine, symmetry: Symmetry):
@@ -132,7 +132,7 @@ class Network:
 
 
 class FairShare:
-    """The flows under way: islands of flows that no resource links, each with a clock of its own.
+    """The flows under way, in islands that share no resource; each island has its own clock.
 
     Args:
         routes: the resources that each kind of flow uses, and with what weight.
@@ -156,9 +156,9 @@ class FairShare:
         """Start flows now.
 
         Args:
-            ids: what `advance` will call them.
-            routes: each one's kind.
-            counts: so many equal flows each stands for.
+            ids: the numbers that `advance` returns.
+            routes: route of each flow.
+            counts: number of equal flows that each stands for.
             amounts: seconds at full speed, above 0.
         """
         islands, places = self._island[routes].tolist(), self._place[routes].tolist()
@@ -184,7 +184,7 @@ class FairShare:
         return queue[0][0] if queue else np.inf
 
     def advance(self, now: float) -> list[int]:
-        """Let time pass, to the next end at most; return the flows that have ended."""
+        """Advance to a time, at most the next end; return the flows that have ended."""
         self.now = now
         ended_flows: list[int] = []
         while self.next_end <= now * (1 + CLOSE):

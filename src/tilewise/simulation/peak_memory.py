@@ -28,11 +28,11 @@ SMALL_SHARD = 1024
 those of larger shards are, and scaled: every buffer's bytes go with a shard's rows."""
 
 LIKE_RANKS = 16
-"""Ranks that differ only in which halves of shards they move are all looked at, up to so many; of
-more a few, which need within some 2 % of what the rank needs that needs most."""
+"""Up to this many ranks that differ only in the halves of shards that they move are all counted. Of
+more, a few are: the largest of these is within some 2 % of the largest of all."""
 
 HALVED_RANKS = 1024
-"""Of more ranks all are taken to hold whole shards where a causal mask halves some in transit."""
+"""With more ranks, all are taken to hold whole shards, also where a causal mask halves some."""
 
 
 class PassMemory:

@@ -28,7 +28,7 @@ from tilewise.plan.row_ranges import count
 from tilewise.simulation.machine import KernelSpeed, Machine
 
 PASSES_OF_ENCODING = 8
-"""Times that encoding, or decoding, goes over the memory of what it encodes."""
+"""Number of times that encoding, or decoding, passes over the memory of its operand."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class PassCosts:
         )
 
     def tile_seconds(self, tile: Tile) -> float:
-        """One kernel: its launch, and its FLOP at the speed of a tile of so many rows."""
+        """Seconds of one kernel: its launch, and its FLOP at the speed of a tile of its size."""
         area = self.area(tile)
         if not area:
             return 0.0
@@ -138,7 +138,7 @@ class PassCosts:
         return seconds + self._expanding_seconds(tile)
 
     def kernel_seconds(self, queries: float, area: float) -> float:
-        """A kernel of so many queries and allowed pairs: its launch, and its FLOP."""
+        """Seconds of a kernel with these numbers of queries and allowed pairs."""
         seconds = self._known_seconds.get((queries, area))
         if seconds is None:
             flop = self.payload.flop * area

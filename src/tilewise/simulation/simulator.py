@@ -38,11 +38,11 @@ from tilewise.simulation.timeline import (
 from tilewise.workload import Workload
 
 MOST_MESSAGES = 1 << 17
-"""Up to so many messages of a pass that is done with more ranks too, where programs are those of
-few ranks relabelled: ten thousand messages take about a second."""
+"""Up to this many messages of a pass, all ranks are simulated where their programs are few programs
+relabelled. Ten thousand messages take about a second."""
 
 MOST_APART = 1024
-"""Up to so many ranks that are not alike are simulated unasked: more take many minutes."""
+"""Up to this many ranks that are not alike are simulated without exact=True: more take minutes."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,13 @@ def simulate(
 
     Args:
         plan: of the forward pass, and of the backward pass if backward_plan is None.
-        exact: lower and simulate every rank by itself, pruned. None: unless ranks are alike. Under
-            a causal mask on equal zigzag shards they compute alike, but some send fewer rows than
-            others: all are simulated, with few ranks' programs relabelled; where that would
-            be more than 131072 messages in a pass, all are taken to send the most. False: so at
-            any number.
+        exact: True: lower and simulate every rank by itself, pruned. None: do so unless ranks are
+            alike. Under a causal mask on equal zigzag shards ranks compute alike, but some send
+            fewer rows than others. Then all are simulated, with few ranks' programs relabelled; if
+            that would be more than 131072 messages in a pass, all are taken to send as much as
+            the rank that sends most. False: they are taken to do so at any number of messages.
         prune: False: every transfer goes in full, as in libraries that send whole shards whatever
-            the mask; calls still compute what it allows.
+            the mask. Kernel calls still compute only what it allows.
     Raises:
         RuntimeError: if all ranks wait for messages that nobody sends.
         ValueError: if plan, workload and machine do not fit; above 1024 ranks also if none are
@@ -215,7 +215,7 @@ def simulate_pass(
     backward: bool,
     exact: bool | None = None,
 ) -> tuple[Timeline, Symmetry]:
-    """One pass alone, as simulate does it, and which rank of it stands for which.
+    """Simulate one pass alone; return also the symmetry: which rank stands for which.
 
     A planner chooses the plans of forward and backward apart.
     """
@@ -230,7 +230,7 @@ def _joined(
     machine: Machine,
     backward: bool,
 ) -> tuple[Timeline, Symmetry]:
-    """A pass with what a joint layout adds to it."""
+    """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
     return with_shared_rows(timeline, symmetry, plan, work, machine, backward), symmetry
 
@@ -282,7 +282,7 @@ def _deadlock_text(deadlock: Deadlock, plan: Plan, payload: Payload, num_ranks: 
 def _relabelled(
     plan: Plan, machine: Machine, alike: bool | None, size: int, exact: bool | None
 ) -> tuple[Symmetry, Halves | None]:
-    """Return which ranks are simulated; if all are, by few programs relabelled, also their rows.
+    """Return the symmetry to simulate with, and Halves if programs are relabelled for all ranks.
 
     Args:
         size: rows of a shard.

@@ -160,7 +160,7 @@ class StrategyEntry(NamedTuple):
         return pairs[::-1] if self.cut == "nodes" else pairs if self.cut else pairs[:1]
 
     def variants(self, world_size: int, kv_bytes: float = MHA) -> Iterator[Variant]:
-        """All its plans on so many ranks."""
+        """All its plans on a number of ranks."""
         for a, b in self.factors(world_size):
             yield from self.at(a, b, kv_bytes)
 

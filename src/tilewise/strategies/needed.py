@@ -170,7 +170,7 @@ def _legs(route: _Route, rank: int, table: Table) -> Iterator[tuple[int, int, in
 
 
 def _in_stages(sources: list[int], sizes: list[int], stages: int) -> list[list[int]]:
-    """Sources in order, in at most so many parts of about equal size."""
+    """Divide the sources, in order, into at most this many stages of about equal size."""
     total, rows_so_far = sum(sizes), 0
     parts: dict[int, list[int]] = {}
     for source, size in zip(sources, sizes, strict=True):

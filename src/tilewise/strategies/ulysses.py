@@ -113,5 +113,5 @@ def ulysses(degree: int, inner: Plan | None = None) -> Plan:
 
 
 def _for_heads(degree: int, tuning: HeadTuning, num_heads: int, num_kv_heads: int) -> Plan:
-    """With the inner plan for the heads of a group."""
+    """Make the plan anew, with the inner plan for the heads of a group."""
     return ulysses(degree, tuning.plan(*head_groups(num_heads, num_kv_heads, degree).size))

@@ -22,10 +22,13 @@ MAX_CALLS = 16  # that a kernel for whole tiles is asked to make of one
 
 
 class RowSelection(NamedTuple, Generic[Numbers]):
-    """Rows of one shard in one side of a call: in the call, in its block, in the whole shard.
+    """Rows of one shard in one side of a call, selected in the call, in the block and in the shard.
 
-    None stands for all rows, in order. shard counts the tile's shards of this side; item is the
-    partial that the rows' results add to.
+    None selects all rows, in order.
+
+    Attributes:
+        shard: number among the tile's shards of this side.
+        item: the partial to which the rows' results are added.
     """
 
     shard: int
@@ -36,7 +39,7 @@ class RowSelection(NamedTuple, Generic[Numbers]):
 
 
 class CallParts(NamedTuple, Generic[Numbers]):
-    """A call with its rows' places, and which of the group's heads it is for (None: all)."""
+    """A call with the selections of its rows, and the group's heads that it is for (None: all)."""
 
     call: KernelCall
     q: tuple[RowSelection[Numbers], ...]
@@ -46,7 +49,7 @@ class CallParts(NamedTuple, Generic[Numbers]):
 
 
 class CallStyle(NamedTuple):
-    """The way in which a kernel wants tiles cut; see `tile_calls`."""
+    """Requirements of a kernel on how tiles are cut; see `tile_calls`."""
 
     square_causal: bool = False
     whole_tile: bool = False
@@ -65,14 +68,17 @@ class TileCalls(NamedTuple):
     def calls(self, tile: Tile, held: Held) -> Iterator[CallParts[np.ndarray]]:
         """The calls of a tile whose blocks hold these rows, query side first."""
         blocks = tuple(
-            tuple((layout, *of) for of in zip(shards, rows, strict=True))
+            tuple((layout, *rows_of_side) for rows_of_side in zip(shards, rows, strict=True))
             for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True)
         )
         for mask, q_heads, kv_heads in self._masks(tile.heads):
-            for call, *parts in _calls(blocks, mask, self.cut):
+            for call, *rows_by_side in _calls(blocks, mask, self.cut):
                 q, k = (
-                    tuple(x._replace(item=partial(side, shards[x.shard], tile.heads)) for x in of)
-                    for side, shards, of in zip(Side, tile[:2], parts, strict=True)
+                    tuple(
+                        x._replace(item=partial(side, shards[x.shard], tile.heads))
+                        for x in rows_of_side
+                    )
+                    for side, shards, rows_of_side in zip(Side, tile[:2], rows_by_side, strict=True)
                 )
                 yield CallParts(call, q, k, q_heads, kv_heads)
 
@@ -82,14 +88,14 @@ class TileCalls(NamedTuple):
         if by_head is None:
             yield self.mask, None, None
             return
-        first = self.groups.slice(Side.KV, group)
-        shared = self.groups.size[0] // (first.stop - first.start)
-        for i, mask in enumerate(by_head[first]):
+        first_heads = self.groups.slice(Side.KV, group)
+        shared = self.groups.size[0] // (first_heads.stop - first_heads.start)
+        for i, mask in enumerate(by_head[first_heads]):
             yield mask, slice(i * shared, (i + 1) * shared), slice(i, i + 1)
 
 
 Blocks: TypeAlias = tuple[tuple[tuple[Layout, int, Rows], ...], ...]
-"""By side the shards that a tile reads, and which of their rows are held."""
+"""For each side the shards that a tile reads, and the rows of them that are held."""
 Placed: TypeAlias = tuple[
     tuple[KernelCall, tuple[RowSelection[np.ndarray], ...], tuple[RowSelection[np.ndarray], ...]],
     ...,
@@ -98,7 +104,7 @@ Placed: TypeAlias = tuple[
 
 
 class _Block(NamedTuple):
-    """Held rows of a shard: their positions, which of its rows they are, and how many it has."""
+    """Held rows of a shard: their positions, their local numbers, and the shard's size."""
 
     positions: np.ndarray
     local: np.ndarray
@@ -118,10 +124,10 @@ def _calls(blocks: Blocks, mask: Mask, cut: CallStyle) -> Placed:
     # Plain tuples: what is kept of them is not the layout's.
     runs = ((tuple(map(tuple, x.runs[shard])), rows) for side in blocks for x, shard, rows in side)
     spans = [_spans(*one) for one in runs]
-    known = [span for span in spans if span is not None]
-    if mask in (Full(), Causal()) and len(known) == len(spans):
-        near = iter(_closed_up(known))
-        sides = ([(next(near), x[2], x[0].size(x[1])) for x in side] for side in blocks)
+    ranges_found = [span for span in spans if span is not None]
+    if mask in (Full(), Causal()) and len(ranges_found) == len(spans):
+        closed_up_ranges = iter(_closed_up(ranges_found))
+        sides = ([(next(closed_up_ranges), x[2], x[0].size(x[1])) for x in side] for side in blocks)
         return _shared(tuple(map(tuple, sides)), mask, cut)
     return _made([[_Block.of(*block) for block in side] for side in blocks], mask, cut)
 
@@ -138,20 +144,28 @@ def _spans(runs: tuple[tuple[int, int, int], ...], rows: Rows) -> Ranges | None:
 def _closed_up(parts: Sequence[Ranges]) -> list[Ranges]:
     """Positions without the gaps between them."""
     table = np.array([span for part in parts for span in part], np.int64).reshape(-1, 2)
-    edges, at = np.unique(table, return_inverse=True)
-    starts, stops = at.reshape(-1, 2).T
+    edges, edge_indices = np.unique(table, return_inverse=True)
+    starts, stops = edge_indices.reshape(-1, 2).T
     depth = np.bincount(starts, minlength=len(edges)) - np.bincount(stops, minlength=len(edges))
     sizes = np.diff(edges) * (np.cumsum(depth)[:-1] > 0)
-    moved = np.concatenate([[0], np.cumsum(sizes)])
-    left = iter(zip(moved[starts].tolist(), moved[stops].tolist(), strict=True))
-    return [tuple(next(left) for _ in part) for part in parts]
+    new_positions = np.concatenate([[0], np.cumsum(sizes)])
+    new_ranges = iter(
+        zip(new_positions[starts].tolist(), new_positions[stops].tolist(), strict=True)
+    )
+    return [tuple(next(new_ranges) for _ in part) for part in parts]
 
 
 @lru_cache(maxsize=256)
 def _shared(
     ranged: tuple[tuple[tuple[Ranges, Rows, int], ...], ...], mask: Mask, cut: CallStyle
 ) -> Placed:
-    sides = [[_Block(row_index(at), row_index(x), n) for at, x, n in side] for side in ranged]
+    sides = [
+        [
+            _Block(row_index(positions), row_index(local_rows), num_rows)
+            for positions, local_rows, num_rows in side
+        ]
+        for side in ranged
+    ]
     return _made(sides, mask, cut)
 
 
@@ -169,17 +183,17 @@ def _parts(
     """Return which rows of which block a call reads, in the order of the call."""
     rows = row_index(ranges)
     starts = np.cumsum([0, *(len(block.local) for block in blocks)])
-    which = np.searchsorted(starts, rows, side="right") - 1
+    block_of_row = np.searchsorted(starts, rows, side="right") - 1
     parts: list[tuple[int, RowSelection[np.ndarray]]] = []
-    for i in np.unique(which).tolist():
+    for i in np.unique(block_of_row).tolist():
         _, local, size = blocks[i]
-        in_call = np.flatnonzero(which == i)
+        in_call = np.flatnonzero(block_of_row == i)
         in_block = rows[in_call] - starts[i]
         limits = len(rows), len(local), size
-        for places in _pieces((in_call, in_block, local[in_block])):
-            index = (_index(x, n) for x, n in zip(places, limits, strict=True))
+        for row_groups in _pieces((in_call, in_block, local[in_block])):
+            index = (_index(x, n) for x, n in zip(row_groups, limits, strict=True))
             part = RowSelection(i, partial(side, 0), *index)
-            parts.append((int(places[0][0]), part))
+            parts.append((int(row_groups[0][0]), part))
     return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
 
 
@@ -189,7 +203,7 @@ def is_range(index: object) -> TypeGuard[slice | None]:
 
 
 def num_rows(index: slice | Sized | None, size: int) -> int:
-    """Return how many of so many rows an index selects."""
+    """Return the number of rows that an index selects, of a size."""
     if isinstance(index, slice):
         return len(range(*index.indices(size)))
     return size if index is None else len(index)
@@ -204,50 +218,50 @@ def span(
         sizes, starts: rows of each of the tile's blocks of this side, and where in the buffer its
             first is; None: it is not there.
     """
-    begin = end = None
+    span_start = span_end = None
     for part in parts:
         start = starts[part.shard]
         if start is None or not (is_range(part.call) and is_range(part.block)):
             return None
-        first, stop = (
+        first_row, stop_row = (
             (0, sizes[part.shard]) if part.block is None else (part.block.start, part.block.stop)
         )
-        if end not in (None, start + first):
+        if span_end not in (None, start + first_row):
             return None
-        begin = start + first if begin is None else begin
-        end = start + stop
-    return None if begin is None or end is None else (begin, end)
+        span_start = start + first_row if span_start is None else span_start
+        span_end = start + stop_row
+    return None if span_start is None or span_end is None else (span_start, span_end)
 
 
-def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, cut: CallStyle) -> Sequence[KernelCall]:
+def _cut(q: np.ndarray, k: np.ndarray, mask: Mask, style: CallStyle) -> Sequence[KernelCall]:
     """A tile's calls.
 
     Those whose rows must be in the order of their positions, but do not lie so, are cut into
     rectangles and squares, of which less is to copy. All kernels then copy the same.
     """
-    calls = tile_calls(q, k, mask, square_causal=cut.square_causal, whole_tile=cut.whole_tile)
-    ordered = (c for c in calls if cut.whole_tile or c.kind is Kind.CAUSAL)
-    if all(len(call.q) == len(call.k) == 1 for call in ordered):
+    calls = tile_calls(q, k, mask, square_causal=style.square_causal, whole_tile=style.whole_tile)
+    ordered_calls = (c for c in calls if style.whole_tile or c.kind is Kind.CAUSAL)
+    if all(len(call.q) == len(call.k) == 1 for call in ordered_calls):
         return calls
-    several = tile_calls(q, k, mask, square_causal=True)
-    return several if len(several) <= max(MAX_CALLS, len(calls)) else calls
+    square_calls = tile_calls(q, k, mask, square_causal=True)
+    return square_calls if len(square_calls) <= max(MAX_CALLS, len(calls)) else calls
 
 
-def _pieces(places: tuple[np.ndarray, ...]) -> Iterable[tuple[np.ndarray, ...]]:
+def _pieces(row_columns: tuple[np.ndarray, ...]) -> Iterable[tuple[np.ndarray, ...]]:
     """Rows of one shard in as few pieces as can each be selected by slices, if those are few."""
-    steps = [np.diff(x) for x in places]
+    steps = [np.diff(x) for x in row_columns]
     if all(len(step) == 0 or (step[0] > 0 and (step == step[0]).all()) for step in steps):
-        return [places]
+        return [row_columns]
     breaks = np.flatnonzero(np.logical_or.reduce([step != 1 for step in steps])) + 1
     if len(breaks) >= MAX_PIECES:
-        return [places]
-    return zip(*(np.split(x, breaks) for x in places), strict=True)
+        return [row_columns]
+    return zip(*(np.split(x, breaks) for x in row_columns), strict=True)
 
 
 def _index(rows: np.ndarray, limit: int) -> slice | np.ndarray | None:
-    """Rows as what selects them fastest, of a tensor of so many rows."""
+    """The fastest index that selects these rows: None for all, a slice, or an array."""
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     if step < 1 or (len(rows) > 2 and (np.diff(rows) != step).any()):
         return rows
-    whole = step == 1 and len(rows) == limit
-    return None if whole else slice(int(rows[0]), int(rows[-1]) + 1, step)
+    is_whole = step == 1 and len(rows) == limit
+    return None if is_whole else slice(int(rows[0]), int(rows[-1]) + 1, step)

@@ -61,14 +61,14 @@ def region(q: np.ndarray, k: np.ndarray, strips: Strips) -> AllowedCells:
     if not len(row):
         return AllowedCells(np.empty((0, 6), np.int64), np.empty(0, bool))
     lo_step, hi_step = np.diff(lo), np.diff(hi)
-    joined = (np.diff(row) == 1) & (lo_step >= 0) & (hi_step >= 0) & (lo[1:] < hi[:-1])
-    first, lo_slope, hi_slope = _linear_runs(joined, lo_step, hi_step)
-    start, stop = row[first], row[np.append(first[1:], len(row)) - 1] + 1
-    lo_offset, hi_offset = lo[first] - lo_slope * start, hi[first] - hi_slope * start
-    short = stop - start < SHORT
+    continues = (np.diff(row) == 1) & (lo_step >= 0) & (hi_step >= 0) & (lo[1:] < hi[:-1])
+    first_rows, lo_slope, hi_slope = _linear_runs(continues, lo_step, hi_step)
+    start, stop = row[first_rows], row[np.append(first_rows[1:], len(row)) - 1] + 1
+    lo_offset, hi_offset = lo[first_rows] - lo_slope * start, hi[first_rows] - hi_slope * start
+    is_short = stop - start < SHORT
     return AllowedCells(
         np.stack((start, stop, lo_offset, lo_slope, hi_offset, hi_slope), 1),
-        joined[first[1:] - 1] & short[1:] & short[:-1],
+        continues[first_rows[1:] - 1] & is_short[1:] & is_short[:-1],
     )
 
 
@@ -77,19 +77,19 @@ def _row_intervals(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, lo, hi) of every strip on every row where it holds a key, strip by strip."""
     start, stop = np.searchsorted(q, strips.q0), np.searchsorted(q, strips.q1)
-    near = np.flatnonzero(start < stop)
-    strips, start, stop = strips.take(near), start[near], stop[near]
+    meeting = np.flatnonzero(start < stop)
+    strips, start, stop = strips.take(meeting), start[meeting], stop[meeting]
     low = np.searchsorted(k, strips.lo + strips.lo_slope * q[start])
     high = np.searchsorted(k, strips.hi + strips.hi_slope * q[stop - 1])
-    held = np.flatnonzero(low < high)
-    strips, low, high = strips.take(held), low[held], high[held]
-    index, row = expand(start[held], stop[held])
+    nonempty = np.flatnonzero(low < high)
+    strips, low, high = strips.take(nonempty), low[nonempty], high[nonempty]
+    index, row = expand(start[nonempty], stop[nonempty])
     lo, hi = low[index], high[index]
     for ends, offset, slope in ((lo, strips.lo, strips.lo_slope), (hi, strips.hi, strips.hi_slope)):
         moving = np.flatnonzero(slope[index])
         ends[moving] = np.searchsorted(k, offset[index[moving]] + q[row[moving]])
-    held = lo < hi
-    return row[held], lo[held], hi[held]
+    nonempty = lo < hi
+    return row[nonempty], lo[nonempty], hi[nonempty]
 
 
 def _linear_runs(
@@ -105,8 +105,8 @@ def _linear_runs(
     return first, code >> 1, code & 1
 
 
-CALL_CELLS = 8192  # what a kernel call costs beside its cells, in cells
-WASTE_CELLS = 128 * 128 * 2  # what a SLICES call may waste: that of a causal square of 256 tokens
+CALL_CELLS = 8192  # cost of a kernel call beside its cells, in cells
+WASTE_CELLS = 128 * 128 * 2  # cells that a SLICES call may waste: as a causal square of 256 tokens
 MAX_CELLS = 1 << 20  # of a SLICES call: kernels may hold it as a dense additive mask
 
 
@@ -129,14 +129,20 @@ def cover(block: Block, square_causal: bool) -> list[Piece]:
     """Pieces that hold each cell of a block once, and no other."""
     if not block:
         return []
-    first, last = block[0], block[-1]
-    a, b = first.q0, last.q1
-    lo_a, hi_a = first.lo + first.lo_slope * a, first.hi + first.hi_slope * a
-    lo_b, hi_b = last.lo + last.lo_slope * (b - 1), last.hi + last.hi_slope * (b - 1)
+    first_slice, last_slice = block[0], block[-1]
+    a, b = first_slice.q0, last_slice.q1
+    lo_a, hi_a = (
+        first_slice.lo + first_slice.lo_slope * a,
+        first_slice.hi + first_slice.hi_slope * a,
+    )
+    lo_b, hi_b = (
+        last_slice.lo + last_slice.lo_slope * (b - 1),
+        last_slice.hi + last_slice.hi_slope * (b - 1),
+    )
     if lo_a == lo_b and hi_a == hi_b:
         return [Piece(Kind.FULL, ((a, b),), ((lo_a, hi_a),))]
     if len(block) == 1 and lo_a == lo_b:
-        return _causal(first, square_causal)
+        return _causal(first_slice, square_causal)
     box = (b - a) * (hi_b - lo_a)
     if box <= MAX_CELLS and box - sum(s.area for s in block) <= WASTE_CELLS:
         return [Piece(Kind.SLICES, ((a, b),), ((lo_a, hi_b),), tuple(block))]
@@ -151,13 +157,16 @@ def cover(block: Block, square_causal: bool) -> list[Piece]:
 
 def _causal(s: Slice, square_causal: bool) -> list[Piece]:
     """A slice with a level left and a slanted right end: a rectangle and a causal square."""
-    m, corner, end = s.q1 - s.q0, s.hi + s.q0 - 1, s.hi + s.q1 - 1
+    m, corner, last_end = s.q1 - s.q0, s.hi + s.q0 - 1, s.hi + s.q1 - 1
     rows = ((s.q0, s.q1),)
     if not square_causal or corner == s.lo:
-        return [Piece(Kind.CAUSAL, rows, ((s.lo, end),))]
-    if m * m <= 2 * CALL_CELLS and m * (end - s.lo) <= MAX_CELLS:
-        return [Piece(Kind.SLICES, rows, ((s.lo, end),), (s,))]
-    return [Piece(Kind.FULL, rows, ((s.lo, corner),)), Piece(Kind.CAUSAL, rows, ((corner, end),))]
+        return [Piece(Kind.CAUSAL, rows, ((s.lo, last_end),))]
+    if m * m <= 2 * CALL_CELLS and m * (last_end - s.lo) <= MAX_CELLS:
+        return [Piece(Kind.SLICES, rows, ((s.lo, last_end),), (s,))]
+    return [
+        Piece(Kind.FULL, rows, ((s.lo, corner),)),
+        Piece(Kind.CAUSAL, rows, ((corner, last_end),)),
+    ]
 
 
 def _clip(block: Block, low: int, high: int) -> Block:
@@ -241,23 +250,33 @@ def _cut(rectangles: list[Rectangle]) -> list[Rectangle]:
 
 def _join_small(pieces: list[Piece]) -> list[Piece]:
     """Join small pieces to SLICES where a call saved outweighs the cells wasted."""
-    done: list[Piece] = []
+    pieces_done: list[Piece] = []
     members: list[Piece] = []
-    q, k, cells, apart = (), (), 0, 0  # the open call: rows, keys, its cells, those of its members
+    q, k, cells, cells_apart = (
+        (),
+        (),
+        0,
+        0,
+    )  # the open call: rows, keys, its cells, those of its members
     for piece in pieces:
         computed = piece.computed
         if computed > 2 * WASTE_CELLS:
-            done.append(piece)
+            pieces_done.append(piece)
             continue
-        wide_q, wide_k = _widen(q, piece.q), _widen(k, piece.k)
-        wide, apart = count_rows(wide_q) * count_rows(wide_k), apart + computed
-        if members and wide <= min(cells + computed + CALL_CELLS, apart + WASTE_CELLS, MAX_CELLS):
+        joined_q, joined_k = _widen(q, piece.q), _widen(k, piece.k)
+        joined_cells, cells_apart = (
+            count_rows(joined_q) * count_rows(joined_k),
+            cells_apart + computed,
+        )
+        if members and joined_cells <= min(
+            cells + computed + CALL_CELLS, cells_apart + WASTE_CELLS, MAX_CELLS
+        ):
             members.append(piece)
-            q, k, cells = wide_q, wide_k, wide
+            q, k, cells = joined_q, joined_k, joined_cells
         else:
-            done += _joined(members, q, k)
-            members, q, k, cells, apart = [piece], piece.q, piece.k, computed, computed
-    return sorted(done + _joined(members, q, k), key=lambda p: (p.q, p.k))
+            pieces_done += _joined(members, q, k)
+            members, q, k, cells, cells_apart = [piece], piece.q, piece.k, computed, computed
+    return sorted(pieces_done + _joined(members, q, k), key=lambda p: (p.q, p.k))
 
 
 def _joined(members: list[Piece], q: Ranges, k: Ranges) -> list[Piece]:
@@ -277,14 +296,14 @@ def _slices(piece: Piece) -> tuple[Slice, ...]:
             return piece.slices
 
 
-def _widen(ranges: Ranges, more: Ranges) -> Ranges:
+def _widen(ranges: Ranges, other_ranges: Ranges) -> Ranges:
     """Their union; at once where one range goes on where another ends, the common case."""
-    if len(ranges) == len(more) == 1 and ranges[0][1] == more[0][0]:
-        return ((ranges[0][0], more[0][1]),)
-    return more if not ranges or ranges == more else union(ranges, more)
+    if len(ranges) == len(other_ranges) == 1 and ranges[0][1] == other_ranges[0][0]:
+        return ((ranges[0][0], other_ranges[0][1]),)
+    return other_ranges if not ranges or ranges == other_ranges else union(ranges, other_ranges)
 
 
-MANY_SLICES = 64  # from here on a tile is looked at more closely
+MANY_SLICES = 64  # with more slices a tile is also tried cut into arithmetic progressions
 MAX_PAIRS = 1024  # of arithmetic progressions that a tile may be cut into
 
 
@@ -320,7 +339,7 @@ def tile_calls(
 
 
 class _View(NamedTuple):
-    """Some of a tile's rows in sorted order, and what the mask allows of them."""
+    """Some of a tile's rows in sorted order, and the cells of them that the mask allows."""
 
     q_rows: np.ndarray
     k_rows: np.ndarray
@@ -366,8 +385,8 @@ def _allows_all(q: np.ndarray, k: np.ndarray, mask: Mask) -> bool:
 
 
 def _calls(view: _View, square_causal: bool) -> list[KernelCall]:
-    found = (piece for block in view.region.blocks() for piece in cover(block, square_causal))
-    return [_call(piece, view.q_rows, view.k_rows) for piece in group(found)]
+    pieces = (piece for block in view.region.blocks() for piece in cover(block, square_causal))
+    return [_call(piece, view.q_rows, view.k_rows) for piece in group(pieces)]
 
 
 def _whole(view: _View) -> tuple[KernelCall, ...]:
@@ -389,9 +408,12 @@ def _call(piece: Piece, q_rows: np.ndarray, k_rows: np.ndarray) -> KernelCall:
 
 def _local(s: Slice, piece: Piece) -> Slice:
     """A slice in the coordinates of its piece's call: each range moves to its place in the call."""
-    down, left = _shift(piece.q, s.q0), _shift(piece.k, s.lo + s.lo_slope * s.q0)
-    lo, hi = s.lo - left + s.lo_slope * down, s.hi - left + s.hi_slope * down
-    return Slice(s.q0 - down, s.q1 - down, lo, s.lo_slope, hi, s.hi_slope)
+    rows_moved, keys_moved = _shift(piece.q, s.q0), _shift(piece.k, s.lo + s.lo_slope * s.q0)
+    lo, hi = (
+        s.lo - keys_moved + s.lo_slope * rows_moved,
+        s.hi - keys_moved + s.hi_slope * rows_moved,
+    )
+    return Slice(s.q0 - rows_moved, s.q1 - rows_moved, lo, s.lo_slope, hi, s.hi_slope)
 
 
 def _shift(ranges: Ranges, index: int) -> int:

@@ -39,10 +39,10 @@ def documents() -> tuple[bytes, ...]:
         for path in sorted(folder.glob("*.py"))
         for piece in _DEFINITION.split(path.read_bytes())
     )
-    found = tuple(piece + b"\n" for piece in pieces if piece.strip())
-    if not found:
+    definitions = tuple(piece + b"\n" for piece in pieces if piece.strip())
+    if not definitions:
         raise ValueError(f"no Python sources in {folder}; use a Python installed with its library")
-    return found
+    return definitions
 
 
 def pack(texts: Iterable[bytes], num_tokens: int) -> tuple[Array, tuple[int, ...]]:
@@ -138,15 +138,14 @@ class DemoRow(NamedTuple):
         return None
 
 
-def run_demo(demo: Demo, timeout_seconds: float = 120.0) -> Iterator[DemoRow]:
-    """Run all cases on local processes, one row after another.
+ROW_TIMEOUT = 120.0  # seconds
 
-    Args:
-        timeout_seconds: for one row.
-    """
+
+def run_demo(demo: Demo) -> Iterator[DemoRow]:
+    """Run all cases on local processes, one row after another."""
     demo, masks = demo.checked(), _masks(demo)
     heads = demo.num_heads, demo.num_kv_heads, demo.head_dim
-    rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=timeout_seconds)
+    rows = gather_yields(demo.world_size, _on_rank, (demo,), timeout_seconds=ROW_TIMEOUT)
     for (plan, name, layout), ranks in zip(cases(demo), rows, strict=True):
         work = tw.Workload(
             demo.num_tokens, *heads, dtype="float64", mask=masks[name], layout=layout
@@ -167,13 +166,13 @@ def cases(demo: Demo) -> list[DemoCase]:
         inner = n // (degree := divisors(n)[1])
         nested = tw.ring(inner), tw.mesh(inner, q_tile=inner)
         composed["ulysses"] += [tw.ulysses(degree, plan) for plan in nested]
-    found: list[DemoCase] = []
+    demo_cases: list[DemoCase] = []
     for strategy in STRATEGIES:
         layout = strategy.layout(demo.num_tokens, n)
         both = (v for v in strategy.at(a, b) if v.backward is None)
         plans = composed.get(strategy.name) or [variant.make() for variant in both]
-        found += [DemoCase(plan, name, layout) for plan in plans for name in MASKS]
-    return found
+        demo_cases += [DemoCase(plan, name, layout) for plan in plans for name in MASKS]
+    return demo_cases
 
 
 def _masks(demo: Demo) -> dict[str, tw.masks.Mask]:
@@ -183,22 +182,22 @@ def _masks(demo: Demo) -> dict[str, tw.masks.Mask]:
 
 def _on_rank(rank: int, demo: Demo) -> Iterator[tuple[dict[str, float], int, int, float]]:
     """Run each case on one rank; yield errors, bytes and messages sent, and seconds once warm."""
-    whole, masks = _embed(demo), _masks(demo)
+    whole_tensors, masks = _embed(demo), _masks(demo)
     rows = torch.arange(demo.num_tokens)
     truth = {
-        (name, decoding): _dense(whole, rows[-1:] if decoding else rows, mask)
+        (name, decoding): _dense(whole_tensors, rows[-1:] if decoding else rows, mask)
         for name, mask in masks.items()
         for decoding in (False, True)
     }
     for case in cases(demo):
         decoding = case.plan.replicated_queries
-        results, transport, _ = _attend(case, whole, masks[case.mask_name], rank)
+        results, transport, _ = _attend(case, whole_tensors, masks[case.mask_name], rank)
         errors = {}
         for name, x in results.items():
             y = truth[case.mask_name, decoding][name]
             is_whole = decoding and name in ("out", "dq")
             errors[name] = _error(x, y if is_whole else case.layout.shard(y, rank))
-        *_, seconds = _attend(case, whole, masks[case.mask_name], rank)
+        *_, seconds = _attend(case, whole_tensors, masks[case.mask_name], rank)
         yield errors, transport.bytes_sent, transport.messages_sent, seconds
 
 
@@ -225,13 +224,13 @@ def _embed(demo: Demo) -> list[Tensor]:
 
 
 def _attend(
-    case: DemoCase, whole: list[Tensor], mask: tw.masks.Mask, rank: int
+    case: DemoCase, whole_tensors: list[Tensor], mask: tw.masks.Mask, rank: int
 ) -> tuple[dict[str, Tensor], Transport, float]:
     """This rank's results, its transport, and seconds; decoding, of the last query alone."""
     plan, layout = case.plan, case.layout
-    q, k, v, dout = (layout.shard(x, rank) for x in whole)
+    q, k, v, dout = (layout.shard(x, rank) for x in whole_tensors)
     if plan.replicated_queries:
-        q, dout = whole[0][-1:], whole[3][-1:]
+        q, dout = whole_tensors[0][-1:], whole_tensors[3][-1:]
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     transport = transport_for(None)
     dist.barrier()
@@ -242,10 +241,10 @@ def _attend(
     return dict(zip(NAMES, (out.detach(), *gradients), strict=True)), transport, seconds
 
 
-def _dense(whole: list[Tensor], rows: Tensor, mask: tw.masks.Mask) -> dict[str, Tensor]:
+def _dense(whole_tensors: list[Tensor], rows: Tensor, mask: tw.masks.Mask) -> dict[str, Tensor]:
     """out, dq, dk, dv of plain attention; each rank does some heads, then all have all."""
-    heads = range(dist.get_rank(), whole[0].shape[1], dist.get_world_size())
-    truth = dense_truth(whole, rows, mask, heads)
+    heads = range(dist.get_rank(), whole_tensors[0].shape[1], dist.get_world_size())
+    truth = dense_truth(whole_tensors, rows, mask, heads)
     for total in truth.values():
         dist.all_reduce(total)
     return truth

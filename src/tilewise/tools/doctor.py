@@ -79,14 +79,18 @@ def examine() -> list[Component]:
 
 
 def _versions() -> list[Component]:
-    found = [Component("version", "python", True, f"{platform.python_version()}, {sys.platform}")]
+    components = [
+        Component("version", "python", True, f"{platform.python_version()}, {sys.platform}")
+    ]
     for name in PACKAGES:
         try:
             detail, is_here = metadata.version(name), True
         except metadata.PackageNotFoundError:
             detail, is_here = NO_TRITON if name == "triton" else REINSTALL, False
-        found.append(Component("version", name, is_here, detail + _build() * (name == "torch")))
-    return found
+        components.append(
+            Component("version", name, is_here, detail + _build() * (name == "torch"))
+        )
+    return components
 
 
 def _build() -> str:
@@ -103,50 +107,50 @@ def _build() -> str:
 
 
 def _devices() -> list[Component]:
-    found = [Component("device", "cpu", True, f"{torch.get_num_threads()} threads")]
+    components = [Component("device", "cpu", True, f"{torch.get_num_threads()} threads")]
     if torch.cuda.is_available():
-        return found + [
+        return components + [
             Component("device", f"cuda:{i}", True, _gpu(torch.cuda.get_device_properties(i)))
             for i in range(torch.cuda.device_count())
         ]
     built = torch.backends.cuda.is_built()
     reason = "torch sees no CUDA device" if built else "this torch is built without CUDA"
-    return [*found, Component("device", "cuda", False, reason)]
+    return [*components, Component("device", "cuda", False, reason)]
 
 
-def _gpu(found: Any) -> str:
-    memory = f"{found.total_memory / 2**30:.0f} GiB"
-    return f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+def _gpu(properties: Any) -> str:
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name}, compute capability {properties.major}.{properties.minor}, {memory}"
 
 
 def _kernels() -> list[Component]:
-    found = []
+    components = []
     for name in PROVIDERS:
         is_here, detail = abilities(name, "cpu" if name in ON_CPU else "cuda")
-        more = f"; {_flash_version()}" if name == "cuda" and is_here else ""
-        found.append(Component("kernel", name, is_here, detail + more))
-    return found + [Component("contender", x, False, absent(x) or "") for x in OTHERS]
+        suffix = f"; {_flash_version()}" if name == "cuda" and is_here else ""
+        components.append(Component("kernel", name, is_here, detail + suffix))
+    return components + [Component("contender", x, False, absent(x) or "") for x in OTHERS]
 
 
 def _flash_version() -> str:
     """Return which flash attention the cuda kernel is, and which others it can be rerouted to."""
     active = attention.current_flash_attention_impl() or "FA2"
     # torch's adapter of FA4 does not fit its package: that is a kernel of its own
-    known = attention.list_flash_attention_impls()
-    others = ", ".join(x for x in known if x not in (active, "FA4"))
-    return f"runs {active}; activate_flash_attention_impl can make it {others}"
+    implementations = attention.list_flash_attention_impls()
+    other_names = ", ".join(x for x in implementations if x not in (active, "FA4"))
+    return f"runs {active}; activate_flash_attention_impl can make it {other_names}"
 
 
 def _transports() -> list[Component]:
-    found = [Component("transport", "loopback", True, "ranks as threads of one process")]
+    components = [Component("transport", "loopback", True, "ranks as threads of one process")]
     available = dist.is_available()
     has_gloo = available and dist.is_gloo_available()
     use = "CPU tensors" if has_gloo else "this torch is built without gloo"
-    found.append(Component("transport", "gloo", has_gloo, use))
+    components.append(Component("transport", "gloo", has_gloo, use))
     has_nccl, has_cuda = available and dist.is_nccl_available(), torch.cuda.is_available()
     use = "CUDA tensors" if has_cuda else "no CUDA device here"
     use = use if has_nccl else "this torch is built without NCCL"
-    return [*found, Component("transport", "nccl", has_nccl and has_cuda, use)]
+    return [*components, Component("transport", "nccl", has_nccl and has_cuda, use)]
 
 
 def _extras() -> list[Component]:

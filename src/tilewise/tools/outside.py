@@ -97,16 +97,16 @@ def kernel_of(name: str) -> Kernel:
     of a file, an instance."""
     if not is_outside(name):
         return kernel_named(name)
-    found = load(name)
+    loaded = load(name)
     try:
-        return given_kernel(found() if isinstance(found, type) else found)
+        return given_kernel(loaded() if isinstance(loaded, type) else loaded)
     except (TypeError, ValueError) as error:
-        kind = found if isinstance(found, type) else type(found)
+        kind = loaded if isinstance(loaded, type) else type(loaded)
         raise ValueError(f"{name}{place(kind)}: {error}") from None
 
 
 @lru_cache(maxsize=256)
 def check_kernel_of(name: str, version: str, asked: tuple[str, torch.dtype, int, bool]) -> None:
-    """Check a version of a kernel of a file outside once for what it is asked for."""
+    """Check a kernel of a file outside the package, once for each version, call type and device."""
     if is_outside(name) and (asked[0] == "cpu" or torch.cuda.is_available()):
         check_kernel(kernel_of(name), *asked[:3], backward=asked[3])

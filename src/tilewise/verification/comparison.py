@@ -256,7 +256,7 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _in_runs(is_equal: Sequence[Tensor]) -> list[Tensor]:
-    """Each rank's rows as few, long runs of positions; equal rows are told apart by neighbours.
+    """Each rank's rows as few, long runs of positions; neighbours distinguish equal rows.
 
     Args:
         is_equal: for each rank a bool table: rows of the rank by rows of the whole.

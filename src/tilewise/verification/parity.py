@@ -191,7 +191,7 @@ def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> 
     compared = len(deviations) + 1
     try:
         facts, layer, allowed = examination.diagnosis()
-    except Exception as error:  # whatever it is: that the runs differ must be told
+    except Exception as error:  # of any kind: the report must still say that the runs differ
         facts, layer, allowed = _undiagnosed(error, comparison, deviations), None, None
     if not facts:
         return ParityReport(True, compared=compared, notes=notes)

@@ -14,10 +14,14 @@ KINDS = (  # of a pair, by attended + 2 * wanted: a colour, a word
 )
 
 
-def text_picture(got: Array, cells: int = 32) -> str:
+CELLS = 32
+"""Cells of a text picture on each side, at most."""
+
+
+def text_picture(got: Array) -> str:
     """Queries downward, keys to the right: "#" where all pairs of a cell are attended, "+" some."""
     n = len(got)
-    edges = np.unique(np.linspace(0, n, min(n, cells) + 1).astype(int))
+    edges = np.unique(np.linspace(0, n, min(n, CELLS) + 1).astype(int))
     sums = np.add.reduceat(np.add.reduceat(got.astype(int), edges[:-1], 0), edges[:-1], 1)
     shares = sums / np.outer(np.diff(edges), np.diff(edges))
     signs = np.where(shares == 1, "#", np.where(shares > 0, "+", "."))

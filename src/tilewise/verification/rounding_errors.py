@@ -109,7 +109,7 @@ def keys(
     num_heads: int,
     zero: bool,
 ) -> Keys:
-    """Over the keys of all ranks, for each of so many query heads.
+    """Measure the keys of all ranks, for each of num_heads query heads.
 
     Args:
         named: k and v of this rank; error: theirs, as errors gives it.

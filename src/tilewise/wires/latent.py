@@ -58,11 +58,13 @@ class Latent:
 
     def check(self, num_kv_heads: int, head_dim: int, v_head_dim: int, width: int | None) -> None:
         """Raise ValueError unless it is made for these sizes."""
-        given = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
-        for what, number in {**given, "width": width}.items():
-            own = getattr(self, what)
-            if own not in (None, number):
-                raise ValueError(f"{what} of the latent is {own}, not {number}; make them equal")
+        expected = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+        for name, number in {**expected, "width": width}.items():
+            latent_number = getattr(self, name)
+            if latent_number not in (None, number):
+                raise ValueError(
+                    f"{name} of the latent is {latent_number}, not {number}; make them equal"
+                )
         if width is None:
             raise ValueError("the width of the latent (None) is not known; pass width=")
 

@@ -110,8 +110,8 @@ class Wires:
         def named(wire: Wire) -> Wire:
             return Plain(dtype_name(dtype)) if wire == Plain() else wire
 
-        own = named(self.forward), named(self.backward), named(self.partials)
-        return Wires(*own, latent=self.sizes.latent)
+        resolved_wires = named(self.forward), named(self.backward), named(self.partials)
+        return Wires(*resolved_wires, latent=self.sizes.latent)
 
     def of_width(self, width: int) -> Wires:
         """The sizes of a set whose latent is so wide."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.layouts.balanced import deal, running
+from tilewise.layouts.balanced import assign_rows, running
 from tilewise.masks.base import Mask
 from tilewise.masks.components import documents
 from tilewise.strategies.tiling.ownership import Owned, Reading, own, readings
@@ -98,7 +98,7 @@ class Placement:
 
     @cached_property
     def readings(self) -> list[Reading]:
-        """All rows, by who owns and who else reads them."""
+        """All rows, with their owner and the other ranks that read them."""
         return readings(self.pieces, self.owned, self.spans)
 
     def flows(self) -> list[RowReaders]:
@@ -255,7 +255,7 @@ def place_documents(cu: np.ndarray, n: int, kv_bytes: float, balance: Balance) -
     """Place causal documents with these boundaries."""
     total = running(np.arange(1.0, cu[-1] + 1) - np.repeat(cu[:-1], np.diff(cu)))
     limit = balance.limit(float(total[-1]) / n, cu[-1] / n)
-    owner_choices = [deal(total, cu, n)]
+    owner_choices = [assign_rows(total, cu, n)]
     if n <= FEW:
         owner_choices += [own_rows_apart(cu, n, VARIANTS[0].slack, x) for x in APART]
     if balance != LEVEL:

@@ -50,7 +50,7 @@ from tilewise.strategies.tiling.shard_work import areas_of, refined, work_of
 
 GRAIN = 0.05  # of the mean area: differences in excess that count
 MAX_RANGES = 48  # of a rank, up to which blocks are fitted to a layout's own ranges
-PARTS = 64  # about so many shards are blocks' sides cut into, on layouts of fewer ranks
+PARTS = 64  # shards, about, into which all rows are cut on layouts of fewer ranks
 
 
 class PlacedLayout(Layout):

@@ -204,11 +204,11 @@ def tables(mask: Mask, num_tokens: int) -> list[RegionTable]:
     return region_tables
 
 
-EXHAUSTIVE = 4  # up to so many parts every tree of cuts is tried
+EXHAUSTIVE = 4  # parts, up to which every tree of cuts is tried
 
 
 class TooSmallError(ValueError):
-    """A component cannot be cut into so many parts: another placement must be found."""
+    """Raised if a component cannot be cut into the wanted parts: another placement is needed."""
 
 
 class Prices(NamedTuple):
@@ -289,7 +289,7 @@ def _searcher(table: RegionTable, shares, owns, prices: Prices) -> Callable:
 
 
 def _price(table: RegionTable, box: Box, own: int, prices: Prices) -> float:
-    """Rows moved to the rank of a box, which may own so many of those it reads both ways."""
+    """Price of the rows moved to a box's rank, which may own `own` of the rows it reads twice."""
     q, kv, both = table.reads(box)
     return prices.q * q + prices.kv * kv - (prices.q + prices.kv) * min(both, own)
 

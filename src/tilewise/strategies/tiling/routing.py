@@ -182,7 +182,7 @@ def assemble(
 
 
 def touching(transfers: Sequence[Any], n: int) -> list[list[Any]]:
-    """By rank the transfers that it sends or receives."""
+    """For each rank, the transfers that it sends or receives."""
     transfers_by_rank: list[list[Any]] = [[] for _ in range(n)]
     for transfer in transfers:
         transfers_by_rank[transfer.src].append(transfer)

@@ -127,7 +127,7 @@ class BenchCase:
         return list(forward if self.which == "forward" else backward)
 
     def flops(self, pairs: float) -> float:
-        """Floating-point operations of so many (query, key, head) triples in the timed pass."""
+        """Floating-point operations of a number of (query, key, head) triples in the timed pass."""
         widths = self.head_dim, self.head_dim
         forward, backward = (
             Payload(backward, 1, 1, *widths, self.dtype, Wires()).flop for backward in (False, True)
@@ -169,11 +169,11 @@ def key_of(
     case: BenchCase, timing: Timing, contender: dict[str, str], versions: dict[str, str]
 ) -> str:
     """Return the key of a finished row: 16 digits that depend on everything given."""
-    whole: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
+    entries: dict[str, Any] = {"case": asdict(case), "timing": asdict(timing)}
     axes = list(case.axes)
     while len(axes) > FIRST_AXES and axes[-1] is None:
         axes.pop()
-    whole["case"]["axes"] = axes
-    whole |= {"contender": contender, "versions": versions}
-    text = json.dumps(whole, sort_keys=True)
+    entries["case"]["axes"] = axes
+    entries |= {"contender": contender, "versions": versions}
+    text = json.dumps(entries, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -23,13 +23,15 @@ class Traffic(NamedTuple):
     messages: int  # sent
     waited_seconds: float | None  # the rank stood still for messages; None: not known
 
-    def since(self, before: Traffic) -> Traffic:
+    def since(self, earlier_total: Traffic) -> Traffic:
         """Return the traffic that was added to an earlier total."""
-        sent = {to: count - before.bytes_to.get(to, 0) for to, count in self.bytes_to.items()}
-        waited, earlier = self.waited_seconds, before.waited_seconds
+        new_bytes = {
+            to: count - earlier_total.bytes_to.get(to, 0) for to, count in self.bytes_to.items()
+        }
+        waited, earlier = self.waited_seconds, earlier_total.waited_seconds
         return Traffic(
-            {to: count for to, count in sent.items() if count},
-            self.messages - before.messages,
+            {to: count for to, count in new_bytes.items() if count},
+            self.messages - earlier_total.messages,
             None if waited is None or earlier is None else waited - earlier,
         )
 

@@ -62,12 +62,12 @@ def run_cases(planned: Iterable[PlannedRow], launched: Launched | None = None) -
 def _on_one_network(planned: list[PlannedRow], launched: Launched | None) -> Iterator[Row]:
     first, timeout = planned[0].case, planned[0].timing.timeout_seconds
     with ExitStack() as stack:
-        made = (
+        new_world = (
             closing(LaunchedWorld(launched, timeout, first.device))
             if launched
             else world_on(first.network, timeout, first.device)
         )
-        world = cache(lambda: stack.enter_context(made))  # a lab is made if a case must run
+        world = cache(lambda: stack.enter_context(new_world))  # a lab is made if a case must run
         for _, rows in groupby(planned, key=lambda row: row.case):
             yield from _case_rows(list(rows), world)
 
@@ -77,18 +77,18 @@ def _network(case: BenchCase) -> tuple[Any, ...]:
 
 
 def _key(case: BenchCase, contender: Contender, timing: Timing) -> str:
-    who = {"name": contender.name, "library": contender.library, "version": contender.version}
-    return key_of(case, timing, who, versions(case.device) | _files(case))
+    identity = {"name": contender.name, "library": contender.library, "version": contender.version}
+    return key_of(case, timing, identity, versions(case.device) | _files(case))
 
 
 def _files(case: BenchCase) -> dict[str, str]:
     """Return the contents of files that the case names: its row depends on them, too."""
-    found = {}
+    contents = {}
     if is_outside(case.mask):
-        found["mask"] = version(case.mask)
+        contents["mask"] = version(case.mask)
     if case.axes.corpus is not None:
-        found["corpus"] = repr(histogram(case.axes.corpus))
-    return found
+        contents["corpus"] = repr(histogram(case.axes.corpus))
+    return contents
 
 
 def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterator[Row]:
@@ -109,12 +109,12 @@ def _case_rows(planned: list[PlannedRow], world: Callable[[], World]) -> Iterato
         while ready:
             job = Job(case, timing, tuple(entry.contender for entry in ready), str(path))
             try:
-                found = world().run(job)
+                answers = world().run(job)
             except Blamed as blamed:
                 entry = ready.pop(blamed.contender)
                 yield unfinished_row(entry, blamed.outcome, blamed.message, about)
                 continue
-            for entry, ranks in zip(ready, found, strict=True):
+            for entry, ranks in zip(ready, answers, strict=True):
                 yield finished_row(entry, ranks, error_rows, about)
             return
 
@@ -124,14 +124,17 @@ def _foreseen(entry: PlannedRow) -> tuple[str, str, Prediction]:
     case, prediction = entry.case, Prediction()
     if reason := _device_missing(case) or entry.contender.supports(case):
         return "unsupported", reason, prediction
-    free, wanted, what = available_bytes(case.device), needed_bytes(case), "inputs"
-    if wanted <= free:
-        prediction, what = entry.contender.predict(case, entry.machine), "inputs and the run"
-        wanted += case.world_size * (prediction.peak_bytes or 0)
-    if wanted <= free:
+    free, needed, what_needs_it = available_bytes(case.device), needed_bytes(case), "inputs"
+    if needed <= free:
+        prediction, what_needs_it = (
+            entry.contender.predict(case, entry.machine),
+            "inputs and the run",
+        )
+        needed += case.world_size * (prediction.peak_bytes or 0)
+    if needed <= free:
         return "", "", prediction
     message = (
-        f"predicted: {what} need {wanted / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used; "
+        f"predicted: {what_needs_it} need {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB may be used; "
         "take fewer tokens, ranks or heads"
     )
     return "out_of_memory", message, prediction
@@ -143,8 +146,12 @@ def _device_missing(case: BenchCase) -> str | None:
         return None
     if not torch.cuda.is_available():
         return "no CUDA device here"
-    here, wanted = torch.cuda.device_count(), case.network.ranks_per_host
-    return f"{wanted} ranks here need {wanted} GPUs, there are {here}" if here < wanted else None
+    num_gpus, num_needed = torch.cuda.device_count(), case.network.ranks_per_host
+    return (
+        f"{num_needed} ranks here need {num_needed} GPUs, there are {num_gpus}"
+        if num_gpus < num_needed
+        else None
+    )
 
 
 def assumed_machine(network: LabNetwork, device: str = "cpu") -> Machine:

@@ -27,16 +27,16 @@ def versions(device: str) -> dict[str, str]:
 
 def environment(device: str) -> dict[str, Any]:
     """Fields of every row; what changes from row to row is asked anew each time."""
-    known, mhz = versions(device), _proc("cpuinfo", "cpu MHz")
+    versions_here, mhz = versions(device), _proc("cpuinfo", "cpu MHz")
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "tilewise_version": known["tilewise"],
-        "torch_version": known["torch"],
-        "python_version": known["python"],
+        "tilewise_version": versions_here["tilewise"],
+        "torch_version": versions_here["torch"],
+        "python_version": versions_here["python"],
         "os": platform.platform(),
         "cpu": _cpu(),
-        "gpu": known["device"] if device == "cuda" else None,
+        "gpu": versions_here["device"] if device == "cuda" else None,
         "cores": os.cpu_count(),
         "threads": 1,
         "mhz": float(mhz) if mhz else None,
@@ -67,17 +67,17 @@ def _proc(file: str, field: str) -> str | None:
         lines = Path("/proc", file).read_text().splitlines()
     except OSError:
         return None
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
-    return next(found, None)
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
+    return next(values, None)
 
 
 @cache
 def _commit() -> str | None:
     """The source tree's, asked once, with a + where it was changed; None outside of one."""
-    here = Path(__file__).parent
+    source_folder = Path(__file__).parent
     try:
         described = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty=+"],
+            ["git", "-C", str(source_folder), "describe", "--always", "--exclude=*", "--dirty=+"],
             capture_output=True,
             text=True,
             timeout=10,
@@ -109,7 +109,7 @@ def available_bytes(device: str) -> int:
 
 
 def cache_bytes(ranks: int) -> int:
-    """A buffer that, written by so many ranks, drives all else out of the last-level cache."""
+    """A buffer that drives all else out of the last-level cache when all ranks write it."""
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -123,10 +123,10 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - bytes_before
     # The profiler sees every allocation of torch's CPU allocator, those inside kernels too.
     # This one, since torch.profiler imports all of the compiler.
     profiled: Any = profile(profile_memory=True)
@@ -143,11 +143,11 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
     """Some builds of the profiler write lines of their own when it starts and stops."""
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)

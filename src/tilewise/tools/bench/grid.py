@@ -71,9 +71,9 @@ LENGTHS = "num_tokens", "tokens_per_rank"
 """Each says how long the sequence is, so one given takes the place of the other."""
 
 
-Who = tuple[str, str, str, int]
-"""A contender's name, the kernel that it computes with, the wire and the Ulysses degree; "" and 0:
-its own, and none.
+ContenderKey = tuple[str, str, str, int]
+"""A contender's name, its kernel, its wire and its Ulysses degree. "" and 0 stand for the
+contender's own, or none.
 """
 
 
@@ -91,21 +91,21 @@ class Grid:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors of the block name the line of the field that they are about."""
+        """Add to errors of the block the line of the field that they are about."""
         try:
             yield
         except ValueError as error:
-            words = re.findall(r"\w+", str(error).replace("num_kv_heads", "heads"))
-            line = next((self.lines[word] for word in words if word in self.lines), None)
-            where = "" if line is None else f"{self.file}, line {line}: "
-            raise ValueError(f"{where}{error}") from None
+            words_of_error = re.findall(r"\w+", str(error).replace("num_kv_heads", "heads"))
+            line = next((self.lines[word] for word in words_of_error if word in self.lines), None)
+            place = "" if line is None else f"{self.file}, line {line}: "
+            raise ValueError(f"{place}{error}") from None
 
     def narrowed(self, chosen: Mapping[str, Values]) -> Grid:
         """Return this grid with these lists in place of its own."""
         replaced = {*chosen, *(LENGTHS if chosen.keys() & LENGTHS else ())}
-        kept = {name: values for name, values in self.lists.items() if name not in replaced}
+        kept_lists = {name: values for name, values in self.lists.items() if name not in replaced}
         lines = {name: line for name, line in self.lines.items() if name not in chosen}
-        return Grid({**kept, **chosen}, self.file, lines)
+        return Grid({**kept_lists, **chosen}, self.file, lines)
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,16 @@ class BenchRun:
     timing: Timing
     grids: tuple[Grid, ...]
 
-    def narrowed(self, given: Mapping[str, Sequence[Any] | None]) -> BenchRun:
+    def narrowed(self, lists: Mapping[str, Sequence[Any] | None]) -> BenchRun:
         """Return the run with lists in place of all grids' own; empty ones leave them as
         they are.
         """
-        chosen = {name: tuple(values) for name, values in given.items() if values}
+        chosen = {name: tuple(values) for name, values in lists.items() if values}
         return replace(self, grids=tuple(grid.narrowed(chosen) for grid in self.grids))
 
-    def cases(self) -> Iterator[tuple[BenchCase, tuple[Who, ...], Grid]]:
+    def cases(self) -> Iterator[tuple[BenchCase, tuple[ContenderKey, ...], Grid]]:
         """Every case once, with its contenders as named; none named: all there are."""
-        found: dict[BenchCase, tuple[dict[Who, None], Grid]] = {}
+        contenders_by_case: dict[BenchCase, tuple[dict[ContenderKey, None], Grid]] = {}
         for grid in self.grids:
             lists = dict(grid.lists)
             kernels, names = lists.pop("kernel", ("",)), lists.pop("contender", ("",))
@@ -139,9 +139,9 @@ class BenchRun:
             with grid.named():
                 _check_degrees(splits, names)
                 for case in _cases(self.kind, lists):
-                    who = product(names, kernels, wires, splits)
-                    found.setdefault(case, ({}, grid))[0].update(dict.fromkeys(who))
-        yield from ((case, tuple(who), grid) for case, (who, grid) in found.items())
+                    keys = product(names, kernels, wires, splits)
+                    contenders_by_case.setdefault(case, ({}, grid))[0].update(dict.fromkeys(keys))
+        yield from ((case, tuple(keys), grid) for case, (keys, grid) in contenders_by_case.items())
 
 
 def _check_degrees(degrees: Sequence[int], names: Sequence[str]) -> None:
@@ -189,35 +189,42 @@ def _run(text: str, where: str, kind: str) -> BenchRun:
     timing = table.get("timing", {})
     _known(timing, known_fields(Timing), f"{where}, timing")
     try:
-        made = Timing(**timing)
+        run_timing = Timing(**timing)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}, timing: {error}") from None
     lines = _lines(text)
     lines += [{}] * (len(grids) - len(lines))  # grids that are written inline
-    made_grids = (_grid(grid, where, at) for grid, at in zip(grids, lines, strict=False))
-    return BenchRun(kind, made, tuple(made_grids))
+    run_grids = (
+        _grid(grid, where, field_lines) for grid, field_lines in zip(grids, lines, strict=False)
+    )
+    return BenchRun(kind, run_timing, tuple(run_grids))
 
 
 def _lines(text: str) -> list[dict[str, int]]:
     """Return the lines on which the fields of each [[grid]] stand, which tomllib does not tell."""
-    found: list[dict[str, int]] = []
+    lines_by_grid: list[dict[str, int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*\[\[\s*grid", line):
-            found.append({})
-        elif found and (field := re.match(r"\s*[\"']?([\w-]+)[\"']?\s*=", line)):
-            found[-1].setdefault(field[1], number)
-    return found
+            lines_by_grid.append({})
+        elif lines_by_grid and (field := re.match(r"\s*[\"']?([\w-]+)[\"']?\s*=", line)):
+            lines_by_grid[-1].setdefault(field[1], number)
+    return lines_by_grid
 
 
 def _grid(grid: Mapping[str, Any], file: str, lines: Mapping[str, int]) -> Grid:
     lists: dict[str, Values] = {}
     for name, values in grid.items():
-        at = f"{file}, line {lines.get(name, '?')}, grid"
-        _known([name], FIELDS, at)
-        of, values = FIELDS[name].of, tuple(values) if isinstance(values, list) else (values,)
-        wanted = (int, float) if of is float else of
-        if not values or not all(isinstance(v, wanted) and v is not True for v in values):
-            raise ValueError(f"{at}: {name} ({list(values)}) must be a list of {of.__name__}")
+        place = f"{file}, line {lines.get(name, '?')}, grid"
+        _known([name], FIELDS, place)
+        value_type, values = (
+            FIELDS[name].of,
+            tuple(values) if isinstance(values, list) else (values,),
+        )
+        accepted_types = (int, float) if value_type is float else value_type
+        if not values or not all(isinstance(v, accepted_types) and v is not True for v in values):
+            raise ValueError(
+                f"{place}: {name} ({list(values)}) must be a list of {value_type.__name__}"
+            )
         lists[name] = values
     return Grid(lists, file, lines)
 
@@ -260,13 +267,13 @@ def _case(kind: str, words: dict[str, Any]) -> BenchCase:
         words["which"] = words.pop("pass")
     axes = Axes(**{axis: words.pop(axis) for axis in HAVE if axis in words})
     axes.check()
-    own = {"kind": kind, "network": network, "world_size": network.world_size}
-    unused = [name for name in words if name in own or name not in known_fields(BenchCase)]
+    run_fields = {"kind": kind, "network": network, "world_size": network.world_size}
+    unused = [name for name in words if name in run_fields or name not in known_fields(BenchCase)]
     if unused:
         raise ValueError(f"{', '.join(unused)}: not of {kind}; leave it out")
     if "num_tokens" not in words:
         raise ValueError("a grid needs num_tokens or tokens_per_rank")
-    return BenchCase(**own, **words, axes=axes.of(words["mask"]))
+    return BenchCase(**run_fields, **words, axes=axes.of(words["mask"]))
 
 
 Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
@@ -274,14 +281,16 @@ Plan = list[tuple[BenchCase, tuple[Contender, ...]]]
 
 def contenders_of(module: str) -> tuple[Contender, ...]:
     """Return what contenders() of a module, or of a file that ends in .py, returns."""
-    found = getattr(module_of(module), "contenders", None)
-    if not callable(found):
+    contenders_function = getattr(module_of(module), "contenders", None)
+    if not callable(contenders_function):
         raise ValueError(f"{module} is no module with a function contenders()")
-    listed: Any = found()
-    strange = [type(one).__name__ for one in listed if not isinstance(one, Contender)]
-    if strange:
-        raise ValueError(f"{module}: {', '.join(strange)} is not a tilewise.bench Contender")
-    return tuple(listed)
+    contenders: Any = contenders_function()
+    wrong_types = [
+        type(contender).__name__ for contender in contenders if not isinstance(contender, Contender)
+    ]
+    if wrong_types:
+        raise ValueError(f"{module}: {', '.join(wrong_types)} is not a tilewise.bench Contender")
+    return tuple(contenders)
 
 
 def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
@@ -293,27 +302,30 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     Args:
         others: take part too; where some of them are named, only those.
     """
-    by_name = {one.name: one for one in others}
-    everyone = [*PROVIDERS, *DENSE, *OTHERS] if run.kind == "kernels" else [*STRATEGIES]
+    by_name = {contender.name: contender for contender in others}
+    all_names = [*PROVIDERS, *DENSE, *OTHERS] if run.kind == "kernels" else [*STRATEGIES]
 
-    def enter(who: Who, case: BenchCase) -> Contender:
-        name, own_kernel, wire, degree = who
+    def enter(key: ContenderKey, case: BenchCase) -> Contender:
+        name, own_kernel, wire, degree = key
         if name in by_name:
             return by_name[name]
         try:
-            found = (
+            entered_contender = (
                 kernel(name) if run.kind == "kernels" else strategy(name, own_kernel, wire, degree)
             )
         except ValueError as error:
             others_too = f"; and {', '.join(by_name)}" if by_name else ""
             raise ValueError(f"{error}{others_too}") from None
-        found.check(case)
-        return found
+        entered_contender.check(case)
+        return entered_contender
 
-    def chosen(names: Sequence[Who]) -> tuple[Who, ...]:
-        ways = dict.fromkeys(who[1:] for who in names)
+    def chosen(names: Sequence[ContenderKey]) -> tuple[ContenderKey, ...]:
+        kernels_and_wires = dict.fromkeys(who[1:] for who in names)
         if any(not name for name, *_ in names):
-            names = [(name, *way) for name, way in product(everyone, ways)]
+            names = [
+                (name, *kernel_and_wire)
+                for name, kernel_and_wire in product(all_names, kernels_and_wires)
+            ]
         if by_name.keys() & {name for name, *_ in names}:
             return tuple(names)
         return (*names, *((name, "", "", 0) for name in by_name))
@@ -322,6 +334,10 @@ def entered(run: BenchRun, others: Sequence[Contender] = ()) -> Plan:
     for case, names, grid in run.cases():
         with grid.named():
             contenders = [enter(who, case) for who in chosen(names)]
-            once = (one for i, one in enumerate(contenders) if one not in contenders[:i])
-            plan.append((case, tuple(once)))
+            unique_contenders = (
+                contender
+                for i, contender in enumerate(contenders)
+                if contender not in contenders[:i]
+            )
+            plan.append((case, tuple(unique_contenders)))
     return plan

@@ -46,20 +46,24 @@ class Inputs(NamedTuple):
 
     def errors(self, results: Mapping[str, Tensor], layout: Layout, rank: int) -> dict[str, float]:
         """Largest error of this rank's results, by name, over max(1, largest true value of all)."""
-        mine = layout.positions(rank)
+        positions = layout.positions(rank)
         place = torch.full((len(self.q),), -1).scatter(0, self.rows, torch.arange(len(self.rows)))
-        sampled = place[mine] >= 0
-        found = {}
+        sampled = place[positions] >= 0
+        errors_by_name = {}
         for name, x in results.items():
-            whole = self.truth[name]
+            true_values = self.truth[name]
             of_queries = name in ("out", "dq")
-            wanted = whole[place[mine][sampled]] if of_queries else whole[mine]
+            true_rows = (
+                true_values[place[positions][sampled]] if of_queries else true_values[positions]
+            )
             x = x.detach().cpu().double()
             x = x[sampled] if of_queries else x
-            error = (x - wanted).abs().amax().item() if wanted.numel() else 0.0
+            error = (x - true_rows).abs().amax().item() if true_rows.numel() else 0.0
             is_number = not math.isnan(error)  # nan would pass for small in a maximum
-            found[name] = error / max(1.0, whole.abs().amax().item()) if is_number else math.inf
-        return found
+            errors_by_name[name] = (
+                error / max(1.0, true_values.abs().amax().item()) if is_number else math.inf
+            )
+        return errors_by_name
 
 
 def needed_bytes(case: BenchCase) -> int:
@@ -98,16 +102,16 @@ def read_inputs(path: Path) -> Inputs:
 
 
 def dense_truth(
-    whole: Sequence[Tensor], rows: Tensor, mask: Mask, heads: Iterable[int] | None = None
+    whole_tensors: Sequence[Tensor], rows: Tensor, mask: Mask, heads: Iterable[int] | None = None
 ) -> dict[str, Tensor]:
     """Dense attention of some queries over all keys in fp64, head by head.
 
     Args:
-        whole: q, k, v and dout [num_tokens, heads, head_dim].
+        whole_tensors: q, k, v and dout [num_tokens, heads, head_dim].
         rows: the queries, of which the truth is.
         heads: query heads that are computed, the share of the others left 0; None: all.
     """
-    q, k, v, dout = whole
+    q, k, v, dout = whole_tensors
     hidden = ~torch.from_numpy(mask.dense(rows.numpy(), range(len(k))))
     scale, ratio = 1 / math.sqrt(q.shape[2]), q.shape[1] // k.shape[1]
     shapes = (len(rows), *q.shape[1:]), (len(rows), *q.shape[1:]), k.shape, v.shape

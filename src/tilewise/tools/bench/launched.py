@@ -37,21 +37,21 @@ class LaunchedWorld(World):
         self.launched, self._starts = launched, 0
 
     def run(
-        self, job: Job, tell: Callable[[int], object] = lambda _: None
+        self, job: Job, progress: Callable[[int], object] = lambda _: None
     ) -> list[tuple[Any, ...]]:
         if self.launched.rank == 0:
             self.launched.tell((job, self.timeout_seconds, self.device))
-        return super().run(replace(job, inputs=self.launched.inputs_of(job)), tell)
+        return super().run(replace(job, inputs=self.launched.inputs_of(job)), progress)
 
     def _started(self) -> Answers:
         """Return all ranks' answers, or how some failed; every launched process gets the same."""
-        mine = self.launched
+        launched = self.launched
         self._starts += 1  # a world that starts again meets under another name
-        store = mine.store.host, mine.store.port, f"bench {self.device} {self._starts}"
-        gpus = mine.network.ranks_per_host if self.device == "cuda" else 0
+        store = launched.store.host, launched.store.port, f"bench {self.device} {self._starts}"
+        gpus = launched.network.ranks_per_host if self.device == "cuda" else 0
         job = None
         with closing(
-            self._processes(PlacedProcesses(1, mine.rank, self.world_size, store, gpus))
+            self._processes(PlacedProcesses(1, launched.rank, self.world_size, store, gpus))
         ) as answers:
             while True:
                 answer: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ class LaunchedWorld(World):
                         answer = answers.send(job)
                 except RankError as error:
                     failures = error.failures
-                found = mine.gather((answer, failures))
+                found = launched.gather((answer, failures))
                 failed = tuple(failure for _, many in found for failure in many)
                 if failed or not all(answer for answer, _ in found):
                     raise RankError("some ranks failed", failed)
@@ -113,9 +113,9 @@ class Launched:
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, by rank."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def tell(self, value: Any) -> None:
         dist.broadcast_object_list([value])
@@ -132,14 +132,14 @@ class Launched:
         """The life of all processes but rank 0's: its jobs, until it ends."""
         world: LaunchedWorld | None = None
         while True:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told)
-            if world is not None and (told[0] is None or world.device != told[0][2]):
+            message: list[Any] = [None]
+            dist.broadcast_object_list(message)
+            if world is not None and (message[0] is None or world.device != message[0][2]):
                 world.close()
                 world = None
-            if told[0] is None:
+            if message[0] is None:
                 return
-            job, *about = told[0]
+            job, *about = message[0]
             world = world or LaunchedWorld(self, *about)
             with suppress(Blamed):
                 world.run(job)

@@ -112,11 +112,15 @@ class _Entrant:
 
     def run_timed(self, *, keep: bool) -> None:
         """One run, all ranks starting together."""
-        run, before = self._ready(), self.running.traffic()
-        seconds, after = run(), self.running.traffic()
+        run, traffic_before = self._ready(), self.running.traffic()
+        seconds, traffic_after = run(), self.running.traffic()
         if keep:
             self.seconds.append(seconds)
-            self.waited.append(before and after and after.since(before).waited_seconds)
+            self.waited.append(
+                traffic_before
+                and traffic_after
+                and traffic_after.since(traffic_before).waited_seconds
+            )
 
     def figures(self) -> Figures:
         waited = [seconds for seconds in self.waited if seconds is not None]
@@ -134,24 +138,24 @@ class _Entrant:
             self.build_seconds,
         )
 
-    def _build(self, what: str, run: Callable[[], Any]) -> Any:
+    def _build(self, stage: str, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        made = run()
+        result = run()
         self._settle()
-        self.build_seconds[what] = time.perf_counter() - start
-        return made
+        self.build_seconds[stage] = time.perf_counter() - start
+        return result
 
-    def _mine(self, whole: Tensor) -> Tensor:
-        return self.layout.shard(whole, self.rank).to(self.case.device).contiguous()
+    def _mine(self, whole_tensor: Tensor) -> Tensor:
+        return self.layout.shard(whole_tensor, self.rank).to(self.case.device).contiguous()
 
     def _checked(self, inputs: Inputs) -> dict[str, float]:
         """Errors of the first run, whose forward pass is timed as well."""
         leaves = self._leaves()
         self._level()
-        found = [self._build("first_call", lambda: self.running.attend(*leaves))]
+        results = [self._build("first_call", lambda: self.running.attend(*leaves))]
         if self.case.which != "forward":
-            found += torch.autograd.grad(found[0], leaves, self._mine(inputs.checked_dout()))
-        return inputs.errors(dict(zip(NAMES, found, strict=False)), self.layout, self.rank)
+            results += torch.autograd.grad(results[0], leaves, self._mine(inputs.checked_dout()))
+        return inputs.errors(dict(zip(NAMES, results, strict=False)), self.layout, self.rank)
 
     def _counted(
         self,
@@ -160,32 +164,32 @@ class _Entrant:
         those nobody could count; what each NIC sends; and how many bytes are held at most.
         """
         counter = CountOperations()
-        before: list[tuple[Traffic | None, tuple[NicTraffic, ...]]] = []
+        counts_before: list[tuple[Traffic | None, tuple[NicTraffic, ...]]] = []
 
         def counted() -> None:
             run = self._ready()
             counter.clear()
-            before.append((self.running.traffic(), self._counters()))
+            counts_before.append((self.running.traffic(), self._counters()))
             self._level()
             run()
 
         with counter:
             peak = peak_bytes(counted, self.case.device)
         self._level()
-        ((mine, nics),) = before
-        sent = tuple(b.since(a) for a, b in zip(nics, self._counters(), strict=True))
-        after = self.running.traffic()
-        if mine is None or after is None:
-            return counter.traffic(), tuple(counter.unknown), sent, peak
-        return after.since(mine), (), sent, peak
+        ((traffic_before, nics),) = counts_before
+        nic_traffic = tuple(b.since(a) for a, b in zip(nics, self._counters(), strict=True))
+        traffic_after = self.running.traffic()
+        if traffic_before is None or traffic_after is None:
+            return counter.traffic(), tuple(counter.unknown), nic_traffic, peak
+        return traffic_after.since(traffic_before), (), nic_traffic, peak
 
     def _ready(self) -> Callable[[], Seconds]:
         """The case's pass, to be run once; every rank is ready."""
         leaves, which = self._leaves(), self.case.which
-        done = self.running.attend(*leaves) if which == "backward" else None
+        forward_result = self.running.attend(*leaves) if which == "backward" else None
 
         def run() -> Seconds:
-            start, out = time.perf_counter(), done
+            start, out = time.perf_counter(), forward_result
             if out is None:
                 out = self.running.attend(*leaves)
                 self._settle()
@@ -201,15 +205,15 @@ class _Entrant:
 
     def _leaves(self) -> tuple[Tensor, ...]:
         """q, k, v, with a graph to come where a gradient is wanted."""
-        wanted = self.case.which != "forward"
-        return tuple(x.detach().requires_grad_(wanted) for x in self.operands)
+        needs_gradient = self.case.which != "forward"
+        return tuple(x.detach().requires_grad_(needs_gradient) for x in self.operands)
 
     def _counters(self) -> tuple[NicTraffic, ...]:
         """Return what each host's NIC has sent so far, if this rank can tell."""
         return self.site.counters() if self.site else ()
 
     def _settle(self) -> None:
-        """Return when the device has done what it was given."""
+        """Wait until the device has finished all its work."""
         if self.case.device == "cuda":
             torch.cuda.synchronize()
 

@@ -155,9 +155,9 @@ def absent(name: str) -> str | None:
     """Why a kernel of OTHERS cannot run; None of all others."""
     if name not in OTHERS:
         return None
-    module, what = OTHERS[name]
-    here = "here, but without an adapter" if find_spec(module) else "not installed"
-    return f"{module} is {here}; {what}"
+    module, reason = OTHERS[name]
+    state = "here, but without an adapter" if find_spec(module) else "not installed"
+    return f"{module} is {state}; {reason}"
 
 
 def kernel(name: str) -> ProviderKernel | DenseKernel:
@@ -168,9 +168,10 @@ def kernel(name: str) -> ProviderKernel | DenseKernel:
         kernel_of(name)  # refused if it is none
     if name in PROVIDERS or name in OTHERS or is_outside(name):
         return ProviderKernel(name)
-    known = ", ".join([*PROVIDERS, *DENSE, *OTHERS])
+    known_names = ", ".join([*PROVIDERS, *DENSE, *OTHERS])
     raise ValueError(
-        f"kernel {name!r} is not known; take one of {known}, or write module:name or FILE.py:name"
+        f"kernel {name!r} is not known; take one of {known_names}, or write "
+        "module:name or FILE.py:name"
     )
 
 

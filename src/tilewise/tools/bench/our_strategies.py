@@ -39,21 +39,23 @@ class Planned(NamedTuple):
 
 def from_file(path: str, setting: _Setting) -> Planned:
     """The plan that to_json wrote, or the candidate that tilewise plan wrote."""
-    case, found = setting.case, load_plan(path)
-    if isinstance(found, tw.Plan):
-        if found.world_size != case.world_size:
-            raise ValueError(f"{path} is for {found.world_size} ranks, not {case.world_size}")
-        return Planned(found, setting.layout)
-    for what, told, wanted in (
-        ("ranks", found.world_size, case.world_size),
-        ("tokens", found.work.num_tokens, case.num_tokens),
-        ("heads", (found.work.num_heads, found.work.num_kv_heads), case.heads[:2]),
-        ("mask", found.work.mask, setting.mask),
+    case, loaded = setting.case, load_plan(path)
+    if isinstance(loaded, tw.Plan):
+        if loaded.world_size != case.world_size:
+            raise ValueError(f"{path} is for {loaded.world_size} ranks, not {case.world_size}")
+        return Planned(loaded, setting.layout)
+    for name, found_value, case_value in (
+        ("ranks", loaded.world_size, case.world_size),
+        ("tokens", loaded.work.num_tokens, case.num_tokens),
+        ("heads", (loaded.work.num_heads, loaded.work.num_kv_heads), case.heads[:2]),
+        ("mask", loaded.work.mask, setting.mask),
     ):
-        if told != wanted:
-            raise ValueError(f"{path} is for {what} {told}, not {wanted}; plan for this case")
-    same = found.backward_plan == found.plan
-    return Planned(found.plan, found.layout, None if same else found.backward_plan)
+        if found_value != case_value:
+            raise ValueError(
+                f"{path} is for {name} {found_value}, not {case_value}; plan for this case"
+            )
+    one_plan = loaded.backward_plan == loaded.plan
+    return Planned(loaded.plan, loaded.layout, None if one_plan else loaded.backward_plan)
 
 
 class _Setting:
@@ -66,7 +68,7 @@ class _Setting:
 
     @cached_property
     def layout(self) -> tw.Layout:
-        """The case's; "own": what levels the mask's work."""
+        """The case's layout; "own" is the one that levels the mask's work."""
         return LAYOUTS[self.case.layout](self.mask, self.case.num_tokens, self.n)
 
     def two(self, name: str, *, nodes: bool = False) -> tuple[int, int]:
@@ -98,29 +100,29 @@ class _Setting:
         """
         n, heads, node = self.n, self.case.heads[:2], self.case.network.ranks_per_host
         legal = degrees(n, *heads) if by_heads else divisors(n)
-        left = ((d, min(near_square(n // d)) if two_levels else n // d) for d in legal)
-        legal = [d for d, inner in left if d > 1 and inner > 1]
-        what = "a product of two, as 4 or 6," if two_levels else "two or more"
+        inner_ranks = ((d, min(near_square(n // d)) if two_levels else n // d) for d in legal)
+        legal = [d for d, inner in inner_ranks if d > 1 and inner > 1]
+        product_text = "a product of two, as 4 or 6," if two_levels else "two or more"
         if self.ulysses_degree is not None:
             if self.ulysses_degree in legal:
                 return self.ulysses_degree
             raise ValueError(
                 f"{name}: ulysses_degree ({self.ulysses_degree}) must be above 1, divide the ranks "
-                f"({n}) with {what} left over, and the heads ({heads[0]}:{heads[1]}); "
+                f"({n}) with {product_text} left over, and the heads ({heads[0]}:{heads[1]}); "
                 f"{', '.join(map(str, legal)) or 'nothing'} would do"
             )
-        wanted = node if 1 < node < n else n // 2
-        if found := [d for d in legal if d <= wanted] or legal[:1]:
-            return max(found)
-        suits = "and the heads " if by_heads else ""
+        preferred = node if 1 < node < n else n // 2
+        if lower_degrees := [d for d in legal if d <= preferred] or legal[:1]:
+            return max(lower_degrees)
+        heads_text = "and the heads " if by_heads else ""
         raise ValueError(
-            f"{name} needs a degree above 1 that divides the ranks ({n}) with {what} left over, "
-            f"{suits}({heads[0]}:{heads[1]})"
+            f"{name} needs a degree above 1 that divides the ranks ({n}) with {product_text} left "
+            f"over, {heads_text}({heads[0]}:{heads[1]})"
         )
 
 
 def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
-    """The plan of a strategy that one takes when in doubt."""
+    """The usual plan of a strategy for a case."""
     if strategy.decodes:
         raise ValueError(
             f"{strategy.name} is for decoding: its queries are a few tokens that every rank holds"
@@ -137,32 +139,33 @@ def _usual(strategy: catalog.StrategyEntry, setting: _Setting) -> Planned:
 
 
 def _of_tiles(setting: _Setting, degree: int = 1) -> Planned:
-    """Return the mesh, split by heads first, whose busiest rank sends least in what the case runs;
-    all tile shapes are compared. Under heads a tile is no row and no column of shards: that would
-    be a ring.
+    """Return the mesh whose busiest rank sends least in the passes that the case runs.
+
+    All tile shapes are compared. Under a split by heads a tile of one row or column is left out,
+    because it would be a ring.
     """
     layout, n = setting.layout, setting.n // degree
     work = setting.work(layout)
     kv_bytes = max(setting.kv_bytes, 2 * degree / setting.case.num_heads)
 
-    def made(q_tile: int) -> tw.Plan:
+    def make_plan(q_tile: int) -> tw.Plan:
         inner = tw.mesh(n, q_tile, kv_bytes=kv_bytes)
         return tw.ulysses(degree, inner) if degree > 1 else inner
 
     shapes = tile_sizes(n) if degree > 1 else divisors(n)
 
-    def sent(plan: tw.Plan) -> tuple[int, int]:
+    def sent_bytes(plan: tw.Plan) -> tuple[int, int]:
         by_rank = setting.case.timed(*tw.volume(plan, work))
         return max(by_rank), sum(by_rank)
 
-    return Planned(min(map(made, shapes), key=sent), layout)
+    return Planned(min(map(make_plan, shapes), key=sent_bytes), layout)
 
 
 def _mask_aware(strategy: catalog.MaskAwareEntry, setting: _Setting) -> Planned:
-    """On the layout where it is at home, unless the case says which."""
+    """The plan of a mask-aware strategy, on its own best layout unless the case names one."""
     mask, num_tokens, kv_bytes = setting.mask, setting.case.num_tokens, setting.kv_bytes
-    own = strategy.levels and setting.case.layout == "own"
-    at_home = strategy.layout(mask, num_tokens, setting.n, kv_bytes) if own else None
+    use_own_layout = strategy.levels and setting.case.layout == "own"
+    at_home = strategy.layout(mask, num_tokens, setting.n, kv_bytes) if use_own_layout else None
     layout = at_home or setting.layout
     return Planned(strategy.plan(mask, layout, kv_bytes), layout)
 
@@ -208,10 +211,10 @@ COMPOSED: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyTy
         "ulysses_mesh": _ulysses_mesh,
     }
 )
-"""Those that compose plans, and another form of one of the catalog's."""
+"""Strategies that compose plans, and other forms of strategies of the catalog."""
 
 HYBRIDS = ("hierarchical", "ulysses_ring", "ulysses_double_ring", "ulysses_mesh")
-"""Those of which ulysses_degree says how many ranks work together inside a node."""
+"""Strategies in which ulysses_degree is the number of ranks that work together inside a node."""
 
 
 STRATEGIES: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxyType(
@@ -222,7 +225,7 @@ STRATEGIES: Mapping[str, Callable[[_Setting], tw.Plan | Planned]] = MappingProxy
         "auto": _auto,
     }
 )
-"""What each name means for a case; of a plan alone, on the case's layout."""
+"""Function of each name: a case's plan and layout, or a plan alone, on the case's layout."""
 
 
 @dataclass(frozen=True)
@@ -265,19 +268,19 @@ class Strategy:
         """Its plan and layout."""
         setting = _Setting(case, case.make_mask() if mask is None else mask, self.ulysses_degree)
         if self.text in STRATEGIES:
-            made = STRATEGIES[self.text](setting)
+            plan = STRATEGIES[self.text](setting)
         elif self.text.endswith(".json"):
-            made = from_file(self.text, setting)
+            plan = from_file(self.text, setting)
         else:
-            read = _outside_plan if is_outside(self.text) else read_plan
-            made = read(self.text, case.world_size)
-        planned = made if isinstance(made, Planned) else Planned(made, setting.layout)
+            read_text = _outside_plan if is_outside(self.text) else read_plan
+            plan = read_text(self.text, case.world_size)
+        planned = plan if isinstance(plan, Planned) else Planned(plan, setting.layout)
         forward, _ = setting.work(planned.layout).resolve(planned.plan)
         return planned._replace(plan=forward.plan)
 
     @lru_cache(maxsize=8)  # noqa: B019 - a frozen value: equal ones share what they find
     def asked(self, case: BenchCase) -> tuple[Planned, tw.Workload]:
-        """For questions before a run, which come several at a time; ranks plan for themselves."""
+        """The plan and workload for questions before a run. Ranks plan again for themselves."""
         mask = case.make_mask()
         planned = self.planned(case, mask)
         wire = read_wire(self.wire or NO_WIRE)
@@ -294,23 +297,23 @@ class Strategy:
     def predict(self, case: BenchCase, machine: tw.Machine) -> Prediction:
         """Return the times that the simulator expects and the bytes of tw.volume."""
         (plan, _, backward), work = self.asked(case)
-        replayed = tw.simulate(plan, work, machine, backward)
+        simulation = tw.simulate(plan, work, machine, backward)
         seconds, exposed = case.timed(
             *(
-                (one.seconds, max(use.exposed_seconds for use in one.ranks))
-                for one in (replayed.forward, replayed.backward)
+                (timeline.seconds, max(use.exposed_seconds for use in timeline.ranks))
+                for timeline in (simulation.forward, simulation.backward)
             )
         )
-        sent = max(case.timed(*tw.volume(plan, work, backward)))
-        return Prediction(replayed.peak_bytes, seconds, exposed, sent, plan.name)
+        sent_bytes = max(case.timed(*tw.volume(plan, work, backward)))
+        return Prediction(simulation.peak_bytes, seconds, exposed, sent_bytes, plan.name)
 
     def prepare(self, case: BenchCase, rank: int, group: Any) -> _Prepared:
         mask = case.make_mask()
         planned = self.planned(case, mask)
         wire, transport = read_wire(self.wire or NO_WIRE), WatchedTransport(transport_for(group))
-        words = {**planned._asdict(), "mask": mask, "wire": wire, "prune": self.prune}
-        words |= {"kernel": self.kernel and kernel_of(self.kernel), "group": transport}
-        return _Prepared(case.num_heads, words)
+        arguments = {**planned._asdict(), "mask": mask, "wire": wire, "prune": self.prune}
+        arguments |= {"kernel": self.kernel and kernel_of(self.kernel), "group": transport}
+        return _Prepared(case.num_heads, arguments)
 
 
 @dataclass(frozen=True)
@@ -337,8 +340,8 @@ class _Prepared:
 
 def _outside_plan(text: str, n: int) -> tw.Plan:
     """The plan of a file outside the package: a plan, or what a function of n returns."""
-    found = load(text)
-    plan = found if isinstance(found, tw.Plan) else found(n)
+    loaded = load(text)
+    plan = loaded if isinstance(loaded, tw.Plan) else loaded(n)
     return require_type(tw.Plan, text, plan, "tw.ring(n)")
 
 

@@ -32,12 +32,12 @@ def read_results(path: str | Path) -> ResultsFile:
         data = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    found = _parsed(data, path)
-    if data.strip() and not found.rows:
+    results = _parsed(data, path)
+    if data.strip() and not results.rows:
         raise ValueError(
             f"{path} holds no rows of a benchmark; give a file that tilewise bench made"
         )
-    return found
+    return results
 
 
 class Results:
@@ -68,8 +68,8 @@ class Results:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
             data = file.read()
-            found = _parsed(data, self.path)
-            if data.strip() and not found.rows and b"\n" in data:
+            results = _parsed(data, self.path)
+            if data.strip() and not results.rows and b"\n" in data:
                 raise ValueError(
                     f"{self.path} holds no rows of a benchmark; name another file with -o"
                 )
@@ -83,8 +83,8 @@ class Results:
             file.close()
             raise
         self._file = file
-        self.rows = {row["key"]: row for row in found.rows}
-        self.num_lost = found.num_lost
+        self.rows = {row["key"]: row for row in results.rows}
+        self.num_lost = results.num_lost
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,8 +108,8 @@ class Results:
 def _parsed(data: bytes, path: str | Path) -> ResultsFile:
     rows: dict[str, Row] = {}
     num_lost = 0
-    whole, _, torn = data.rpartition(b"\n")
-    for number, line in enumerate(whole.split(b"\n"), 1):
+    whole_lines, _, torn = data.rpartition(b"\n")
+    for number, line in enumerate(whole_lines.split(b"\n"), 1):
         row = _row(line)
         if row is not None:
             kind = row.get("kind")

@@ -95,8 +95,8 @@ def _about(entry: PlannedRow) -> Row:
 def _of_all(values: Iterable[T | None]) -> list[T]:
     """Return the values of all ranks; nothing if one rank does not know its own."""
     every = list(values)
-    found = [value for value in every if value is not None]
-    return found if len(found) == len(every) else []
+    known_values = [value for value in every if value is not None]
+    return known_values if len(known_values) == len(every) else []
 
 
 def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> Row:
@@ -106,7 +106,7 @@ def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> R
         *([max(times) for times in zip(*run, strict=True)] for run in runs), strict=True
     )
     waits = _of_all(rank.waited for rank in ranks)
-    whole = case.which == "both"
+    has_both_passes = case.which == "both"
     return {
         "seconds": list(seconds),
         "median_seconds": median(seconds),
@@ -116,8 +116,8 @@ def _times(case: BenchCase, ranks: Sequence[Figures], by_rank: list[float]) -> R
         "mean_rank_seconds": fmean(by_rank),
         "fastest_rank_seconds": min(by_rank),
         "exposed_seconds": median(map(max, zip(*waits, strict=True))) if waits else None,
-        "forward_median_seconds": median(forward) if whole else None,
-        "backward_median_seconds": median(backward) if whole else None,
+        "forward_median_seconds": median(forward) if has_both_passes else None,
+        "backward_median_seconds": median(backward) if has_both_passes else None,
     }
 
 
@@ -157,19 +157,19 @@ def _bytes(ranks: Sequence[Figures]) -> Row:
     """Return the bytes that one run sent, if they could be counted."""
     unknown = sorted({name for rank in ranks for name in rank.uncounted})
     traffic = _of_all(rank.traffic for rank in ranks)
-    sent = [sum(one.bytes_to.values()) for one in traffic]
-    messages = [one.messages for one in traffic]
+    bytes_by_rank = [sum(rank_traffic.bytes_to.values()) for rank_traffic in traffic]
+    messages = [rank_traffic.messages for rank_traffic in traffic]
     links = {
         f"{src}>{dst}": count
-        for src, one in enumerate(traffic)
-        for dst, count in sorted(one.bytes_to.items())
+        for src, rank_traffic in enumerate(traffic)
+        for dst, count in sorted(rank_traffic.bytes_to.items())
     }
     figures = {
-        "bytes_by_rank": sent,
+        "bytes_by_rank": bytes_by_rank,
         "bytes_by_link": links,
         "messages_by_rank": messages,
-        "bytes_max_rank": max(sent, default=0),
-        "bytes_total": sum(sent),
+        "bytes_max_rank": max(bytes_by_rank, default=0),
+        "bytes_total": sum(bytes_by_rank),
         "bytes_max_link": max(links.values(), default=0),
         "messages_max_rank": max(messages, default=0),
     }

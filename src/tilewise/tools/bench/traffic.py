@@ -131,21 +131,21 @@ class CountOperations(TorchDispatchMode):
             self._sent.add(_ranks(group)[peer], _nbytes(args[0]))
         elif family := next((x for x in SHARES if flat.startswith(x)), None):
             group = args[-1] if functional else next(x for x in args if _is_group(x))
-            sent = args[0] if functional or family == "allreduce" else args[1]
+            operand = args[0] if functional or family == "allreduce" else args[1]
             splits = args[2] if functional else args[4:5]
-            self._collective(family, _ranks(group), sent, splits)
+            self._collective(family, _ranks(group), operand, splits)
         elif not flat.startswith(UNCOUNTED):
             self.unknown.add(name)
 
-    def _collective(self, family: str, ranks: list[int], sent: Any, splits: Any) -> None:
+    def _collective(self, family: str, ranks: list[int], operand: Any, splits: Any) -> None:
         n = len(ranks)
-        each = [SHARES[family](n) * _nbytes(sent)] * n
-        if family == "alltoall" and not isinstance(sent, Tensor):
-            each = [_nbytes(part) for part in sent]
+        each = [SHARES[family](n) * _nbytes(operand)] * n
+        if family == "alltoall" and not isinstance(operand, Tensor):
+            each = [_nbytes(part) for part in operand]
         elif family == "alltoall":
             rows = splits[0] if splits and isinstance(splits[0], list | tuple) else splits
             if rows and sum(rows):
-                each = [_nbytes(sent) * count / sum(rows) for count in rows]
+                each = [_nbytes(operand) * count / sum(rows) for count in rows]
         for rank, num_bytes in zip(ranks, each, strict=True):
             if rank != dist.get_rank():
                 self._sent.add(rank, round(num_bytes))

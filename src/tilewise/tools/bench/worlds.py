@@ -69,12 +69,12 @@ class World:
         self._answers: Answers | None = None
 
     def run(
-        self, job: Job, tell: Callable[[int], object] = lambda _: None
+        self, job: Job, progress: Callable[[int], object] = lambda _: None
     ) -> list[tuple[Figures, ...]]:
         """Per contender the figures of every rank.
 
         Args:
-            tell: called with the contender whose turn it is.
+            progress: called with the contender whose turn it is.
         Raises:
             Blamed: when a rank failed; the next run starts new processes.
         """
@@ -85,7 +85,7 @@ class World:
                 next(self._answers)
             answers = self._answers.send(job)
             while isinstance(answers[0], int):
-                tell(at := answers[0])
+                progress(at := answers[0])
                 answers = next(self._answers)
             return list(zip(*answers, strict=True))
         except RankError as error:
@@ -156,7 +156,7 @@ def _judged(failures: tuple[RankFailure, ...]) -> tuple[str, str]:
 
 def _last_line(failure: RankFailure) -> str:
     """The line that names the exception; of other failures, what is said of them."""
-    named = re.findall(
+    exception_lines = re.findall(
         r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", failure.text, re.M
     )
-    return (named or failure.text.strip().splitlines() or [failure.kind])[-1][:500]
+    return (exception_lines or failure.text.strip().splitlines() or [failure.kind])[-1][:500]

@@ -44,7 +44,7 @@ def shared_cores(prober: Prober, node_size: int) -> Cores:
 
 
 def _together(prober: Prober, ranks: int) -> float:
-    """Seconds of the same kernels on each of so many ranks at once, of the slowest."""
+    """Seconds of the same kernels on several ranks at once, of the slowest rank."""
     q, k, v = torch.randn(3, ROWS, 1, HEADS, WIDTH)
     kernel = kernel_for("cpu", q.dtype, WIDTH)
     call = KernelCall(((0, ROWS),), ((0, ROWS),), Kind.FULL)
@@ -84,8 +84,8 @@ class Prober:
     def everyone(self, value: float) -> list[float]:
         """Every rank's number, by rank."""
         record = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
-        found = self.transport.gather_records(record)
-        return [float(x.view(torch.float64)) for x in found]
+        records = self.transport.gather_records(record)
+        return [float(x.view(torch.float64)) for x in records]
 
     def text(self, text: str) -> str:
         """Rank 0's text, on all ranks."""
@@ -104,9 +104,9 @@ class Prober:
         while size < LARGEST:
             if self._one_way(a, b, size, 3) > LONG:
                 long = SLOW * size
-                more = self._one_way(a, b, 2 * long, 4) - self._one_way(a, b, long, 4)
-                if more > SLOW / 2 * LONG:  # else one message was held up
-                    return Link(long / more, latency)
+                longer_seconds = self._one_way(a, b, 2 * long, 4) - self._one_way(a, b, long, 4)
+                if longer_seconds > SLOW / 2 * LONG:  # else one message was held up
+                    return Link(long / longer_seconds, latency)
             size *= 2
         seconds = self._one_way(a, b, size, 10)
         return Link(size / max(seconds - latency, seconds / 10), latency)
@@ -141,12 +141,12 @@ class Prober:
     def _usage(self, work: Callable[[], object], rounds: int) -> Usage:
         """Per other rank, once warm; of the median rank."""
         work()
-        taken: list[tuple[float, float]] = []
+        times: list[tuple[float, float]] = []
         for _ in range(rounds):
-            own, whole = time.thread_time(), time.process_time()
+            thread_start, process_start = time.thread_time(), time.process_time()
             work()
-            taken.append((time.thread_time() - own, time.process_time() - whole))
-        typical = (statistics.median(x) / (self.world_size - 1) for x in zip(*taken, strict=True))
+            times.append((time.thread_time() - thread_start, time.process_time() - process_start))
+        typical = (statistics.median(x) / (self.world_size - 1) for x in zip(*times, strict=True))
         return Usage(*(statistics.median(self.everyone(x)) for x in typical))
 
     def _one_way(self, a: int, b: int, size: int, turns: int) -> float:

@@ -48,25 +48,27 @@ class Settings(NamedTuple):
 
 
 def calibrate(
-    group: Any = None, settings: Settings | None = None, tell: Callable[[str], None] | None = None
+    group: Any = None,
+    settings: Settings | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Machine:
     """Measure this machine; every rank of the group calls it and gets the same Machine.
 
     Args:
         group: as for attention; two ranks at least, those of a host neighbours.
-        tell: called on every rank with what is measured next.
+        progress: called on every rank with what is measured next.
     Raises:
         ValueError: if the group has one rank, or node_size does not divide it.
     """
-    return last(calibration(group, settings), tell or (lambda _: None))
+    return last(calibration(group, settings), progress or (lambda _: None))
 
 
-def last(steps: Iterable[str | Machine], tell: Callable[[str], object]) -> Machine:
-    """The machine that a calibration ends with; what it measures next is told before."""
+def last(steps: Iterable[str | Machine], progress: Callable[[str], object]) -> Machine:
+    """Run a calibration to its end and return the machine; progress gets each step's name."""
     for step in steps:
         if isinstance(step, Machine):
             return step
-        tell(step)
+        progress(step)
     raise AssertionError("a calibration ends with its machine")
 
 
@@ -89,15 +91,17 @@ def calibration(group: Any = None, settings: Settings | None = None) -> Iterator
     yield "messages"
     usages = prober.usage(SMALL, 30), prober.usage(BULK, 6)
     agree = prober.agreement(RECORD_BYTES)
-    found: list[tuple[TimedTrial, float]] = []
+    timed_trials: list[tuple[TimedTrial, float]] = []
     if cores is not None and between is None:
         yield "whole calls"
-        found = [(one, run_trial(prober, one)) for one in trials(n, settings.dtypes[0])]
+        timed_trials = [
+            (trial, run_trial(prober, trial)) for trial in trials(n, settings.dtypes[0])
+        ]
     text = ""
     if prober.rank == 0:
         machine = _machine(settings, tables, executor, inside, between)
         machine = _with_messages(replace(machine, agree_seconds=agree), cores, *usages)
-        text = fitted(machine, found).to_toml()
+        text = fitted(machine, timed_trials).to_toml()
     yield read_machine(prober.text(text), settings.name)
 
 
@@ -130,8 +134,8 @@ def _machine(
     between: Link | None,
 ) -> Machine:
     """All but what messages keep busy."""
-    known = inside or between
-    assert known is not None
+    any_link = inside or between
+    assert any_link is not None
     assumed = "" if between else " One host: between nodes is as inside."
     memory_bytes = (
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -141,8 +145,8 @@ def _machine(
     return Machine(
         settings.name,
         settings.node_size or HOST,
-        known,
-        between or known,
+        any_link,
+        between or any_link,
         tuple(tables),
         **executor,
         memory_bytes=memory_bytes,
@@ -230,10 +234,10 @@ def run_trial(prober: Prober, trial: TimedTrial) -> float:
     plan, work, _ = trial
     layout = work.layout_for(plan.world_size)
     shape = layout.size(prober.rank), work.num_heads, work.head_dim
-    made = torch.randn(4, *shape, device=prober.device).to(getattr(torch, work.dtype))
-    q, k, v = (x.detach().requires_grad_() for x in made[:3])
+    operands = torch.randn(4, *shape, device=prober.device).to(getattr(torch, work.dtype))
+    q, k, v = (x.detach().requires_grad_() for x in operands[:3])
     words = {"plan": plan, "layout": layout, "mask": work.mask, "group": prober.transport}
-    return prober.slowest(lambda: attention(q, k, v, **words).backward(made[3]), REPEATS)
+    return prober.slowest(lambda: attention(q, k, v, **words).backward(operands[3]), REPEATS)
 
 
 def fitted(machine: Machine, measured: list[tuple[TimedTrial, float]]) -> Machine:

@@ -74,12 +74,12 @@ CUDA = Sizes((64, 256, 1024, 4096, 16384), (64, 128), 8, 1 << 28)
 
 def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -> list[KernelSpeed]:
     """The forward and the backward pass of a dtype and head_dim."""
-    heads, rows, most = sizes.num_heads, sizes.rows, sizes.most
+    heads, rows, most_cells = sizes.num_heads, sizes.rows, sizes.most
     seconds = partial(_tile_seconds, clock, dtype, (heads, head_dim))
     launches = seconds((SMALLEST, SMALLEST))
-    side = max(m for m in rows if m * m <= most)
+    side = max(m for m in rows if m * m <= most_cells)
     squares = seconds((side, side)), seconds((side, side), Kind.CAUSAL)
-    measured = {(m, n): seconds((m, n)) for m in rows for n in rows if m * n <= most}
+    measured = {(m, n): seconds((m, n)) for m in rows for n in rows if m * n <= most_cells}
     tables = []
     for backward, launch in enumerate(launches):
         flop = Payload(bool(backward), heads, heads, head_dim, head_dim, dtype, Wires()).flop
@@ -88,14 +88,14 @@ def kernel_tables(dtype: str, head_dim: int, clock: SharedClock, sizes: Sizes) -
             """Return the speed of the measured tile that stands for one of any size: its longer
             side is cut down.
             """
-            while m * n > most:
+            while m * n > most_cells:
                 shorter = rows[rows.index(max(m, n)) - 1]
                 m, n = (shorter, n) if m >= n else (m, shorter)
-            taken = measured[m, n][backward]
-            return flop * m * n / max(taken - launches[backward], taken / 10)
+            tile_seconds = measured[m, n][backward]
+            return flop * m * n / max(tile_seconds - launches[backward], tile_seconds / 10)
 
         flops = tuple(tuple(speed(m, n) for n in rows) for m in rows)
-        full, causal = (one[backward] for one in squares)
+        full, causal = (seconds_by_pass[backward] for seconds_by_pass in squares)
         edge = max(causal / full - 0.5, 0.0) * side
         grid = tuple(map(float, rows))
         tables.append(KernelSpeed(dtype, bool(backward), grid, grid, flops, head_dim, launch, edge))

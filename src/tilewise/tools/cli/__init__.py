@@ -21,8 +21,8 @@ from tilewise.tools.cli.simulate import simulate_command
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(version("tilewise"))
         raise typer.Exit
 

@@ -65,13 +65,13 @@ def _as_json(advice: Advice) -> dict[str, Any]:
         "setting": advice.setting and _setting(advice.setting),
         "best": {
             **advice.best._asdict(),
-            "plans": [one.plan.name for one in advice.candidates],
-            "backward_plans": [one.backward_plan.name for one in advice.candidates],
+            "plans": [item.plan.name for item in advice.candidates],
+            "backward_plans": [item.backward_plan.name for item in advice.candidates],
         },
         "refused": advice.refused,
         "lost": advice.lost,
         "verdict": advice.verdict,
-        "by_ranks": [_setting(one) for one in advice.by_ranks],
+        "by_ranks": [_setting(item) for item in advice.by_ranks],
     }
 
 
@@ -109,9 +109,9 @@ def _print(
         same = candidate.plan.name == candidate.backward_plan.name
         backward = "" if same else f", backward {candidate.backward_plan.name}"
         plain(f"  {candidate.work.mask!r}: {candidate.plan.name}{backward}")
-    for what, lines in (("lost", advice.lost), ("refused", advice.refused)):
+    for label, lines in (("lost", advice.lost), ("refused", advice.refused)):
         for line in lines:
-            plain(f"{what}: {line}")
+            plain(f"{label}: {line}")
     plain(advice.verdict)
     if len(advice.by_ranks) > 1:
         plain("\nWith all devices at work, by those that share a sequence:")

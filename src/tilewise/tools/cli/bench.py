@@ -45,7 +45,7 @@ def follow(todo: list[PlannedRow], results: Results, launched: Launched | None) 
         console.print(f"{results.path}: {results.num_lost} incomplete rows dropped")
     try:
         with ending_on(LabError):
-            for row in counted(run_cases(todo, launched), [_title(one.case) for one in todo]):
+            for row in counted(run_cases(todo, launched), [_title(entry.case) for entry in todo]):
                 results.append(row)
     except KeyboardInterrupt:
         console.print(
@@ -79,15 +79,15 @@ def summary(rows: list[Row], path: Path) -> None:
 
 def _line(case: ReportCase) -> list[str]:
     first, ok = case.rows[0], case.done
-    named = [f"{row['contender']} {1000 * row['median_seconds']:.3g}" for row in ok]
+    results = [f"{row['contender']} {1000 * row['median_seconds']:.3g}" for row in ok]
     return [
         first["mask"],
         str(first["num_tokens"]),
         str(first["world_size"]),
         first["pass"],
-        named[0] if named else "",
-        named[1] if len(named) > 1 else "",
-        named[-1] if len(named) > 2 else "",
+        results[0] if results else "",
+        results[1] if len(results) > 1 else "",
+        results[-1] if len(results) > 2 else "",
         ", ".join(row["contender"] for row in ok if not row["is_exact"]),
     ]
 
@@ -172,12 +172,12 @@ def _run(kind: str, options: BenchOptions, lists: Any) -> BenchRun:
         run = preset(kind, "quick" if options.quick else "standard")
     times = {name: getattr(options, name) for name in ("repeats", "warmups", "timeout_seconds")}
     times = {name: value for name, value in times.items() if value is not None}
-    given = {"network": ["limited"] if options.limited else None, "pass": lists.passes}
+    lists_of_options = {"network": ["limited"] if options.limited else None, "pass": lists.passes}
     if options.draws is not None:
         if lists.seed:
             raise ValueError(f"--draws ({options.draws}) and --seed both say which masks; give one")
-        given["seed"] = list(range(options.draws))
-    run = run.narrowed({**{name: vars(lists).get(name) for name in FIELDS}, **given})
+        lists_of_options["seed"] = list(range(options.draws))
+    run = run.narrowed({**{name: vars(lists).get(name) for name in FIELDS}, **lists_of_options})
     return replace(run, timing=replace(run.timing, **times))
 
 

@@ -44,8 +44,8 @@ def calibrate(
 
 
 def _measured(world_size: int | None, settings: Settings) -> Machine:
-    with working("starting the ranks") as tell:
-        return last(calibrate_here(world_size, settings), tell)
+    with working("starting the ranks") as progress:
+        return last(calibrate_here(world_size, settings), progress)
 
 
 def _summary(machine: Machine) -> str:

@@ -88,10 +88,10 @@ def _table(rows: list[DemoRow]) -> Table:
     table.add_column("mask", no_wrap=True)
     for name in ("out", "dq", "dk", "dv", "sent", "formula", "msgs", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
-    before = ""
+    previous_strategy = ""
     for row in rows:
         table.add_row(
-            "" if row.strategy == before else row.strategy,
+            "" if row.strategy == previous_strategy else row.strategy,
             row.mask,
             *(f"{error:.0e}" for error in row.errors.values()),
             as_bytes(max(row.counted)),
@@ -100,5 +100,5 @@ def _table(rows: list[DemoRow]) -> Table:
             f"{1000 * row.seconds:.0f}",
             style="bold red" if row.fault else "",
         )
-        before = row.strategy
+        previous_strategy = row.strategy
     return table

@@ -15,15 +15,15 @@ def doctor(as_json: AsJson = False) -> None:
         print_json([finding._asdict() for finding in findings])
         return
     table = Table("part", "name", "here", "detail")
-    before = ""
+    previous_part = ""
     for part, name, is_here, detail in findings:
-        if before and part != before:
+        if previous_part and part != previous_part:
             table.add_section()
         table.add_row(
-            part if part != before else "",
+            part if part != previous_part else "",
             name,
             "[green]yes[/]" if is_here else "[yellow]no[/]",
             detail.replace("[", r"\["),
         )
-        before = part
+        previous_part = part
     Console().print(table)

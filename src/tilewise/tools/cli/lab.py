@@ -93,7 +93,7 @@ def run(options: LabOptions, about: CaseOptions) -> None:
             case = replace(case, network=replace(case.network, name="limited"))
             world = stack.enter_context(world_on(case.network, timing.timeout_seconds))
         tell = stack.enter_context(steps((1 + timing.repeats) * len(contenders)))
-        names = [one.name for one in contenders]
+        names = [contender.name for contender in contenders]
         rows = compete(world, case, contenders, timing, lambda turn: tell(names[turn]))
     if options.as_json:
         values = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "mbit")}
@@ -163,16 +163,16 @@ def _case(options: LabOptions, about: CaseOptions) -> BenchCase:
 def _contenders(options: LabOptions, case: BenchCase) -> list[Strategy]:
     """Every strategy with every wire; refused where the heads or the layout do not allow one."""
     texts = options.strategy or _usual(case.world_size, min(case.num_heads, case.num_kv_heads))
-    found = [
+    strategies = [
         strategy(text, wire=wire, prune=options.prune)
         for text, wire in product(texts, options.wire or [None])
     ]
-    for one in found:
+    for one in strategies:
         if reason := one.supports(case):
             raise ValueError(reason)
         (plan, _, backward_plan), work = one.asked(case)
         volume(plan, work, backward_plan)
-    return found
+    return strategies
 
 
 def _usual(n: int, heads: int) -> list[str]:

@@ -37,24 +37,24 @@ NUMBERED = 16
 WHITE = 1.0
 
 
-def as_signs(seen: MaskView) -> str:
+def as_signs(mask_view: MaskView) -> str:
     """Queries downward, keys to the right; two rows of cells a line, as letters are tall.
 
     The sign of the rank that computes a cell, "." where nothing is allowed. Beyond 36 ranks signs
     come again.
     """
-    lines = [f"    {_signs(seen.owners)}", ""]
-    for i in range(0, len(seen.owners), 2):
-        upper, lower = seen.ranks[i : i + 2][[0, -1]]
+    lines = [f"    {_signs(mask_view.owners)}", ""]
+    for i in range(0, len(mask_view.owners), 2):
+        upper, lower = mask_view.ranks[i : i + 2][[0, -1]]
         row = np.where(upper < 0, lower, upper)
-        lines.append(f"{_signs(seen.owners[i : i + 1])}   {_signs(row)}")
+        lines.append(f"{_signs(mask_view.owners[i : i + 1])}   {_signs(row)}")
     return "\n".join(lines) + "\n"
 
 
-def as_blocks(seen: MaskView, n: int) -> Text:
+def as_blocks(mask_view: MaskView, n: int) -> Text:
     """The same in colours, each letter two cells one above the other."""
-    cells = painted(seen, n)
-    owned = colours(n)[seen.owners]
+    cells = painted(mask_view, n)
+    owned = colours(n)[mask_view.owners]
     gap = np.full((len(owned), 1, 3), WHITE)
     table = np.concatenate([owned[:, None], gap, cells], 1)
     if len(table) % 2:
@@ -121,7 +121,7 @@ def mask(options: MaskOptions) -> None:
         if png and png.suffix.lower() != PNG:
             raise ValueError(f"--png ({str(png)!r}) must be a name that ends in {PNG}")
         with working(f"{name} on {options.world_size} ranks"):
-            found, layout, plan, figures = _measured(options)
+            drawn_mask, layout, plan, figures = _measured(options)
     n = options.world_size
     mean, busiest, ring = (as_bytes(figures[f"{x}_bytes"]) for x in ("mean", "busiest", "ring"))
     title = (
@@ -133,7 +133,7 @@ def mask(options: MaskOptions) -> None:
     )
     if png:
         for cells in CELLS:
-            draw(view(found, layout, cells, plan), n, title, png)
+            draw(view(drawn_mask, layout, cells, plan), n, title, png)
             if png.stat().st_size <= MOST_BYTES:
                 break
     if options.as_json:
@@ -141,7 +141,7 @@ def mask(options: MaskOptions) -> None:
     elif png:
         print_plain(f"{png}: {as_bytes(png.stat().st_size)}")
     else:
-        _print(title, view(found, layout, TEXT_CELLS, plan), n)
+        _print(title, view(drawn_mask, layout, TEXT_CELLS, plan), n)
 
 
 def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str, Any]]:
@@ -150,21 +150,21 @@ def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str
     require_range("--num-tokens", num_tokens, 1, MOST_TOKENS)
     require_range("world_size", n, 1, 1024)
     histogram(options.corpus)  # refused here, also for masks without documents
-    found = mask_of(options.name, num_tokens, options.seed, Axes(corpus=options.corpus))
+    mask = mask_of(options.name, num_tokens, options.seed, Axes(corpus=options.corpus))
     case = MaskCase(n, num_tokens, HEADS, HEADS, HEAD_DIM)
     if options.layout == "tiled":
-        plan, layout = planned(found, case, "tiled")
-        moves, uneven = load(plan, found, layout, case)
+        plan, layout = planned(mask, case, "tiled")
+        moves, uneven = load(plan, mask, layout, case)
     else:
-        layout = LAYOUTS[options.layout](found, num_tokens, n)
-        plan = needed(found, layout)
-        moves, uneven = load(plan, found, layout, case)[0], imbalance(found, layout)
-    areas = row_areas(found, num_tokens)
+        layout = LAYOUTS[options.layout](mask, num_tokens, n)
+        plan = needed(mask, layout)
+        moves, uneven = load(plan, mask, layout, case)[0], imbalance(mask, layout)
+    areas = row_areas(mask, num_tokens)
     given = options._asdict() | {"png": options.png and str(options.png)}
     del given["as_json"]
     figures = given | {
         "num_tokens": num_tokens,
-        "area": found.area((0, num_tokens), (0, num_tokens)),
+        "area": mask.area((0, num_tokens), (0, num_tokens)),
         "imbalance": uneven,
         "plan": "tiled" if options.layout == "tiled" else "needed",
         "mean_bytes": moves.mean * case.ring_bytes,
@@ -173,17 +173,17 @@ def _measured(options: MaskOptions) -> tuple[Mask, Layout, Plan | None, dict[str
         "tokens": layout.sizes,
         "areas_of_own_queries": [float(areas[layout.rows(r)].sum()) for r in range(n)],
     }
-    return found, layout, plan if options.layout == "tiled" else None, figures
+    return mask, layout, plan if options.layout == "tiled" else None, figures
 
 
-def _print(title: tuple[str, ...], seen: MaskView, n: int) -> None:
+def _print(title: tuple[str, ...], mask_view: MaskView, n: int) -> None:
     console = Console()
     for i, line in enumerate(title):
         console.print(line, style="bold" if i == 0 else "", highlight=False, markup=False)
     if console.is_terminal and console.color_system:
-        console.print(as_blocks(seen, n), soft_wrap=True)
+        console.print(as_blocks(mask_view, n), soft_wrap=True)
     else:
-        print_plain(as_signs(seen))
+        print_plain(as_signs(mask_view))
 
 
 mask_command = command_of(mask, MaskOptions)

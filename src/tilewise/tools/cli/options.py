@@ -85,12 +85,12 @@ def command_of(
     every = {name: p for signature in signatures for name, p in signature.parameters.items()}
     hints = {name: p.annotation for name, p in every.items() if name not in without}
     for name, value in usual.items():
-        shown = copy(hints[name].__metadata__[0])
-        shown.show_default = str(value)
-        hints[name] = Annotated[hints[name].__origin__, shown]
-    kept = [every[name].replace(annotation=hint) for name, hint in hints.items()]
+        option_info = copy(hints[name].__metadata__[0])
+        option_info.show_default = str(value)
+        hints[name] = Annotated[hints[name].__origin__, option_info]
+    option_parameters = [every[name].replace(annotation=hint) for name, hint in hints.items()]
     command.__name__, command.__doc__ = run.__name__.removeprefix("_"), run.__doc__
-    command.__signature__ = inspect.Signature(kept)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__signature__ = inspect.Signature(option_parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = hints
     return command
 
@@ -235,8 +235,8 @@ def read_plans(
         return aware.plan(mask, layout, kv_bytes), None
     if Path(text).suffix != PLAN_FILE:
         return read_plan(text, world_size), None
-    found = load_plan(text)
-    plan, candidate = (found, None) if isinstance(found, Plan) else (found.plan, found)
+    loaded = load_plan(text)
+    plan, candidate = (loaded, None) if isinstance(loaded, Plan) else (loaded.plan, loaded)
     if world_size not in (None, plan.world_size):
         raise ValueError(f"{text} is for {plan.world_size} ranks, but --world-size is {world_size}")
     return plan, candidate

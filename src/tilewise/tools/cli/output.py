@@ -61,8 +61,8 @@ def refusing_unwritable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = error.filename or "the output"
-        raise ValueError(f"{named} cannot be written: {error.strerror}") from None
+        path = error.filename or "the output"
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_output(path: Path, text: str) -> None:
@@ -106,12 +106,12 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     console = Console(stderr=True)
     if not console.is_terminal:
-        with _telling_late(what) as tell:
-            yield tell
+        with _telling_late(what) as progress:
+            yield progress
         return
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda text: progress.update(task, description=text)
+    with Progress(*columns, console=console, transient=True) as progress_bar:
+        task = progress_bar.add_task(what, total=None)
+        yield lambda text: progress_bar.update(task, description=text)
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def _telling_late(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Show under a bar how many of so many steps are done; call it to name the one that begins."""
+    """Show a bar of the steps that are done; call the value to name the step that begins."""
     with counting_bar() as progress:
         task = progress.add_task("starting", total=total)
         begun = count()

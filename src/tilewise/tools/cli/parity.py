@@ -53,13 +53,15 @@ def parity(
         make = load(function) if is_outside(function) else None
         if not callable(make):
             raise ValueError(f"{function!r} must be FILE.py:NAME of a function")
-        made = called(function, make)
-        if not isinstance(made, tuple) or len(made) != 3:
+        model_inputs_split = called(function, make)
+        if not isinstance(model_inputs_split, tuple) or len(model_inputs_split) != 3:
             raise ValueError(
                 f"{function} must return three things, (model, inputs, split), but returned "
-                f"{type(made).__name__}"
+                f"{type(model_inputs_split).__name__}"
             )
-        report = compare(*made, world_size=world_size, timeout=timeout, backend=backend)
+        report = compare(
+            *model_inputs_split, world_size=world_size, timeout=timeout, backend=backend
+        )
         if html:
             write_output(html, written(_page(function, world_size, report)))
     if as_json:
@@ -106,5 +108,5 @@ def _page(function: str, world_size: int, report: ParityReport) -> Page:
         Fact("ranks", str(world_size)),
     )
     lead = "A training step, split over ranks, beside the same step on one."
-    shown = tuple(x for x in sections if x.picture or x.name != "attended")
-    return Page("parity", function, lead, facts, shown, "; ".join(report.notes))
+    sections_shown = tuple(x for x in sections if x.picture or x.name != "attended")
+    return Page("parity", function, lead, facts, sections_shown, "; ".join(report.notes))

@@ -55,50 +55,57 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
         work = workload_of(about, options.world_size)
         check_writable(options.output)
-        what = f"searching plans for {options.world_size} ranks"
-        with working(what) as tell:
+        task = f"searching plans for {options.world_size} ranks"
+        with working(task) as progress:
             candidates = search(
                 work,
                 machine,
                 world_size=options.world_size,
                 memory_bytes=memory,
-                progress=lambda part: tell(f"{what}: {part}"),
+                progress=lambda part: progress(f"{task}: {part}"),
             )
-            best, shown = candidates[0], candidates[: options.top]
-            for number, candidate in enumerate(shown, 1):
-                tell(f"{what}: memory of plan {number} of {len(shown)}")
+            best, candidates_shown = candidates[0], candidates[: options.top]
+            for number, candidate in enumerate(candidates_shown, 1):
+                progress(f"{task}: memory of plan {number} of {len(candidates_shown)}")
                 _ = candidate.peak_bytes  # counted when it is first read
     if options.output is not None:
         write_output(options.output, best.to_json())
     if options.as_json:
-        print_json(_as_json(best, shown))
+        print_json(_as_json(best, candidates_shown))
     else:
-        _print(Console(), best, shown, options.output)
+        _print(Console(), best, candidates_shown, options.output)
 
 
 plan_command = command_of(plan, PlanOptions, WorkOptions, usual=SHOWN_USUAL)
 
 
-def _as_json(best: Candidate, shown: list[Candidate]) -> dict[str, Any]:
-    distances, sent = best.distances, best.sent_bytes
+def _as_json(best: Candidate, candidates_shown: list[Candidate]) -> dict[str, Any]:
+    distances, sent_bytes = best.distances, best.sent_bytes
     return {
         "candidates": [
-            {"rank": number, **one.row._asdict(), "sampled": one.sampled, "reason": one.reason}
-            for number, one in enumerate(shown, 1)
+            {
+                "rank": number,
+                **candidate.row._asdict(),
+                "sampled": candidate.sampled,
+                "reason": candidate.reason,
+            }
+            for number, candidate in enumerate(candidates_shown, 1)
         ],
         "reason": best.reason,
         "wire": str(best.wire),
         "least_compute_seconds": distances.compute_seconds,
         "least_bytes": distances.least_bytes,
         "seconds_over_least": best.seconds / distances.compute_seconds,
-        "bytes_over_least": sent / distances.least_bytes if distances.least_bytes else None,
+        "bytes_over_least": sent_bytes / distances.least_bytes if distances.least_bytes else None,
         "elsewhere": [
             {name: getattr(setting, name) for name in SETTING} for setting in nearest_settings(best)
         ],
     }
 
 
-def _print(console: Console, best: Candidate, shown: list[Candidate], output: Path | None) -> None:
+def _print(
+    console: Console, best: Candidate, candidates_shown: list[Candidate], output: Path | None
+) -> None:
     work = best.work
 
     def plain(text: str, **how: Any) -> None:
@@ -110,8 +117,8 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
         f"{work.mask!r}, {best.layout.name}" + (f", wire {best.wire}" if work.wire else ""),
         highlight=False,
     )
-    console.print(_table(shown, console.width >= NARROW))
-    if any(candidate.sampled or candidate.memory_sampled for candidate in shown):
+    console.print(_table(candidates_shown, console.width >= NARROW))
+    if any(candidate.sampled or candidate.memory_sampled for candidate in candidates_shown):
         plain("~ is of a sample of the ranks; figures of the first plan are of all.")
     plain(best.reason)
     plain(_distance(best))
@@ -128,9 +135,13 @@ def _print(console: Console, best: Candidate, shown: list[Candidate], output: Pa
         plain(f"written to {output}: tilewise.planning.load_candidate reads it")
 
 
-def _table(shown: list[Candidate], is_wide: bool) -> Table:
+def _table(candidates_shown: list[Candidate], is_wide: bool) -> Table:
     """Time and memory; where there is room also waiting, bytes over each link, and save."""
-    links = [x for x in LINKS if is_wide and any(x in one.bytes_by_link for one in shown)]
+    links = [
+        x
+        for x in LINKS
+        if is_wide and any(x in candidate.bytes_by_link for candidate in candidates_shown)
+    ]
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold")
@@ -139,31 +150,36 @@ def _table(shown: list[Candidate], is_wide: bool) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("save", no_wrap=True)
-    for number, one in enumerate(shown, 1):
-        sent = (as_bytes(one.bytes_by_link.get(link, 0)) for link in links)
+    for number, candidate in enumerate(candidates_shown, 1):
+        sent_texts = (as_bytes(candidate.bytes_by_link.get(link, 0)) for link in links)
         table.add_row(
-            *(str(number), one.strategy, f"{'~' * one.sampled}{one.seconds * 1e3:.4g}"),
-            *[f"{one.exposed_seconds * 1e3:.3g}"] * is_wide,
-            *sent,
-            f"{'~' * one.memory_sampled}{as_bytes(one.peak_bytes)}",
-            *[one.save] * is_wide,
+            *(
+                str(number),
+                candidate.strategy,
+                f"{'~' * candidate.sampled}{candidate.seconds * 1e3:.4g}",
+            ),
+            *[f"{candidate.exposed_seconds * 1e3:.3g}"] * is_wide,
+            *sent_texts,
+            f"{'~' * candidate.memory_sampled}{as_bytes(candidate.peak_bytes)}",
+            *[candidate.save] * is_wide,
             style="green" if number == 1 else None,
         )
     return table
 
 
 def _distance(best: Candidate) -> str:
-    least, sent = best.distances, best.sent_bytes
+    distances, sent_bytes = best.distances, best.sent_bytes
     text = (
-        f"Kernels alone, at their best and equally shared, take {least.compute_seconds * 1e3:.4g} "
-        f"ms, {least.compute_seconds / best.seconds:.1%} of it."
+        f"Kernels alone, at their best and equally shared, take "
+        f"{distances.compute_seconds * 1e3:.4g} ms, "
+        f"{distances.compute_seconds / best.seconds:.1%} of it."
     )
-    if not least.least_bytes:
+    if not distances.least_bytes:
         return text
     hidden = 1 - best.exposed_seconds / best.seconds
     return (
-        f"{text} Its busiest rank sends {as_bytes(sent)}; with equal shares none can do with less "
-        f"than {as_bytes(least.least_bytes)}. It is the fastest although it sends "
-        f"{sent / least.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank waits for "
-        "a message."
+        f"{text} Its busiest rank sends {as_bytes(sent_bytes)}; with equal shares none can do with "
+        f"less than {as_bytes(distances.least_bytes)}. It is the fastest although it sends "
+        f"{sent_bytes / distances.least_bytes:.3g} times as much: {hidden:.1%} of its time no rank "
+        "waits for a message."
     )

@@ -71,17 +71,19 @@ def _report(options: ReportOptions, about: WorkOptions) -> None:
             with refusing_unwritable():
                 path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path)
-        with working("reading") as tell:
-            found = read(files, csv is not None, full=options.full, tell=tell, about=described)
+        with working("reading") as progress:
+            report = read(
+                files, csv is not None, full=options.full, progress=progress, about=described
+            )
         with refusing_unwritable():
-            written = found.write(page, csv)
+            written = report.write(page, csv)
     if options.as_json:
-        print_json({"files": [str(path) for path in written], "lost_lines": found.num_lost})
+        print_json({"files": [str(path) for path in written], "lost_lines": report.num_lost})
         return
     console = Console()
-    if found.num_lost:
-        lines = "line was" if found.num_lost == 1 else "lines were"
-        console.print(f"{found.num_lost} {lines} not whole and left out", markup=False)
+    if report.num_lost:
+        lines = "line was" if report.num_lost == 1 else "lines were"
+        console.print(f"{report.num_lost} {lines} not whole and left out", markup=False)
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True, highlight=False)
 

@@ -145,13 +145,13 @@ def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload
     if planned is not None:
         return workload_of(about, plan.world_size, planned.own_work, plan.made_for)
     usual = {**SIZES, "num_tokens": str(8 * plan.world_size)}
-    if not plan.made_for:  # one that sees the mask is made for a causal one, unless told
+    if not plan.made_for:  # plans for a mask are made for a causal one by default
         usual |= {"mask": "full", "layout": "zigzag"}
     return workload_of(about.filled(usual), plan.world_size, made_for=plan.made_for)
 
 
 def code_lines(work: Workload, plan: Plan, options: ShowOptions) -> Iterator[str]:
-    """The listing of a rank's code, and what it takes."""
+    """The listing of a rank's code, with its memory and bytes."""
     code: Code = plan.code(work, options.rank or 0, options.backward)
     yield from code.listing()
     yield f"workspace: {code.num_bytes} bytes; sent: {code.bytes_sent} bytes"

@@ -50,24 +50,24 @@ def _simulate(options: SimulateOptions, about: WorkOptions) -> None:
     with refusing_bad_input():
         check_writable(options.trace)
         plan, planned = read_plans(options.plan, options.world_size, about)
-        known = planned.machine if planned and about.machine is None else None
-        machine = known or read_machine_option(about.machine)
+        candidate_machine = planned.machine if planned and about.machine is None else None
+        machine = candidate_machine or read_machine_option(about.machine)
         back = planned.backward_plan if planned else None
         if options.backward_plan is not None:
             back, _ = read_plans(options.backward_plan, plan.world_size, about)
         work = planned.own_work if planned else None
         work = workload_of(about, plan.world_size, work, plan.made_for)
         with working(f"simulating {plan.world_size} ranks of {machine.name}"):
-            found = simulate(plan, work, machine, backward_plan=back)
+            simulation = simulate(plan, work, machine, backward_plan=back)
         if options.trace is not None:
             with refusing_unwritable():
-                found.trace(options.trace)
+                simulation.trace(options.trace)
     if options.as_json:
-        print_json({name: getattr(found, name) for name in NAMES})
+        print_json({name: getattr(simulation, name) for name in NAMES})
         return
     console = Console()
     console.print(f"[bold]{plan.name}[/] on {plan.world_size} ranks of {machine.name}")
-    console.print(_table(found))
+    console.print(_table(simulation))
 
 
 simulate_command = command_of(_simulate, SimulateOptions, WorkOptions, usual=SHOWN_USUAL)
@@ -79,16 +79,22 @@ NAMES = (
 )
 
 
-def _table(found: Simulation) -> Table:
+def _table(simulation: Simulation) -> Table:
     table = table_of("", "forward", "backward")
-    passes = found.forward, found.backward
-    rows = {"time": [one.seconds for one in passes]}
-    for what in ("compute", "exposed", "idle"):
-        rows[what] = [max(getattr(u, f"{what}_seconds") for u in one.ranks) for one in passes]
-    for what, values in rows.items():
-        table.add_row(what, *(f"{value * 1e3:.4g} ms" for value in values))
-    for link in sorted({link for one in passes for use in one.ranks for link in use.bytes_by_link}):
-        most = [max(use.bytes_by_link.get(link, 0) for use in one.ranks) for one in passes]
-        table.add_row(f"sent {link}", *map(as_bytes, most))
-    table.add_row("memory", *map(as_bytes, found.pass_peak_bytes))
+    passes = simulation.forward, simulation.backward
+    rows = {"time": [timeline.seconds for timeline in passes]}
+    for label in ("compute", "exposed", "idle"):
+        rows[label] = [
+            max(getattr(u, f"{label}_seconds") for u in timeline.ranks) for timeline in passes
+        ]
+    for label, values in rows.items():
+        table.add_row(label, *(f"{value * 1e3:.4g} ms" for value in values))
+    for link in sorted(
+        {link for timeline in passes for use in timeline.ranks for link in use.bytes_by_link}
+    ):
+        most_texts = [
+            max(use.bytes_by_link.get(link, 0) for use in timeline.ranks) for timeline in passes
+        ]
+        table.add_row(f"sent {link}", *map(as_bytes, most_texts))
+    table.add_row("memory", *map(as_bytes, simulation.pass_peak_bytes))
     return table

@@ -49,32 +49,34 @@ def compete(
     case: BenchCase,
     strategies: Sequence[Strategy],
     timing: Timing,
-    tell: Callable[[int], object] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> list[ContestRow]:
     """Run strategies in turn within each repeat, there and back; the others against the first.
 
     Args:
         world: on the case's network.
-        tell: called with the strategy whose turn it is: once, and for every repeat.
+        progress: called with the strategy whose turn it is: once, and for every repeat.
     Raises:
         Blamed: when a rank failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "inputs"
         write_inputs(case, case.make_mask(), timing.truth_pairs, path)
-        found = world.run(Job(case, timing, tuple(strategies), str(path)), tell)
-    return rows_of(case, strategies, found)
+        answers = world.run(Job(case, timing, tuple(strategies), str(path)), progress)
+    return rows_of(case, strategies, answers)
 
 
 def rows_of(
-    case: BenchCase, strategies: Sequence[Strategy], found: Sequence[Sequence[Figures]]
+    case: BenchCase,
+    strategies: Sequence[Strategy],
+    figures_by_strategy: Sequence[Sequence[Figures]],
 ) -> list[ContestRow]:
     """One row per strategy, of what all ranks found about each."""
     times = [
         tuple(max(both for _, _, both in run) for run in zip(*seconds, strict=True))
-        for seconds in ([rank.seconds for rank in ranks] for ranks in found)
+        for seconds in ([rank.seconds for rank in ranks] for ranks in figures_by_strategy)
     ]
-    sent = [_sent(case, strategy) for strategy in strategies]
+    sent_by_host = [_sent(case, strategy) for strategy in strategies]
     bits = 8e-6 / (case.network.mbit * LINE_SHARE)
     return [
         ContestRow(
@@ -82,12 +84,14 @@ def rows_of(
             RATE_LIMITED if case.network.name == "limited" else NAMESPACES,
             seconds,
             tuple(a / b for a, b in zip(times[0], seconds, strict=True)),
-            max(sent[0]) / max(by_host) if any(by_host) else 1.0,
+            max(sent_by_host[0]) / max(by_host) if any(by_host) else 1.0,
             sum(by_host),
             sum(nic.sent_payload for nic in ranks[0].nics) or None,
             max(by_host) * bits / median(seconds),
         )
-        for strategy, ranks, seconds, by_host in zip(strategies, found, times, sent, strict=True)
+        for strategy, ranks, seconds, by_host in zip(
+            strategies, figures_by_strategy, times, sent_by_host, strict=True
+        )
     ]
 
 
@@ -119,10 +123,10 @@ def nic_bytes(
         )
     resolved = work.resolve(plan)[backward]
     plan = resolved.pruned if prune else resolved.plan
-    sent = [0] * (plan.world_size // ranks_per_host)
+    bytes_by_host = [0] * (plan.world_size // ranks_per_host)
     for rank in range(plan.world_size):
         host = rank // ranks_per_host
         for transfer in (transfer for step in plan.rank_steps(rank) for transfer in step.sends):
             if transfer.dst // ranks_per_host != host:
-                sent[host] += resolved.transfer_bytes(transfer)
-    return tuple(sent)
+                bytes_by_host[host] += resolved.transfer_bytes(transfer)
+    return tuple(bytes_by_host)

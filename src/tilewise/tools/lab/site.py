@@ -190,16 +190,16 @@ def _mac(host: int) -> str:
 def _batch(command: str, lines: list[str], namespace: str | None = None) -> str:
     """Run lines of ip or tc, in a namespace."""
     where = ["-n", namespace] if namespace else []
-    done = subprocess.run(
+    process = subprocess.run(
         [command, *where, "-batch", "-"],
         input="\n".join(lines) + "\n",
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        errors = " ".join(done.stderr.split())
+    if process.returncode:
+        errors = " ".join(process.stderr.split())
         raise LabError(f"{command} in {namespace or 'this namespace'}: {errors}")
-    return done.stdout
+    return process.stdout
 
 
 FOLDER = Path("/run/netns")  # where `ip netns` keeps them
@@ -221,13 +221,13 @@ def inside(name: str, fn: Callable[[], _Result]) -> _Result:
 
 def read_counters() -> dict[str, NicTraffic]:
     """Return the counters at the other end of every interface in the calling thread's namespace."""
-    found = {}
+    counters = {}
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]:
         interface, _, numbers = line.partition(":")
         values = [int(number) for number in numbers.split()]
         # What an interface receives the other end has sent.
-        found[interface.strip()] = NicTraffic(values[0], values[8], values[1], values[9])
-    return found
+        counters[interface.strip()] = NicTraffic(values[0], values[8], values[1], values[9])
+    return counters
 
 
 def _enter(name: str) -> None:

@@ -106,8 +106,8 @@ def report(
 def _of_rank(plan: Plan, rank: int, table: TileCalls) -> Waste:
     """All tiles of a rank, on the rows that it holds of their operands by then."""
     arrived: dict[Item, Rows | None] = {}
-    known: dict[tuple[Tile, Held], Waste] = {}
-    found: list[Waste] = []
+    waste_by_tile: dict[tuple[Tile, Held], Waste] = {}
+    wastes: list[Waste] = []
     by_head = hasattr(table.mask, "heads")
 
     def held(side: Side, tile: Tile) -> tuple[Rows, ...]:
@@ -119,11 +119,13 @@ def _of_rank(plan: Plan, rank: int, table: TileCalls) -> Waste:
         for tile in step.tiles:
             rows = held(Side.Q, tile), held(Side.KV, tile)
             alike = tile if by_head else tile._replace(heads=0)
-            if (alike, rows) not in known:
-                known[alike, rows] = waste(one.call for one in table.calls(tile, rows))
-            found.append(known[alike, rows])
+            if (alike, rows) not in waste_by_tile:
+                waste_by_tile[alike, rows] = waste(
+                    call_parts.call for call_parts in table.calls(tile, rows)
+                )
+            wastes.append(waste_by_tile[alike, rows])
         arrived |= {x.item: x.rows for x in step.recvs if x.item.role is Role.OPERAND}
-    return total(found)
+    return total(wastes)
 
 
 MESHES = 2  # tile shapes tried, those nearest to the best for a full mask
@@ -181,8 +183,8 @@ connects."""
 def imbalance(mask: Mask, layout: Layout) -> float:
     """Largest over mean area, each rank computing its own queries; 1 where nothing is allowed."""
     areas = row_areas(mask, layout.num_tokens)
-    mine = [float(areas[layout.rows(rank)].sum()) for rank in range(layout.world_size)]
-    return max(mine) * len(mine) / sum(mine) if any(mine) else 1.0
+    own_areas = [float(areas[layout.rows(rank)].sum()) for rank in range(layout.world_size)]
+    return max(own_areas) * len(own_areas) / sum(own_areas) if any(own_areas) else 1.0
 
 
 def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
@@ -208,15 +210,21 @@ def planned(mask: Mask, case: MaskCase, name: str) -> tuple[Plan, Layout]:
 
 def load(plan: Plan, mask: Mask, layout: Layout, case: MaskCase) -> tuple[RankLoad, float]:
     """Return what a plan moves, and its largest over mean area."""
-    found = moved(plan, case.workload(mask, layout))
+    moved_rows = moved(plan, case.workload(mask, layout))
     ring_bytes = max(1.0, case.ring_bytes)
-    busiest = max(*found.sent, *found.received)
-    return RankLoad(float(np.mean(found.sent)) / ring_bytes, busiest / ring_bytes), found.imbalance
+    busiest = max(*moved_rows.sent, *moved_rows.received)
+    return RankLoad(
+        float(np.mean(moved_rows.sent)) / ring_bytes, busiest / ring_bytes
+    ), moved_rows.imbalance
 
 
-def kernel_calls(plan: Plan, mask: Mask, layout: Layout, most: int = 8) -> tuple[float, Waste]:
-    """Calls per rank on average, and the waste of all: of up to `most` ranks, evenly spread."""
+MAX_RANKS = 8
+"""Ranks, evenly spread, of which `kernel_calls` counts the calls."""
+
+
+def kernel_calls(plan: Plan, mask: Mask, layout: Layout) -> tuple[float, Waste]:
+    """Calls per rank on average, and the waste of all, over at most MAX_RANKS ranks."""
     n = plan.world_size
-    ranks = sorted({i * n // most for i in range(most)}) if n > most else range(n)
+    ranks = sorted({i * n // MAX_RANKS for i in range(MAX_RANKS)}) if n > MAX_RANKS else range(n)
     waste = total(report(mask, layout, plan, ranks=ranks))
     return waste.num_calls / len(ranks), waste

@@ -39,12 +39,12 @@ class Axes(NamedTuple):
 
     def check(self) -> None:
         """Refuse values out of range, naming the axis; a corpus is read."""
-        for name, least, most in (
+        for name, lowest, highest in (
             *(("block", 1, None), ("window", 0, None), ("cap", 1, None)),
             *(("block_mean", 1, None), ("mix", 0, 1)),
         ):
             if (value := getattr(self, name)) is not None:
-                require_range(name, value, least, most)
+                require_range(name, value, lowest, highest)
         if self.density is not None and not 0 < self.density <= 1:
             raise ValueError(f"density ({self.density}) must be above 0 and at most 1")
         if self.corpus is not None:
@@ -54,8 +54,8 @@ class Axes(NamedTuple):
 
     def of(self, text: str) -> Axes:
         """Those that a mask has, so that others do not make one mask several cases."""
-        named = set(re.findall(r"\w+", text))
-        return self._replace(**{axis: None for axis in HAVE if not named & set(HAVE[axis])})
+        words = set(re.findall(r"\w+", text))
+        return self._replace(**{axis: None for axis in HAVE if not words & set(HAVE[axis])})
 
 
 USUAL = Axes()
@@ -123,8 +123,8 @@ def mask_of(text: str, num_tokens: int, seed: int = 0, axes: Axes = USUAL) -> Ma
         ValueError: in one line, saying what can be written.
     """
     if is_outside(text):
-        found = load(text)
-        mask = found if isinstance(found, Mask) else called(text, found, num_tokens)
+        loaded = load(text)
+        mask = loaded if isinstance(loaded, Mask) else called(text, loaded, num_tokens)
         if not isinstance(mask, Mask):
             raise ValueError(
                 f"mask {text} is a {type(mask).__name__}; give a mask such as tw.Causal(), or a "

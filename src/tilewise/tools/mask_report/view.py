@@ -48,7 +48,7 @@ def view(mask: Mask, layout: Layout, cells: int, plan: Plan | None = None) -> Ma
     edges = np.linspace(0, num_tokens, min(cells, num_tokens) + 1).astype(np.int64)
     sizes = np.diff(edges)
     shares = np.asarray(mask.areas(edges, edges), float) / np.outer(sizes, sizes)
-    owners = _dealt(owner_of_tokens(layout), edges, layout.world_size)
+    owners = _owners_of_cells(owner_of_tokens(layout), edges, layout.world_size)
     if plan is None:
         ranks = np.broadcast_to(owners[:, None], shares.shape)
     else:
@@ -64,7 +64,7 @@ def owner_of_tokens(layout: Layout) -> Array:
     return owner
 
 
-def _dealt(owner: Array, edges: Array, n: int) -> Array:
+def _owners_of_cells(owner: Array, edges: Array, n: int) -> Array:
     """One owner a cell, so that over neighbouring cells each has about its share of the tokens."""
     chosen = np.zeros(len(edges) - 1, np.int64)
     due = np.zeros(n)
@@ -77,17 +77,18 @@ def _dealt(owner: Array, edges: Array, n: int) -> Array:
 
 
 def _computed(plan: Plan, layout: Layout, edges: Array, owners: Array) -> Array:
-    """Return the rank that computes each cell: asked at a few of its tokens, else the owner of its
-    queries.
+    """Return the rank that computes each cell, looked up at a few of its tokens.
+
+    Cells that none of these tokens show are given to the owner of their queries.
     """
     sides = shard_layouts(plan, layout)
     (table,) = assigned(plan, 1, range(plan.world_size))
     q_shard, k_shard = (owner_of_tokens(side) for side in sides)
-    at = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
+    sampled_tokens = [edges[:-1] + (part * np.diff(edges)).astype(np.int64) for part in SAMPLES]
     ranks = np.full((len(owners), len(owners)), -1)
-    for q, k in ((q, k) for q in at for k in at):
-        found = table[np.ix_(q_shard[q], k_shard[k])]
-        ranks = np.where(ranks < 0, found, ranks)
+    for q, k in ((q, k) for q in sampled_tokens for k in sampled_tokens):
+        computing_ranks = table[np.ix_(q_shard[q], k_shard[k])]
+        ranks = np.where(ranks < 0, computing_ranks, ranks)
     return np.where(ranks < 0, owners[:, None], ranks)
 
 
@@ -124,14 +125,14 @@ def colours(n: int) -> np.ndarray:
     )
 
 
-def painted(seen: MaskView, n: int) -> np.ndarray:
+def painted(mask_view: MaskView, n: int) -> np.ndarray:
     """float [cells, cells, 3]: the colour of who computes a cell, paler where less is allowed."""
-    level = (np.ceil(seen.shares * LEVELS) - 1) / (LEVELS - 1)
-    strength = np.where(seen.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
-    return 1 - strength * (1 - colours(n)[seen.ranks])
+    level = (np.ceil(mask_view.shares * LEVELS) - 1) / (LEVELS - 1)
+    strength = np.where(mask_view.shares > 0, FAINTEST + (1 - FAINTEST) * level, 0)[..., None]
+    return 1 - strength * (1 - colours(n)[mask_view.ranks])
 
 
-def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
+def draw(mask_view: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     """Write a PNG.
 
     Args:
@@ -148,8 +149,8 @@ def draw(seen: MaskView, n: int, title: tuple[str, ...], path: Path) -> None:
     figure = Figure(figsize=(INCHES, height), dpi=DPI)
     axes = figure.add_axes((0.2 / INCHES, foot / height, side / INCHES, side / height))
     axes.axis("off")
-    axes.imshow(painted(seen, n), extent=(0, 1, 1, 0), interpolation="nearest")
-    owned = colours(n)[seen.owners]
+    axes.imshow(painted(mask_view, n), extent=(0, 1, 1, 0), interpolation="nearest")
+    owned = colours(n)[mask_view.owners]
     axes.imshow(owned[:, None], extent=(-2 * STRIP, -STRIP, 1, 0), interpolation="nearest")
     axes.imshow(owned[None], extent=(0, 1, -STRIP, -2 * STRIP), interpolation="nearest")
     axes.set(xlim=(-2 * STRIP, 1), ylim=(1, -2 * STRIP), aspect="equal")

@@ -77,11 +77,11 @@ def cost(row: Row) -> float | None:
 
 def cases(rows: Iterable[Row]) -> list[ReportCase]:
     """All cases in the order of their first rows; seconds and speeds are kept apart."""
-    found: dict[tuple, list[Row]] = {}
+    rows_by_case: dict[tuple, list[Row]] = {}
     for row in rows:
         published = row.get("library") == "LongCA-bench"
-        found.setdefault((published, *map(row.get, IDENTITY)), []).append(row)
-    return [ReportCase(mine) for mine in found.values()]
+        rows_by_case.setdefault((published, *map(row.get, IDENTITY)), []).append(row)
+    return [ReportCase(case_rows) for case_rows in rows_by_case.values()]
 
 
 def contenders(rows: Iterable[Row]) -> list[str]:
@@ -91,12 +91,12 @@ def contenders(rows: Iterable[Row]) -> list[str]:
 
 def slowdowns(every: Iterable[ReportCase]) -> dict[str, list[float]]:
     """Per contender: its time over the fastest's in each case where it has one."""
-    found: dict[str, list[float]] = {}
-    for done in (case.done for case in every):
-        for row in done:
-            ratio = (cost(row) or 0.0) / (cost(done[0]) or 1.0)
-            found.setdefault(row["contender"], []).append(ratio)
-    return found
+    ratios_by_contender: dict[str, list[float]] = {}
+    for done_rows in (case.done for case in every):
+        for row in done_rows:
+            ratio = (cost(row) or 0.0) / (cost(done_rows[0]) or 1.0)
+            ratios_by_contender.setdefault(row["contender"], []).append(ratio)
+    return ratios_by_contender
 
 
 class Facet(NamedTuple):
@@ -106,13 +106,13 @@ class Facet(NamedTuple):
     rows: list[Row]
 
 
-def facets(rows: Iterable[Row], along: str, most: int) -> list[Facet]:
+def facets(rows: Iterable[Row], along: str, max_facets: int) -> list[Facet]:
     """Those groups of rows that show best how figures change along a field.
 
     Args:
         along: "num_tokens"; "world_size", with the tokens of a rank or of all fixed; "density" or
             "block".
-        most: groups.
+        max_facets: groups.
     """
     free, fixed = {along}, [()]
     if along in ("num_tokens", "world_size"):
@@ -120,23 +120,31 @@ def facets(rows: Iterable[Row], along: str, most: int) -> list[Facet]:
     if along == "world_size":
         free |= {"hosts", "ranks_per_host"}
         fixed = [("tokens_per_rank",), ("num_tokens",)]
-    found: dict[tuple, list[Row]] = {}
-    for more in fixed:
-        names = *(name for name in IDENTITY if name not in free), *more
+    rows_by_facet: dict[tuple, list[Row]] = {}
+    for further_names in fixed:
+        names = *(name for name in IDENTITY if name not in free), *further_names
         for row in rows:
             if cost(row) and row.get(along):
-                found.setdefault((is_timed(row), names, *map(row.get, names)), []).append(row)
+                rows_by_facet.setdefault((is_timed(row), names, *map(row.get, names)), []).append(
+                    row
+                )
 
-    def interest(mine: list[Row]) -> tuple[int, ...]:
-        places, who = ({row[name] for row in mine} for name in (along, "contender"))
-        liked = sum(mine[0].get(name) in FAVOURITES for name in IDENTITY)
-        return len(places), len(who), liked, len(mine)
+    def interest(facet_rows: list[Row]) -> tuple[int, ...]:
+        values_along, contenders_here = (
+            {row[name] for row in facet_rows} for name in (along, "contender")
+        )
+        liked = sum(facet_rows[0].get(name) in FAVOURITES for name in IDENTITY)
+        return len(values_along), len(contenders_here), liked, len(facet_rows)
 
-    good = [(names, mine) for (_, names, *_), mine in found.items() if interest(mine)[0] > 1]
+    good = [
+        (names, facet_rows)
+        for (_, names, *_), facet_rows in rows_by_facet.items()
+        if interest(facet_rows)[0] > 1
+    ]
     good.sort(key=lambda one: interest(one[1]), reverse=True)
     return [
-        Facet(described({name: mine[0].get(name) for name in names}), mine)
-        for names, mine in good[:most]
+        Facet(described({name: facet_rows[0].get(name) for name in names}), facet_rows)
+        for names, facet_rows in good[:max_facets]
     ]
 
 
@@ -145,7 +153,7 @@ def described(fields: Row) -> str:
     get = fields.get
     network = "" if get("network") in ("none", "loopback") else get("network")
     speed = f" at {get('mbit'):g} Mbit/s" if get("mbit") else ""
-    said = [
+    words = [
         f"{get('mask')} mask" if get("mask") else "",
         *(f"{axis} {get(axis)}" for axis in AXES if get(axis) is not None),
         PASSES.get(get("pass") or "", get("pass")),
@@ -158,4 +166,4 @@ def described(fields: Row) -> str:
         get("dtype"),
         f"{network} network{speed}" if network else "",
     ]
-    return ", ".join(part for part in said if part)
+    return ", ".join(part for part in words if part)

@@ -77,45 +77,45 @@ def _text(name: str, value: Any) -> str:
 
 def by_contender(rows: Iterable[Row], colours: Colours) -> dict[str, list[Row]]:
     """Rows of each contender, in the order of their colours."""
-    found: dict[str, list[Row]] = {}
+    rows_by_contender: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: colours[row["contender"]]):
-        found.setdefault(row["contender"], []).append(row)
-    return found
+        rows_by_contender.setdefault(row["contender"], []).append(row)
+    return rows_by_contender
 
 
 def _masks(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["mask"] for row in rows))
 
 
-def winners(kind: str, every: list[ReportCase], colours: Colours) -> Figure:
+def winners(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure:
     """Chart of how many cases of each mask each contender wins."""
-    sizes = Counter(case.fields["mask"] for case in every)
-    fastest = [case.done[0] for case in every if case.done]
-    won = by_contender(fastest, colours)
+    sizes = Counter(case.fields["mask"] for case in all_cases)
+    fastest = [case.done[0] for case in all_cases if case.done]
+    wins_by_contender = by_contender(fastest, colours)
     parts = []
-    for name, rows in won.items():
+    for name, rows in wins_by_contender.items():
         wins = Counter(row["mask"] for row in rows)
         notes = [f"{name}\n{mask}: wins {wins[mask]}" for mask in sizes]
         parts.append(Series(name, [*sizes], [wins[mask] for mask in sizes], notes, colours[name]))
-    most = max(sizes.values())
-    ticks = [(place, str(place)) for place in range(0, most + 1, max(1, most // 5))]
-    best = max(won, key=lambda name: len(won[name]))
+    most_cases = max(sizes.values())
+    ticks = [(tick, str(tick)) for tick in range(0, most_cases + 1, max(1, most_cases // 5))]
+    best = max(wins_by_contender, key=lambda name: len(wins_by_contender[name]))
     caption = (
         f"Who is fastest in how many cases (lengths, passes, numbers of ranks) of each mask. "
-        f"{best} wins most: {len(won[best])} of {len(fastest)}."
+        f"{best} wins most: {len(wins_by_contender[best])} of {len(fastest)}."
     )
     drawing = bars(axis("cases won", ticks=ticks), "", parts)
     title = f"Winners per mask: {kind}"
     return Figure(f"winners-{kind}", title, caption, drawing, row_table(fastest))
 
 
-def support(kind: str, every: list[ReportCase], colours: Colours) -> Figure:
+def support(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure:
     """Masks by contenders: how much slower than the fastest, or why there is no figure."""
-    rows = [row for case in every for row in case.rows]
+    rows = [row for case in all_cases for row in case.rows]
     names = [name for name in colours if any(row["contender"] == name for row in rows)]
 
     def cell(mask: str, name: str) -> tuple[int, str, str]:
-        return _support(mask, name, [case for case in every if case.fields["mask"] == mask])
+        return _support(mask, name, [case for case in all_cases if case.fields["mask"] == mask])
 
     caption = (
         "How many times slower than the fastest contender of the same case (geometric mean over "
@@ -126,40 +126,40 @@ def support(kind: str, every: list[ReportCase], colours: Colours) -> Figure:
     return Figure(f"heat-{kind}", title, caption, drawing, row_table(rows))
 
 
-def _support(mask: str, name: str, mine: list[ReportCase]) -> tuple[int, str, str]:
+def _support(mask: str, name: str, mask_cases: list[ReportCase]) -> tuple[int, str, str]:
     """Level, text and note of a contender in a mask's cases."""
-    rows = [row for case in mine for row in case.rows if row["contender"] == name]
+    rows = [row for case in mask_cases for row in case.rows if row["contender"] == name]
     if not rows:
         return -1, "", f"{name}\n{mask}: not run"
-    slow = slowdowns(mine).get(name)
-    if not slow:
-        end = next((row["outcome"] for row in rows if row["outcome"] != "ok"), "failed")
-        level, text = ENDS.get(end, (FAILED, "failed"))
+    ratios = slowdowns(mask_cases).get(name)
+    if not ratios:
+        outcome = next((row["outcome"] for row in rows if row["outcome"] != "ok"), "failed")
+        level, text = ENDS.get(outcome, (FAILED, "failed"))
         reason = next((str(row["message"]) for row in rows if row.get("message")), text)
         return level, text, f"{name}\n{mask}: {reason[:120]}"
-    ratio = geometric_mean(slow)
-    note = f"{name}\n{mask}: {times(ratio)} the fastest, {len(slow)} of {len(rows)} cases done"
+    ratio = geometric_mean(ratios)
+    note = f"{name}\n{mask}: {times(ratio)} the fastest, {len(ratios)} of {len(rows)} cases done"
     if any(row.get("is_exact") is False for row in rows):
         return WRONG, times(ratio), f"{note}\nresults beyond the tolerance"
     return sum(ratio > bound for bound in BOUNDS), times(ratio), note
 
 
-def speeds(kind: str, every: list[ReportCase], colours: Colours) -> Figure | None:
+def speeds(kind: str, all_cases: list[ReportCase], colours: Colours) -> Figure | None:
     """Masks by contenders: TFLOP/s of a device, beside the best of the same mask."""
-    rows = [row for case in every for row in case.done if row.get("tflops")]
+    rows = [row for case in all_cases for row in case.done if row.get("tflops")]
     if not rows:
         return None
-    found: dict[tuple[str, str], list[float]] = {}
+    values_by_cell: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        found.setdefault((row["mask"], row["contender"]), []).append(row["tflops"])
-    medians = {place: median(values) for place, values in found.items()}
+        values_by_cell.setdefault((row["mask"], row["contender"]), []).append(row["tflops"])
+    medians = {cell_key: median(values) for cell_key, values in values_by_cell.items()}
 
     def cell(mask: str, name: str) -> tuple[int, str, str]:
         if (mask, name) not in medians:
             return -1, "", f"{name}\n{mask}: no figure"
         speed, best = medians[mask, name], max(x for (m, _), x in medians.items() if m == mask)
         text = quantity(speed * 1e12, "FLOP/s")
-        note = f"{name}\n{mask}: {text}, {len(found[mask, name])} cases"
+        note = f"{name}\n{mask}: {text}, {len(values_by_cell[mask, name])} cases"
         return sum(best / speed > bound for bound in BOUNDS), text, note
 
     names = [name for name in colours if any(row["contender"] == name for row in rows)]
@@ -173,30 +173,36 @@ def speeds(kind: str, every: list[ReportCase], colours: Colours) -> Figure | Non
 
 def memory(rows: Iterable[Row], colours: Colours) -> Figure | None:
     """Chart of the most memory that a device allocates, in the case that most contenders ran."""
-    every = cases(row for row in rows if row.get("peak_bytes") and row["outcome"] == "ok")
-    if not every:
+    cases_with_memory = cases(
+        row for row in rows if row.get("peak_bytes") and row["outcome"] == "ok"
+    )
+    if not cases_with_memory:
         return None
-    case = max(every, key=lambda case: (len(case.rows), *_size(case)))
-    mine = sorted(case.rows, key=lambda row: float(row["peak_bytes"]))
+    case = max(cases_with_memory, key=lambda case: (len(case.rows), *_size(case)))
+    case_rows = sorted(case.rows, key=lambda row: float(row["peak_bytes"]))
     parts = []
-    for row in mine:
-        name, found, planned = row["contender"], row["peak_bytes"], row.get("predicted_peak_bytes")
-        said = f", planned {quantity(planned, 'B')}" if planned is not None else ""
-        note = f"{name}\n{quantity(found, 'B')}{said}"
-        parts.append(Series(name, [name], [found], [note], colours[name]))
+    for row in case_rows:
+        name, peak_bytes, planned = (
+            row["contender"],
+            row["peak_bytes"],
+            row.get("predicted_peak_bytes"),
+        )
+        planned_text = f", planned {quantity(planned, 'B')}" if planned is not None else ""
+        note = f"{name}\n{quantity(peak_bytes, 'B')}{planned_text}"
+        parts.append(Series(name, [name], [peak_bytes], [note], colours[name]))
     names = ("contender", "peak_bytes", "predicted_peak_bytes", "median_seconds")
     drawing = bars(axis("peak above the inputs", "B"), "B", parts)
     caption = f"{described(case.fields)}. Of the device that needs most, kernels included."
-    table = row_table(mine, names)
+    table = row_table(case_rows, names)
     return Figure("memory", "Memory beside each other", caption, drawing, table)
 
 
 class Measure(NamedTuple):
-    """A figure of a row that a chart has for its height.
+    """A quantity of rows that a chart draws upwards.
 
     Attributes:
-        name: the row's field, times scale in its unit.
-        good: what is better.
+        name: the row's field; times scale it is in the unit.
+        good: a sentence that says whether higher or lower is better.
     """
 
     name: str
@@ -225,29 +231,29 @@ def waiting_bars(
     """
     names, computing, waiting = zip(*parts, strict=True)
     series = [
-        Series(what, names, seconds, [f"{what}: {quantity(x, 's')}" for x in seconds], number)
-        for number, (what, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
+        Series(label, names, seconds, [f"{label}: {quantity(x, 's')}" for x in seconds], number)
+        for number, (label, seconds) in enumerate((("computing", computing), ("waiting", waiting)))
     ]
     return Figure(name, title, caption, bars(axis("seconds", "s"), "s", series))
 
 
-def waiting(kind: str, every: Iterable[ReportCase]) -> Figure | None:
+def waiting(kind: str, all_cases: Iterable[ReportCase]) -> Figure | None:
     """Computing and waiting of the strategies, in the case that most of them ran."""
-    known = [
+    timed_rows_by_case = [
         [row for row in case.done if is_timed(row) and row.get("exposed_seconds") is not None]
-        for case in every
+        for case in all_cases
     ]
     rows = max(
-        (rows for rows in known if len(rows) > 1),
+        (rows for rows in timed_rows_by_case if len(rows) > 1),
         key=lambda rows: _size(ReportCase(rows)),
         default=None,
     )
     if rows is None:
         return None
     parts = [
-        (row["contender"], max(0.0, row["median_seconds"] - waited), waited)
+        (row["contender"], max(0.0, row["median_seconds"] - waiting_seconds), waiting_seconds)
         for row in rows
-        for waited in [row["exposed_seconds"]]
+        for waiting_seconds in [row["exposed_seconds"]]
     ]
     caption = (
         f"{described(rows[0])}. Waiting for messages is that of the rank that waits longest; the "
@@ -258,7 +264,7 @@ def waiting(kind: str, every: Iterable[ReportCase]) -> Figure | None:
 
 
 def along(
-    field: str, shown: Facet, number: int, colours: Colours, measure: Measure | None = None
+    field: str, facet: Facet, number: int, colours: Colours, measure: Measure | None = None
 ) -> Figure | None:
     """A figure of all contenders against a field of FIELDS; None where no row has the figure.
 
@@ -266,29 +272,38 @@ def along(
         measure: seconds; FLOP/s where there are no seconds.
     """
     if measure is None:
-        measure = TIME if is_timed(shown.rows[0]) else SPEED
+        measure = TIME if is_timed(facet.rows[0]) else SPEED
     title, unit, name, scale = measure.title, measure.unit, measure.name, measure.scale
-    what, of = FIELDS[field], [row for row in shown.rows if row.get(measure.name)]
-    if not of:
+    field_words, rows_with_figure = (
+        FIELDS[field],
+        [row for row in facet.rows if row.get(measure.name)],
+    )
+    if not rows_with_figure:
         return None
     parts = []
-    for contender, rows in by_contender(of, colours).items():
+    for contender, rows in by_contender(rows_with_figure, colours).items():
         figures: dict[float, list[float]] = {}
         for row in rows:
             figures.setdefault(row[field], []).append(scale * row[name])
-        line = {place: median(values) for place, values in sorted(figures.items())}
-        notes = [f"{contender}\n{_place(p)} {what}: {quantity(v, unit)}" for p, v in line.items()]
+        line = {figure_name: median(values) for figure_name, values in sorted(figures.items())}
+        notes = [
+            f"{contender}\n{_place(p)} {field_words}: {quantity(v, unit)}" for p, v in line.items()
+        ]
         parts.append(Series(contender, [*line], [*line.values()], notes, colours[contender]))
-    places = sorted({row[field] for row in of})
-    x = axis(what, ticks=[(place, _place(place)) for place in places], log=field != "density")
-    y = log_axis(title, unit, (scale * row[name] for row in of))
+    places = sorted({row[field] for row in rows_with_figure})
+    x = axis(
+        field_words,
+        ticks=[(figure_name, _place(figure_name)) for figure_name in places],
+        log=field != "density",
+    )
+    y = log_axis(title, unit, (scale * row[name] for row in rows_with_figure))
     axes = "The axis upwards is logarithmic" if field == "density" else "Both axes are logarithmic"
-    caption = f"{shown.about}. {measure.good} {axes}: parallel lines keep their ratio."
+    caption = f"{facet.about}. {measure.good} {axes}: parallel lines keep their ratio."
     kinds = {TIME: "Time", SPEED: "Speed", MEMORY: "Memory"}
-    more = "" if measure is TIME else f"-{kinds[measure].lower()}"
-    place = f"{what}-{shown.rows[0]['kind']}-{number}{more}"
-    title = f"{kinds[measure]} against {what}"
-    return Figure(place, title, caption, lines(x, y, parts), row_table(of))
+    suffix = "" if measure is TIME else f"-{kinds[measure].lower()}"
+    figure_name = f"{field_words}-{facet.rows[0]['kind']}-{number}{suffix}"
+    title = f"{kinds[measure]} against {field_words}"
+    return Figure(figure_name, title, caption, lines(x, y, parts), row_table(rows_with_figure))
 
 
 def _place(value: float) -> str:
@@ -296,14 +311,12 @@ def _place(value: float) -> str:
 
 
 def bytes_against_time(rows: Iterable[Row], colours: Colours) -> Figure | None:
-    """Chart of what the busiest rank sends and how long it takes, in the case that most contenders
-    ran.
-    """
-    every = cases(row for row in rows if is_timed(row) and row.get("bytes_max_rank"))
-    every = [case for case in every if len(case.done) > 1]
-    if not every:
+    """Chart of the busiest rank's bytes against time, in the case that most contenders ran."""
+    cases_with_bytes = cases(row for row in rows if is_timed(row) and row.get("bytes_max_rank"))
+    cases_with_bytes = [case for case in cases_with_bytes if len(case.done) > 1]
+    if not cases_with_bytes:
         return None
-    case = max(every, key=_size)
+    case = max(cases_with_bytes, key=_size)
     parts = _points(case.done, "bytes_max_rank", "B", colours)
     x = log_axis("sent by the busiest rank", "B", (row["bytes_max_rank"] for row in case.done))
     y = log_axis("time", "s", (row["median_seconds"] for row in case.done))
@@ -323,33 +336,40 @@ def _size(case: ReportCase) -> tuple[int, ...]:
 def _points(rows: Iterable[Row], field: str, unit: str, colours: Colours) -> list[Series]:
     """A series of points per contender: a field and the seconds measured."""
     parts = []
-    for name, mine in by_contender(rows, colours).items():
+    for name, contender_rows in by_contender(rows, colours).items():
         notes = [
             f"{name}\n{described(row)}\n{quantity(row[field], unit)}, "
             f"{quantity(row['median_seconds'], 's')} measured"
-            for row in mine
+            for row in contender_rows
         ]
-        xs, ys = ([row[what] for row in mine] for what in (field, "median_seconds"))
+        xs, ys = (
+            [row[name_of_field] for row in contender_rows]
+            for name_of_field in (field, "median_seconds")
+        )
         parts.append(Series(name, xs, ys, notes, colours[name], "points"))
     return parts
 
 
 def predictions(rows: Iterable[Row], colours: Colours) -> Figure | None:
     """Measured against simulated time of every row that has both."""
-    both = [r for r in rows if is_timed(r) and cost(r) and (r.get("predicted_seconds") or 0) > 0]
-    if not both:
+    rows_with_both = [
+        r for r in rows if is_timed(r) and cost(r) and (r.get("predicted_seconds") or 0) > 0
+    ]
+    if not rows_with_both:
         return None
-    values = [row[name] for row in both for name in ("predicted_seconds", "median_seconds")]
-    x, y = (log_axis(what, "s", values) for what in ("predicted", "measured"))
+    values = [
+        row[name] for row in rows_with_both for name in ("predicted_seconds", "median_seconds")
+    ]
+    x, y = (log_axis(axis_title, "s", values) for axis_title in ("predicted", "measured"))
     ends = [10**end for end in x["range"]]
     equal = Series("equal", ends, ends, ("", ""), 7, "dash")
-    errors = [abs(row["predicted_seconds"] / row["median_seconds"] - 1) for row in both]
-    machines = sorted({str(row["machine"]) for row in both if row.get("machine")})
-    on = f" Predicted for {', '.join(machines)}." if machines else ""
+    errors = [abs(row["predicted_seconds"] / row["median_seconds"] - 1) for row in rows_with_both]
+    machines = sorted({str(row["machine"]) for row in rows_with_both if row.get("machine")})
+    machines_text = f" Predicted for {', '.join(machines)}." if machines else ""
     caption = (
-        f"{len(both)} rows. On the dotted line the simulator is right; above it the run took "
-        f"longer than predicted. Median error {100 * median(errors):.0f} %.{on}"
+        f"{len(rows_with_both)} rows. On the dotted line the simulator is right; above it the run "
+        f"took longer than predicted. Median error {100 * median(errors):.0f} %.{machines_text}"
     )
-    drawing = lines(x, y, [*_points(both, "predicted_seconds", "s", colours), equal])
+    drawing = lines(x, y, [*_points(rows_with_both, "predicted_seconds", "s", colours), equal])
     title = "Measured against predicted"
-    return Figure("predictions", title, caption, drawing, row_table(both))
+    return Figure("predictions", title, caption, drawing, row_table(rows_with_both))

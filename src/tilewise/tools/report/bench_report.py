@@ -38,10 +38,10 @@ def read_rows(paths: Sequence[Path]) -> Rows:
     rows: list[Row] = []
     num_lost = 0
     for path in paths:
-        found, lost = read_results(path)
-        whole = [row for row in found if is_whole(row)]
-        rows += whole
-        num_lost += lost + len(found) - len(whole)
+        results, lost = read_results(path)
+        whole_rows = [row for row in results if is_whole(row)]
+        rows += whole_rows
+        num_lost += lost + len(results) - len(whole_rows)
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: no whole row; run tilewise bench first")
     return Rows(rows, num_lost, tuple(path.name for path in paths))
@@ -64,40 +64,50 @@ def _flat(value: object) -> object:
     return json.dumps(value) if isinstance(value, list | dict | bool) else value
 
 
-def page_of(found: Rows) -> Page:
+def page_of(results: Rows) -> Page:
     """All figures and tables of a benchmark."""
-    rows, every = found.rows, cases(found.rows)
+    rows, every = results.rows, cases(results.rows)
     colours = {name: place for place, name in enumerate(contenders(rows))}
     by_kind: dict[str, list[ReportCase]] = {}
     for case in every:
         by_kind.setdefault(case.fields["kind"], []).append(case)
     kinds = by_kind.items()
-    won = [(kind, mine) for kind, mine in kinds if any(case.done for case in mine)]
+    won = [
+        (kind, cases_of_kind)
+        for kind, cases_of_kind in kinds
+        if any(case.done for case in cases_of_kind)
+    ]
     figures: dict[tuple[str, str], list[Figure | None]] = {
-        ("winners", "Winners"): [bench_charts.winners(*one, colours) for one in won],
+        ("winners", "Winners"): [
+            bench_charts.winners(*kind_and_cases, colours) for kind_and_cases in won
+        ],
         ("support", "Supported, slow, failed"): [
-            bench_charts.support(*one, colours) for one in kinds
+            bench_charts.support(*kind_and_cases, colours) for kind_and_cases in kinds
         ],
         ("scaling", "Scaling"): [
-            bench_charts.along(field, shown, number, colours)
+            bench_charts.along(field, facet, number, colours)
             for field in ("num_tokens", "world_size")
-            for mine in by_kind.values()
-            for number, shown in enumerate(
-                facets([row for case in mine for row in case.rows], field, FACETS)
+            for cases_of_kind in by_kind.values()
+            for number, facet in enumerate(
+                facets([row for case in cases_of_kind for row in case.rows], field, FACETS)
             )
         ],
         ("sparse", "Speed and memory by length, density and block"): [
-            bench_charts.along(field, shown, number, colours, measure)
-            for mine in [by_kind.get("kernels", [])]
+            bench_charts.along(field, facet, number, colours, measure)
+            for cases_of_kind in [by_kind.get("kernels", [])]
             for field in ("num_tokens", "density", "block")
-            for number, shown in enumerate(
-                facets([row for case in mine for row in case.rows], field, FACETS)
+            for number, facet in enumerate(
+                facets([row for case in cases_of_kind for row in case.rows], field, FACETS)
             )
             for measure in (bench_charts.SPEED, bench_charts.MEMORY)
         ],
-        ("speed", "Speed per mask"): [bench_charts.speeds(*one, colours) for one in kinds],
+        ("speed", "Speed per mask"): [
+            bench_charts.speeds(*kind_and_cases, colours) for kind_and_cases in kinds
+        ],
         ("waiting-section", "Computing and waiting"): [
-            bench_charts.waiting(kind, mine) for kind, mine in kinds if kind != "kernels"
+            bench_charts.waiting(kind, cases_of_kind)
+            for kind, cases_of_kind in kinds
+            if kind != "kernels"
         ],
         ("traffic-section", "Traffic"): [bench_charts.bytes_against_time(rows, colours)],
         ("memory-section", "Memory"): [bench_charts.memory(rows, colours)],
@@ -116,15 +126,15 @@ def page_of(found: Rows) -> Page:
         table = bench_charts.row_table(wrong, names)
         sections.append(Section("wrong", "Wrong results", intro, table=table))
     sections.append(Section("conditions", "Measured on", table=_conditions(rows)))
-    lost = f"{found.num_lost} lines were" if found.num_lost > 1 else "1 line was"
+    lost = f"{results.num_lost} lines were" if results.num_lost > 1 else "1 line was"
     return Page(
         "Benchmark",
         " and ".join(by_kind).capitalize() + ", side by side",
-        f"{len(rows):,} rows of {len(every):,} cases, from {', '.join(found.sources)}.",
+        f"{len(rows):,} rows of {len(every):,} cases, from {', '.join(results.sources)}.",
         tuple(_facts(rows, len(every), len(wrong))),
         tuple(sections),
         f"{lost} not whole and left out: the file was cut off or damaged there."
-        if found.num_lost
+        if results.num_lost
         else "",
     )
 
@@ -132,8 +142,8 @@ def page_of(found: Rows) -> Page:
 def _facts(rows: list[Row], num_cases: int, num_wrong: int) -> Iterator[Fact]:
     yield Fact("Cases", f"{num_cases:,}", f"of {len({row['mask'] for row in rows})} masks")
     yield Fact("Contenders", f"{len(contenders(rows))}")
-    done = sum(cost(row) is not None for row in rows)
-    yield Fact("Measured", f"{done:,}", f"of {len(rows):,} rows")
+    num_measured = sum(cost(row) is not None for row in rows)
+    yield Fact("Measured", f"{num_measured:,}", f"of {len(rows):,} rows")
     ends = Counter(row["outcome"] for row in rows)
     for outcome in ("unsupported", "out_of_memory", "timed_out", "failed"):
         if ends[outcome]:
@@ -143,13 +153,15 @@ def _facts(rows: list[Row], num_cases: int, num_wrong: int) -> Iterator[Fact]:
 
 
 def _conditions(rows: list[Row]) -> Table:
-    seen = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in ABOUT}
-    seen["libraries"] = sorted(
+    values_by_name = {
+        name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in ABOUT
+    }
+    values_by_name["libraries"] = sorted(
         {
             f"{row['library']} {row.get('library_version') or ''}".strip()
             for row in rows
             if row.get("library")
         }
     )
-    lines = tuple((name, ", ".join(values)) for name, values in seen.items() if values)
+    lines = tuple((name, ", ".join(values)) for name, values in values_by_name.items() if values)
     return Table(("field", "value"), lines)

@@ -80,11 +80,11 @@ def axis(
     title: str, unit: str = "", ticks: Sequence[tuple[float, str]] = (), log: bool = False
 ) -> Words:
     """An axis of a unit that SI prefixes go with, or of chosen ticks."""
-    made: Words = {"title": {"text": title}, "type": "log" if log else "-"}
+    axis_words: Words = {"title": {"text": title}, "type": "log" if log else "-"}
     if ticks:
         places, texts = zip(*ticks, strict=True)
-        return made | {"tickvals": places, "ticktext": texts}
-    return made | ({"tickformat": "~s", "ticksuffix": unit} if unit else {})
+        return axis_words | {"tickvals": places, "ticktext": texts}
+    return axis_words | ({"tickformat": "~s", "ticksuffix": unit} if unit else {})
 
 
 def log_axis(title: str, unit: str, values: Iterable[float]) -> Words:
@@ -101,10 +101,10 @@ def _places(low: float, high: float) -> list[float]:
     """Powers of ten; where these are few 1, 2, 5 of each decade; or else even steps."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1,), (1, 2, 5)):
-        found = [digit * 10.0**power for power in powers for digit in digits]
-        found = [place for place in found if low <= place <= high]
-        if len(found) >= FEWEST_TICKS:
-            return found
+        places = [digit * 10.0**power for power in powers for digit in digits]
+        places = [place for place in places if low <= place <= high]
+        if len(places) >= FEWEST_TICKS:
+            return places
     rough = (high - low) / FEWEST_TICKS
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(digit * unit for digit in (10, 5, 2, 1) if digit * unit <= rough * 1.001)
@@ -113,7 +113,7 @@ def _places(low: float, high: float) -> list[float]:
 
 def lines(x: Words, y: Words, series: Iterable[Series]) -> Drawing:
     """Lines and points over a plane."""
-    return Drawing([_line(one) for one in series], {"xaxis": x, "yaxis": y})
+    return Drawing([_line(line_series) for line_series in series], {"xaxis": x, "yaxis": y})
 
 
 def _line(series: Series) -> Words:
@@ -133,15 +133,23 @@ def _line(series: Series) -> Words:
 
 
 def bars(x: Words, unit: str, series: Iterable[Series]) -> Drawing:
-    """Lying bars, stacked, and beside each what it amounts to."""
+    """Horizontal bars, stacked, with the total beside each."""
     totals: dict[str, float] = {}
     data: list[Words] = []
-    for one in series:
-        names = [_wrapped(str(name)) for name in one.x]
-        for name, value in zip(names, one.y, strict=True):
+    for bar_series in series:
+        names = [_wrapped(str(name)) for name in bar_series.x]
+        for name, value in zip(names, bar_series.y, strict=True):
             totals[name] = totals.get(name, 0) + value
-        shown = {"type": "bar", "name": one.name, "orientation": "h", "x": one.y, "y": names}
-        data.append(shown | {"marker": {"color": colour(one.colour)}} | hover(one.notes))
+        bar = {
+            "type": "bar",
+            "name": bar_series.name,
+            "orientation": "h",
+            "x": bar_series.y,
+            "y": names,
+        }
+        data.append(
+            bar | {"marker": {"color": colour(bar_series.colour)}} | hover(bar_series.notes)
+        )
     amounts = {
         "type": "scatter",
         "x": list(totals.values()),
@@ -175,12 +183,12 @@ def heat_map(
         levels: the name and the palette's number of each kind of cell.
         cell: of a row and a column the level, -1 for nothing, the text, and the note.
     """
-    found = [[cell(row, column) for column in columns] for row in rows]
+    cells = [[cell(row, column) for column in columns] for row in rows]
     shared: Words = {
         "type": "heatmap",
         "x": columns,
         "y": [_wrapped(row) for row in rows],
-        "customdata": [[note for _, _, note in line] for line in found],
+        "customdata": [[note for _, _, note in line] for line in cells],
         "hovertemplate": "%{customdata}<extra></extra>",
         "texttemplate": "%{text}",
         "showscale": False,
@@ -192,11 +200,16 @@ def heat_map(
         shared
         | {
             "name": levels[level][0],
-            "z": [[1 if at == level else None for at, _, _ in line] for line in found],
-            "text": [[text if at == level else "" for at, text, _ in line] for line in found],
+            "z": [
+                [1 if cell_level == level else None for cell_level, _, _ in line] for line in cells
+            ],
+            "text": [
+                [text if cell_level == level else "" for cell_level, text, _ in line]
+                for line in cells
+            ],
             "colorscale": [[end, colour(levels[level][1])] for end in (0, 1)],
         }
-        for level in sorted({level for line in found for level, _, _ in line if level >= 0})
+        for level in sorted({level for line in cells for level, _, _ in line if level >= 0})
     ]
     layout = {
         "xaxis": {"showgrid": False, "side": "top", "type": "category", "tickangle": -45},
@@ -242,10 +255,10 @@ def tiles(table: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> Dra
         "texttemplate": "%{text}" if numbered else "",
         "hovertemplate": "rank %{customdata}<br>query shard %{y}, KV shard %{x}<extra></extra>",
     }
-    plain = {"showgrid": False, "zeroline": False, "constrain": "domain"}
-    even = min(table.shape) * 4 >= max(table.shape)
-    down = {"autorange": "reversed", "scaleanchor": "x" if even else None}
-    x, y = axis("KV shard") | plain, axis("query shard") | plain | down
+    grid_words = {"showgrid": False, "zeroline": False, "constrain": "domain"}
+    has_equal_scale = min(table.shape) * 4 >= max(table.shape)
+    y_words = {"autorange": "reversed", "scaleanchor": "x" if has_equal_scale else None}
+    x, y = axis("KV shard") | grid_words, axis("query shard") | grid_words | y_words
     return Drawing([cells], {"xaxis": x, "yaxis": y, "dragmode": "zoom"}, height=0)
 
 
@@ -255,11 +268,11 @@ def _rank_colours(num_ranks: int) -> list[tuple[float, str]]:
     Many go round the colours in order, so that the bar beside them tells which is which; every
     other one is darker.
     """
-    found = colours(num_ranks)
+    shades = colours(num_ranks)
     if num_ranks > NUMBERED:
         hues = np.linspace(0, 0.85, num_ranks)
-        found = [hls_to_rgb(hue, 0.6 - 0.2 * (i % 2), 0.6) for i, hue in enumerate(hues)]
-    parts = [[str(round(255 * part)) for part in rgb] for rgb in found]
+        shades = [hls_to_rgb(hue, 0.6 - 0.2 * (i % 2), 0.6) for i, hue in enumerate(hues)]
+    parts = [[str(round(255 * part)) for part in rgb] for rgb in shades]
     steps = ["rgba(0,0,0,0)", *(f"rgb({','.join(three)})" for three in parts)]
     return [((i + end) / len(steps), shade) for i, shade in enumerate(steps) for end in (0, 1)]
 

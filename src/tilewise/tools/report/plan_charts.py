@@ -34,8 +34,8 @@ def _note(entry: StudyEntry, text: str = "") -> str:
 
 def _cells(entry: StudyEntry) -> tuple[str, ...]:
     """An entry's columns in tables: strategy, plan, both passes, waiting."""
-    found = entry.simulation
-    times = quantity(found.seconds, "s"), quantity(found.exposed_seconds, "s")
+    simulation = entry.simulation
+    times = quantity(simulation.seconds, "s"), quantity(simulation.exposed_seconds, "s")
     return _name(entry), short(entry.plan.name), *times
 
 
@@ -43,15 +43,15 @@ CELLS = ("strategy", "plan", "both passes", "waiting")
 
 
 def _stacked(
-    entries: list[StudyEntry], title: str, unit: str, parts: Mapping[str, list[float]]
+    entries: list[StudyEntry], title: str, unit: str, values_by_lane: Mapping[str, list[float]]
 ) -> Drawing:
     """Lying bars, a name each; parts are values of each entry, by lane."""
     names, series = list(map(_name, entries)), []
-    for lane, values in parts.items():
-        what = LINK_NAMES.get(lane, lane)
+    for lane, values in values_by_lane.items():
+        lane_name = LINK_NAMES.get(lane, lane)
         both = zip(entries, values, strict=True)
-        notes = [_note(entry, f"{quantity(value, unit)} {what}") for entry, value in both]
-        series.append(Series(what, names, values, notes, LANES[lane]))
+        notes = [_note(entry, f"{quantity(value, unit)} {lane_name}") for entry, value in both]
+        series.append(Series(lane_name, names, values, notes, LANES[lane]))
     return bars(axis(title, unit), unit, series)
 
 
@@ -73,12 +73,12 @@ def seconds(entries: Iterable[StudyEntry]) -> Figure:
 def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
     """Chart of the bytes that a rank sends at most over each class of link, by strategy."""
     entries = sorted(entries, key=lambda entry: sum(entry.simulation.bytes_by_link.values()))
-    sent = {
+    bytes_of_links = {
         link: [float(entry.simulation.bytes_by_link.get(link, 0)) for entry in entries]
         for link in LINKS
     }
     rows = tuple(
-        (*_cells(entry)[:2], *(quantity(values[i], "B") for values in sent.values()))
+        (*_cells(entry)[:2], *(quantity(values[i], "B") for values in bytes_of_links.values()))
         for i, entry in enumerate(entries)
     )
     header = ("strategy", "plan", *(LINK_NAMES[link] for link in LINKS))
@@ -86,39 +86,45 @@ def bytes_by_link(entries: Iterable[StudyEntry]) -> Figure:
         "Bytes that a rank sends at most over each kind of link in forward and backward. Bytes "
         "between nodes cost most: the ranks of a node share its network cards."
     )
-    parts = {link: values for link, values in sent.items() if any(values)}
+    parts = {link: values for link, values in bytes_of_links.items() if any(values)}
     drawing = _stacked(entries, "sent by one rank", "B", parts)
     title = "Bytes by kind of link, fewest first"
     return Figure("bytes", title, caption, drawing, Table(header, rows))
 
 
-def _against(found: list[Placed], x: Words, more: Iterable[Series] = ()) -> Drawing:
+def _against(
+    placed_entries: list[Placed], x: Words, further_series: Iterable[Series] = ()
+) -> Drawing:
     """Seconds of each family against something, with their plans as notes."""
     parts: list[Series] = []
-    for family in dict.fromkeys(entry.family for _, entry in found):
-        mine = [(place, entry) for place, entry in found if entry.family == family]
-        places, entries = zip(*mine, strict=True)
+    for family in dict.fromkeys(entry.family for _, entry in placed_entries):
+        family_entries = [
+            (place, entry) for place, entry in placed_entries if entry.family == family
+        ]
+        places, entries = zip(*family_entries, strict=True)
         took = [entry.simulation.seconds for entry in entries]
         notes = list(map(_note, entries))
         parts.append(Series(_name(entries[0]), places, took, notes, COLOURS[family]))
-    parts += more
+    parts += further_series
     y = log_axis("forward + backward", "s", (value for series in parts for value in series.y))
     return lines(x, y, parts)
 
 
-def _by_place(found: list[Placed], what: str) -> Table:
-    return Table((what, *CELLS), tuple((f"{at:g}", *_cells(entry)) for at, entry in found))
+def _by_place(placed_entries: list[Placed], column_name: str) -> Table:
+    return Table(
+        (column_name, *CELLS), tuple((f"{at:g}", *_cells(entry)) for at, entry in placed_entries)
+    )
 
 
 def scaling(studies: Studies, this: StudyEntry) -> Figure:
     """Time of the same sequence on 8 to 4096 devices."""
-    every, found = studies.sizes(), studies.scaled()
-    world_size, mine = this.simulation.world_size, this.simulation
-    ideal = [mine.compute_seconds * world_size / n for n in every]
-    said = [f"compute alone, perfectly shared\n{quantity(t, 's')}" for t in ideal]
+    every, placed_entries = studies.sizes(), studies.scaled()
+    world_size, simulation = this.simulation.world_size, this.simulation
+    ideal = [simulation.compute_seconds * world_size / n for n in every]
+    notes = [f"compute alone, perfectly shared\n{quantity(t, 's')}" for t in ideal]
     extra = (
-        Series("compute alone", every, ideal, said, 7, "dash"),
-        Series(THIS, [world_size], [mine.seconds], [_note(this)], COLOURS[THIS], "points"),
+        Series("compute alone", every, ideal, notes, 7, "dash"),
+        Series(THIS, [world_size], [simulation.seconds], [_note(this)], COLOURS[THIS], "points"),
     )
     x = axis("devices", ticks=[(n, count(n)) for n in every], log=True)
     longest = f" Rings are simulated up to {LONGEST_RING} devices." if every[-1] > 512 else ""
@@ -127,26 +133,26 @@ def scaling(studies: Studies, this: StudyEntry) -> Figure:
         "Where a line leaves the dotted one, messages are no longer hidden behind compute; where "
         f"it turns flat, more devices no longer help.{longest}"
     )
-    title, table = "Time against devices", _by_place(found, "devices")
-    return Figure("scaling", title, caption, _against(found, x, extra), table)
+    title, table = "Time against devices", _by_place(placed_entries, "devices")
+    return Figure("scaling", title, caption, _against(placed_entries, x, extra), table)
 
 
-def sensitivity(found: list[Placed]) -> Figure:
+def sensitivity(placed_entries: list[Placed]) -> Figure:
     """Time against the bandwidth of all links, as a multiple of the machine's."""
-    places = sorted({place for place, _ in found})
-    ticks = [(p, f"{CROSS}{p:g}" if p >= 1 else f"{CROSS}1/{1 / p:g}") for p in places]
+    factors = sorted({factor for factor, _ in placed_entries})
+    ticks = [(p, f"{CROSS}{p:g}" if p >= 1 else f"{CROSS}1/{1 / p:g}") for p in factors]
 
-    def spread(place: float) -> str:
-        took = [entry.simulation.seconds for other, entry in found if other == place]
+    def spread(factor: float) -> str:
+        took = [entry.simulation.seconds for other, entry in placed_entries if other == factor]
         return times(max(took) / min(took))
 
     caption = (
         "If the links were slower or faster than assumed. The strategies differ by "
-        f"{spread(places[0])} at {ticks[0][1]} and by {spread(places[-1])} at {ticks[-1][1]}: "
+        f"{spread(factors[0])} at {ticks[0][1]} and by {spread(factors[-1])} at {ticks[-1][1]}: "
         "where lines meet, the choice no longer matters."
     )
-    drawing = _against(found, axis("bandwidth of every link", ticks=ticks, log=True))
-    table = _by_place(found, "bandwidth")
+    drawing = _against(placed_entries, axis("bandwidth of every link", ticks=ticks, log=True))
+    table = _by_place(placed_entries, "bandwidth")
     return Figure("sensitivity", "Time against bandwidth", caption, drawing, table)
 
 
@@ -160,10 +166,10 @@ SHOWN_RANKS = 64
 def assignments(resolved: ResolvedPass) -> tuple[Figure, ...]:
     """One figure per group of heads, for a few of them."""
     plan, mask, layouts, *_ = resolved
-    shown = min(plan.num_head_groups, MOST_GROUPS)
+    num_shown = min(plan.num_head_groups, MOST_GROUPS)
     n = plan.world_size
     ranks = range(n) if n <= MOST_RANKS else range(0, n, n // SHOWN_RANKS)
-    tables = assigned(plan, shown, ranks)
+    tables = assigned(plan, num_shown, ranks)
     if plan.world_size <= MOST_CELLS and not everything_needed(mask, *layouts):
         needed = np.zeros(tables[0].shape, bool)
         pairs = np.array(list(table_cells(plan, mask, *layouts)), np.int64).reshape(-1, 2)
@@ -173,7 +179,7 @@ def assignments(resolved: ResolvedPass) -> tuple[Figure, ...]:
 
 
 def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
-    """At most so many cells a side, each the last of the ranks that compute those it is for."""
+    """Shrink a table to at most a number of cells a side; each shows the last of its ranks."""
     steps = [-(-size // MOST_CELLS) for size in table.shape]
     rows, columns = (
         tuple(range(0, size, step)) for size, step in zip(table.shape, steps, strict=True)
@@ -184,23 +190,23 @@ def _thinned(table: np.ndarray) -> tuple[np.ndarray, tuple[int, ...], tuple[int,
 
 
 def _assignment(plan: Plan, table: np.ndarray, group: int) -> Figure:
-    n, groups, whole = plan.world_size, plan.num_head_groups, table.shape
+    n, groups, shape = plan.world_size, plan.num_head_groups, table.shape
     table, rows, columns = _thinned(table)
     heads = f", head group {group} of {groups}" if groups > 1 else ""
-    sides = f" {CROSS} ".join(str(size) for size in whole)
+    sides = f" {CROSS} ".join(str(size) for size in shape)
     ranks = f"{len(set(table[table >= 0].tolist()))} of {n}"
     caption = (
         f"{sides} cells, one colour per rank ({ranks} ranks compute here). "
         + ("Wide blocks share keys and values, tall ones queries. " if group == 0 else "")
         + ("Blank cells are not needed under the mask. " if (table < 0).any() and n <= 256 else "")
-        + ("Each cell stands for several. " if table.shape != whole else "")
+        + ("Each cell stands for several. " if table.shape != shape else "")
     )
-    drawn = tiles(table, rows, columns), _owners(table)
-    side = max(whole)
+    drawing_and_table = tiles(table, rows, columns), _owners(table)
+    side = max(shape)
     jumps = (("All", -0.5, side - 0.5), (f"First {FEW_SHARDS} shards", -0.5, FEW_SHARDS - 0.5))
     title = f"Who computes what{heads}"
     zoomed = jumps if side > 1.5 * FEW_SHARDS else ()
-    return Figure(f"assignment-{group}", title, caption.strip(), *drawn, zoomed)
+    return Figure(f"assignment-{group}", title, caption.strip(), *drawing_and_table, zoomed)
 
 
 def _owners(table: np.ndarray) -> Table | None:

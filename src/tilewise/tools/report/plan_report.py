@@ -49,8 +49,8 @@ class ReportedPlan:
 
     @cached_property
     def entry(self) -> StudyEntry:
-        found = simulate(self.plan, self.work, self.machine, self.backward_plan)
-        return StudyEntry(plan_charts.THIS, self.plan, found)
+        simulation = simulate(self.plan, self.work, self.machine, self.backward_plan)
+        return StudyEntry(plan_charts.THIS, self.plan, simulation)
 
 
 def subject_of(candidate: Candidate) -> ReportedPlan:
@@ -83,17 +83,17 @@ def subject_of(candidate: Candidate) -> ReportedPlan:
 
 
 def page_of(
-    subject: ReportedPlan, *, full: bool = False, tell: Callable[[str], object] = str
+    subject: ReportedPlan, *, full: bool = False, progress: Callable[[str], object] = str
 ) -> Page:
     """All figures and tables of a candidate.
 
     Args:
-        full, tell: as for Studies.
+        full, progress: as for Studies.
     """
     work, plan, entry = subject.work, subject.plan, subject.entry
-    studies = Studies(work, subject.machine, full=full, tell=tell)
-    others = studies.compared(plan.world_size)
-    found, every = studies.rescaled(entry, subject.backward_plan), [entry, *others]
+    studies = Studies(work, subject.machine, full=full, progress=progress)
+    other_entries = studies.compared(plan.world_size)
+    rescaled, every = studies.rescaled(entry, subject.backward_plan), [entry, *other_entries]
     scaling = [plan_charts.scaling(studies, entry)] if studies.sizes() else []
     reason = subject.reason or "What else one would try by hand, simulated on the same machine."
     sections = (
@@ -105,7 +105,7 @@ def page_of(
             "elsewhere",
             "Other clusters",
             "The same layer simulated on more or fewer devices, and on faster or slower links.",
-            (*scaling, plan_charts.sensitivity(found)),
+            (*scaling, plan_charts.sensitivity(rescaled)),
             narrow=True,
         ),
         Section("inputs", "Machine and workload", table=_inputs(subject)),
@@ -120,38 +120,42 @@ def page_of(
         f"Attention over {count(work.num_tokens)} tokens on {plan.world_size} devices",
         ", then ".join(dict.fromkeys(in_words(one.name) for one in subject.plans)),
         lead,
-        tuple(_facts(subject, others)),
+        tuple(_facts(subject, other_entries)),
         sections,
     )
 
 
-def _facts(subject: ReportedPlan, others: list[StudyEntry]) -> Iterator[Fact]:
-    mine = subject.entry.simulation
-    sent, by_link = mine.sent_bytes, mine.bytes_by_link
+def _facts(subject: ReportedPlan, other_entries: list[StudyEntry]) -> Iterator[Fact]:
+    simulation = subject.entry.simulation
+    sent_bytes, by_link = simulation.sent_bytes, simulation.bytes_by_link
     outside = sum(num_bytes for link, num_bytes in by_link.items() if link != "inside")
-    passes = quantity(mine.forward_seconds, "s"), quantity(mine.backward_seconds, "s")
+    passes = quantity(simulation.forward_seconds, "s"), quantity(simulation.backward_seconds, "s")
     yield Fact(
-        "Time per layer", quantity(mine.seconds, "s"), "{} forward, {} backward".format(*passes)
+        "Time per layer",
+        quantity(simulation.seconds, "s"),
+        "{} forward, {} backward".format(*passes),
     )
-    for entry in others:
+    for entry in other_entries:
         if entry.family == "ring":
             seconds = entry.simulation.seconds
-            ratio = seconds / mine.seconds
+            ratio = seconds / simulation.seconds
             name, ratio = ("Faster than a ring", ratio) if ratio >= 1 else ("Slower", 1 / ratio)
             yield Fact(name, times(ratio), f"a ring takes {quantity(seconds, 's')}")
     hidden = "messages not hidden behind compute"
-    yield Fact("Waiting", quantity(mine.exposed_seconds, "s"), hidden)
-    share = mine.compute_seconds / mine.seconds if mine.seconds else 1.0
+    yield Fact("Waiting", quantity(simulation.exposed_seconds, "s"), hidden)
+    share = simulation.compute_seconds / simulation.seconds if simulation.seconds else 1.0
     yield Fact("Compute", f"{100 * share:.0f} %", "of the time, on the busiest rank")
-    yield Fact("Sent by a rank", quantity(sent, "B"), f"{quantity(outside, 'B')} leave the node")
-    peak = quantity(subject.peak_bytes or mine.peak_bytes, "B")
+    yield Fact(
+        "Sent by a rank", quantity(sent_bytes, "B"), f"{quantity(outside, 'B')} leave the node"
+    )
+    peak = quantity(subject.peak_bytes or simulation.peak_bytes, "B")
     yield Fact("Peak memory", peak, "of a device, buffers included")
-    if least := subject.least_seconds:
-        note = f"no plan is below {quantity(least, 's')}"
-        yield Fact("Over the compute bound", times(mine.seconds / least), note)
-    if least := subject.least_bytes:
-        note = f"no even plan sends below {quantity(least, 'B')}"
-        yield Fact("Over the byte bound", times(sent / least), note)
+    if distances := subject.least_seconds:
+        note = f"no plan is below {quantity(distances, 's')}"
+        yield Fact("Over the compute bound", times(simulation.seconds / distances), note)
+    if distances := subject.least_bytes:
+        note = f"no even plan sends below {quantity(distances, 'B')}"
+        yield Fact("Over the byte bound", times(sent_bytes / distances), note)
 
 
 def _assignments(subject: ReportedPlan) -> Section:

@@ -1,4 +1,4 @@
-"""Reports from files: what kind of file it is, what its page says, and writing it."""
+"""Reports from files: find the kind of a file, make its page and write it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -36,19 +36,19 @@ def read(
     with_rows: bool = False,
     *,
     full: bool = False,
-    tell: Callable[[str], object] = str,
+    progress: Callable[[str], object] = str,
     about: Callable[[Plan], tuple[Workload, Machine]],
 ) -> Report:
     """The report of one plan file, or of one or more files of results.
 
     Args:
         with_rows: whether rows are wanted, which a plan file has none of.
-        full, tell: as for plan_report.page_of.
+        full, progress: as for plan_report.page_of.
         about: the workload and machine of a file that is a plan alone.
     """
     if all(map(_holds_results, paths)):
-        found = bench_report.read_rows(paths)
-        return Report(bench_report.page_of(found), found.rows, found.num_lost)
+        rows = bench_report.read_rows(paths)
+        return Report(bench_report.page_of(rows), rows.rows, rows.num_lost)
     if len(paths) > 1:
         raise ValueError(
             f"{len(paths)} files were given; give one plan file, or results alone ({RESULTS})"
@@ -56,18 +56,18 @@ def read(
     if with_rows:
         raise ValueError(f"--csv writes a benchmark's rows, but {paths[0]} is a plan file")
     try:
-        found = load_plan(paths[0])
+        rows = load_plan(paths[0])
     except ValueError as error:
         raise ValueError(
             f"{error}; a report is of a file of plan.to_json() or tilewise plan, or of results "
             f"({RESULTS}) of tilewise bench"
         ) from None
     subject = (
-        plan_report.ReportedPlan(found, *about(found))
-        if isinstance(found, Plan)
-        else plan_report.subject_of(found)
+        plan_report.ReportedPlan(rows, *about(rows))
+        if isinstance(rows, Plan)
+        else plan_report.subject_of(rows)
     )
-    return Report(plan_report.page_of(subject, full=full, tell=tell))
+    return Report(plan_report.page_of(subject, full=full, progress=progress))
 
 
 def _holds_results(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Strategies that one would try by hand, which a page compares a plan with, on other clusters too.
+"""Strategies that one would try by hand; a report compares its plan with them, and scales both.
 
 A family of strategies is represented by its fastest member, by simulation.
 """
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hybrid": ("ulysses_ring", "ulysses_double_ring", "ulysses_mesh"),
     }
 )
-"""The methods that each has."""
+"""The methods of each family."""
 SMALLEST, LARGEST, FULLY = 8, 1024, 4096
 LONGEST_RING = 512  # ranks
 MOST_PRUNED = 32  # ranks; masks that prune ranks differently are simulated rank by rank
@@ -40,7 +40,7 @@ class StudyEntry(NamedTuple):
     simulation: Simulation
 
 
-Placed = tuple[float, StudyEntry]  # on so many devices, or with so many times the bandwidth
+Placed = tuple[float, StudyEntry]  # the number of devices, or the factor of the bandwidth
 
 
 class Studies:
@@ -51,7 +51,7 @@ class Studies:
 
     Args:
         full: up to 4096 devices, not 1024.
-        tell: called with what is simulated next.
+        progress: called with what is simulated next.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Studies:
         machine: tw.Machine,
         *,
         full: bool = False,
-        tell: Callable[[str], object] = str,
+        progress: Callable[[str], object] = str,
     ):
-        self.work, self.machine, self.tell = work, machine, tell
+        self.work, self.machine, self.progress = work, machine, progress
         self.largest = FULLY if full else LARGEST
         self._known: dict[tuple[str, int], StudyEntry | None] = {}
 
     def best(self, name: str, n: int) -> StudyEntry | None:
         """The fastest member of a family; None if none exists of this size."""
         if (name, n) not in self._known:
-            self.tell(f"{name} on {n} devices")
+            self.progress(f"{name} on {n} devices")
             work = _work_on(self.work, n)
             entries = [
                 StudyEntry(name, plan, simulate(plan, work, self.machine, exact=False))
@@ -99,22 +99,22 @@ class Studies:
 
     def scaled(self) -> list[Placed]:
         """Each size with the best of the families that are tried on all."""
-        found = [(n, self.best(name, n)) for n in self.sizes() for name in SCALED]
-        return [(n, entry) for n, entry in found if entry]
+        best_by_size = [(n, self.best(name, n)) for n in self.sizes() for name in SCALED]
+        return [(n, entry) for n, entry in best_by_size if entry]
 
     def rescaled(self, this: StudyEntry, backward_plan: tw.Plan | None) -> list[Placed]:
         """Each bandwidth with a plan, and the best of a few families of its size."""
         tried = [self.best(name, this.plan.world_size) for name in TRIED]
-        found: list[Placed] = []
+        placed_entries: list[Placed] = []
         for entry in (this, *(entry for entry in tried if entry)):
-            self.tell(f"{entry.family} on slower and faster links")
-            own = entry is this
-            work = self.work if own else _work_on(self.work, this.plan.world_size)
+            self.progress(f"{entry.family} on slower and faster links")
+            is_this = entry is this
+            work = self.work if is_this else _work_on(self.work, this.plan.world_size)
             for factor in BANDWIDTHS:
-                on = work, self.machine.scaled(factor), backward_plan if own else None
-                one = simulate(entry.plan, *on, exact=False)
-                found.append((factor, entry._replace(simulation=one)))
-        return sorted(found, key=lambda one: one[0])
+                on = work, self.machine.scaled(factor), backward_plan if is_this else None
+                simulation = simulate(entry.plan, *on, exact=False)
+                placed_entries.append((factor, entry._replace(simulation=simulation)))
+        return sorted(placed_entries, key=lambda simulation: simulation[0])
 
 
 def _work_on(work: tw.Workload, n: int) -> tw.Workload:
@@ -128,35 +128,35 @@ def _work_on(work: tw.Workload, n: int) -> tw.Workload:
 def _members(name: str, work: tw.Workload, machine: tw.Machine, n: int) -> Iterator[tw.Plan]:
     if n > LONGEST_RING and name in ("ring", "all-gather", "double ring"):
         return
-    most = min(machine.node_size, n - 1) if name == "hybrid" else machine.node_size
-    found = methods(n, work, most)
-    yield from (found[method]() for method in FAMILIES[name] if method in found)
+    ring_size = min(machine.node_size, n - 1) if name == "hybrid" else machine.node_size
+    plan_makers = methods(n, work, ring_size)
+    yield from (plan_makers[method]() for method in FAMILIES[name] if method in plan_makers)
 
 
-def methods(n: int, work: tw.Workload, most: int) -> dict[str, Callable[[], tw.Plan]]:
+def methods(n: int, work: tw.Workload, ring_size: int) -> dict[str, Callable[[], tw.Plan]]:
     """The strategies of the papers on n devices, made when called.
 
     Args:
-        most: the largest degree of a hybrid; a node's devices, since heads are split inside it.
+        ring_size: the largest degree of a hybrid: a node's devices, as heads are split inside it.
     """
     square, allowed = near_square(n), degrees(n, work.num_heads, work.num_kv_heads)
-    found: dict[str, Callable[[], tw.Plan]] = {
+    plan_makers: dict[str, Callable[[], tw.Plan]] = {
         "ring": lambda: tw.ring(n),
         "all_gather": lambda: tw.all_gather(n),
     }
-    if n > most and n % most == 0:
-        found["double_ring"] = lambda: tw.double_ring(n // most, most)
-    found["mesh"] = lambda: tw.mesh(n)
-    found["attention2d"] = lambda: tw.attention2d(*square)
-    found["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
+    if n > ring_size and n % ring_size == 0:
+        plan_makers["double_ring"] = lambda: tw.double_ring(n // ring_size, ring_size)
+    plan_makers["mesh"] = lambda: tw.mesh(n)
+    plan_makers["attention2d"] = lambda: tw.attention2d(*square)
+    plan_makers["attention2d_overlap"] = lambda: tw.attention2d(*square, overlap=True)
     if n in allowed:
-        found["ulysses"] = lambda: tw.ulysses(n)
-    degree = max(d for d in allowed if d <= most)
+        plan_makers["ulysses"] = lambda: tw.ulysses(n)
+    degree = max(d for d in allowed if d <= ring_size)
     inner = n // degree
     if 1 < degree < n:
-        found["ulysses_ring"] = lambda: tw.ulysses(degree, tw.ring(inner))
+        plan_makers["ulysses_ring"] = lambda: tw.ulysses(degree, tw.ring(inner))
         if min(near_square(inner)) > 1:
             rings = near_square(inner)
-            found["ulysses_double_ring"] = lambda: tw.ulysses(degree, tw.double_ring(*rings))
-        found["ulysses_mesh"] = lambda: tw.ulysses(degree, tw.mesh(inner))
-    return found
+            plan_makers["ulysses_double_ring"] = lambda: tw.ulysses(degree, tw.double_ring(*rings))
+        plan_makers["ulysses_mesh"] = lambda: tw.ulysses(degree, tw.mesh(inner))
+    return plan_makers

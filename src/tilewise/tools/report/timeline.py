@@ -47,37 +47,37 @@ class TimelineBars(NamedTuple):
     end: float
 
 
-def timeline(simulation: Simulation, most: int = MOST_ROWS) -> TimelineBars:
+def timeline(simulation: Simulation, max_rows: int = MOST_ROWS) -> TimelineBars:
     """The bars of a simulation, of the ranks that are not alike or of some evenly spread."""
     uses, first = simulation.forward.ranks, _first_steps(simulation)
-    if len(uses) > most:
-        uses = [uses[i * (len(uses) - 1) // (most - 1)] for i in range(most)]
+    if len(uses) > max_rows:
+        uses = [uses[i * (len(uses) - 1) // (max_rows - 1)] for i in range(max_rows)]
     bars: list[Bar] = []
     begin = 0.0
     passes = (simulation.forward, simulation.backward)
-    for part, symmetry in zip(passes, simulation.symmetries, strict=True):
+    for pass_timeline, symmetry in zip(passes, simulation.symmetries, strict=True):
         messages: dict[int, list[Span]] = {}
-        for span in part.messages:
+        for span in pass_timeline.messages:
             messages.setdefault(span.rank, []).append(span)
         for row, use in enumerate(uses):
             rank = symmetry.representative(use.rank)
             by_lane: dict[str, list[Span]] = {}
-            for span in (*part.rank_spans(rank), *messages.get(rank, ())):
+            for span in (*pass_timeline.rank_spans(rank), *messages.get(rank, ())):
                 if span.seconds:
                     lane = "wait" if span.lane == "call" else span.lane
                     by_lane.setdefault(lane, []).append(span._replace(lane=lane))
             for lane in (*OWN, *LINKS):
                 spans = by_lane.get(lane, ())
-                joined = _joined(spans, part.seconds / FINEST, 0.0 if begin else first)
+                joined = _joined(spans, pass_timeline.seconds / FINEST, 0.0 if begin else first)
                 bars += [bar._replace(row=row, start=begin + bar.start) for bar in joined]
-        begin += part.seconds
+        begin += pass_timeline.seconds
     ranks = tuple((use.rank, use.members) for use in uses)
     lanes = tuple(lane for lane in (*OWN, *LINKS) if any(bar.lane == lane for bar in bars))
     return TimelineBars(ranks, lanes, tuple(bars), simulation.forward_seconds, begin)
 
 
 def _first_steps(simulation: Simulation) -> float:
-    """Return when the rank that is shown first has done so many kernels."""
+    """Return the time at which the first rank shown has finished a number of kernels."""
     timeline = simulation.forward
     rank = timeline.ranks[0].rank
     ends = [x.start + x.seconds for x in timeline.rank_spans(rank) if x.lane == "compute"]
@@ -86,41 +86,41 @@ def _first_steps(simulation: Simulation) -> float:
 
 def _joined(spans: Iterable[Span], gap: float, first: float) -> list[Bar]:
     """Bars of spans; those that begin after the first steps are joined over small gaps."""
-    made: list[Bar] = []
+    bars: list[Bar] = []
     names: list[str] = []
     busy = 0.0
     for span in sorted(spans, key=lambda span: span.start):
         start, end = span.start, span.start + span.seconds
-        last = made[-1] if made else None
+        last = bars[-1] if bars else None
         if last and start > first and start - (last.start + last.seconds) < gap:
             start, end = last.start, max(end, last.start + last.seconds)
-            made.pop()
+            bars.pop()
         else:
             busy, names = 0.0, []
         busy += span.seconds
         names.append(span.name)
-        made.append(Bar(0, span.lane, start, end - start, _note(span.lane, names, busy)))
-    return made
+        bars.append(Bar(0, span.lane, start, end - start, _note(span.lane, names, busy)))
+    return bars
 
 
 def _note(lane: str, names: list[str], busy: float) -> str:
-    what = LINK_NAMES.get(lane, lane)
+    lane_name = LINK_NAMES.get(lane, lane)
     if len(names) > 1:
-        return f"{what}: {len(names)} in {quantity(busy, 's')}"
-    return f"{what} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
+        return f"{lane_name}: {len(names)} in {quantity(busy, 's')}"
+    return f"{lane_name} {names[0]}: {quantity(busy, 's')}".replace(f"{lane} {lane}", lane)
 
 
 def timeline_figure(simulation: Simulation) -> Figure:
     """The timeline as a figure that can be zoomed."""
-    found = timeline(simulation)
-    shown, world_size = len(found.ranks), simulation.world_size
+    timeline_bars = timeline(simulation)
+    num_shown, world_size = len(timeline_bars.ranks), simulation.world_size
     alike = len(simulation.forward.ranks)
     if alike == world_size:
-        which = "all ranks" if shown == world_size else f"{shown} of {world_size} ranks"
+        which = "all ranks" if num_shown == world_size else f"{num_shown} of {world_size} ranks"
     elif alike == 1:
         which = f"one rank, which stands for all {world_size}"
     else:
-        which = f"{shown} of the {alike} ranks that stand for all {world_size}"
+        which = f"{num_shown} of the {alike} ranks that stand for all {world_size}"
     caption = (
         f"The upper bar of a rank is itself: computing, or waiting for messages. The thin bars "
         f"below are its messages on each kind of link. Shown: {which}. Good plans have little "
@@ -129,60 +129,68 @@ def timeline_figure(simulation: Simulation) -> Figure:
     )
     jumps = (
         ("First steps", 0.0, _first_steps(simulation)),
-        ("Forward", 0.0, found.turn),
-        ("Backward", found.turn, found.end),
-        ("Both passes", 0.0, found.end),
+        ("Forward", 0.0, timeline_bars.turn),
+        ("Backward", timeline_bars.turn, timeline_bars.end),
+        ("Both passes", 0.0, timeline_bars.end),
     )
-    rows = tuple(_row(simulation, *rank) for rank in found.ranks)
+    rows = tuple(_row(simulation, *rank) for rank in timeline_bars.ranks)
     table = Table(("rank", "ranks like it", "compute", "wait", "idle", "sent"), rows)
     title = "Timeline per rank, forward then backward"
-    return Figure("timeline", title, caption, _drawn(found), table, jumps)
+    return Figure("timeline", title, caption, _drawn(timeline_bars), table, jumps)
 
 
 def _row(simulation: Simulation, rank: int, members: int) -> tuple[str, ...]:
     both = simulation.use(rank)
     seconds = (
-        quantity(sum(getattr(use, f"{what}_seconds") for use in both), "s")
-        for what in ("compute", "exposed", "idle")
+        quantity(sum(getattr(use, f"{name}_seconds") for use in both), "s")
+        for name in ("compute", "exposed", "idle")
     )
-    sent = sum(sum(use.bytes_by_link.values()) for use in both)
-    return str(rank), str(members), *seconds, quantity(sent, "B")
+    num_bytes = sum(sum(use.bytes_by_link.values()) for use in both)
+    return str(rank), str(members), *seconds, quantity(num_bytes, "B")
 
 
-def _drawn(found: TimelineBars) -> Drawing:
+def _drawn(timeline_bars: TimelineBars) -> Drawing:
     """Lying bars in rows, one trace per lane."""
-    names = [f"rank {rank}" + f"\n{CROSS}{like}" * (like > 1) for rank, like in found.ranks]
+    names = [f"rank {rank}" + f"\n{CROSS}{like}" * (like > 1) for rank, like in timeline_bars.ranks]
     bounds = [len(names) - 0.4, -0.95]
     rows = {"showgrid": False, "zeroline": False, "range": bounds, "fixedrange": True}
     above = {"y": -0.68, "xanchor": "left"}
     layout = {
-        "xaxis": axis("time", "s") | {"range": [0, found.end], "zeroline": False},
+        "xaxis": axis("time", "s") | {"range": [0, timeline_bars.end], "zeroline": False},
         "yaxis": axis("", ticks=tuple(enumerate(names))) | rows,
         "barmode": "overlay",
         "dragmode": "zoom",
-        "shapes": [{"x0": found.turn, "x1": found.turn, "yref": "y domain", "y0": 0, "y1": 1}],
+        "shapes": [
+            {
+                "x0": timeline_bars.turn,
+                "x1": timeline_bars.turn,
+                "yref": "y domain",
+                "y0": 0,
+                "y1": 1,
+            }
+        ],
         "annotations": [
             above | {"x": 0, "text": "forward"},
-            above | {"x": found.turn, "text": "backward", "xshift": 4},
+            above | {"x": timeline_bars.turn, "text": "backward", "xshift": 4},
         ],
     }
     height = AROUND + 30 + ROW * len(names)
-    return Drawing([_lane(found, lane) for lane in found.lanes], layout, height)
+    return Drawing([_lane(timeline_bars, lane) for lane in timeline_bars.lanes], layout, height)
 
 
-def _lane(found: TimelineBars, lane: str) -> Words:
+def _lane(timeline_bars: TimelineBars, lane: str) -> Words:
     """The bars of one lane: a rank's own above, below them each kind of link."""
-    mine = [bar for bar in found.bars if bar.lane == lane]
-    links = [name for name in found.lanes if name not in OWN]
+    lane_bars = [bar for bar in timeline_bars.bars if bar.lane == lane]
+    links = [name for name in timeline_bars.lanes if name not in OWN]
     shift, thick = (-0.16, 0.44) if lane in OWN else (0.16 + 0.16 * links.index(lane), 0.14)
     return {
         "type": "bar",
         "name": LINK_NAMES.get(lane, lane),
         "orientation": "h",
-        "y": [bar.row + shift for bar in mine],
+        "y": [bar.row + shift for bar in lane_bars],
         "width": thick,
-        "base": [bar.start for bar in mine],
-        "x": [bar.seconds for bar in mine],
+        "base": [bar.start for bar in lane_bars],
+        "x": [bar.seconds for bar in lane_bars],
         "marker": {"color": colour(LANES[lane])},
-        **hover([bar.note for bar in mine]),
+        **hover([bar.note for bar in lane_bars]),
     }

@@ -22,8 +22,8 @@ def quantity(value: float, unit: str = "") -> str:
     if value == 0:
         return f"0 {unit}"
     power = math.floor(math.log10(abs(value) * 1.0005) / 3)
-    least = 0 if unit in COUNTED else -WHOLE
-    power = min(max(power, least), len(PREFIXES) - 1 - WHOLE)
+    lowest_power = 0 if unit in COUNTED else -WHOLE
+    power = min(max(power, lowest_power), len(PREFIXES) - 1 - WHOLE)
     scaled = value / 1000.0**power
     digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
     return f"{digits} {PREFIXES[power + WHOLE]}{unit}"

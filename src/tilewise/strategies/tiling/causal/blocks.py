@@ -188,7 +188,7 @@ def assign_strip(q0: int, q1: int, c: int, pieces: list[Rect]) -> list[list[Rect
 
 
 def cut_columns(rect: Rect, cells: int, snap: float) -> tuple[list[Rect], list[Rect]]:
-    """Give the left columns of a rectangle, so many cells, to one side, the rest to the other.
+    """Cut a rectangle into left columns with a given number of cells, and the other columns.
 
     Args:
         snap: cells by which the cut may be wrong if that saves cutting a column.
