@@ -20,7 +20,7 @@ from tilewise.plan.numbers import checked
 _HEAD = ("plan", "ranks", "q held by", "kv held by")
 _RANKS = re.compile(r"(\d+), head groups: (\d+)")
 _TILE = re.compile(r"q(\d+(?:,\d+)*)xkv(\d+(?:,\d+)*)(?:/(\d+))?$")
-_HOP = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?>(\d+)$")
+_TRANSFER = re.compile(r"(q|kv)(\d+)(?:/(\d+))?([*!]?)(?:\[(\d+:\d+(?:,\d+:\d+)*)\])?>(\d+)$")
 _ROLES = (("", Role.OPERAND), ("*", Role.PARTIAL), ("!", Role.RESULT))
 
 
@@ -114,7 +114,7 @@ def _read_tile(word: str) -> Tile:
 
 
 def _read_transfer(word: str, rank: int, number: int) -> Transfer:
-    match = _HOP.match(word)
+    match = _TRANSFER.match(word)
     if not match:
         raise ValueError(
             f"step {number}, rank {rank}: {word!r} is neither a tile (q0xkv1) "
