@@ -576,3 +576,18 @@ def test_committed_rows_of_the_map_are_what_the_command_makes():
     for at in (("causal", (64, 8), 8, 8192), ("causal_document", (64, 8), 1, 1024)):
         task = where.Task(*at, USUAL, MACHINE)
         assert json.loads(json.dumps(where.rows_of(task))) == known[json.dumps(task.key)]
+
+
+@pytest.mark.slow
+def test_the_page_says_what_a_slow_rank_and_jitter_make_of_the_claims():
+    work = replace(USUAL, mask=tw.Causal())
+    waits, grid = stress.CLAIMS[1:]
+
+    def claimed(claim: tuple[str, float, int, int], name: str) -> tuple[Any, ...]:
+        return next(stress._claimed(work, MACHINE, claim, name))[3:]
+
+    waited, times = (round(claimed(claim, "jitter")[0], 1) for claim in (waits, grid))
+    said = numbers_after("studies.md", "with jitter a ring of")
+    assert said == [waits[2], waited, 2, times]  # the 2 of ATTENTION2D
+    both = [round(x, 1) for x in claimed(waits, stress.SLOW)[:2]]
+    assert numbers_after("studies.md", "With a slow rank a ring waits") == both
