@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from getpass import getuser
 from hashlib import sha256
 from pathlib import Path
 from tempfile import gettempdir
@@ -52,7 +51,7 @@ class Journal:
 
 @contextmanager
 def journal(*about: Any) -> Iterator[Journal]:
-    """Keep rows in a file of the user's until the work within has ended well.
+    """Keep rows in a file of this checkout's own until the work within has ended well.
 
     Args:
         about: what rows depend on beside their study and part; other values have another file.
@@ -60,7 +59,7 @@ def journal(*about: Any) -> Iterator[Journal]:
     folders = Path(tw.__file__).parent, Path(__file__).parents[1]
     newest = max(path.stat().st_mtime_ns for x in folders for path in x.rglob("*.py"))
     key = sha256(repr((*about, newest)).encode()).hexdigest()[:16]
-    path = Path(gettempdir()) / f"tilewise-study-{getuser()}-{key}.jsonl"
+    path = Path(gettempdir()) / f"tilewise-study-{key}.jsonl"
     yield Journal(path)
     path.unlink(missing_ok=True)
 

@@ -16,14 +16,16 @@ from tilewise.tools.report.words import short
 DEVICES, TOKENS = 32, 1 << 18
 SLOWNESS, JITTER, HALF_BYTES = 1.5, 0.2, 4 << 20
 SLOW = "a slow rank"
+MOST_DISTURBED = 128
+"""Devices up to which a claim is tried with these two: all ranks are simulated then, one by one."""
 
 
-def disturbances(machine: Machine) -> dict[str, Machine]:
-    """The machine as it is, and with each of the three."""
+def disturbances(machine: Machine, n: int) -> dict[str, Machine]:
+    """The machine of n devices as it is, and with each of the three."""
     half = HALF_BYTES / machine.nic_bandwidth
     return {
         "as described": machine,
-        SLOW: replace(machine, slow_ranks=(DEVICES // 2,), slowness=SLOWNESS),
+        SLOW: replace(machine, slow_ranks=(n // 2,), slowness=SLOWNESS),
         "jitter": replace(machine, jitter=JITTER),
         "short messages": replace(machine, carry_seconds=machine.carry_seconds + half),
     }
@@ -34,7 +36,7 @@ def stress(
 ) -> Iterator[StudyTable]:
     """Every method on machines that are disturbed."""
     work = replace(work, num_tokens=TOKENS, mask=tw.Causal())
-    names = list(disturbances(machine))
+    names = list(disturbances(machine, n))
     units = {"strategy": "", "plan": "", "time": "s"}
     for name in names[1:]:
         units |= {name: "x", f"over ring, {name}": "x"}
@@ -81,7 +83,8 @@ def _disturbed(
     if isinstance(plan, str):
         yield (name, None)
         return
-    yield (name, *(tw.simulate(plan, work, on).seconds for on in disturbances(machine).values()))
+    machines = disturbances(machine, plan.world_size).values()
+    yield (name, *(tw.simulate(plan, work, on).seconds for on in machines))
 
 
 CLAIMS = (
@@ -91,17 +94,19 @@ CLAIMS = (
 )
 
 
-def assumptions(machine: Machine) -> dict[str, Machine]:
-    """Machines on which a claim might hold."""
-    half = HALF_BYTES / machine.nic_bandwidth
+def assumptions(machine: Machine, n: int) -> dict[str, Machine]:
+    """Machines of n devices on which a claim might hold."""
+    disturbed = disturbances(machine, n)
     found = {
         "as described": machine,
         "links at half speed": slowed(machine, 0.5),
         "links at a fifth": slowed(machine, 0.2),
         "links at a tenth": slowed(machine, 0.1),
         "kernels twice as fast": faster(machine, 2),
-        "half bandwidth at 4 MiB": replace(machine, carry_seconds=machine.carry_seconds + half),
+        "half bandwidth at 4 MiB": disturbed["short messages"],
     }
+    if n <= MOST_DISTURBED:
+        found |= {name: disturbed[name] for name in (SLOW, "jitter")}
     if machine.nics > 1:
         found["one NIC a node"] = replace(machine, nics=1)
     return found
@@ -127,15 +132,16 @@ def _assumptions(work: tw.Workload, machine: Machine, rows_of: RowsOf) -> StudyT
     parts = {
         f"{claim[0]}, {name}": partial(_claimed, work, machine, claim, name)
         for claim in CLAIMS
-        for name in assumptions(_alone(machine, claim[0]))
+        for name in assumptions(_alone(machine, claim[0]), claim[2])
     }
     rows = rows_of("assumptions", parts)
     about = (
         f"Causal, {work.num_heads}:{work.num_kv_heads} heads of {work.head_dim}, kernels of "
         f"{machine.name}, both passes. Which assumption about the cluster would make each figure "
         "true. Of which topology: what a double ring has there, which sends a ring's bytes on more "
-        "links. Of which bytes: the time of the fastest of ring, double ring and all-gather over "
-        "the plan's; of waiting per cent, points beyond a ring's bytes."
+        f"links. A slow rank and jitter as above, up to {MOST_DISTURBED} devices, as each rank is "
+        "simulated then. Of which bytes: the time of the fastest of ring, double ring and "
+        "all-gather over the plan's; of waiting per cent, points beyond a ring's bytes."
     )
     titles = [claim[0] for claim in CLAIMS]
     figures = tuple(_claim_bars(f"assumptions-{i}", name, rows) for i, name in enumerate(titles))
@@ -162,16 +168,17 @@ def _claimed(
     """A claim on one of the machines."""
     title, stated, n, tokens = claim
     own, base = replace(work, num_tokens=tokens), _alone(machine, title)
-    here = assumptions(base)[name]
+    here = assumptions(base, n)[name]
 
     def run(plan: tw.Plan, layout: str = "zigzag") -> Simulation:
         return tw.simulate(plan, replace(own, layout=layout), here, exact=False)
 
-    ring, control, gathered = run(tw.ring(n)), run(control_of(n, base)), run(tw.all_gather(n))
+    ring, control = run(tw.ring(n)), run(control_of(n, base))
     if "waits" in title:
         waits, other = (100 * x.exposed_seconds / x.seconds for x in (ring, control))
         yield (title, stated, name, waits, other, 0.0)
         return
     one = run(tw.attention2d(8, 8), "striped") if base is not machine else run(tw.mesh(n, 8))
-    seconds = {"ring": ring, "double_ring": control, "all_gather": gathered, "claimed": one}
-    yield (title, stated, name, *gains({x: y.seconds for x, y in seconds.items()})["claimed"])
+    gathered = run(tw.all_gather(n))
+    found = {"ring": ring, "double_ring": control, "all_gather": gathered, "claimed": one}
+    yield (title, stated, name, *gains({x: y.seconds for x, y in found.items()})["claimed"])

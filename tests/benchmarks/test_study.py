@@ -442,10 +442,11 @@ def test_the_page_shows_what_is_disturbed():
         ]
         assert all(shows(cell, x) for cell, x in zip(cells, figures, strict=True)), row
     found = {(row["claim"], row["assumption"]): row for row in records(claims)}
-    for name, *cells in table_of("studies.md", "| ours (a double ring) |").rows:
+    for name, *cells in table_of("studies.md", "| ours (a double ring; of which bytes) |").rows:
         for cell, (claim, *_) in zip(cells, stress.CLAIMS, strict=True):
             row = found.get((claim, name))
-            assert shows(cell, row["found"], row["of which topology"]) if row else not cell
+            names = "found", "of which topology", "of which bytes"
+            assert shows(cell, *(row[x] for x in names)) if row else not cell
 
 
 def test_a_study_that_was_stopped_goes_on(tmp_path: Path):
@@ -575,3 +576,18 @@ def test_committed_rows_of_the_map_are_what_the_command_makes():
     for at in (("causal", (64, 8), 8, 8192), ("causal_document", (64, 8), 1, 1024)):
         task = where.Task(*at, USUAL, MACHINE)
         assert json.loads(json.dumps(where.rows_of(task))) == known[json.dumps(task.key)]
+
+
+@pytest.mark.slow
+def test_the_page_says_what_a_slow_rank_and_jitter_make_of_the_claims():
+    work = replace(USUAL, mask=tw.Causal())
+    waits, grid = stress.CLAIMS[1:]
+
+    def claimed(claim: tuple[str, float, int, int], name: str) -> tuple[Any, ...]:
+        return next(stress._claimed(work, MACHINE, claim, name))[3:]
+
+    waited, times = (round(claimed(claim, "jitter")[0], 1) for claim in (waits, grid))
+    said = numbers_after("studies.md", "with jitter a ring of")
+    assert said == [waits[2], waited, 2, times]  # the 2 of ATTENTION2D
+    both = [round(x, 1) for x in claimed(waits, stress.SLOW)[:2]]
+    assert numbers_after("studies.md", "With a slow rank a ring waits") == both
