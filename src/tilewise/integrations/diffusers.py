@@ -11,6 +11,7 @@ gathered a model's own `_cp_plan` says; lengths need not divide by the number of
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import combinations
@@ -114,8 +115,9 @@ def enable_parallelism(
         has_plan = "declares a plan that was not tried" if declared else "declares none"
         raise ValueError(
             f"{name} needs a cp_plan: its class {has_plan}. Tried are {', '.join(TRIED)}; pass "
-            "cp_plan= in diffusers' form, which says which modules' inputs are split and which "
-            "outputs are gathered, and compare with one process"
+            "cp_plan= in diffusers' form, which splits what leads to its attention layers "
+            f"({_layers_of(model)}), gathers the output after the last, and compare with one "
+            "process"
         )
     known = MODELS[name] if cp_plan is None else ModelSplit({})
     for setting, value, reason in known.refused:
@@ -157,6 +159,12 @@ def enable_parallelism(
             split_processor(processor, _Layer(layer, attends.get(layer), state))
     route_calls()
     return model
+
+
+def _layers_of(model: nn.Module) -> str:
+    """Attention layers that can run split, of a list of layers once."""
+    names = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in processors(model))
+    return ", ".join(names) or "none that can run split"
 
 
 def split_rows(model: nn.Module) -> int:
