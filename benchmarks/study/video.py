@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import tilewise as tw
-from benchmarks.study.table import StudyTable, Value
+from benchmarks.study.parts import RowsOf, at_once
+from benchmarks.study.table import Chart, Row, StudyTable
 from tilewise.simulation.machine import LARGE_TILE, Machine
 from tilewise.strategies.catalog import degrees, near_square
 from tilewise.tools.report.studies import methods
@@ -37,12 +39,12 @@ BEHIND = (
 LINKS = (900e9, 100e9, 50e9, 25e9)
 
 
-def video(work: tw.Workload, machine: Machine) -> Iterator[StudyTable]:
+def video(work: tw.Workload, machine: Machine, rows_of: RowsOf = at_once) -> Iterator[StudyTable]:
     """Methods on a Wan-like and a Flux-like layer, and what was published of Wan."""
     rack = Machine.preset(RACK)
-    yield _shapes(((8, machine), (72, rack)))
-    yield _published(rack)
-    yield _behind(rack)
+    yield _shapes(((8, machine), (72, rack)), rows_of)
+    yield _published(rack, rows_of)
+    yield _behind(rack, rows_of)
 
 
 def _plans(n: int, work: tw.Workload, machine: Machine) -> dict[str, tw.Plan]:
@@ -58,29 +60,37 @@ def _plans(n: int, work: tw.Workload, machine: Machine) -> dict[str, tw.Plan]:
     return {name: plan for name, plan in found.items() if name not in alike}
 
 
-def _shapes(places: tuple[tuple[int, Machine], ...]) -> StudyTable:
+def _shapes(places: tuple[tuple[int, Machine], ...], rows_of: RowsOf) -> StudyTable:
     units = {"shape": "", "machine": "", "devices": "", "strategy": "", "plan": "", "forward": "s",
              "both": "s", "waiting": "s", "sent": "B", "over ring": "x"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    for shape in SHAPES:
-        for n, machine in places:
-            work, ring = tw.Workload.preset(shape, n), 0.0
-            best = tw.search(work, machine, world_size=n)[0]
-            chosen = tw.simulate(best.plan, work, machine, backward_plan=best.backward_plan)
-            plans = _plans(n, work, machine)
-            found = {name: (x, tw.simulate(x, work, machine)) for name, x in plans.items()}
-            found["the planner's"] = best.plan, chosen
-            for name, (plan, one) in found.items():
-                ring = ring or one.seconds
-                at = (shape, machine.name, n, name, short(plan.name))
-                times = one.forward_seconds, one.seconds, one.exposed_seconds
-                rows.append((*at, *times, one.sent_bytes, ring / one.seconds))
+
+    def rows(shape: str, n: int, machine: Machine) -> Iterator[Row]:
+        work = tw.Workload.preset(shape, n)
+        best = tw.search(work, machine, world_size=n)[0]
+        chosen = tw.simulate(best.plan, work, machine, backward_plan=best.backward_plan)
+        plans = _plans(n, work, machine)
+        found = {name: (plan, tw.simulate(plan, work, machine)) for name, plan in plans.items()}
+        found["the planner's"] = best.plan, chosen
+        ring = found["ring"][1].seconds
+        for name, (plan, one) in found.items():
+            at = (shape, machine.name, n, name, short(plan.name))
+            times = one.forward_seconds, one.seconds, one.exposed_seconds
+            yield (*at, *times, one.sent_bytes, ring / one.seconds)
+
+    parts = {
+        f"{shape} on {n} devices": partial(rows, shape, n, machine)
+        for shape in SHAPES
+        for n, machine in places
+    }
     about = (
         "One layer, bfloat16, all tokens to all. wan: 75,600 tokens, 40 heads of 128; flux: 4,096 "
         "tokens of an image and 512 of a text that every device holds, 24 heads of 128. Waiting "
         "and sent of both passes; over ring: a ring's time of both over this one."
     )
-    return StudyTable("video", "Image and video models", about, units, rows)
+    charts = tuple(Chart("devices", "both", "strategy", {"shape": shape}) for shape in SHAPES)
+    return StudyTable(
+        "video", "Image and video models", about, units, rows_of("video", parts), charts
+    )
 
 
 def loop_seconds(plan: tw.Plan, machine: Machine, streams: int) -> float:
@@ -93,33 +103,36 @@ def loop_seconds(plan: tw.Plan, machine: Machine, streams: int) -> float:
     return STEPS * 2 / streams * (LAYERS * attention + linear)
 
 
-def _published(machine: Machine) -> StudyTable:
+def _published(machine: Machine, rows_of: RowsOf) -> StudyTable:
     units = {"GPUs": "", "split": "", "published": "s", "simulated": "s",
              "published over simulated": "x", "efficiency, published": "%",
              "efficiency, simulated": "%"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    alone: tuple[float, float] | None = None
-    for gpus, streams, heads, rings, seconds in PUBLISHED:
-        plan = tw.ulysses(heads, tw.ring(rings)) if heads > 1 else tw.ring(rings)
-        taken = loop_seconds(plan, machine, streams)
-        alone = alone or (seconds, taken)
-        shares = (100 * one / x / gpus for one, x in zip(alone, (seconds, taken), strict=True))
-        stream = "a stream" if streams == 1 else "two streams"
-        split = f"{stream}, ulysses {heads} x ring {rings}"
-        rows.append((gpus, split, seconds, taken, seconds / taken, *shares))
+
+    def rows() -> Iterator[Row]:
+        alone: tuple[float, float] | None = None
+        for gpus, streams, heads, rings, seconds in PUBLISHED:
+            plan = tw.ulysses(heads, tw.ring(rings)) if heads > 1 else tw.ring(rings)
+            taken = loop_seconds(plan, machine, streams)
+            alone = alone or (seconds, taken)
+            shares = (100 * one / x / gpus for one, x in zip(alone, (seconds, taken), strict=True))
+            stream = "a stream" if streams == 1 else "two streams"
+            split = f"{stream}, ulysses {heads} x ring {rings}"
+            yield (gpus, split, seconds, taken, seconds / taken, *shares)
+
     about = (
         f"Wan 2.2 14B, {count(TOKENS)} tokens, 40 steps of guidance's two streams, forward alone. "
         f"Simulated on {machine.name} as described: 40 layers of attention, and 2 FLOP a parameter "
         "and token at the speed of attention on large tiles; nothing else of the loop."
     )
-    return StudyTable("published", "TensorRT-LLM's table", about, units, rows)
+    found = rows_of("published", {"all": rows})
+    return StudyTable("published", "TensorRT-LLM's table", about, units, found)
 
 
-def _behind(machine: Machine) -> StudyTable:
+def _behind(machine: Machine, rows_of: RowsOf) -> StudyTable:
     units = {"GPUs": "", "split": "", "links": "", "published": "x", "ring over attention2d": "x",
              "ring over mesh": "x"}  # fmt: skip
-    rows: list[tuple[Value, ...]] = []
-    for bandwidth in LINKS:
+
+    def rows(bandwidth: float) -> Iterator[Row]:
         here = replace(machine, inside=replace(machine.inside, bandwidth=bandwidth))
         for gpus, heads, grid, behind in BEHIND:
             inner = gpus // 2 // heads
@@ -129,10 +142,13 @@ def _behind(machine: Machine) -> StudyTable:
             )
             split = f"ulysses {heads} x {grid[0]} x {grid[1]}"
             link = f"{bandwidth / 1e9:g} GB/s"
-            rows.append((gpus, split, link, behind, ring / gathered, ring / mesh))
+            yield (gpus, split, link, behind, ring / gathered, ring / mesh)
+
+    parts = {f"links of {x / 1e9:g} GB/s": partial(rows, x) for x in LINKS}
     about = (
         "The same loop with two streams at once: how much longer it takes with a ring in place of "
         "attention2d, which gathers before it computes, and of a mesh, which overlaps; on links "
         "of 900 GB/s, as described, and on slower ones."
     )
-    return StudyTable("behind", "A ring behind Attention2D", about, units, rows)
+    found = rows_of("behind", parts)
+    return StudyTable("behind", "A ring behind Attention2D", about, units, found)
