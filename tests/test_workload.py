@@ -287,3 +287,14 @@ def test_volume_names_the_degrees_that_work():
         tw.volume(tw.ulysses(2), work, backward_plan=tw.ring(2))
     with pytest.raises(ValueError, match=r"save \('all'\)"):
         tw.volume(tw.ring(2), tw.Workload(64, 8, 2, 4, save="all"))
+
+
+def test_presets_are_the_layers_of_published_models():
+    flux, wan = (tw.Workload.preset(name, 8) for name in ("flux", "wan"))
+    assert (flux.num_tokens, flux.num_heads, flux.head_dim) == (4608, 24, 128)
+    assert flux.layout_for(8).replicated.tolist() == [*range(512)]
+    assert flux.layout_for(8).sizes == (512 + 512,) * 8
+    assert (wan.num_tokens, wan.num_heads, wan.head_dim) == (21 * 45 * 80, 40, 128)
+    assert wan.layout_for(8) == tw.contiguous(75_600, 8)
+    with pytest.raises(ValueError, match="workload 'sora' is no preset; take one of flux, wan"):
+        tw.Workload.preset("sora", 8)

@@ -20,6 +20,7 @@ from benchmarks.study.simulated import masks, model, scaling, schedules, tiles
 from benchmarks.study.stress import stress
 from benchmarks.study.table import StudyTable, page_of
 from benchmarks.study.train import train
+from benchmarks.study.video import video
 from benchmarks.study.where import ROWS as WHERE_ROWS
 from benchmarks.study.where import picture as where_picture
 from benchmarks.study.where import where
@@ -55,6 +56,7 @@ STUDIES = MappingProxyType(
         "model": model,
         "stress": stress,
         "train": train,
+        "video": video,
     }
 )
 KEPT = ("contexts", "where")

@@ -1,9 +1,11 @@
 """The workload, and the bytes that a plan moves for it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
 from tilewise.compiler.row_moves import share_moves
+from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
@@ -34,6 +37,25 @@ MOST_NUMBERS = 1 << 48
 """Of one tensor: bytes of all ranks together are counted in 64 bits."""
 
 LAYOUTS = (("contiguous", contiguous), ("zigzag", zigzag), ("striped", striped))
+
+
+class WorkloadPreset(NamedTuple):
+    """The attention of a published model's layer, all tokens to all."""
+
+    num_tokens: int
+    num_text: int
+    num_heads: int
+    head_dim: int
+
+
+PRESETS: Mapping[str, WorkloadPreset] = MappingProxyType(
+    {
+        "flux": WorkloadPreset(4608, 512, 24, 128),
+        "wan": WorkloadPreset(75_600, 0, 40, 128),
+    }
+)
+"""Flux.1 at 1024 x 1024: 4,096 tokens of an image after 512 of a text; Wan 2.1 and 2.2 of 14B, 81
+frames of 1280 x 720: 21 x 45 x 80 tokens. num_text: tokens that every rank holds, the first."""
 
 
 class Volume(NamedTuple):
@@ -103,6 +125,25 @@ class Workload:
                 f"layout has {self.layout.num_tokens} tokens, the workload {self.num_tokens}; "
                 "make them equal"
             )
+
+    @classmethod
+    @checks_arguments
+    def preset(cls, name: str, world_size: int) -> Self:
+        """The attention of a published image or video model's layer, on a number of ranks.
+
+            tw.search(tw.Workload.preset("wan", 72), tw.Machine.preset("nvl72"), world_size=72)
+
+        Args:
+            name: "flux" (4,608 tokens, of which every rank holds the 512 of the text) or "wan"
+                (75,600 tokens).
+        """
+        if name not in PRESETS:
+            raise ValueError(f"workload {name!r} is no preset; take one of {', '.join(PRESETS)}")
+        num_tokens, num_text, num_heads, head_dim = PRESETS[name]
+        layout = contiguous(num_tokens - num_text, whole_number("world_size", world_size))
+        if num_text:
+            layout = joint(layout, range(num_text))
+        return cls(num_tokens, num_heads, num_heads, head_dim, layout=layout)
 
     @cached_property
     def wires(self) -> Wires:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -165,6 +166,29 @@ def test_meshes_and_their_configuration_on_processes() -> None:
         assert_one_process([*ranks], want)
 
 
+def _kinds_on_process(rank: int, kinds: tuple[str, ...], seeds: tuple[int, ...]) -> list[Trained]:
+    found: list[Trained] = []
+    for kind, seed in product(kinds, seeds):
+        make, inputs_of = KINDS[kind]
+        model = enable_parallelism(made(make))
+        found.append(trained(model, inputs_of(Random(seed))))
+    return found
+
+
+@pytest.mark.parametrize(
+    "n, kinds, seeds",
+    [
+        (3, ("qwen-image with padding", "hunyuan-video"), (7,)),
+        pytest.param(8, tuple(KINDS), (7, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_models_on_processes(n: int, kinds: tuple[str, ...], seeds: tuple[int, ...]) -> None:
+    ranks = run_processes(n, _kinds_on_process, kinds, seeds)
+    for (kind, seed), *own in zip(product(kinds, seeds), *ranks, strict=True):
+        make, inputs_of = KINDS[kind]
+        assert_one_process(own, trained(made(make), inputs_of(Random(seed))))
+
+
 def test_a_plan_of_one_s_own_is_taken() -> None:
     class Unknown(type(made(wan))):
         _cp_plan = None
@@ -173,8 +197,11 @@ def test_a_plan_of_one_s_own_is_taken() -> None:
     torch.manual_seed(0)
     model = Unknown(**{name: x for name, x in made(wan).config.items() if name[0] != "_"})
     plan = type(made(wan))._cp_plan
-    with pytest.raises(ValueError, match="Unknown needs a cp_plan: its class declares none"):
+    with pytest.raises(
+        ValueError, match="Unknown needs a cp_plan: its class declares none"
+    ) as error:
         enable_parallelism(model)
+    assert "attention layers (blocks.*.attn1, blocks.*.attn2)" in str(error.value)
     want = trained(model, inputs)
 
     def on_rank(rank: int, group: Any) -> Trained:

@@ -15,7 +15,7 @@ from support.hf_models import VOCABULARY, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AttentionInterface, AttentionMaskInterface
-from verification.zoo import Wrong
+from verification.zoo import SHARED, Wrong, joint
 
 import tilewise as tw
 from tilewise.transport.resolve import transport_for
@@ -41,6 +41,7 @@ class Bug(NamedTuple):
 
 
 FIRST, LAST = "model.layers.0.self_attn", "model.layers.2.self_attn"
+FIRST_NORM = "model.layers.0.input_layernorm"
 WINDOW, SOFTCAP = {"sliding_window": 6}, {"attn_logit_softcapping": 5.0}
 BUGS = (
     Bug("accelerate #4177", "no window", "gpt_oss", FIRST, ("window_ignored",), WINDOW),
@@ -54,6 +55,7 @@ BUGS = (
     Bug("a config's own scale", "default scale", "gemma2", FIRST, ("scale_wrong",)),
     Bug("axolotl #3928", "own shard", "qwen3", FIRST, ("shard_only",), {}, tw.zigzag),
     Bug("sglang #33353", "half the ranks", "llama", FIRST, ("shard_only",)),
+    Bug("sglang #33327", "text per rank", "llama", FIRST, ("shared_counted_per_rank",), {}, joint),
     Bug("sglang #33327", "text again", "llama", FIRST, ("counted_twice",)),
     Bug("vllm-omni #5716", "padded heads", "llama", FIRST, ("gqa_shifted",)),
     Bug("DeepSpeed #8316", "last head", "qwen3", FIRST, ("heads_missing",)),
@@ -75,15 +77,18 @@ BUGS = (
     Bug("LlamaFactory #10727", "scan", "scan", "scan", ("state_restarts",)),
     Bug("prime-rl #3003", "scan", "conv", "conv", ("order_sensitive_layer",), {}, tw.striped),
     Bug("diffusers #14265", "first keys", "llama", LAST, ("dv_wrong", "dk_wrong", "dq_wrong")),
-    Bug("tt-metal #53205", "own lse", "llama", LAST, ("dq_wrong", "dk_wrong", "dv_wrong")),
+    Bug("tt-metal #53205", "own lse", "llama", LAST, ("lse_gradient_lost",)),
     Bug("Automodel's guide", "averaged twice", "llama", None, ("gradient_scaled",)),
     Bug("slime #1748", "layer inflated", "llama", "model.layers.1.mlp.down_proj", ("unknown",)),
     Bug("axolotl #3498", "split twice", "llama", None, ("unknown", "loss_scaled")),
     Bug("verl #6068", "labels rolled", "qwen3", None, ("labels_shifted",), {}, tw.zigzag),
     Bug("AReno #511", "other ranks' labels", "llama", None, ("labels_shifted",)),
+    Bug(
+        "vllm-omni #7437", "text per rank", "qwen3", FIRST, ("shared_counted_per_rank",), {}, joint
+    ),
     Bug("vllm-omni #7437", "text again", "qwen3", FIRST, ("counted_twice",), {}, tw.striped),
     Bug("Automodel #2384", "nan", "llama", LAST, ("dk_wrong",)),
-    Bug("Automodel's guide", "noise", "llama", "model", ("unknown",)),
+    Bug("Automodel's guide", "noise", "llama", FIRST_NORM, ("noise_per_rank",)),
 )
 
 
@@ -146,6 +151,8 @@ def share(
         labels = cp.shard(labels, 1)
     if says == "labels rolled":
         labels = cp.shard(inputs["labels"], 1).roll(-1, 1)
+    if len(cp.layout.replicated) and rank:  # the loss of shared rows counts once
+        labels = labels.masked_fill(cp.position_ids < SHARED, -100)
     if says == "other ranks' labels":
         whole = pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         labels = cp.layout.shard(whole, (rank + 1) % world_size, 1)
@@ -250,9 +257,10 @@ def attend(
         allowed = allowed & (rank_of == cp.rank)
     if says == "half the ranks":
         allowed = allowed & (rank_of // 2 == cp.rank // 2)
-    if says == "text again":
-        keys, values = (torch.cat([x, x[:, :, :8], x[:, :, :8]], 2) for x in (keys, values))
-        allowed = torch.cat([allowed, allowed[:, :8], allowed[:, :8]], 1)
+    if says in ("text again", "text per rank"):
+        again = torch.arange(SHARED).repeat(2 if says == "text again" else cp.world_size - 1)
+        keys, values = (torch.cat([x, x[:, :, again]], 2) for x in (keys, values))
+        allowed = torch.cat([allowed, allowed[:, again]], 1)
     heads = torch.arange(query.shape[1])
     ratio = query.shape[1] // keys.shape[1] + (says == "padded heads")
     keys, values = (x[:, heads // ratio] for x in (keys, values))
@@ -272,10 +280,11 @@ def attend(
         other = (query @ own.mT * scale).masked_fill(~allowed, -torch.inf)
         backwards = (other.softmax(-1) @ values).transpose(1, 2)
         out = out.detach() + backwards - backwards.detach()
-    if says == "own lse":  # backward normalises each chunk by its own log-sum-exp
-        chunks = [scores.masked_fill(rank_of != r, -torch.inf) for r in range(cp.world_size)]
-        shares = sum(chunk.softmax(-1).nan_to_num() for chunk in chunks)
-        backwards = (shares @ values).transpose(1, 2)
+    if says == "own lse":  # backward takes each chunk's own out, weighed by what it is of the whole
+        chunks = [scores.masked_fill(rank_of != r, -1e30) for r in range(cp.world_size)]
+        sums = torch.stack([chunk.logsumexp(-1, keepdim=True) for chunk in chunks])
+        parts = torch.stack([chunk.softmax(-1) @ values for chunk in chunks])
+        backwards = (sums.softmax(0).detach() * parts).sum(0).transpose(1, 2)
         out = out.detach() + backwards - backwards.detach()
     return out * (heads < len(heads) - 1)[:, None] if says == "last head" else out, None
 

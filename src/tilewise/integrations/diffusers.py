@@ -11,6 +11,7 @@ gathered a model's own `_cp_plan` says; lengths need not divide by the number of
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import combinations
@@ -114,8 +115,9 @@ def enable_parallelism(
         has_plan = "declares a plan that was not tried" if declared else "declares none"
         raise ValueError(
             f"{name} needs a cp_plan: its class {has_plan}. Tried are {', '.join(TRIED)}; pass "
-            "cp_plan= in diffusers' form, which says which modules' inputs are split and which "
-            "outputs are gathered, and compare with one process"
+            "cp_plan= in diffusers' form, which splits what leads to its attention layers "
+            f"({_layers_of(model)}), gathers the output after the last, and compare with one "
+            "process"
         )
     known = MODELS[name] if cp_plan is None else ModelSplit({})
     for setting, value, reason in known.refused:
@@ -157,6 +159,28 @@ def enable_parallelism(
             split_processor(processor, _Layer(layer, attends.get(layer), state))
     route_calls()
     return model
+
+
+def _layers_of(model: nn.Module) -> str:
+    """Attention layers that can run split, of a list of layers once."""
+    names = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in processors(model))
+    return ", ".join(names) or "none that can run split"
+
+
+def split_rows(model: nn.Module) -> int:
+    """Return how many rows the last call of a split, tried model had over all ranks.
+
+    Raises:
+        ValueError: if the model computes them whole between its layers, or was not split here.
+    """
+    splits = [processor._parallel_config for _, processor in processors(model)]
+    state = next((one.model for one in splits if isinstance(one, _Layer)), None)
+    if state is None or state.known is None or state.known.gathers_within:
+        raise ValueError(
+            f"{type(model).__name__} computes whole rows on every rank between its layers; compare "
+            "its output, and the sum over ranks of its parameters' gradients, with one process"
+        )
+    return state.length_of(state.known.output)
 
 
 def _strategy_of(group: Any) -> tuple[Plan | None, Any]:
@@ -263,11 +287,7 @@ class _SplitModel:
             names: of the tensors that it is made of; at most one is never split.
             num_rows: of this rank; those of the others are left for the one that is never split.
         """
-        by_name = {
-            key[1] if isinstance(key[1], str) else key[0]: length
-            for key, length in self.lengths.items()
-        }
-        lengths = [by_name.get(name, -1) for name in names]
+        lengths = [self.length_of(name) for name in names]
         whole = [length < self.world_size for length in lengths]
         parts = [x for x, is_whole in zip(lengths, whole, strict=True) if not is_whole]
         sizes = [contiguous(x, self.world_size).sizes for x in parts]
@@ -283,6 +303,15 @@ class _SplitModel:
         before = sum(lengths[: whole.index(False)])
         after = range(before + split.num_tokens, sum(lengths))
         return joint(split, [*range(before), *after])
+
+    def length_of(self, name: str) -> int:
+        """Return the length of the tensor of a name that was split last; -1 if none was."""
+        named = [
+            length
+            for key, length in self.lengths.items()
+            if name == (key[1] if isinstance(key[1], str) else key[0])
+        ]
+        return named[-1] if named else -1
 
     def layout(self, sequence: str, num_rows: int, most: int = MOST_JOINED) -> Layout:
         """The layout of a sequence that is made up of split tensors, found by its rows.

@@ -103,6 +103,10 @@ class Examination:
             if facts := find_facts(layer):
                 return Diagnosis(facts, layer)
         facts, allowed = self._attention(layer, first_wrong)
+        inputs = comparison.whole.inputs(layer).values()
+        is_made_within = not any(x.is_floating_point() for x in inputs)
+        if not facts and is_made_within and (facts := self._foreign_inputs(names[0])):
+            return Diagnosis(facts, names[0])
         if not facts and self._inputs_are_right(layer):
             with suppress(UnreadableError):
                 facts = LayerOrder(self, layer).forward()

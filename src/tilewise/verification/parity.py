@@ -18,6 +18,13 @@ from tilewise.transport.processes import RankError, RankFailure
 from tilewise.verification.causes import Facts, Finding, classify, explained
 from tilewise.verification.comparison import Comparison, loss_difference, matched_positions
 from tilewise.verification.diagnosis import Examination
+from tilewise.verification.image_models import (
+    image_share,
+    is_image_model,
+    is_split_here,
+    num_split_rows,
+    with_loss,
+)
 from tilewise.verification.pictures import drawn, text_picture
 from tilewise.verification.ranks import BACKENDS, RankRunner, RankShare, Split
 from tilewise.verification.records import ModelRun, Record, run_whole
@@ -120,11 +127,13 @@ def parity(
     that deviates is read.
 
     Args:
-        model: its call with inputs returns the loss: a scalar, or something with .loss.
+        model: its call with inputs returns the loss: a scalar, or something with .loss. Of a model
+            of diffusers, which returns a sample, the loss is a sum of that with fixed weights.
         inputs: keyword arguments of the unsplit model.
         split: split(model, inputs, rank, group) runs one rank's share with a copy of the model and
             returns its share of the loss, or (share, positions of its rows); without positions rows
-            are matched by value. It may run backward itself. None: transformers through tilewise.
+            are matched by value. It may run backward itself. None: transformers or diffusers
+            through tilewise.
         timeout: seconds for everything.
         backend: "gloo": local processes; "loopback": threads; None: the world of torchrun if this
             process is in one of this size, else gloo (split None: loopback).
@@ -138,6 +147,8 @@ def parity(
     backend = backend or ("torchrun" if in_world else "loopback" if split is None else "gloo")
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    if is_image_model(model):
+        model = with_loss(model)
     share = RankShare(model, inputs, _through_tilewise(model, inputs) if split is None else split)
     world = RankRunner(share, world_size, backend, timeout)
     if backend == "torchrun" and dist.get_rank():
@@ -157,7 +168,7 @@ def parity(
 
 
 def _compare(model: nn.Module, inputs: Mapping[str, Any], world: RankRunner) -> ParityReport:
-    num_tokens = _num_tokens(inputs)
+    num_tokens = num_split_rows(model, inputs) if is_image_model(model) else _num_tokens(inputs)
     whole, noisy, eps = _reference(model, inputs, world)
     try:
         records = world.run([ModelRun()] * world.size)
@@ -290,11 +301,13 @@ def _num_tokens(inputs: Mapping[str, Any]) -> int:
 
 
 def _through_tilewise(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
-    """transformers' models with attention by tilewise; for others an error."""
+    """transformers' and diffusers' models with attention by tilewise; for others an error."""
+    if is_split_here(model):
+        return image_share
     if not hasattr(model, "set_attn_implementation"):
         raise ValueError(
-            f"{type(model).__name__} is no model of transformers; pass split(model, inputs, rank, "
-            "group), which runs one rank's share"
+            f"{type(model).__name__} is no model of transformers or of diffusers that is split by "
+            "itself; pass split(model, inputs, rank, group), which runs one rank's share"
         )
     from tilewise.integrations import hf
 

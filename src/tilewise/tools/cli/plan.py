@@ -29,6 +29,7 @@ from tilewise.tools.cli.output import (
     working,
     write_output,
 )
+from tilewise.workload import PRESETS, Workload
 
 SETTING = ("library", "options", "plan", "save", "seconds")
 NARROW = 72  # columns of a terminal under which the table would be cut
@@ -38,6 +39,9 @@ class PlanOptions(NamedTuple):
     """Options of `tilewise plan`."""
 
     world_size: Annotated[int, option("Ranks.", min=1)]
+    preset: Annotated[
+        str | None, option(f"Of tokens, heads, mask and layout: {', '.join(PRESETS)}.")
+    ] = None
     memory: Annotated[str | None, option("Per rank, as in 20GiB; the machine's unless given.")] = (
         None
     )
@@ -53,7 +57,8 @@ def plan(options: PlanOptions, about: WorkOptions) -> None:
     with refusing_bad_input():
         machine = read_machine_option(about.machine)
         memory = None if options.memory is None else read_bytes("--memory", options.memory)
-        work = workload_of(about, options.world_size)
+        preset = options.preset and Workload.preset(options.preset, options.world_size)
+        work = workload_of(about, options.world_size, preset or None)
         check_writable(options.output)
         task = f"searching plans for {options.world_size} ranks"
         with working(task) as progress:
