@@ -1,7 +1,8 @@
 """Arguments of public calls: words that they take, and values of a wrong kind, refused alike.
 
 `checks_arguments` compares arguments with a function's annotations, `check_fields` fields of a
-dataclass. What a number may be beside a number (at least 1, a divisor) is the function's to say.
+dataclass; `explains_other_names` knows what other libraries call an option. What a number may be
+beside a number (at least 1, a divisor) is the function's to say.
 """
 
 import math
@@ -68,6 +69,42 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "ContextParallel": "tw.ContextParallel(group, num_tokens=...)",
     }
 )
+
+_DOCUMENTS = "mask=tw.Causal() & tw.Document(cu_seqlens), with boundaries of the whole sequence"
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        # torch.nn.functional.scaled_dot_product_attention
+        "is_causal": "mask=tw.Causal()",
+        "attn_mask": "mask=, such as tw.Causal() & tw.Window(127, 0)",
+        "scale": "softmax_scale=",
+        "enable_gqa": "no option: k and v may have fewer heads than q",
+        # flash-attn, ring-flash-attn, TransformerEngine, flex_attention
+        "causal": "mask=tw.Causal()",
+        "attention_mask": "mask=, such as tw.Causal() & tw.Document(cu_seqlens)",
+        "window_size": "mask=tw.Causal() & tw.Window(left, 0)",
+        "sliding_window": "mask=tw.Causal() & tw.Window(width - 1, 0)",
+        "cu_seqlens": _DOCUMENTS,
+        "cu_seqlens_q": _DOCUMENTS,
+        "cu_seqlens_k": _DOCUMENTS,
+        "cu_seqlens_kv": _DOCUMENTS,
+        "max_seqlen": "no option: the mask says how long documents are",
+        "max_seqlen_q": "no option: the mask says how long documents are",
+        "max_seqlen_k": "no option: the mask says how long documents are",
+        "block_mask": "mask=, such as tw.Causal() & tw.Document(cu_seqlens)",
+        "attn_bias": "bias=",
+        "core_attention_bias": "bias=",
+        "position_bias": "bias=",
+        "alibi_slopes": "bias=tw.alibi(slopes)",
+        "dropout": "dropout_p=",
+        "logits_soft_cap": "softcap=",
+        "s_aux": "sink=",
+        "sinks": "sink=",
+        "process_group": "group=",
+        "cp_group": "group=",
+        "return_attn_probs": "return_lse=True; probabilities are never in one place",
+    }
+)
+"""The other library's name, and ours as an error message says it."""
 
 
 def dtype_name(dtype: object) -> DtypeName:
@@ -227,6 +264,22 @@ def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
         first = [of_kind(n, x, kinds.get(n, Any)) for n, x in zip(names, args, strict=False)]
         named = {name: of_kind(name, x, kinds.get(name, Any)) for name, x in kwargs.items()}
         return function(*first, *args[len(first) :], **named)  # pyright: ignore[reportCallIssue]
+
+    return call
+
+
+def explains_other_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Make calls with another library's name for an option end in a TypeError that names ours."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name in OTHER_NAMES:
+                raise TypeError(
+                    f"{function.__name__} has no option {name!r}; what it is called here: "
+                    f"{OTHER_NAMES[name]}"
+                )
+        return function(*args, **options)
 
     return call
 

@@ -18,13 +18,14 @@ from tilewise.arguments import (
     Save,
     Validate,
     dtype_name,
+    explains_other_names,
     of_kind,
     require_type,
     whole_number,
 )
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.row_moves import RowMoves
-from tilewise.execution.mixed_precision import autocast_dtype, operand_dtype
+from tilewise.execution.call import autocast_dtype, operand_dtype
 from tilewise.functional import attention
 from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
@@ -33,7 +34,6 @@ from tilewise.layouts.balanced import default_layout
 from tilewise.layouts.layout import Layout
 from tilewise.layouts.whole_blocks import whole_blocks
 from tilewise.masks.base import Document, Full, Mask
-from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
 from tilewise.strategies.ring import ring
 from tilewise.tokens.blocks import GradientSums, block_edges, run_by_blocks, sum_gradients

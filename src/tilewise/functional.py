@@ -6,19 +6,24 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Save, Validate
-from tilewise.execution.call import Call, known_of
+from tilewise.arguments import DtypeName, Save, Validate, explains_other_names
+from tilewise.execution.call import (
+    Call,
+    autocast_dtype,
+    is_joint,
+    known_of,
+    lowered,
+    without_autocast,
+)
 from tilewise.execution.entry_masks import attend_by_entry
-from tilewise.execution.mixed_precision import autocast_dtype, lowered, without_autocast
 from tilewise.execution.sinks import kind_of, with_sink
 from tilewise.execution.torch_op import attend
 from tilewise.kernels.bias import Alibi
 from tilewise.kernels.protocol import Kernel
 from tilewise.layouts.layout import Layout
 from tilewise.masks.base import Mask
-from tilewise.option_names import explains_other_names
 from tilewise.plan.ir import Plan
-from tilewise.tokens.joint import is_joint, owned_call
+from tilewise.tokens.joint import owned_call
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
 

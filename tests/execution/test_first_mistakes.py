@@ -11,7 +11,7 @@ import torch
 from processes.launcher import run_processes
 
 import tilewise as tw
-from tilewise.option_names import OURS
+from tilewise.arguments import OTHER_NAMES
 
 N, NUM_TOKENS = 2, 16
 LAYOUT = tw.zigzag(NUM_TOKENS, N)
@@ -28,14 +28,14 @@ def _refusals(call) -> set[str]:
     return set(tw.loopback(N, on_rank))
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OTHER_NAMES)
 def test_options_of_other_libraries_name_ours(name: str):
     q = torch.zeros(NUM_TOKENS, 1, 4)
     cp = tw.ContextParallel(num_tokens=NUM_TOKENS)
     for call in (tw.attention, cp.attention):
         with pytest.raises(TypeError, match=f"has no option '{name}'; what it is called"):
             call(q, q, q, **{name: True})
-    ours = OURS[name].split("=")[0]
+    ours = OTHER_NAMES[name].split("=")[0]
     assert ours.startswith("no option: ") or ours in inspect.signature(tw.attention).parameters
 
 

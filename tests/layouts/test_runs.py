@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.drawn_masks import layouts
 
 import tilewise as tw
-from tilewise.layouts.runs import Run, canonical_runs, runs_of_positions
+from tilewise.layouts.layout import Run, canonical_runs, runs_of_positions
 
 RUNS = st.lists(
     st.builds(Run, st.integers(0, 30), st.integers(1, 5), st.integers(1, 4)), max_size=8

@@ -79,7 +79,8 @@ def formula(plan: tw.Plan, layout: str, mask: str, num_tokens: int) -> list[int]
 
 
 def run_pairwise(rank: int, *args: Any) -> tuple[float, int]:
-    with mock.patch.object(process_group, "MARKED_BYTES", 0):
+    limits = {"MARKED_BYTES": 0, "MARKED_BYTES_ON_A_HOST": 0}
+    with mock.patch.multiple(process_group, **limits):
         return run_attention(rank, *args)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tilewise.tools.lab import Lab, LabError, clean, site
 from tilewise.tools.lab.lab import RECORDS
 from tilewise.tools.lab.site import missing
+from tilewise.transport.nodes import host_digest
 from tilewise.transport.processes import RankError
 
 REASON = missing()
@@ -69,6 +70,17 @@ def send_and_time(rank: int) -> float:
     start = time.perf_counter()
     send_to_the_next(rank, 1_000_000)
     return time.perf_counter() - start
+
+
+def host_of(rank: int) -> str:
+    return host_digest().hex()
+
+
+@needs_lab
+def test_ranks_know_who_shares_their_host():
+    with Lab(2, 2) as lab:
+        first, second, third, fourth = lab.run(host_of)
+    assert first == second != third == fourth
 
 
 @needs_lab

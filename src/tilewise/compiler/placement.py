@@ -81,15 +81,19 @@ def buffer_spans(
     A part is taken with its whole buffer, and ends by itself.
     """
     begin: dict[int, int] = {}
-    ends: dict[tuple[int, int], int] = {}
     edges = [_edges(one) if one.home is Home.WORKSPACE else [] for one in buffers]
+    ends = [[-1] * len(parts) for parts in edges]
 
     def touch(ref: Ref, moment: int) -> None:
         spec = tensors[ref.tensor]
         number = spec.buffer
+        last = ends[number]
+        if not last:
+            return
         begin.setdefault(number, moment)
-        for part in _parts(spec, ref, edges[number]):
-            ends[number, part] = max(ends.get((number, part), moment), moment)
+        for part in (0,) if len(last) == 1 else _parts(spec, ref, edges[number]):
+            if last[part] < moment:
+                last[part] = moment
 
     for moment, op in enumerate(ops):
         for ref in (*op.reads, *op.writes, *(op.touched if isinstance(op, Wait) else ())):
@@ -98,10 +102,9 @@ def buffer_spans(
         touch(ref, moment)
     spans: list[list[Span]] = [[] for _ in buffers]
     for number, first in begin.items():
-        for part, (start, stop) in enumerate(edges[number]):
+        for (start, stop), end in zip(edges[number], ends[number], strict=True):
             if start < stop:
-                end = ends.get((number, part), first)
-                _add_span(spans[number], Span(start, stop, first, end))
+                _add_span(spans[number], Span(start, stop, first, max(first, end)))
     return spans
 
 
@@ -128,9 +131,7 @@ def _edges(buffer: Buffer) -> list[tuple[int, int]]:
 
 
 def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """The parts that a reference touches."""
-    if len(edges) <= 1:
-        return range(len(edges))
+    """The parts, of several, that a reference touches."""
     if 0 in ref_shape(spec, ref):
         return ()
     start, stop, _ = (0, spec.shape[0], 1) if ref.rows is None else ref.rows

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.runs import Run
+from tilewise.layouts.layout import Layout, Run
 
 Rows = NDArray[np.int64]
 FILL = -1

@@ -12,8 +12,7 @@ from tilewise.compiler.resolved import CallShape, resolve_passes
 from tilewise.decoding.chunk import Chunk, num_held
 from tilewise.decoding.shape_checks import CacheShape
 from tilewise.decoding.step import DecodingPass, QuerySpan
-from tilewise.execution.call import ResolvedCall
-from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
+from tilewise.execution.call import ResolvedCall, autocast_dtype, without_autocast
 from tilewise.execution.sinks import check_sink, kind_of, values_of
 from tilewise.execution.validation import checked_scale, checked_softcap
 from tilewise.functional import attention

@@ -1,11 +1,12 @@
-"""One call of attention: as it was asked for, and resolved."""
+"""One call of attention: as it was asked for, in which autocast region, and resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from tilewise.transport.agreement import Kind
 from tilewise.transport.protocol import Transport
 from tilewise.transport.resolve import Group
 from tilewise.wires.wire import AnyWire
+
+Operand = TypeVar("Operand", Tensor, Tensor | None)
 
 MUST_AGREE = MappingProxyType({"agreed": True})
 """Metadata of an option that must be the same on every rank: the ranks' agreement compares it."""
@@ -104,6 +107,53 @@ def known_of(
         return layout, mask
     known_mask, known_layout = plan.made_for
     return known_layout if layout is None else layout, known_mask if mask is None else mask
+
+
+def is_joint(plan: object, layout: object, kv_layout: object) -> bool:
+    """Return whether a call, of which nothing is checked yet, has tokens that every rank holds."""
+    if not isinstance(plan, Plan) or not isinstance(layout, Layout):
+        return False
+    if kv_layout is None:
+        return len(layout.replicated) > 0
+    if not isinstance(kv_layout, Layout):
+        return False
+    layouts = (kv_layout,) if plan.replicated_queries else (layout, kv_layout)
+    return any(len(one.replicated) > 0 for one in layouts)
+
+
+def autocast_dtype(x: object) -> torch.dtype | None:
+    """Return the dtype of the autocast region for x's device, or None outside of a region."""
+    if not isinstance(x, Tensor):
+        return None
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def operand_dtype(x: Tensor, autocast: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which an operand takes part, as SDPA's under autocast.
+
+    Args:
+        autocast: as `autocast_dtype` gives it; tensors of fp64 and of whole numbers keep theirs.
+    """
+    if autocast is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return autocast
+
+
+def lowered(x: Operand, autocast: torch.dtype) -> Operand:
+    """Return x in its `operand_dtype`; what is no tensor is returned as it is."""
+    return x.to(operand_dtype(x, autocast)) if isinstance(x, Tensor) else x
+
+
+def without_autocast(x: Tensor, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return a context in which the products of a kernel keep the dtypes that they are given.
+
+    Args:
+        autocast: dtype of the region that the context stands in; None: there is none to leave.
+    """
+    return nullcontext() if autocast is None else torch.autocast(x.device.type, enabled=False)
 
 
 class KeptForCalls(NamedTuple):

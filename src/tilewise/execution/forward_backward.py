@@ -14,7 +14,7 @@ from tilewise.kernels.bias import DenseBias
 from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style, loadable
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
-from tilewise.transport.protocol import Transport, team_transport
+from tilewise.transport.protocol import Transport
 
 
 def _names(num_tensors: int) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def code_traits(problem: ResolvedCall, transport: Transport) -> CodeTraits:
     return CodeTraits(
         transport.receives_ahead,
         transport.node_size,
-        team_transport(transport) is not None,
+        bool(getattr(transport, "takes_teams", False)),
         getattr(transport, "sends_in_flight", None),
         call_style(problem.kernel),
     )

@@ -74,21 +74,26 @@ def resolve_once(
             passes.append((x if number is None else x._replace(plan=NO_PLAN), number))
         return problem._replace(passes=NO_PASSES), passes
 
-    given = tuple(_key(call))
+    # Wires look at values.
+    if not isinstance(own, Plan) or call.q_positions is not None or call.wire is not None:
+        return resolve(q, k, v, call, rank, world_size)
+    given, table = tuple(_key(call)), _problems(own, rank)
     key: tuple[Any, ...] = ()
+    kept = None
     with suppress(AttributeError, TypeError):  # of a wrong kind, which the check says
         operands = (q, k) if v is None else (q, k, v)
         tensors = tuple([(type(x), x.shape, x.dtype, x.device, x.layout) for x in operands])
-        # By type, too: True is no number here, but equals 1.
         backward = "plan" if other is own else ref(other) if isinstance(other, Plan) else other
-        asked = rank, world_size, backward, type(other), given, *map(type, given), *tensors
-        hash(asked)
+        # By type first: True is no number here, but equals 1, and values of wrong types may not
+        # compare.
+        asked = world_size, type(other), *map(type, given), backward, *tensors, given
+        kept = table.newest(asked)
+        if kept is None:
+            hash(asked)
         key = asked
-    # Wires look at values.
-    anew = call.q_positions is not None or call.wire is not None
-    if not isinstance(own, Plan) or not key or anew:
+    if not key:
         return resolve(q, k, v, call, rank, world_size)
-    problem, passes = _problems(own).get(key, make)
+    problem, passes = kept or table.get(key, make)
     first, second = [
         x if number is None else x._replace(plan=plans[number]) for x, number in passes
     ]
@@ -98,10 +103,10 @@ def resolve_once(
     return problem
 
 
-@kept_with_plan()
-def _problems(plan: Plan) -> RecentValues[Hashable, Any]:
-    """Resolved calls of all ranks, by all that their checks depend on."""
-    return RecentValues(_CALLS_KEPT * plan.world_size)
+@kept_with_plan(1, each_rank=True)
+def _problems(plan: Plan, rank: int) -> RecentValues[Hashable, Any]:
+    """Resolved calls of a rank, by all that their checks depend on."""
+    return RecentValues(_CALLS_KEPT)
 
 
 def resolve(

@@ -104,6 +104,7 @@ class BoundCode:
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [self._bound(op) for op in code.ops]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
+        self._given_names: list[tuple[int, str]] = []
         self._prologue = self._given_parts()
 
     def run(self, given: Mapping[str, Tensor], work: Pass) -> list[Tensor]:
@@ -129,6 +130,8 @@ class BoundCode:
         for name in code.contiguous:
             if not given[name].is_contiguous():
                 given = {**given, name: given[name].contiguous()}
+        for number, name in self._given_names:
+            tensors[number] = given[name]
         for number, make in self._prologue:
             tensors[number] = make(given, kept, tensors)
         work.handles = [_NOTHING] * self._num_exchanges
@@ -197,7 +200,7 @@ class BoundCode:
 
     def _given_parts(self) -> list[tuple[int, Make]]:
         """Return how tensors of a call, and those that are kept, are made at the beginning of a
-        pass.
+        pass, but for those that are taken as they are given: they are named.
         """
         code, parts = self.code, []
         kept = {one.buffer: place for place, one in enumerate(code.kept)}
@@ -210,7 +213,7 @@ class BoundCode:
             spec = code.tensors[tensor]
             buffer = code.buffers[spec.buffer]
             if buffer.home is Home.GIVEN:
-                parts.append((number, _given(buffer.name)))
+                self._given_names.append((number, buffer.name))
             elif buffer.home is Home.SAVED:
                 parts.append((number, _saved(buffer.name, spec)))
             else:
@@ -279,12 +282,16 @@ class BoundCode:
         return lambda t, _: t[b].copy_(t[a])
 
     def _delta(self, op: ops.ComputeDelta) -> Step:
-        out, dout, product, delta = (
-            self._number(x) for x in (op.out, op.dout, op.product, op.delta)
-        )
+        parts = op.out, op.dout, op.product, op.delta
+        out, dout, product, delta = map(self._number, parts)
+        widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
 
         def step(t: list[Any], work: Pass) -> None:
-            torch.sum(t[product].copy_(t[out]).mul_(t[dout]), -1, out=t[delta])
+            if widens:
+                t[product].copy_(t[out]).mul_(t[dout])
+            else:
+                torch.mul(t[out], t[dout], out=t[product])
+            torch.sum(t[product], -1, out=t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse)
 
@@ -555,10 +562,6 @@ def _placed(memory: Tensor, offset: int, spec: TensorSpec) -> Tensor:
 
 Make: TypeAlias = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], Tensor]
 """Makes a tensor of (the call's by name, what is kept, those that were made before)."""
-
-
-def _given(name: str) -> Make:
-    return lambda given, _, __: given[name]
 
 
 def _saved(name: str, spec: TensorSpec) -> Make:

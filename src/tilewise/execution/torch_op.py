@@ -20,9 +20,8 @@ from torch._library import opaque_object
 
 from tilewise.arguments import Validate, dtype_name
 from tilewise.compiler.rank_plan import RankPlan
-from tilewise.execution.call import Call, ResolvedCall
+from tilewise.execution.call import Call, ResolvedCall, autocast_dtype, without_autocast
 from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
-from tilewise.execution.mixed_precision import autocast_dtype, without_autocast
 from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
 from tilewise.execution.sinks import values_of
 from tilewise.execution.validation import check_numbers, named_operands
@@ -42,6 +41,8 @@ from tilewise.transport.resolve import transport_for
 from tilewise.transport.streams import is_capturing
 from tilewise.wires.wire import Plain, latent_of, wires_of
 
+VAIN_WAITS = LostRankError, DeadlockError
+"""Errors that end a wait for ranks, which may be in another call."""
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 Results = tuple[Tensor, Tensor, list[Tensor]]
 # torch 2.11 looks up the very class, later ones a base class too.
@@ -121,28 +122,21 @@ def _agree(  # noqa: PLR0913 - all that is compared
             # Calls may be alike in all but the order of their passes. Compiled code does not know
             # which forward pass it follows.
             values[PASS] = f"backward of call {problem.number}"
-    with _Explained(call):
-        read_sink = None if sink is None else partial(values_of, sink)
+    read_sink = None if sink is None else partial(values_of, sink)
+    try:
         return agreement_of(transport).call(transport, kind, error, mode, values, read_sink)
+    except VAIN_WAITS as raised:
+        _explain(raised, call)
+        raise
 
 
-class _Explained:
-    """Adds to what ends a wait without an answer that ranks may not be in the same call."""
-
-    __slots__ = ("_mode",)
-
-    def __init__(self, call: Call) -> None:
-        self._mode = call.validate
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._mode == "never" and isinstance(error, LostRankError | DeadlockError):
-            error.args = (
-                f"{error} (validate='never' compares only wires that round: others may be in "
-                "another call; validate='always' says which)",
-            )
+def _explain(error: Exception, call: Call) -> None:
+    """Add to what ends a wait without an answer that ranks may not be in the same call."""
+    if call.validate == "never":
+        error.args = (
+            f"{error} (validate='never' compares only wires that round: others may be in "
+            "another call; validate='always' says which)",
+        )
 
 
 def _kind(problem: ResolvedCall, q: Tensor, call: Call, backward: bool) -> Kind:
@@ -233,9 +227,13 @@ class _Attention(torch.autograd.Function):
         keep = call.needs_grad or bool(leaves)
         # An expand may ask torch for gradients of what it makes.
         below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
-        with below, _Explained(call):
-            given = None if bias is None else DenseBias(bias)
-            out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep, bias=given)
+        given = None if bias is None else DenseBias(bias)
+        try:
+            with below:
+                out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep, bias=given)
+        except VAIN_WAITS as raised:
+            _explain(raised, call)
+            raise
         largest = kept[: resolved.scores.max_logit]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*largest)
@@ -339,8 +337,11 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Result
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call, *rest: Any) -> Results:
     seed, _ = _filled(rest)
     problem, transport = agreed_call(q, k, v, _seeded(call, seed))
-    with _Explained(call):
+    try:
         return forward_pass(problem, transport, q, k, v, keep=call.needs_grad)
+    except VAIN_WAITS as raised:
+        _explain(raised, call)
+        raise
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, call: object, *rest: Any) -> Results:
@@ -386,9 +387,13 @@ def _agreed_backward(  # noqa: PLR0913 - all that backward reads
     """
     q, *kv, _, _ = saved
     _agree_backward(resolved, transport, call, q, grads[0], *kv)
-    with without_autocast(q, autocast_dtype(q)), _Explained(call):
-        kept = kept[resolved.scores.max_logit :]
-        return backward_pass(resolved, transport, saved, kept, grads, bias)
+    kept = kept[resolved.scores.max_logit :]
+    try:
+        with without_autocast(q, autocast_dtype(q)):
+            return backward_pass(resolved, transport, saved, kept, grads, bias)
+    except VAIN_WAITS as raised:
+        _explain(raised, call)
+        raise
 
 
 def _agree_backward(

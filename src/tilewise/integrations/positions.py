@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from tilewise.compiler.row_moves import RowMoves
-from tilewise.layouts.layout import Layout, contiguous
-from tilewise.layouts.runs import Run
+from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import positions
 from tilewise.tokens.moves import gather_moves
 from tilewise.tokens.rows import move_rows

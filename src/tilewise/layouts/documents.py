@@ -4,8 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 from tilewise.arguments import MOST_RANKS, whole_number
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.runs import Run
+from tilewise.layouts.layout import Layout, Run
 from tilewise.masks.base import Document
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.arguments import MOST_RANKS, MOST_TOKENS, whole_number, whole_numbers
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.runs import runs_of_positions
+from tilewise.layouts.layout import Layout, runs_of_positions
 
 
 def joint(layout: Layout | int, replicated: Any) -> Layout:

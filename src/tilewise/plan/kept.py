@@ -6,17 +6,24 @@ may build the steps of all ranks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import Lock
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 Arguments = ParamSpec("Arguments")
-_MISSING: Any = object()
+
+
+class _Entry(Generic[Key, Value]):
+    """A key, its value, and when it was asked for last."""
+
+    __slots__ = ("key", "turn", "value")
+
+    def __init__(self, key: Key, value: Value, turn: int):
+        self.key, self.value, self.turn = key, value, turn
 
 
 class RecentValues(Generic[Key, Value]):
@@ -28,26 +35,39 @@ class RecentValues(Generic[Key, Value]):
 
     def __init__(self, keep: int):
         self.keep = keep
-        self._values: OrderedDict[Key, Value] = OrderedDict()
+        self._entries: dict[Key, _Entry[Key, Value]] = {}
+        self._newest: _Entry[Key, Value] | None = None
+        self._turn = 0
         self._lock = Lock()
+
+    def newest(self, key: Hashable) -> Value | None:
+        """Return the value that was asked for last, if it is that of an equal key.
+
+        Parts of a key that are the same objects are equal without a look at them: no hash is made.
+        """
+        newest = self._newest
+        return newest.value if newest is not None and newest.key == key else None
 
     def get(self, key: Key, build: Callable[[], Value]) -> Value:
         """Return the value of a key, built if it is not there.
 
         Threads that build the same value at once all get the first that is ready.
         """
+        entry = self._entries.get(key) or self._added(key, build())
+        self._turn += 1
+        entry.turn, self._newest = self._turn, entry
+        return entry.value
+
+    def _added(self, key: Key, value: Value) -> _Entry[Key, Value]:
         with self._lock:
-            value = self._values.get(key, _MISSING)
-            if value is not _MISSING:
-                self._values.move_to_end(key)
-                return cast(Value, value)
-        value = build()  # may ask this table for other values
-        with self._lock:
-            value = self._values.setdefault(key, value)
-            self._values.move_to_end(key)
-            while len(self._values) > self.keep:
-                self._values.popitem(last=False)
-        return value
+            entry = self._entries.setdefault(key, _Entry(key, value, self._turn + 1))
+            while len(self._entries) > self.keep:
+                del self._entries[min(self._entries.values(), key=_turn_of).key]
+        return entry
+
+
+def _turn_of(entry: _Entry[Any, Any]) -> int:
+    return entry.turn
 
 
 class KeptWith(Generic[Value]):

@@ -16,8 +16,6 @@ def disturbed(
     A kernel of a rank in slow_ranks takes slowness times as long. Each kernel and each message
     takes 1 + jitter x e times as long, e exponential with mean 1.
     """
-    if not machine.is_disturbed:
-        return programs, flows
     slower = tuple(_slower(program, machine) for program in programs)
     if not machine.jitter:
         return slower, flows

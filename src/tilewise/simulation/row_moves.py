@@ -117,9 +117,10 @@ def run_exchanges(
         PricedProgram(rank, network.compute(rank), call_seconds, tuple(rank_rows))
         for rank, rank_rows in operations.items()
     )
-    loop = EventLoop(
-        *disturbed(programs, tuple(flows), machine), network.routes, network.num_resources
-    )
+    all_flows = tuple(flows)
+    if machine.is_disturbed:
+        programs, all_flows = disturbed(programs, all_flows, machine)
+    loop = EventLoop(programs, all_flows, network.routes, network.num_resources)
     stuck = loop.run()
     assert stuck is None, stuck
     return loop

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewise.arguments import ITEM_BYTES
-from tilewise.plan.ir import Plan
+from tilewise.layouts.layout import Layout
 from tilewise.plan.shifts import Symmetry
 from tilewise.simulation.engine import EventLoop
 from tilewise.simulation.machine import Machine
@@ -19,19 +19,19 @@ from tilewise.workload import Workload
 def with_shared_rows(
     timeline: Timeline,
     symmetry: Symmetry,
-    plan: Plan,
+    layout: Layout,
     work: Workload,
     machine: Machine,
     backward: bool,
 ) -> Timeline:
-    """A pass and the exchange of the rows that every rank holds; without such, as it is.
+    """A pass and the exchange of the rows that every rank holds.
 
     Ranks that stand for others send as much as the rank that owns most such rows.
+
+    Args:
+        layout: a joint one, of the workload on the ranks of the plan.
     """
-    layout = work.layout_for(plan.world_size)
-    if plan.replicated_queries or not len(layout.replicated):
-        return timeline
-    loop = _exchange(work, machine, symmetry, backward)
+    loop = _exchange(layout, work, machine, symmetry, backward)
     exchange_uses = {use.rank: use for use in loop.uses(symmetry.members)}
     uses = tuple(_sum(use, exchange_uses[use.rank]) for use in timeline.ranks)
     seconds = max(loop.end_seconds, default=0.0)
@@ -64,9 +64,11 @@ def _sum(use: RankUse, exchange_use: RankUse) -> RankUse:
     )
 
 
-def _exchange(work: Workload, machine: Machine, symmetry: Symmetry, backward: bool) -> EventLoop:
+def _exchange(
+    layout: Layout, work: Workload, machine: Machine, symmetry: Symmetry, backward: bool
+) -> EventLoop:
     """Owners send their rows to all others; backward, all others send theirs to the owners."""
-    n, layout = symmetry.world_size, work.layout_for(symmetry.world_size)
+    n = symmetry.world_size
     row_bytes = work.num_heads * work.widths[1] * ITEM_BYTES(work.dtype)
     num_shared = len(layout.replicated)
     owned = [

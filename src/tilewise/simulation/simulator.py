@@ -232,7 +232,10 @@ def _joined(
 ) -> tuple[Timeline, Symmetry]:
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
-    return with_shared_rows(timeline, symmetry, plan, work, machine, backward), symmetry
+    layout = work.layout_for(plan.world_size)
+    if plan.replicated_queries or not len(layout.replicated):
+        return timeline_and_symmetry
+    return with_shared_rows(timeline, symmetry, layout, work, machine, backward), symmetry
 
 
 def _run(
@@ -253,7 +256,8 @@ def _run(
     programs = {rank: lower(plan, rank, carries=payload.carries) for rank in templates}
     network = Network(machine, symmetry)
     priced, flows = price_programs(plan, programs, costs, network, halves)
-    priced, flows = disturbed(priced, flows, machine)
+    if machine.is_disturbed:
+        priced, flows = disturbed(priced, flows, machine)
     loop = EventLoop(priced, flows, network.routes, network.num_resources)
     deadlock = loop.run()
     run_plan = halves.pruned(plan) if halves else plan

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from tilewise.masks.base import Causal, Full, Mask
 from tilewise.plan.builder import partial
 from tilewise.plan.ir import Item, Rows, Side, Tile
 from tilewise.plan.payload import HeadGroups
-from tilewise.plan.row_ranges import Ranges, row_index, to_ranges
+from tilewise.plan.row_ranges import Ranges, count_rows, row_index, to_ranges
 from tilewise.tiles.calls import KernelCall, Kind
 from tilewise.tiles.cover import tile_calls
 
@@ -181,20 +182,39 @@ def _parts(
     side: Side, ranges: Ranges, blocks: Sequence[_Block]
 ) -> tuple[RowSelection[np.ndarray], ...]:
     """Return which rows of which block a call reads, in the order of the call."""
-    rows = row_index(ranges)
-    starts = np.cumsum([0, *(len(block.local) for block in blocks)])
-    block_of_row = np.searchsorted(starts, rows, side="right") - 1
+    starts = [*accumulate((len(block.local) for block in blocks), initial=0)]
     parts: list[tuple[int, RowSelection[np.ndarray]]] = []
-    for i in np.unique(block_of_row).tolist():
+    for i, in_call, in_block in _rows_by_block(ranges, starts):
         _, local, size = blocks[i]
-        in_call = np.flatnonzero(block_of_row == i)
-        in_block = rows[in_call] - starts[i]
-        limits = len(rows), len(local), size
+        limits = count_rows(ranges), len(local), size
         for row_groups in _pieces((in_call, in_block, local[in_block])):
             index = (_index(x, n) for x, n in zip(row_groups, limits, strict=True))
             part = RowSelection(i, partial(side, 0), *index)
             parts.append((int(row_groups[0][0]), part))
     return tuple(part for _, part in sorted(parts, key=lambda placed: placed[0]))
+
+
+def _rows_by_block(
+    ranges: Ranges, starts: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield each block of which a call reads rows: which of the call's they are, and which of its.
+
+    Args:
+        starts: rows of all blocks before each one, and of all.
+    """
+    if len(ranges) == 1:
+        ((first, last),) = ranges
+        for i, (start, stop) in enumerate(pairwise(starts)):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                rows = np.arange(low, high)
+                yield i, rows - first, rows - start
+        return
+    rows = row_index(ranges)
+    which = np.searchsorted(starts, rows, side="right") - 1
+    for i in np.unique(which).tolist():
+        in_call = np.flatnonzero(which == i)
+        yield i, in_call, rows[in_call] - starts[i]
 
 
 def is_range(index: object) -> TypeGuard[slice | None]:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.compiler.row_moves import FILL, RowMoves, Rows
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.runs import runs_of_positions
+from tilewise.layouts.layout import Layout, runs_of_positions
 from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, RankStep, Role, Side, Transfer, own_shards
 from tilewise.plan.kept import kept_with_plan

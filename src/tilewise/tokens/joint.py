@@ -53,16 +53,6 @@ class OwnedCall(NamedTuple):
         return move_rows(x, self.moves, self.group, 1 if self.q.ndim == 4 else 0)
 
 
-def is_joint(plan: object, layout: object, kv_layout: object) -> bool:
-    """Return whether a call, of which nothing is checked yet, has tokens that every rank holds."""
-    if not isinstance(plan, Plan) or not isinstance(layout, Layout):
-        return False
-    if not isinstance(kv_layout, Layout | None):
-        return False
-    layouts = (kv_layout,) if plan.replicated_queries and kv_layout else (layout, kv_layout)
-    return any(one is not None and len(one.replicated) > 0 for one in layouts)
-
-
 def owned_call(  # noqa: PLR0913 - the operands and options of attention that layouts concern
     q: Tensor,
     k: Tensor,

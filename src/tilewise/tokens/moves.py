@@ -9,8 +9,7 @@ import numpy as np
 
 from tilewise.compiler.row_moves import FILL, RowMoves
 from tilewise.layouts.cells import cells
-from tilewise.layouts.layout import Layout
-from tilewise.layouts.runs import Run, runs_of_positions
+from tilewise.layouts.layout import Layout, Run, runs_of_positions
 from tilewise.masks.base import Mask
 from tilewise.plan.kept import RecentValues
 from tilewise.tokens.pieces import entries_of, few_pieces

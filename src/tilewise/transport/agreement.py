@@ -267,12 +267,15 @@ class Agreement:
             del self._known[next(iter(self._known))]
 
 
-_AGREEMENTS = KeptWith(lambda _: Agreement())
+AGREEMENTS = KeptWith(lambda _: Agreement())
 
 
 def agreement_of(transport: Transport) -> Agreement:
     """The one of the transport's group; of a transport without a process group: its own."""
-    return _AGREEMENTS.of(getattr(transport, "process_group", transport))
+    own = getattr(transport, "agreement", None)
+    if isinstance(own, Agreement):
+        return own
+    return AGREEMENTS.of(getattr(transport, "process_group", transport))
 
 
 def agree(

@@ -13,15 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.plan.kept import KeptWith, RecentValues
+from tilewise.plan.kept import RecentValues
 from tilewise.transport.nccl_groups import gloo_group
 from tilewise.transport.posted import Link, wait_for
 from tilewise.transport.protocol import TeamMessages
 
 MARKED_BYTES = 2**18
 """An exchange in which a rank sends about so much at most is one all-to-all."""
+MARKED_BYTES_ON_A_HOST = 2**20
+"""The same where all ranks of the team are on one host, whose loopback loses no segments."""
 _MARK_BYTES = 16
-_KINDS_KEPT = 8
+EXCHANGES_KEPT = 8
+"""Kinds of exchanges of a group whose memory is kept."""
 
 Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -35,25 +38,33 @@ class _Buffers:
     """
 
     def __init__(self, sizes: Sizes, place: int) -> None:
-        self.leaving_sizes = [_MARK_BYTES + size for size in sizes[0]]
-        self.room = [_MARK_BYTES + max(size, 2 * MARKED_BYTES) for size in sizes[1]]
-        self.room[place] = self.leaving_sizes[place]
+        sent, received = sizes
+        self.leaving_sizes = [_MARK_BYTES + size for size in sent]
+        self.room = [_MARK_BYTES + max(x, 2 * MARKED_BYTES_ON_A_HOST) for x in received]
+        self.leaving_sizes[place] = self.room[place] = _MARK_BYTES
         with torch.inference_mode(False):  # else later calls outside of it could not write
             self.leaving = torch.empty(sum(self.leaving_sizes), dtype=torch.uint8)
             self.arrived = torch.empty(sum(self.room), dtype=torch.uint8)
-        self._leaving = _pieces(self.leaving, self.leaving_sizes, sizes[0])
-        self._arrived = _pieces(self.arrived, self.room, sizes[1])
+        self._leaving = _pieces(self.leaving, self.leaving_sizes, sent, place)
+        self._arrived = _pieces(self.arrived, self.room, received, place)
+        starts = sum(sent[:place]), sum(received[:place])
+        self._own = [slice(start, start + sent[place]) for start in starts]
+        self._target: memoryview | None = None
 
-    def write(self, leaving: Tensor, mark: bytes) -> None:
-        """Put the mark before each piece of what leaves."""
-        source = _content(leaving)
+    def write(self, messages: TeamMessages, mark: bytes) -> None:
+        """Put the mark before each piece of what leaves; the own piece is copied at once."""
+        source, target = _content(messages.leaving), _content(messages.arriving)
         for mark_place, piece, rows in self._leaving:
             mark_place[:] = mark
             piece[:] = source[rows]
+        own, place = self._own
+        target[place] = source[own]
+        self._target = target
 
-    def read(self, arriving: Tensor, mark: bytes) -> int | None:
+    def read(self, mark: bytes) -> int | None:
         """Copy all pieces; returns the first rank of the team that sent another mark, if any."""
-        target = _content(arriving)
+        target, self._target = self._target, None
+        assert target is not None
         for place, (mark_place, piece, rows) in enumerate(self._arrived):
             if mark_place != mark:
                 return place
@@ -67,46 +78,47 @@ def _content(whole: Tensor) -> memoryview:
 
 
 def _pieces(
-    whole: Tensor, rooms: Sequence[int], sizes: Sequence[int]
+    whole: Tensor, rooms: Sequence[int], sizes: Sequence[int], place: int
 ) -> list[tuple[memoryview, memoryview, slice]]:
-    """Return for each rank its mark, its piece, and where the piece stands if all are joined."""
-    content = _content(whole)
-    starts, ends = accumulate(rooms, initial=0), [*accumulate(sizes)]
-    return [
-        (
-            content[start : start + _MARK_BYTES],
-            content[start + _MARK_BYTES : start + _MARK_BYTES + size],
-            slice(end - size, end),
-        )
-        for start, size, end in zip(starts, sizes, ends, strict=False)
-    ]
+    """Return for each rank its mark, its piece, and where the piece stands if all are joined.
+
+    Args:
+        place: of this rank in the team, of which only the mark travels.
+    """
+    content, pieces = _content(whole), []
+    starts, ends = accumulate(rooms, initial=0), accumulate(sizes)
+    for peer, (start, size, end) in enumerate(zip(starts, sizes, ends, strict=False)):
+        first = start + _MARK_BYTES
+        size = 0 if peer == place else size
+        pieces.append((content[start:first], content[first : first + size], slice(end - size, end)))
+    return pieces
 
 
-def _pool(_: dist.ProcessGroup) -> RecentValues[tuple[Sizes, int], list[_Buffers]]:
-    """The buffers that no exchange of a group uses, by what they are for."""
-    return RecentValues(_KINDS_KEPT)
-
-
-_POOLS = KeptWith(_pool)
+MarkedBuffers: TypeAlias = RecentValues[tuple[Sizes, int], list[_Buffers]]
+"""Memory of a group that no exchange uses, by what it is for."""
 
 
 class MarkedExchange:
     """An exchange under way; it is launched as it is made.
 
+
     Args:
         mark: of the call that this rank is in.
         link: the group, of which the team is a part.
+        buffers: of the group.
     """
 
-    def __init__(self, messages: TeamMessages, mark: bytes, link: Link) -> None:
+    def __init__(
+        self, messages: TeamMessages, mark: bytes, link: Link, buffers: MarkedBuffers
+    ) -> None:
         group, place = link.group, link.group.rank() - messages.team.start
         sizes = messages.sizes
-        self._free = _POOLS.of(group).get((sizes, place), list)
-        buffers = self._free.pop() if self._free else _Buffers(sizes, place)
-        buffers.write(messages.leaving, mark)
-        self._buffers, self._messages, self._mark, self._link = buffers, messages, mark, link
+        self._free = buffers.get((sizes, place), list)
+        own = self._free.pop() if self._free else _Buffers(sizes, place)
+        own.write(messages, mark)
+        self._buffers, self._messages, self._mark, self._link = own, messages, mark, link
         self._work: dist.Work | None = gloo_group(group, messages.team).alltoall_base(
-            buffers.arrived, buffers.leaving, buffers.room, buffers.leaving_sizes
+            own.arrived, own.leaving, own.room, own.leaving_sizes
         )
 
     @property
@@ -118,7 +130,7 @@ class MarkedExchange:
         if work is None:
             return
         wait_for(work, self._messages, "exchanging with", self._link)
-        stranger = self._buffers.read(self._messages.arriving, self._mark)
+        stranger = self._buffers.read(self._mark)
         if stranger is not None:
             raise self._link.watch.in_another_call(self._messages.team[stranger])
         self._free.append(self._buffers)

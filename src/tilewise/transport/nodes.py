@@ -1,7 +1,11 @@
-"""Processes as the launcher counts them, and which ranks of a group share a node."""
+"""Processes as the launcher counts them, and which ranks of a group share a node or a host."""
 
 import os
+import platform
 from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from uuid import getnode
 
 
 def local_world_size() -> int | None:
@@ -12,6 +16,18 @@ def local_world_size() -> int | None:
 def launched_world_size() -> int | None:
     """Processes on all nodes, as torchrun tells each of them; None without torchrun."""
     return _number("WORLD_SIZE")
+
+
+def host_digest() -> bytes:
+    """Return 16 bytes that are equal in two processes if they reach each other without a network.
+
+    Containers and network namespaces of one machine are hosts of their own.
+    """
+    facts = [platform.node(), str(getnode())]
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    if boot.exists() and network.exists():  # on Linux
+        facts = [boot.read_text(), os.readlink(network)]
+    return blake2b("\n".join(facts).encode(), digest_size=16).digest()
 
 
 def _number(variable: str) -> int | None:

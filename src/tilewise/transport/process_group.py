@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,18 @@ from torch import Tensor
 
 from tilewise.compiler.codegen import DEFAULT_TRAITS, CodeTraits, shares_message
 from tilewise.compiler.program import LAUNCHES_IN_FLIGHT
-from tilewise.plan.kept import KeptWith
-from tilewise.transport.agreement import TAG_BITS, agreement_of
-from tilewise.transport.marked_exchange import MARKED_BYTES, MarkedExchange
+from tilewise.plan.kept import KeptWith, RecentValues
+from tilewise.transport.agreement import AGREEMENTS, TAG_BITS, Agreement
+from tilewise.transport.marked_exchange import (
+    EXCHANGES_KEPT,
+    MARKED_BYTES,
+    MARKED_BYTES_ON_A_HOST,
+    MarkedBuffers,
+    MarkedExchange,
+)
 from tilewise.transport.nccl_batches import nccl_batches, post_batch
 from tilewise.transport.nccl_groups import agreed_node_size, gloo_group, lane_group
-from tilewise.transport.nodes import local_world_size, node_size_of
+from tilewise.transport.nodes import host_digest, local_world_size, node_size_of
 from tilewise.transport.posted import (
     AllPosted,
     Link,
@@ -24,7 +31,7 @@ from tilewise.transport.posted import (
     wait_for,
 )
 from tilewise.transport.protocol import Handle, Message, TeamMessages, travelling
-from tilewise.transport.watch import WATCHES
+from tilewise.transport.watch import WATCHES, Watch
 
 # Half of all tags are our own, so that a caller's messages in the group never match ours. Of such
 # a tag TAG_BITS say which call a message is of, and the last ones its lane.
@@ -41,12 +48,43 @@ GLOO_TRAITS = CodeTraits(receives_ahead=1, takes_teams=True, sends_in_flight=_UN
 """Facts of gloo on which the codes of passes depend; NCCL's, but for nodes, are DEFAULT_TRAITS."""
 
 
+class _GroupFacts(NamedTuple):
+    """Facts of a group that all its transports share.
+
+    Attributes:
+        backends: names, for each type of device.
+        carried: those that carry tensors of the device.
+        buffers: of marked exchanges.
+        on_one_host: whether a team is, of those that have asked.
+    """
+
+    backends: dict[str, str]
+    carried: dict[str, str]
+    agreement: Agreement
+    watch: Watch
+    buffers: MarkedBuffers
+    on_one_host: dict[range, bool]
+
+
+def _facts_of(group: dist.ProcessGroup) -> _GroupFacts:
+    backends = _backends_of(group)
+    wrong = {("cuda", "gloo"), ("cpu", "nccl")}
+    agreement = AGREEMENTS.of(group)
+    return _GroupFacts(
+        backends,
+        dict(backends.items() - wrong),
+        agreement,
+        WATCHES.of(group, agreement),
+        RecentValues(EXCHANGES_KEPT),
+        {},
+    )
+
+
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The name of a group's backend for each type of device."""
     return dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
 
 
-_BACKENDS = KeptWith(_backends_of)
+_FACTS = KeptWith(_facts_of)
 
 
 class DistTransport:
@@ -54,8 +92,8 @@ class DistTransport:
 
     Receives are posted before sends: gloo's ready notification otherwise queues behind bulk data.
     On gloo a small exchange of a whole team is one all-to-all, which takes half the processor time
-    of its messages, a larger one a PairwiseExchange (docs/execution.md); all else goes point to
-    point, without packing.
+    of its messages, a larger one a PairwiseExchange (docs/execution.md), from four times as many
+    bytes on where the team is on one host; all else goes point to point, without packing.
 
     On an NCCL group the first object is made by all ranks together. It makes a communicator of our
     own for each lane, at high priority, and warms it up, without which a batch that involves only
@@ -72,7 +110,7 @@ class DistTransport:
             nodes hold equally many neighbours; else one lane.
 
     Attributes:
-        process_group: whose agreement is that of this transport.
+        process_group, agreement: the group, and what this rank knows of calls in it.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, node_size: int | None = None) -> None:
@@ -80,17 +118,14 @@ class DistTransport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.process_group = group
-        self._backends = _BACKENDS.of(group)
-        wrong = {("cuda", "gloo"), ("cpu", "nccl")}
-        self._carried = dict(self._backends.items() - wrong)  # by device
+        self._facts = facts = _FACTS.of(group)
+        self._backends, self._carried, self.agreement, self._watch, *_ = facts
         batched = self._backends.get("cuda") == "nccl"
         traits = DEFAULT_TRAITS if batched else GLOO_TRAITS
         self.receives_ahead = traits.receives_ahead
         self.sends_in_flight = traits.sends_in_flight
         self.takes_teams = traits.takes_teams
         self._lanes = [group]
-        self._agreement = agreement_of(self)
-        self._watch = WATCHES.of(group, self._agreement)
         self.node_size = node_size
         if batched and self.world_size > 1:
             if node_size is None:
@@ -139,12 +174,32 @@ class DistTransport:
         own = sizes[0][self.rank - team.start]
         self.bytes_sent += sum(sizes[0]) - own
         self.messages_sent += len(team) - sizes[0].count(0) - (own > 0)
-        if most_bytes * (len(team) - 1) > MARKED_BYTES:
+        num_bytes = most_bytes * (len(team) - 1)
+        if num_bytes > MARKED_BYTES and (
+            num_bytes > MARKED_BYTES_ON_A_HOST or not self._on_one_host(team)
+        ):
             return self._in_rounds(messages)
-        link = Link(self._lanes[0], self._watch)
-        exchange = MarkedExchange(messages, self._agreement.mark, link)
+        exchange = self._marked(messages)
         self._receiving.append(exchange)
         return exchange
+
+    def _marked(self, messages: TeamMessages) -> MarkedExchange:
+        link = Link(self._lanes[0], self._watch)
+        return MarkedExchange(messages, self.agreement.mark, link, self._facts.buffers)
+
+    def _on_one_host(self, team: range) -> bool:
+        """Return whether the ranks of a team share a host; the first time they tell each other."""
+        shared = self._facts.on_one_host.get(team)
+        if shared is None:
+            own = torch.frombuffer(bytearray(host_digest()), dtype=torch.uint8)
+            sizes = (len(own),) * len(team)
+            hosts = own.repeat(len(team))
+            arriving = torch.empty_like(hosts)
+            self._marked(
+                TeamMessages(hosts, arriving, (sizes, sizes), team, "hosts", len(own))
+            ).wait()
+            shared = self._facts.on_one_host[team] = torch.equal(arriving, hosts)
+        return shared
 
     def gather_records(self, record: Tensor) -> list[Tensor]:
         if self.world_size == 1:
@@ -219,7 +274,7 @@ class DistTransport:
 
     def _post_each(self, messages: Sequence[Message], is_send: bool, lane: int) -> list[Posted]:
         """Start sends or receives; gloo refuses one if its other end is known to be lost."""
-        group, tag = self._lanes[0], _OWN_TAGS + (self._agreement.tag << _LANE_BITS) + lane
+        group, tag = self._lanes[0], _OWN_TAGS + (self.agreement.tag << _LANE_BITS) + lane
         start, verb = (group.send, "sending to") if is_send else (group.recv, "receiving from")
         posted, link = [], Link(group, self._watch)
         for mine in _shared(messages):

@@ -16,8 +16,7 @@ from tilewise.functional import attention
 from tilewise.integrations.seeds import agreed_seed
 from tilewise.kernels.bias import Alibi, alibi
 from tilewise.layouts.documents import zigzag_documents
-from tilewise.layouts.layout import Layout, contiguous
-from tilewise.layouts.runs import Run
+from tilewise.layouts.layout import Layout, Run, contiguous
 from tilewise.masks.base import Causal, Document, Full, Mask, Window, as_ints
 from tilewise.plan.ir import Plan
 from tilewise.strategies.all_gather import all_gather
