@@ -24,7 +24,7 @@ from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.row_moves import leaf_moves, share_moves
+from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
 from tilewise.compiler.whole_leaves import check_exact_wires, check_whole_leaves
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
 from tilewise.layouts.leaves import leaf_layouts
@@ -162,32 +162,35 @@ class Workload:
         layout = layout.owned
         return leaf_layouts(self.mask, layout, layout, self.num_heads // self.num_kv_heads)[0]
 
-    def leaf_bytes(self, plan: Plan) -> Volume:
-        """Bytes of rows that each rank sends to those that have their leaves, and of results back.
-
-        Forward q, k, v, then out and lse; backward these and dout and its share of dlse, then dq,
-        dk, dv.
-        """
+    def moves_of_leaves(self, plan: Plan) -> tuple[RowMoves, RowMoves] | None:
+        """The moves of rows to the ranks that have their leaves, and back; None: they are there."""
         layout = self.layout_for(plan.world_size).owned
         leaves = self.computed_layout(plan.world_size) if self.canonical else layout
-        if leaves == layout:
-            nothing = (0,) * plan.world_size
-            return Volume(nothing, nothing)
-        there, back = (
-            [moves.rows_sent(rank) for rank in range(plan.world_size)]
-            for moves in leaf_moves(layout, leaves)
-        )
+        return None if leaves == layout else leaf_moves(layout, leaves)
+
+    def leaf_row_bytes(self, plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes of a row that moves to the rank that has its leaf, and of its results, by pass.
+
+        Forward q, k, v, then out and lse; backward these, dout and dlse, then dq, dk, dv.
+        """
         width, v_width = self.widths
         size, statistic = ITEM_BYTES(self.dtype), ITEM_BYTES(accumulator(self.dtype))
         q, out = (0 if plan.replicated_queries else self.num_heads * w for w in (width, v_width))
         kv, lse = self.num_kv_heads * (width + v_width), statistic * bool(q) * self.num_heads
         largest = lse * self.max_logit
         forward = (q + kv) * size, out * size + lse + largest
-        backward = (q + kv + 2 * out) * size + 2 * lse, (q + kv) * size
+        return forward, ((q + kv + 2 * out) * size + 2 * lse, (q + kv) * size)
+
+    def leaf_bytes(self, plan: Plan) -> Volume:
+        """Bytes that each rank sends of such rows and their results."""
+        moves, ranks = self.moves_of_leaves(plan), range(plan.world_size)
+        if moves is None:
+            return Volume((0,) * len(ranks), (0,) * len(ranks))
+        rows = [[move.rows_sent(rank) for rank in ranks] for move in moves]
         return Volume(
             *(
-                tuple(a * x + b * y for x, y in zip(there, back, strict=True))
-                for a, b in (forward, backward)
+                tuple(a * x + b * y for x, y in zip(*rows, strict=True))
+                for a, b in self.leaf_row_bytes(plan)
             )
         )
 

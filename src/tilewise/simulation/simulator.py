@@ -27,7 +27,7 @@ from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.priced_programs import EXACT_RANKS, Halves, halves_of, price_programs
 from tilewise.simulation.prices import PassCosts
-from tilewise.simulation.shared_rows import with_shared_rows
+from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -232,6 +232,7 @@ def _joined(
 ) -> tuple[Timeline, Symmetry]:
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
+    timeline = with_leaf_moves(timeline, plan, work, machine, backward)
     return with_shared_rows(timeline, symmetry, plan, work, machine, backward), symmetry
 
 
