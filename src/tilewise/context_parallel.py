@@ -76,9 +76,10 @@ class ContextParallel:
         machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
             tensors, "cpu-gloo" for others.
         kernel: what attention takes as kernel, for all calls that do not name another.
-        reduction: what attention takes as reduction. "canonical": layouts that are not given have
-            whole blocks of tokens on each rank, `by_blocks` runs layers on these, and mean and
-            sum_gradients have the same bits at any split (docs/numerics.md).
+        reduction: what attention takes as reduction, for all calls; "auto" then takes plans alone
+            that can keep its promise. "canonical": layouts that are not given have whole blocks of
+            tokens on each rank, `by_blocks` runs layers on these, and mean and sum_gradients have
+            the same bits at any split (docs/numerics.md).
     """
 
     def __init__(  # noqa: PLR0913 - a constructor of a value
@@ -474,6 +475,7 @@ class ContextParallel:
         wire: AnyWire | None = None,
         save: Save | None = None,
         prune: bool = True,
+        reduction: Reduction = "fast",
         q_positions: Sequence[int] | Tensor | None = None,
         validate: Validate = "first",
         kernel: Kernel | str | None = None,
@@ -492,6 +494,7 @@ class ContextParallel:
                 list of one for each batch entry runs on the strategy's plan, which must not be one
                 that is made for a single mask.
             kernel: instead of the one given at the start.
+            reduction: "canonical" for this call, where it was not asked for at the start.
         """
         if plan is None:
             plan, chosen = self._plans(q, k, v, mask, wire)
@@ -514,6 +517,7 @@ class ContextParallel:
             wire=wire,
             save=save,
             prune=prune,
+            reduction=self.reduction if reduction == "fast" else reduction,
             q_positions=q_positions,
             validate=validate,
             kernel=self.kernel if kernel is None else kernel,
@@ -605,6 +609,7 @@ class ContextParallel:
             mask=mask,
             layout=self.layout,
             wire=wires,
+            reduction=self.reduction,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Save, Validate, explains_other_names
+from tilewise.arguments import DtypeName, Reduction, Save, Validate, explains_other_names
 from tilewise.execution.call import (
     Call,
     autocast_dtype,
@@ -80,6 +80,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
     wire: AnyWire | None = None,
     save: Save | None = None,
     prune: bool = True,
+    reduction: Reduction = "fast",
     q_positions: Sequence[int] | Tensor | None = None,
     validate: Validate = "first",
     kernel: Kernel | str | None = None,
@@ -120,6 +121,9 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
             but gathered for ulysses alone, where it takes no more memory. Code that torch.compile
             compiles always replays.
         prune: leave out what the mask makes needless.
+        reduction: "canonical": every result and gradient has the same bits for any world size,
+            plan, layout, wire and save, and for a document whatever lies beside it, at a cost that
+            docs/numerics.md says. "fast": as close, but the last bits depend on these.
         q_positions: of replicated queries; default the last of the sequence.
         validate: "first": ranks compare each kind of call (plan, mask, layout, shapes, ...) of a
             group once, and find out by waiting that they are in different calls; "always": each
@@ -199,6 +203,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         wire=wire,
         save=save,
         prune=prune,
+        reduction=reduction,
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         group=group,
@@ -215,7 +220,7 @@ def attention(  # noqa: PLR0913  # pyright: ignore[reportInconsistentOverload]
         else:
             seed = dropout_seed if compiled else None
             out, lse, largest = attend(q, k, v, call, seed, sink, values)
-        if sink is not None:
+        if sink is not None and reduction != "canonical":
             out, lse = with_sink(out, lse, sink)
         if joint is not None:
             out = joint.completed(out)

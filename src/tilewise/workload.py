@@ -13,23 +13,27 @@ from tilewise.arguments import (
     ITEM_BYTES,
     DtypeName,
     LayoutName,
+    Reduction,
     Save,
     check_dtype,
     check_fields,
     checks_arguments,
     dtype_name,
+    of_kind,
     whole_number,
 )
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
-from tilewise.compiler.row_moves import share_moves
+from tilewise.compiler.row_moves import RowMoves, leaf_moves, share_moves
+from tilewise.compiler.whole_leaves import check_exact_wires, check_whole_leaves
 from tilewise.layouts.joint import joint
 from tilewise.layouts.layout import Layout, contiguous, striped, zigzag
+from tilewise.layouts.leaves import leaf_layouts
 from tilewise.masks.base import Full, Mask
 from tilewise.plan.ir import Item, Plan, find_symmetry
-from tilewise.plan.payload import check_save, head_groups
+from tilewise.plan.payload import accumulator, check_save, head_groups
 from tilewise.plan.shifts import Symmetry, absolute
 from tilewise.wires.wire import AnyWire, Wires, plain_wires, wires_of
 
@@ -80,6 +84,8 @@ class Workload:
         max_logit: attention is to return the largest scores, which travel with partial results.
         wire: as attention takes it; a Latent needs its width. A lone Plain becomes wire_dtype, and
             any other the tw.wire.Wires that it stands for.
+        reduction: as attention takes it. Of "canonical" layouts are those of whole leaves, and rows
+            that move there and back are counted.
         save: "replay" the operands' transfers in backward, or keep them "gathered"; None: as the
             plan prefers (ulysses alone keeps them, all others replay).
     """
@@ -96,6 +102,7 @@ class Workload:
     v_head_dim: int | None = None
     max_logit: bool = False
     wire: AnyWire | None = None
+    reduction: Reduction = "fast"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -118,6 +125,9 @@ class Workload:
         if wires.latent is not None:
             wires.latent.check(self.num_kv_heads, *self.widths, wires.latent.width)
         check_save(self.save)
+        of_kind("reduction", self.reduction, Reduction)
+        if self.canonical:
+            check_exact_wires(wires, self.dtype)
         self.mask.check_tokens(self.num_tokens)
         head_groups(self.num_heads, self.num_kv_heads, 1)
         if isinstance(self.layout, Layout) and self.layout.num_tokens != self.num_tokens:
@@ -153,6 +163,11 @@ class Workload:
         return wires_of(self.wire).resolved(self.dtype)
 
     @property
+    def canonical(self) -> bool:
+        """True if the reduction is canonical."""
+        return self.reduction == "canonical"
+
+    @property
     def widths(self) -> tuple[int, int]:
         """head_dim of q and k, and of v."""
         return self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
@@ -180,6 +195,46 @@ class Workload:
             return self.layout
         return dict(LAYOUTS)[self.layout](self.num_tokens, world_size)
 
+    def computed_layout(self, world_size: int) -> Layout:
+        """The layout under which attention is computed: of whole leaves, if it must be."""
+        layout = self.layout_for(world_size)
+        if not self.canonical:
+            return layout
+        layout = layout.owned
+        return leaf_layouts(self.mask, layout, layout, self.num_heads // self.num_kv_heads)[0]
+
+    def moves_of_leaves(self, plan: Plan) -> tuple[RowMoves, RowMoves] | None:
+        """The moves of rows to the ranks that have their leaves, and back; None: they are there."""
+        layout = self.layout_for(plan.world_size).owned
+        leaves = self.computed_layout(plan.world_size) if self.canonical else layout
+        return None if leaves == layout else leaf_moves(layout, leaves)
+
+    def leaf_row_bytes(self, plan: Plan) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes of a row that moves to the rank that has its leaf, and of its results, by pass.
+
+        Forward q, k, v, then out and lse; backward these, dout and dlse, then dq, dk, dv.
+        """
+        width, v_width = self.widths
+        size, statistic = ITEM_BYTES(self.dtype), ITEM_BYTES(accumulator(self.dtype))
+        q, out = (0 if plan.replicated_queries else self.num_heads * w for w in (width, v_width))
+        kv, lse = self.num_kv_heads * (width + v_width), statistic * bool(q) * self.num_heads
+        largest = lse * self.max_logit
+        forward = (q + kv) * size, out * size + lse + largest
+        return forward, ((q + kv + 2 * out) * size + 2 * lse, (q + kv) * size)
+
+    def leaf_bytes(self, plan: Plan) -> Volume:
+        """Bytes that each rank sends of such rows and their results."""
+        moves, ranks = self.moves_of_leaves(plan), range(plan.world_size)
+        if moves is None:
+            return Volume((0,) * len(ranks), (0,) * len(ranks))
+        rows = [[move.rows_sent(rank) for rank in ranks] for move in moves]
+        return Volume(
+            *(
+                tuple(a * x + b * y for x, y in zip(*rows, strict=True))
+                for a, b in self.leaf_row_bytes(plan)
+            )
+        )
+
     def shared_bytes(self, plan: Plan) -> Volume:
         """Bytes of out that each rank sends to all others, and of dout that it sends back.
 
@@ -196,7 +251,7 @@ class Workload:
         """The call on a number of ranks."""
         return CallShape(
             self.mask,
-            self.layout_for(world_size),
+            self.computed_layout(world_size),
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -205,6 +260,7 @@ class Workload:
             self.save,
             v_head_dim=self.v_head_dim,
             max_logit=self.max_logit,
+            canonical=self.canonical,
         )
 
     @checks_arguments
@@ -222,7 +278,10 @@ class Workload:
                 f"{back.name} is for {back.world_size} ranks, {plan.name} for {plan.world_size}; "
                 "make both for the same number"
             )
-        return resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
+        passes = resolve_passes(self.call_shape(plan.world_size), plan, backward_plan)
+        if self.canonical:
+            check_whole_leaves(passes)
+        return passes
 
 
 @checks_arguments
@@ -235,8 +294,8 @@ def volume(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> Vol
     passes, shared = work.resolve(plan, backward_plan), work.shared_bytes(plan)
     return Volume(
         *(
-            tuple(map(sum, zip(_sent(one), more, strict=True)))
-            for one, more in zip(passes, shared, strict=True)
+            tuple(map(sum, zip(_sent(one), *more, strict=True)))
+            for one, *more in zip(passes, shared, work.leaf_bytes(plan), strict=True)
         )
     )
 

@@ -9,17 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.kernels.binned import (
-    FLOAT32,
-    FLOAT64,
-    MANY_TERMS,
-    BinFormat,
     add_terms,
     bin_format,
     blank_sums,
     exact_numbers,
+    folded,
     merge_sums,
     rounded,
 )
+from tilewise.plan.sums import FLOAT32, FLOAT64, MANY_TERMS, BinFormat
 
 CPU = torch.device("cpu")
 FORMATS = pytest.mark.parametrize(
@@ -68,6 +66,8 @@ def test_any_order_and_grouping_gives_the_same_bits(
         part = _sum_of(group, form) if group else blank_sums((2,), 3, form, CPU)
         merge_sums(total, part, form)
     assert torch.equal(total, expected)
+    parts = [_sum_of(group, form) for group in groups if group]
+    assert torch.equal(folded(torch.stack(parts), form), expected)
 
 
 @FORMATS

@@ -20,6 +20,7 @@ from tilewise.arguments import require_range
 from tilewise.compiler.code import (
     Ask,
     Attend,
+    AttendLeaves,
     Buffer,
     Bytes,
     Code,
@@ -30,6 +31,7 @@ from tilewise.compiler.code import (
     Expand,
     ExpandKey,
     Fill,
+    Finish,
     Home,
     KeptBuffer,
     Line,
@@ -72,11 +74,13 @@ from tilewise.compiler.program import Attend as AttendTile
 from tilewise.compiler.program import Merge as MergeArrived
 from tilewise.compiler.resolved import ResolvedPass
 from tilewise.layouts.layout import Layout
+from tilewise.layouts.leaves import edges_of_sides
 from tilewise.plan.builder import gc_paused, operand, partial
 from tilewise.plan.ir import Item, Plan, Role, Rows, Side, Tile, Transfer
 from tilewise.plan.kept import kept_with_plan
 from tilewise.plan.payload import STATISTICS, Payload, RowFormat, accumulator
-from tilewise.plan.row_ranges import count, count_rows
+from tilewise.plan.row_ranges import count, count_rows, row_index
+from tilewise.plan.sums import SumColumns
 from tilewise.tiles.call_rows import (
     CallParts,
     CallStyle,
@@ -86,6 +90,8 @@ from tilewise.tiles.call_rows import (
     num_rows,
     span,
 )
+from tilewise.tiles.leaf_pairs import LeafPairs, leaf_pairs
+from tilewise.tiles.leaf_pairs import Side as LeafSide
 
 SMALL_BYTES = 2**20
 """Up to here a message costs more than a copy of it; beyond, copies are avoided."""
@@ -191,11 +197,18 @@ class _Group:
 
 After = Callable[[], None]
 KnownCalls = dict[tuple[Tile, tuple[Sequence[Rows], ...]], tuple[CallParts[np.ndarray], ...]]
+KnownPairs = dict[tuple[Tile, Rows, Rows], tuple[LeafPairs, ...]]
 
 
 @kept_with_plan(keep=1, each_rank=True)
 def _known_calls(plan: Plan, rank: int, table: TileCalls) -> KnownCalls:
     """The kernel calls of a rank's tiles, as they become known; both passes have the same."""
+    return {}
+
+
+@kept_with_plan(keep=1, each_rank=True)
+def _known_pairs(plan: Plan, rank: int, table: TileCalls) -> KnownPairs:
+    """The pairs of leaves of a rank's tiles, as they become known."""
     return {}
 
 
@@ -230,6 +243,7 @@ class _Generator:
         self._table = TileCalls(self._tile_layouts, mask, groups, traits.cut)
         self._known_calls = _known_calls(pruned, rank, self._table)
         self._keeps = call.keep and not payload.backward
+        self._known_pairs = _known_pairs(pruned, rank, self._table)
         self._acc = accumulator(payload.dtype)
         self._buffers: list[Buffer] = []
         self._tensors: list[TensorSpec] = []
@@ -289,7 +303,8 @@ class _Generator:
             exchanges=exchanges,
         )
         found: dict[Role, HeadExchange] = {}
-        if exchanges and all(one.by_head for one in exchanges) and self._batch and not latent:
+        whole_buffers = self._batch and not latent and not self._payload.canonical
+        if exchanges and all(one.by_head for one in exchanges) and whole_buffers:
             for launch in program.instructions:
                 if isinstance(launch, Launch):
                     role = (launch.sends or launch.recvs)[0].item.role
@@ -903,23 +918,33 @@ class _Generator:
         for mine, here in _packed(rows or ((0, self._size(item)),)):
             sources = [self._rows(x, here) for x in values]
             targets = [self._rows(x, mine) for x in totals]
-            self._ops.append(Merge(tuple(sources), tuple(targets), not self._payload.backward))
+            by_lse = not self._payload.backward and not self._payload.canonical
+            columns = self._columns_of(item.side)
+            self._ops.append(Merge(tuple(sources), tuple(targets), by_lse, columns=columns))
 
     def _fields_of_partial(self, side: Side) -> list[tuple[str, tuple[int, ...], float]]:
         """Return the tensors of a partial: name, heads and width, and the value that each has at
         first.
         """
         payload, heads = self._payload, self._payload.heads(side)
+        columns = self._columns_of(side)
+        if columns is not None:
+            return [("sums", (heads, columns.num_columns), 0.0)]
         if payload.backward:
             return [(f"d{name}", (heads, width), 0.0) for name, width in payload.inputs(side)]
         statistics = ("lse", "largest") if payload.max_logit else ("lse",)
         out = "out", (heads, payload.v_head_dim), 0.0
         return [out, *((name, (heads,), -np.inf) for name in statistics)]
 
+    def _columns_of(self, side: Side) -> SumColumns | None:
+        """The columns of a side's partials if they are binned sums."""
+        return self._payload.sums(side) if self._payload.canonical else None
+
     def _new_partial(self, item: Item, home: Home = Home.WORKSPACE) -> tuple[Ref, ...]:
         """Tensors for a partial, of any content."""
+        dtype = self._payload.partial_dtype
         return tuple(
-            self._new(f"{item}.{name}", (self._size(item), self._batch, *inner), self._acc, home)
+            self._new(f"{item}.{name}", (self._size(item), self._batch, *inner), dtype, home)
             for name, inner, _ in self._fields_of_partial(item.side)
         )
 
@@ -949,7 +974,7 @@ class _Generator:
                 self._new(
                     f"{names}.{name}",
                     (rows, self._batch, *inner),
-                    self._acc,
+                    self._payload.partial_dtype,
                     part_rows=group.sizes,
                 )
                 for name, inner, _ in self._fields_of_partial(item.side)
@@ -969,6 +994,10 @@ class _Generator:
             self._partials[item] = self._new_partial(item, Home.MADE)
             self._ops.append(Ask(self._partials[item]))
             return
+        if self._payload.canonical:
+            for shards in product(tile.q, tile.kv):
+                self._attend_leaves(Tile(shards[:1], shards[1:], heads))
+            return
         if self._by_head:
             tile = Tile((0,), (0,), heads)
         q = [self._operand(operand(Side.Q, shard, heads)) for shard in tile.q]
@@ -978,6 +1007,54 @@ class _Generator:
             self._known_calls[tile, held] = tuple(self._table.calls(tile, held))
         for parts in self._known_calls[tile, held]:
             self._attend(parts, q, kv)
+
+    def _attend_leaves(self, tile: Tile) -> None:
+        """The calls of a shard of queries and one of keys, pair by pair of their leaves."""
+        items = operand(Side.Q, tile.q[0], tile.heads), operand(Side.KV, tile.kv[0], tile.heads)
+        q, kv = map(self._operand, items)
+        key = tile, q.rows, kv.rows
+        if key not in self._known_pairs:
+            self._known_pairs[key] = tuple(self._leaf_pairs(tile, q.rows, kv.rows))
+        backward = self._payload.backward
+        names = ("dout", "lse", "delta") if backward else ()
+        for pairs in self._known_pairs[key]:
+            q_heads, kv_heads = (
+                None if x is None else slice(*x) for x in (pairs.q_heads, pairs.kv_heads)
+            )
+            first = self._groups.slice(Side.Q, tile.heads).start
+            first += 0 if q_heads is None else q_heads.start
+            operands = (
+                self._rows(q.fields["q"], None, q_heads),
+                *(self._rows(kv.fields[name], None, kv_heads) for name in ("k", "v")),
+                *(self._rows(q.fields[name], None, q_heads) for name in names),
+            )
+            sums: list[Ref] = []
+            columns: list[SumColumns] = []
+            for item, heads in zip(items[: 1 + backward], (q_heads, kv_heads), strict=False):
+                (made,) = self._made(partial(*item[:1], *item[2:]))
+                sums.append(self._rows(made, None, heads))
+                of_side = self._columns_of(item.side)
+                assert of_side is not None
+                columns.append(of_side)
+            told = pairs, operands, tuple(sums), tuple(columns), first
+            self._ops.append(AttendLeaves(*told))
+
+    def _leaf_pairs(self, tile: Tile, q_rows: Rows, kv_rows: Rows) -> Iterator[LeafPairs]:
+        """The pairs of leaves of a tile of two shards, for each mask of its heads."""
+        layouts, groups = self._tile_layouts, self._groups
+        tokens = layouts[0].num_tokens, layouts[1].num_tokens
+        edges = edges_of_sides(self._table.mask, tokens, groups.num_heads // groups.num_kv_heads)
+        q_side, kv_side = (
+            LeafSide(edge, layout.rows(shards[0])[local], local)
+            for edge, layout, shards, local in zip(
+                edges, layouts, tile[:2], map(row_index, (q_rows, kv_rows)), strict=True
+            )
+        )
+        for mask, q_heads, kv_heads in self._table.masks(tile.heads):
+            found = leaf_pairs(q_side, kv_side, mask)
+            heads = (None if x is None else (x.start, x.stop) for x in (q_heads, kv_heads))
+            if found.pairs:
+                yield LeafPairs(*found[:3], *heads)
 
     def _operand(self, item: Item) -> Held:
         held = self._operands[item]
@@ -1262,15 +1339,14 @@ class _Generator:
         heads_of = self._carried.num_heads, self._carried.num_kv_heads
         rows = sum(stop - start for _, (start, stop) in self._held[side])
         results: list[Ref] = []
-        for name, inner, _ in fields:
+        for name, width in self._payload.results(side):
             dtype = self._acc if name in STATISTICS else self._payload.dtype
-            width = inner[-1]
             results.append(self._given_tensor(name, rows, heads_of[side], width, dtype))
         if self._by_head:
             self._collect_heads(side, results)
             return
-        held = self._held[side]
-        if len(held) == self._groups.groups == 1:
+        held, columns = self._held[side], self._columns_of(side)
+        if len(held) == self._groups.groups == 1 and columns is None:
             self._finish(partial(side, held[0][0]), results, fields)
             return
         for shard, at in held:
@@ -1280,9 +1356,13 @@ class _Generator:
                 values = self._final(item)
                 before = sums.setdefault(heads.start, values)
                 if before is not values:  # groups may share a KV head, whose gradients sum
-                    self._ops.append(Merge(values, before, by_lse=False))
+                    self._ops.append(Merge(values, before, by_lse=False, columns=columns))
             width = self._carried.slice(side, 0).stop
             for first, values in sums.items():
+                if columns is not None:
+                    targets = [self._rows(x, at, slice(first, first + width)) for x in results]
+                    self._ops.append(Finish(values[0], tuple(targets), columns, first))
+                    continue
                 for result, value in zip(results, values, strict=True):
                     target = self._rows(result, at, slice(first, first + width))
                     self._ops.append(Copy(value, target))

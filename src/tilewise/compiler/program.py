@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from tilewise.plan.ir import Item, Role, Rows, Side, Tile, Transfer, rows_label
-from tilewise.plan.payload import Payload, accumulator
+from tilewise.plan.payload import Payload
 from tilewise.plan.row_ranges import Ranges
 
 LAUNCHES_IN_FLIGHT = 1
@@ -238,13 +238,18 @@ class Attend(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Copy the finished partials of a side to the tensors that the pass returns."""
+    """Copy the finished partials of a side to the tensors that the pass returns.
+
+    Attributes:
+        finishes: the partials are binned sums, of which these tensors are computed.
+    """
 
     side: Side
     names: tuple[str, ...]
+    finishes: bool = False
 
     def __str__(self) -> str:
-        return f"collect {' '.join(self.names)}"
+        return f"{'finish' if self.finishes else 'collect'} {' '.join(self.names)}"
 
 
 Operation: TypeAlias = (
@@ -283,9 +288,9 @@ def operations(
             case Free():  # placement reads from the ops when a buffer is used again
                 pass
     for side in Side:
-        names = tuple(field.name for field in payload.fields(side, Role.PARTIAL))
+        names = tuple(name for name, _ in payload.results(side))
         if names:
-            yield Collect(side, names)
+            yield Collect(side, names, payload.canonical)
 
 
 class _Writer:
@@ -372,7 +377,7 @@ class _Writer:
         """None: the partial is the first of all its rows, and left where it arrived."""
         item, adds = transfer.item, transfer.item in self._partials
         self._partials.add(item)
-        kept = accumulator(self._payload.dtype)
+        kept = self._payload.partial_dtype
         fields = self._formats[item[:2]].fields
         converts = not encodes and any(field.dtype != kept for field in fields)
         in_arena = item._replace(role=Role.OPERAND) in self._joined

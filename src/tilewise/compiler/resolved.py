@@ -20,6 +20,7 @@ class CallShape(NamedTuple):
         q_positions: the replicated queries' global positions; default the last token.
         v_head_dim: of v if it differs from that of q and k.
         max_logit: the largest scores are asked for.
+        canonical: results are not to depend on how they are split: layouts are of whole leaves.
     """
 
     mask: Mask
@@ -34,13 +35,15 @@ class CallShape(NamedTuple):
     q_positions: Sequence[int] | None = None
     v_head_dim: int | None = None
     max_logit: bool = False
+    canonical: bool = False
 
     def payload(self, num_head_groups: int) -> Payload:
         """Return what travels forward where heads are cut into so many groups."""
         sizes = head_groups(self.num_heads, self.num_kv_heads, num_head_groups).size
         widths = self.head_dim, self.v_head_dim or self.head_dim
         dtype, wires = self.dtype, self.wires
-        return Payload(False, *sizes, *widths, dtype, wires, max_logit=self.max_logit)
+        extras = {"max_logit": self.max_logit, "canonical": self.canonical}
+        return Payload(False, *sizes, *widths, dtype, wires, **extras)
 
 
 class ResolvedPass(NamedTuple):

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from tilewise.arguments import DtypeName, Save, Validate, require_type
+from tilewise.arguments import DtypeName, Reduction, Save, Validate, require_type
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import ResolvedPass
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.expansion import Expansion
 from tilewise.execution.sinks import TensorKind
 from tilewise.kernels.bias import Alibi
@@ -64,6 +65,7 @@ class Call(OpaqueValue):
     wire: AnyWire | None = field(default=None, metadata=MUST_AGREE)
     save: Save | None = field(default=None, metadata=MUST_AGREE)
     prune: bool = field(default=True, metadata=MUST_AGREE)
+    reduction: Reduction = field(default="fast", metadata=MUST_AGREE)
     return_lse: bool = False
     return_max_logit: bool = field(default=False, metadata=MUST_AGREE)
     group: Group = None
@@ -170,6 +172,8 @@ class ResolvedCall(NamedTuple):
         passes: forward and backward.
         number: of the forward pass among the group's calls, the same on all ranks; None: not known.
         expansion: of latents, if k and v are made of some.
+        q_leaves, kv_leaves: how rows reach the ranks that have their leaves whole, and how they
+            return, under a canonical reduction; None: they are there.
         kept: what is made once for all calls that resolve to this; None: nothing is kept.
     """
 
@@ -179,7 +183,14 @@ class ResolvedCall(NamedTuple):
     kernel: Kernel
     number: int | None = None
     expansion: Expansion | None = None
+    q_leaves: tuple[RowMoves, RowMoves] | None = None
+    kv_leaves: tuple[RowMoves, RowMoves] | None = None
     kept: KeptForCalls | None = None
+
+    @property
+    def canonical(self) -> bool:
+        """True if results do not depend on how they were split."""
+        return self.passes[0].payload.canonical
 
     @property
     def learns(self) -> bool:

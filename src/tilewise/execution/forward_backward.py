@@ -1,20 +1,30 @@
 """The two passes of one checked call on this rank: tensors in, its code run, tensors out."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from tilewise.compiler.codegen import CallTraits, CodeTraits, pass_code
 from tilewise.compiler.rank_plan import PassKind, RankPlan
+from tilewise.compiler.row_moves import RowMoves
 from tilewise.execution.call import ResolvedCall
+from tilewise.execution.row_moves import moved
 from tilewise.execution.run import BoundCode, Pass
 from tilewise.execution.workspace import WorkspacePool
 from tilewise.kernels.bias import DenseBias
+from tilewise.kernels.binned import folded, rounded
+from tilewise.kernels.canonical import row_sum, sink_sums
 from tilewise.kernels.protocol import Scores, accumulator_dtype, call_style, loadable
+from tilewise.layouts.layout import Run, contiguous
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import kept_with_plan
+from tilewise.plan.sums import MANY_TERMS
 from tilewise.transport.protocol import Transport
+
+Leaves: TypeAlias = tuple[RowMoves, RowMoves] | None
 
 
 def _names(num_tensors: int) -> tuple[str, ...]:
@@ -29,6 +39,7 @@ def forward_pass(
     *kv: Tensor,
     keep: bool,
     bias: DenseBias | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out, lse, and the operands that backward is to find again (none unless keep).
 
@@ -38,19 +49,41 @@ def forward_pass(
         kv: k and v, or latents [(batch,) tokens, 1, width].
         keep: a backward pass follows; save="gathered" then keeps what was received.
         bias: a dense one, if the call has one.
+        sink: one a head, which a canonical pass takes in itself.
     """
     batched, payload = q.ndim == 4, problem.passes[0].payload
     rows = [rows_first(loadable(x), batched) for x in (q, *kv)]
+    rows = [
+        _there(x, problem.kv_leaves if number else problem.q_leaves, transport)
+        for number, x in enumerate(rows)
+    ]
     bound = bound_code(problem, transport, rows[0], backward=False, keep=keep and problem.gathered)
     out, lse = empty_results(q, payload.v_head_dim)
-    given = dict(zip(_names(len(rows)), rows, strict=True))
-    given["out"], given["lse"] = rows_first(out, batched), rows_first(lse, batched)
     largest = [torch.empty_like(lse) for _ in range(payload.max_logit)]
-    for x in largest:
-        given["largest"] = rows_first(x, batched)
-    work = Pass(transport, _scores(problem, bias), expansion=problem.expansion)
+    named = zip(("out", "lse", "largest"), (out, lse, *largest), strict=False)
+    results = {name: rows_first(x, batched) for name, x in named}
+    written = results
+    if problem.q_leaves is not None:
+        num_rows = len(rows[0])
+        written = {name: x.new_empty((num_rows, *x.shape[1:])) for name, x in results.items()}
+    given = {**dict(zip(_names(len(rows)), rows, strict=True)), **written}
+    scores = _scores(problem, bias)
+    work = Pass(transport, scores, expansion=problem.expansion, sink=sink)
     kept = bound.run(given, work)
+    if problem.q_leaves is not None:
+        for name, x in results.items():
+            x.copy_(_back(written[name], problem.q_leaves, transport))
     return out, lse, [*map(_largest, largest), *kept]
+
+
+def _there(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
+    """Rows as the call has them, moved to the ranks that have their leaves."""
+    return x if leaves is None else moved(x, leaves[0], transport)
+
+
+def _back(x: Tensor, leaves: Leaves, transport: Transport) -> Tensor:
+    """Rows of whole leaves, moved to the ranks that have them in the call."""
+    return x if leaves is None else moved(x, leaves[1], transport)
 
 
 def backward_pass(
@@ -73,16 +106,68 @@ def backward_pass(
     q, *kv, out, lse = (rows_first(loadable(x), batched) for x in saved)
     dout, dlse = (None if x is None else rows_first(loadable(x), batched) for x in grads)
     names = _names(len(kv) + 1)
-    given = dict(zip(names, (q, *kv), strict=True))
+    q_leaves, kv_leaves = problem.q_leaves, problem.kv_leaves
+    dout = out.new_zeros(out.shape) if dout is None else dout
+    if q_leaves is not None:  # another rank may have a gradient of lse
+        dlse = lse.new_zeros(lse.shape) if dlse is None else dlse
+        out, lse, dout, dlse = (_there(x, q_leaves, transport) for x in (out, lse, dout, dlse))
+    operands = [_there(q, q_leaves, transport), *(_there(x, kv_leaves, transport) for x in kv)]
+    given = dict(zip(names, operands, strict=True))
     results = [x.new_empty(x.shape) for x in saved[:-2]]
-    given |= {f"d{name}": rows_first(x, batched) for name, x in zip(names, results, strict=True)}
-    given |= {"out": out, "lse": lse}
-    given["dout"] = out.new_zeros(out.shape) if dout is None else dout
+    views = [rows_first(x, batched) for x in results]
+    sides = [q_leaves, *[kv_leaves] * len(kv)]
+    written = [
+        view if leaves is None else view.new_empty((len(x), *view.shape[1:]))
+        for view, leaves, x in zip(views, sides, operands, strict=True)
+    ]
+    given |= {f"d{name}": x for name, x in zip(names, written, strict=True)}
+    given |= {"out": out, "lse": lse, "dout": dout}
     given |= {f"kept{number}": x for number, x in enumerate(kept)}
-    bound = bound_code(problem, transport, q, backward=True)
+    bound = bound_code(problem, transport, operands[0], backward=True)
     work = Pass(transport, _scores(problem, bias), expansion=problem.expansion, dlse=dlse)
     bound.run(given, work)
+    for view, leaves, x in zip(views, sides, written, strict=True):
+        if leaves is not None:
+            view.copy_(_back(x, leaves, transport))
     return tuple(results)
+
+
+def sink_gradient(
+    problem: ResolvedCall,
+    transport: Transport,
+    saved: Sequence[Tensor],
+    grads: tuple[Tensor | None, Tensor | None],
+    sink: Tensor,
+) -> Tensor:
+    """Return this rank's share of the gradient of a canonical call's sink: one rank has all of it.
+
+    Args:
+        saved: out and lse of the forward pass.
+        grads: dout and dlse; None: zero.
+        sink: [num_heads], or [batch, num_heads].
+    """
+    batched = saved[0].ndim == 4
+    out, lse = (rows_first(x, batched) for x in saved)
+    dout, dlse = (None if x is None else rows_first(x, batched) for x in grads)
+    delta = torch.zeros_like(lse)
+    if dout is not None:
+        delta += row_sum(out.to(lse.dtype) * dout)
+    if dlse is not None:
+        delta -= dlse
+    sums = sink_sums(lse, delta, sink)
+    if problem.passes[0].plan.replicated_queries or transport.world_size == 1:
+        return rounded(sums, MANY_TERMS, sink.dtype).squeeze(-1)
+    parts = moved(sums.unsqueeze(0), sink_moves(transport.world_size), transport)
+    if not len(parts):
+        return torch.zeros_like(sink)
+    return rounded(folded(parts, MANY_TERMS), MANY_TERMS, sink.dtype).squeeze(-1)
+
+
+@lru_cache(maxsize=64)
+def sink_moves(world_size: int) -> RowMoves:
+    """The first rank wants what every rank has, one row each."""
+    wanted = [[Run(0, world_size)], *[[]] * (world_size - 1)]
+    return RowMoves("sum of sink gradients", contiguous(world_size, world_size), wanted)
 
 
 def _scores(problem: ResolvedCall, bias: DenseBias | None) -> Scores:

@@ -16,6 +16,8 @@ from torch import Tensor
 from tilewise.arguments import dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.compiler.resolved import CallShape, ResolvedPass, resolve_passes
+from tilewise.compiler.row_moves import leaf_moves
+from tilewise.compiler.whole_leaves import check_whole_leaves
 from tilewise.execution.call import Call, KeptForCalls, ResolvedCall
 from tilewise.execution.expansion import TRIED_ROWS, Expansion
 from tilewise.execution.sinks import check_sink
@@ -23,19 +25,24 @@ from tilewise.execution.validation import (
     check_bias,
     check_mask_heads,
     check_numbers,
+    check_own_rows,
     check_ranks,
     check_rows,
     check_tensors,
     check_token_dimension,
     checked_scores,
+    is_canonical,
     named_operands,
     query_positions,
 )
+from tilewise.kernels.canonical import why_not_canonical
 from tilewise.kernels.protocol import Kernel
 from tilewise.kernels.registry import kernel_for, serving_kernel, use_of
 from tilewise.layouts.layout import Layout
+from tilewise.layouts.leaves import leaf_layouts
 from tilewise.plan.ir import Plan
 from tilewise.plan.kept import RecentValues, kept_with_plan
+from tilewise.plan.payload import head_groups
 from tilewise.transport.agreement import PASS
 from tilewise.wires.latent import Latent
 from tilewise.wires.wire import Plain, Wires, latent_of, plain_wires, wires_of
@@ -123,6 +130,7 @@ def resolve(
     check_tensors(q, k, v, latent)
     call.check_kinds()
     check_ranks(call, rank, world_size)
+    canonical = is_canonical(call, dtype_name(q.dtype))
     if latent is None:
         check_token_dimension(q, k, call, rank)
     # int: a compiler's symbolic sizes become plain numbers.
@@ -130,26 +138,42 @@ def resolve(
     kv_layout, dtype = call.kv_layout or call.layout, dtype_name(q.dtype)
     num_kv_heads, v_head_dim = int(k.shape[-2]), int(k.shape[-1] if v is None else v.shape[-1])
     wires = resolved_wires(call, dtype)
+    head_groups(num_heads, num_kv_heads, 1)
+    layouts = call.layout, kv_layout
+    if canonical:
+        layouts = leaf_layouts(call.mask, call.layout, kv_layout, num_heads // num_kv_heads)
     if latent is not None:
         num_kv_heads, v_head_dim = latent.num_kv_heads, latent.v_head_dim
         wires = wires.of_width(int(k.shape[-1]))
     shape = CallShape(
         mask=call.mask,
-        layout=call.layout,
+        layout=layouts[0],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         wires=wires,
         save=call.save,
-        kv_layout=kv_layout,
+        kv_layout=layouts[1],
         q_positions=query_positions(call, num_queries, kv_layout.num_tokens),
         v_head_dim=v_head_dim,
         max_logit=call.return_max_logit,
+        canonical=canonical,
     )
     passes = resolve_passes(shape, call.plan, call.backward_plan)
+    q_leaves, kv_leaves = (
+        None if to == of else leaf_moves(of, to)
+        for of, to in zip((call.layout, kv_layout), layouts, strict=True)
+    )
+    q_leaves = None if call.plan.replicated_queries else q_leaves
+    if canonical:
+        check_whole_leaves(passes)
+    moved = q_leaves is not None, kv_leaves is not None
     layouts = passes[0].layouts
-    check_rows(q, k, layouts, passes[0].plan, rank)
+    check_rows(q, k, layouts, passes[0].plan, rank, moved)
+    for name, x, moves in (("q", q, q_leaves), ("k", k, kv_leaves)):
+        if moves is not None:
+            check_own_rows(name, x, moves[0].layout, rank)
     call.mask.check_tokens(layouts[0].num_tokens, layouts[1].num_tokens)
     check_mask_heads(call.mask, shape.num_kv_heads)
     if call.sink is not None:
@@ -166,7 +190,14 @@ def resolve(
         call = replace(call, needs_grad=True)
     square = layouts[0] == layouts[1]
     kernel = _kernel(call, q, max(head_dim, v_head_dim), scores.needs, square)
-    return ResolvedCall(passes, scores, call.prune, kernel, expansion=expansion)
+    reason = why_not_canonical(kernel, q.device.type) if canonical else None
+    if reason is not None:
+        raise ValueError(
+            f"kernel {kernel.name!r} cannot serve reduction='canonical': {reason}; on the CPU "
+            "'cpu' and 'reference' can"
+        )
+    given = passes, scores, call.prune, kernel
+    return ResolvedCall(*given, expansion=expansion, q_leaves=q_leaves, kv_leaves=kv_leaves)
 
 
 def probed(latent: Latent, x: Tensor, call: Call, places: np.ndarray) -> Expansion:
@@ -217,8 +248,8 @@ def agreement_fields(problem: ResolvedCall, q: Tensor, call: Call) -> dict[str, 
         call,
         plan=plan,
         backward_plan=backward.plan,
-        layout=q_layout,
-        kv_layout=kv_layout,
+        layout=q_layout if problem.q_leaves is None else problem.q_leaves[0].layout,
+        kv_layout=kv_layout if problem.kv_leaves is None else problem.kv_leaves[0].layout,
         softmax_scale=scores.scale,
         softcap=scores.softcap,
         dropout_p=scores.dropout_p,

@@ -19,6 +19,13 @@ from tilewise.execution.encoding import decode, encode
 from tilewise.execution.expansion import Expanded, Expansion
 from tilewise.execution.workspace import Workspace, WorkspacePool
 from tilewise.kernels.call_cache import CALL_CACHE
+from tilewise.kernels.canonical import (
+    LeafKernel,
+    finish_attention,
+    finish_gradients,
+    merge_columns,
+    row_sum,
+)
 from tilewise.kernels.protocol import Kernel, Places, Scores, accumulator_dtype, deliver
 from tilewise.plan.ir import Item
 from tilewise.transport.protocol import Handle, Message, TeamMessages, Transport, as_bytes
@@ -48,10 +55,11 @@ class Pass:
     Attributes:
         handles: of exchanges under way, by the number that a wait knows them by.
         ask: computes the partial results of a code that asks for them.
+        sink: one a head, [num_heads] or [batch, num_heads], of a canonical forward pass.
         expanded: the keys and values that were made last.
     """
 
-    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "transport")
+    __slots__ = ("ask", "dlse", "expanded", "expansion", "handles", "scores", "sink", "transport")
 
     def __init__(
         self,
@@ -61,9 +69,10 @@ class Pass:
         expansion: Expansion | None = None,
         dlse: Tensor | None = None,
         ask: Ask | None = None,
+        sink: Tensor | None = None,
     ):
         self.transport, self.scores, self.expansion = transport, scores, expansion
-        self.dlse, self.ask = dlse, ask
+        self.dlse, self.ask, self.sink = dlse, ask, sink
         self.handles: list[Handle] = []
         self.expanded: Expanded | None = None
 
@@ -92,6 +101,7 @@ class BoundCode:
         self._run_kernel: Callable[..., tuple[Tensor, ...]] = (
             _no_kernel if kernel is None else kernel.backward if code.backward else kernel.forward
         )
+        self._kernel = kernel
         self._scale = scores.scale
         self._scores = scores if scores.needs else None
         self._adopts = device.type in ADOPTING_DEVICES
@@ -101,6 +111,7 @@ class BoundCode:
         self._groups: dict[int, int] = {}  # arrivals by their exchange
         self._num_exchanges = 0
         self._awaited: set[int] = set()  # exchanges
+        self._canonical = any(isinstance(op, ops.Finish) for op in code.ops)
         self._made = {*self._tensors_that_ops_make()}
         self._steps = [self._bound(op) for op in code.ops]
         self._busy_steps = [step for step in self._steps if step is not _no_step]
@@ -234,6 +245,10 @@ class BoundCode:
                 return self._copy(op)
             case ops.Attend():
                 return self._attend(op)
+            case ops.AttendLeaves():
+                return self._attend_leaves(op)
+            case ops.Finish():
+                return self._finish(op)
             case ops.Merge():
                 return self._merge(op)
             case ops.Post():
@@ -286,12 +301,17 @@ class BoundCode:
         out, dout, product, delta = map(self._number, parts)
         widens = len({self.code.tensors[x.tensor].dtype for x in parts[:3]}) > 1
 
+        canonical = self._canonical
+
         def step(t: list[Any], work: Pass) -> None:
             if widens:
                 t[product].copy_(t[out]).mul_(t[dout])
             else:
                 torch.mul(t[out], t[dout], out=t[product])
-            torch.sum(t[product], -1, out=t[delta])
+            if canonical:
+                t[delta].copy_(row_sum(t[product]))
+            else:
+                torch.sum(t[product], -1, out=t[delta])
             if work.dlse is not None:
                 t[delta].sub_(work.dlse)
 
@@ -379,7 +399,42 @@ class BoundCode:
         assert found is not None
         return found
 
+    def _attend_leaves(self, op: ops.AttendLeaves) -> Step:
+        assert self._kernel is not None
+        leaves = LeafKernel(self._kernel)
+        run = leaves.backward if self.code.backward else leaves.forward
+        operands, sums = ([*map(self._number, refs)] for refs in (op.operands, op.sums))
+        call, first, columns = op.call, op.first_head, op.columns
+
+        def step(t: list[Any], work: Pass) -> None:
+            into = tuple([t[i] for i in sums])
+            run(tuple([t[i] for i in operands]), call, work.scores, first, into, columns)
+
+        return step
+
+    def _finish(self, op: ops.Finish) -> Step:
+        sums, targets = self._number(op.sums), [*map(self._number, op.targets)]
+        columns, first, backward = op.columns, op.first_head, self.code.backward
+        num_heads = self.code.shape(op.sums)[2]
+
+        def step(t: list[Any], work: Pass) -> None:
+            dtype = t[targets[0]].dtype
+            if backward:
+                found = finish_gradients(t[sums], columns, dtype)
+            else:
+                sink = work.sink
+                sink = None if sink is None else sink[..., first : first + num_heads]
+                found = finish_attention(t[sums], columns, dtype, sink)
+            for number, x in zip(targets, found, strict=True):
+                t[number].copy_(x)
+
+        return step
+
     def _merge(self, op: ops.Merge) -> Step:
+        columns = op.columns
+        if columns is not None:
+            into, other = self._number(op.targets[0]), self._number(op.sources[0])
+            return lambda t, _: merge_columns(t[into], t[other], columns)
         sources, targets = [*map(self._number, op.sources)], [*map(self._number, op.targets)]
         rows, scratch = self._table(op.rows), [*map(self._number, op.scratch)]
         pairs = [*zip(sources, targets, strict=True)]

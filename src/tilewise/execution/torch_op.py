@@ -21,9 +21,14 @@ from torch._library import opaque_object
 from tilewise.arguments import Validate, dtype_name
 from tilewise.compiler.rank_plan import RankPlan
 from tilewise.execution.call import Call, ResolvedCall, autocast_dtype, without_autocast
-from tilewise.execution.forward_backward import backward_pass, empty_results, forward_pass
+from tilewise.execution.forward_backward import (
+    backward_pass,
+    empty_results,
+    forward_pass,
+    sink_gradient,
+)
 from tilewise.execution.resolve import agreement_fields, agreement_values, resolve_once
-from tilewise.execution.sinks import values_of
+from tilewise.execution.sinks import one_sink, values_of
 from tilewise.execution.validation import check_numbers, named_operands
 from tilewise.kernels.bias import Alibi, DenseBias
 from tilewise.kernels.protocol import accumulator_dtype
@@ -74,6 +79,8 @@ def agreed_call(
         if call.validate not in ("always", "first", "never"):
             raise ValueError(f"validate ({call.validate!r}) must be 'always', 'first' or 'never'")
         problem = resolve_once(q, k, v, call, transport.rank, transport.world_size)
+        if problem.canonical:
+            _check_canonical(sink, bias, _watched(q, k, v, sink))
         if bias is not None and _watched(q, k, v, bias):
             raise ValueError(
                 "bias (a tensor) is not supported where operators are followed (selective "
@@ -87,6 +94,20 @@ def agreed_call(
     number = _agree(q, call, transport, problem, error, sink=sink)
     assert problem is not None
     return problem._replace(number=number), transport
+
+
+def _check_canonical(sink: Tensor | None, bias: Tensor | None, watched: bool) -> None:
+    """Refuse what a canonical reduction cannot do with tensors that are no operands."""
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "reduction='canonical' gives no gradient of a dense bias: it is a sum over ranks; pass "
+            "bias.detach(), or take tw.alibi, or reduction='fast'"
+        )
+    if sink is not None and watched:
+        raise ValueError(
+            "reduction='canonical' takes no sink where operators are followed (selective "
+            "checkpointing, modes and classes of tensors); call attention outside of them"
+        )
 
 
 def _mode(q: Tensor, call: Call) -> Validate:
@@ -168,6 +189,11 @@ def attend(  # noqa: PLR0913 - all that is compared
     """
     latent = call.wire is not None and latent_of(call.wire) is not None
     if torch.compiler.is_compiling():
+        if call.reduction != "fast":
+            raise ValueError(
+                f"reduction ({call.reduction!r}) must be 'fast' in compiled code; wrap the "
+                "function that calls attention in torch.compiler.disable"
+            )
         if latent:  # its expand is no constant, and uses what it likes
             raise ValueError(
                 "attention with latents runs outside compiled code; wrap the function that calls "
@@ -186,7 +212,11 @@ def attend(  # noqa: PLR0913 - all that is compared
         return _through_dispatcher(q, k, v, call.with_resolved(resolved, transport), None)
     kv = (k,) if v is None else (k, v)
     leaves = resolved.expansion.leaves if resolved.expansion else ()
-    given = call, resolved, transport, 1 + len(kv), bias, q, *kv, *leaves
+    logit = None
+    if sink is not None and resolved.canonical:
+        logit = one_sink(sink, accumulator_dtype(q.dtype))
+        logit = logit.squeeze(-2) if logit.ndim == 3 else logit
+    given = call, resolved, transport, 1 + len(kv), bias, logit, q, *kv, *leaves
     out, lse, *kept = _Attention.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
     return out, lse, kept
 
@@ -212,32 +242,34 @@ class _Attention(torch.autograd.Function):
     """The autograd of a resolved call, past torch's dispatcher."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - each tensor stands by itself
         ctx: Any,
         call: Call,
         resolved: ResolvedCall,
         transport: Transport,
         num_operands: int,
         bias: Tensor | None,
+        sink: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Args: bias: a dense one. tensors: q, k and v (or latents), then what expand uses and
-        learns."""
+        """Args: bias: a dense one. sink: one a head, of a canonical call. tensors: q, k and v (or
+        latents), then what expand uses and learns."""
         operands, leaves = tensors[:num_operands], tensors[num_operands:]
         keep = call.needs_grad or bool(leaves)
         # An expand may ask torch for gradients of what it makes.
         below = nullcontext() if resolved.expansion else torch._C._AutoDispatchBelowAutograd()
         given = None if bias is None else DenseBias(bias)
+        more = {"keep": keep, "bias": given, "sink": sink}
         try:
             with below:
-                out, lse, kept = forward_pass(resolved, transport, *operands, keep=keep, bias=given)
+                out, lse, kept = forward_pass(resolved, transport, *operands, **more)
         except VAIN_WAITS as raised:
             _explain(raised, call)
             raise
         largest = kept[: resolved.scores.max_logit]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*largest)
-        ctx.save_for_backward(bias, *operands, out, lse, *leaves, *kept)
+        ctx.save_for_backward(bias, sink, *operands, out, lse, *leaves, *kept)
         ctx.call = call, resolved, transport
         ctx.counts = num_operands, len(leaves)
         return out, lse, *largest
@@ -248,7 +280,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         call, resolved, transport = ctx.call
         num_operands, num_leaves = ctx.counts
-        bias, *tensors = ctx.saved_tensors  # read once: checkpointing allows no more
+        bias, sink, *tensors = ctx.saved_tensors  # read once: checkpointing allows no more
         dense = None if bias is None else _with_room(bias, ctx.needs_input_grad[4])
         saved, rest = tensors[: num_operands + 2], tensors[num_operands + 2 :]
         leaves, kept = rest[:num_leaves], rest[num_leaves:]
@@ -261,16 +293,23 @@ class _Attention(torch.autograd.Function):
                 found = torch.ops.tilewise.attention_backward(*grads, *saved, kept, told)
             else:
                 found = _agreed_backward(resolved, transport, call, saved, kept, grads, dense)
+            dsink = None
+            if sink is not None and ctx.needs_input_grad[5]:
+                dsink = sink_gradient(resolved, transport, saved[-2:], grads, sink)
         if expansion is not None:
             found = *found, *expansion.gradients()
         dbias = None
         if bias is not None and dense is not None and dense.grad is not None:
             dbias = dense.grad.to(bias.dtype)
             found = *found, dbias
-        found = _once_differentiable(found, *saved[:num_operands], *leaves, bias, *grads)
+        if dsink is not None:
+            found = *found, dsink
+        found = _once_differentiable(found, *saved[:num_operands], *leaves, bias, sink, *grads)
+        if dsink is not None:
+            *found, dsink = found
         if dbias is not None:
             *found, dbias = found
-        return None, None, None, None, dbias, *found
+        return None, None, None, None, dbias, dsink, *found
 
 
 def _with_room(bias: Tensor, learns: bool) -> DenseBias:

@@ -5,8 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.arguments import check_dtype, dtype_name, real_number, require_type, whole_number
+from tilewise.arguments import (
+    Reduction,
+    check_dtype,
+    dtype_name,
+    of_kind,
+    real_number,
+    require_type,
+    whole_number,
+)
 from tilewise.compiler.rank_plan import RankPlan
+from tilewise.compiler.whole_leaves import check_exact_wires
 from tilewise.execution.call import Call
 from tilewise.execution.sinks import TensorKind
 from tilewise.kernels.bias import Alibi, Bias, DenseBias
@@ -16,7 +25,7 @@ from tilewise.masks.base import Mask
 from tilewise.plan.ir import Plan, Side
 from tilewise.wires.float8 import Float8
 from tilewise.wires.latent import Latent
-from tilewise.wires.wire import Plain, Wire
+from tilewise.wires.wire import Plain, Wire, wires_of
 
 MOST_SEEDS = (1 << 63) - 1
 
@@ -186,14 +195,50 @@ def _rows_of_rank(plan: Plan, side: Side, layout: Layout, rank: int) -> int:
     return sum(layout.size(shard) for shard, ranks in owners if rank in ranks)
 
 
-def check_rows(q: Tensor, k: Tensor, layouts: tuple[Layout, Layout], plan: Plan, rank: int) -> None:
+def check_rows(
+    q: Tensor,
+    k: Tensor,
+    layouts: tuple[Layout, Layout],
+    plan: Plan,
+    rank: int,
+    moved: tuple[bool, bool] = (False, False),
+) -> None:
+    """Refuse q and k that do not have their layouts' rows, but for those that move first."""
     for name, x, side in (("q", q, Side.Q), ("k", k, Side.KV)):
+        if moved[side]:
+            continue
         wanted = _rows_of_rank(plan, side, layouts[side], rank)
         if x.shape[-3] != wanted:
             raise ValueError(
                 f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it {wanted} "
                 f"of {layouts[side].num_tokens}; pass layout.shard(x, rank)"
             )
+
+
+def check_own_rows(name: str, x: Tensor, layout: Layout, rank: int) -> None:
+    """Refuse a tensor that does not have a rank's rows of a layout."""
+    if x.shape[-3] != layout.size(rank):
+        raise ValueError(
+            f"{name} has {x.shape[-3]} tokens on rank {rank}, but the layout gives it "
+            f"{layout.size(rank)} of {layout.num_tokens}; pass layout.shard(x, rank)"
+        )
+
+
+def is_canonical(call: Call, dtype: str) -> bool:
+    """Return whether a call's reduction is canonical.
+
+    Raises:
+        ValueError: if it is neither that nor fast, or if its promise could not hold.
+    """
+    if of_kind("reduction", call.reduction, Reduction) == "fast":
+        return False
+    check_exact_wires(wires_of(call.wire, call.wire_dtype), dtype)
+    positions = call.q_positions
+    if positions is not None and len({int(x) for x in positions}) < len(positions):
+        raise ValueError(
+            "reduction='canonical' takes each of q_positions once; leave out those that repeat"
+        )
+    return True
 
 
 def check_token_dimension(q: Tensor, k: Tensor, call: Call, rank: int) -> None:

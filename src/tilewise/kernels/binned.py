@@ -15,10 +15,10 @@ Source: Demmel and Nguyen 2015, Parallel Reproducible Summation. Departs from it
 integers, several of them in one int64 where they are short.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from tilewise.plan.sums import FLOAT32, FLOAT64, BinFormat
 
 MOST_EXPONENT = 900
 """Numbers of 2^900 and more make a sum NaN, as infinite ones do: their digits have no scale."""
@@ -30,46 +30,6 @@ _BLOCK = 1 << 16  # numbers whose digits fit in a cache
 
 _BIAS = 1 << 40  # windows are stored above 0, so that zeros are the blank sum
 _NOT_FINITE = 1 << 60
-
-
-class BinFormat(NamedTuple):
-    """The digits of a sum, and how they lie in integers of 64 bits.
-
-    Attributes:
-        digit_bits: W.
-        lane_bits: bits that the sum of one digit has, its sign among them.
-        lanes: digits in one integer.
-        words: integers that a sum has. lanes or words is 1.
-    """
-
-    digit_bits: int
-    lane_bits: int
-    lanes: int
-    words: int
-
-    @property
-    def digits(self) -> int:
-        """K."""
-        return self.lanes * self.words
-
-    @property
-    def most_terms(self) -> int:
-        """Numbers that may be added to one sum: no lane overflows."""
-        return ((1 << (self.lane_bits - 1)) - 1) // ((1 << self.digit_bits) - 1)
-
-    def columns(self, width: int) -> int:
-        """Integers that so many sums with one window take: their words, and the window."""
-        return self.words * width + 1
-
-
-FLOAT32 = BinFormat(12, 21, 3, 1)
-"""For numbers of fp32, 25 bits and more of the largest, at most 256 terms: 8 bytes a sum."""
-
-FLOAT64 = BinFormat(53, 64, 1, 2)
-"""For numbers of fp64, 54 bits and more of the largest, at most 1024 terms: 16 bytes a sum."""
-
-MANY_TERMS = BinFormat(40, 64, 1, 3)
-"""For up to 8,388,608 terms of either, 81 bits and more of the largest: 24 bytes a sum."""
 
 
 def bin_format(dtype: torch.dtype) -> BinFormat:
@@ -156,6 +116,16 @@ def exact_numbers(sums: Tensor, form: BinFormat) -> tuple[Tensor, Tensor]:
     numbers = numbers.masked_fill((window >= _NOT_FINITE).unsqueeze(-1), torch.nan)
     known = (window > 0) & (window < _NOT_FINITE)
     return numbers, torch.where(known, form.digit_bits * (window - _BIAS), 0)
+
+
+def folded(sums: Tensor, form: BinFormat) -> Tensor:
+    """Return the sum over the first dimension, of at least one row."""
+    sums = sums.clone()
+    while len(sums) > 1:
+        half = len(sums) // 2
+        merge_sums(sums[:half], sums[-half:], form)
+        sums = sums[:-half]
+    return sums[0]
 
 
 def rounded(sums: Tensor, form: BinFormat, dtype: torch.dtype) -> Tensor:

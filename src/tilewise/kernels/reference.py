@@ -4,7 +4,7 @@ Computes in fp64 for fp64 and in fp32 for the rest, holding the whole table of s
 are right when they agree with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from tilewise.kernels.call_masks import call_mask
 from tilewise.kernels.dropout import kept
 from tilewise.kernels.protocol import Accumulators, AsideKernel, Operands, Scores, accumulator_dtype
 from tilewise.tiles.calls import KernelCall, Kind
+
+_BLOCK = 1 << 14
 
 
 class Reference(AsideKernel):
@@ -39,7 +41,7 @@ class Reference(AsideKernel):
     ) -> Accumulators:
         dtype = accumulator_dtype(q.dtype)
         table = _masked(_capped(q.to(dtype), k.to(dtype), scores), call, scores)
-        lse = torch.logsumexp(table, -1)
+        lse = _logsumexp(table)
         statistics = (lse, table.amax(-1)) if scores.max_logit else (lse,)
         p = _weights(table, lse)
         if scores.dropout_p:
@@ -77,7 +79,7 @@ def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """cap(scale q k^T), [batch, num_kv_heads, queries a KV head, m, n]."""
     table = torch.einsum("mbhgd,nbhd->bhgmn", q.unflatten(2, (k.shape[2], -1)), k) * scores.scale
     if scores.softcap is not None:
-        table.div_(scores.softcap).tanh_().mul_(scores.softcap)
+        table = _in_blocks(torch.tanh_, table.div_(scores.softcap)).mul_(scores.softcap)
     return table
 
 
@@ -100,7 +102,29 @@ def _bias_places(scores: Scores, num_heads: int) -> BiasPlaces:
 
 def _weights(table: Tensor, lse: Tensor) -> Tensor:
     """exp(table - lse), 0 on rows whose lse is -inf."""
-    return (table - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+    return _in_blocks(torch.exp_, table - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+
+
+def _logsumexp(table: Tensor) -> Tensor:
+    """log(sum(exp(table))) of every row."""
+    most = table.amax(-1)
+    most = most.masked_fill(most.abs() == torch.inf, 0.0)
+    weights = _in_blocks(torch.exp_, table - most[..., None])
+    return _in_blocks(torch.log_, weights.sum(-1)) + most
+
+
+def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a tensor changed by a function in place, a block that is one thread's at a time.
+
+    ATen computes the last numbers of what a thread gets by other instructions than those before, so
+    bits would depend on the number of threads, and of heads.
+    """
+    if x.device.type != "cpu":
+        return function(x)
+    x = x.contiguous()
+    for block in x.view(-1).split(_BLOCK):
+        function(block)
+    return x
 
 
 def _kept(scores: Scores, p: Tensor) -> Tensor:

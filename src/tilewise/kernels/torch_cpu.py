@@ -20,7 +20,11 @@ _FAR = 2.0**64  # delta over a number of dout
 
 
 class CpuFlash(AsideKernel):
-    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider."""
+    """fp64, fp32, bf16 and fp16; yields out and gradients in fp32 or wider.
+
+    Args:
+        rows_apart: what is done to a row never depends on the numbers of other rows and heads.
+    """
 
     name = "cpu"
     square_causal = True
@@ -28,6 +32,9 @@ class CpuFlash(AsideKernel):
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     most_width = None
+
+    def __init__(self, *, rows_apart: bool = False):
+        self._out_for_delta = out_for_delta if rows_apart else _out_for_delta
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
@@ -56,7 +63,7 @@ class CpuFlash(AsideKernel):
             # exp(-inf - -inf) is nan; with any finite lse the weights of such a row are 0
             nowhere = lse == -torch.inf
             lse, delta = lse.masked_fill(nowhere, 0.0), delta.masked_fill(nowhere, 0.0)
-        dout, out = _out_for_delta(dout, delta)
+        dout, out = self._out_for_delta(dout, delta)
         grads = _backward(
             *map(heads_first, (dout, q, k, v, out)),
             lse.permute(1, 2, 0),

@@ -5,6 +5,7 @@
             |                     | largest (maximum)  |            |
     backward| q, dout, lse, delta | dq (sum)           | k, v       | dk, dv (sum)
 
+Under a canonical reduction partials are binned sums instead: one tensor of integers for each side.
 A latent travels in place of k and v, and dlatent in place of dk and dv. One table for executor,
 volume and simulator, so that what is counted is what travels. Rows of operands are padded to 16
 bytes where kernels load so many at once (see `Payload.row_format`).
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES
 from tilewise.plan.ir import Item, Plan, Role, Side
+from tilewise.plan.sums import FLOAT32, FLOAT64, SumColumns
 from tilewise.wires.wire import Plain, Wire, Wires
 
 ALIGNMENT_BYTES = 16
@@ -41,7 +43,12 @@ class Field(NamedTuple):
         """Bytes of one row of one head, as it travels."""
         if self.wire is not None:
             return self.wire.row_bytes(self.width, self.dtype)
-        return self.width * ITEM_BYTES(self.dtype)
+        return self.width * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number: sums are integers of 64 bits."""
+        return 8 if self.dtype == "int64" else ITEM_BYTES(self.dtype)
 
 
 class RowFormat(NamedTuple):
@@ -70,6 +77,7 @@ class Payload(NamedTuple):
         wires: how all but statistics are encoded on their way.
         saved: operands gathered in the forward pass are still there, and do not travel again.
         max_logit: every row's largest score travels with out and lse, as they do.
+        canonical: partials are binned sums, whose bits do not depend on the order of merging.
     """
 
     backward: bool
@@ -81,6 +89,7 @@ class Payload(NamedTuple):
     wires: Wires
     saved: bool = False
     max_logit: bool = False
+    canonical: bool = False
 
     def fields(self, side: Side, role: Role) -> tuple[Field, ...]:
         """The tensors of an item, in the order in which they are packed."""
@@ -96,6 +105,9 @@ class Payload(NamedTuple):
             if self.backward and side is Side.Q:
                 fields += [Field("lse", 1, statistic), Field("delta", 1, statistic)]
             return tuple(fields)
+        if self.canonical:
+            columns = self.sums(side)
+            return () if columns is None else (Field("sums", columns.num_columns, "int64"),)
         if self.backward:
             return tuple(self._partial("d" + name, width) for name, width in inputs)
         if side is Side.KV:
@@ -103,6 +115,31 @@ class Payload(NamedTuple):
         statistics = ("lse", "largest") if self.max_logit else ("lse",)
         out = self._partial("out", self.v_head_dim)
         return out, *(Field(name, 1, statistic) for name in statistics)
+
+    def sums(self, side: Side) -> SumColumns | None:
+        """The columns of a side's partials under a canonical reduction; None: it has none.
+
+        Forward the numerators of out, and apart their denominators, which may be of another size.
+        """
+        form = FLOAT64 if self.dtype == "float64" else FLOAT32
+        if not self.backward:
+            widths = self.v_head_dim, 1
+            return SumColumns(form, widths, self.max_logit) if side is Side.Q else None
+        return SumColumns(form, tuple(width for _, width in self.inputs(side)))
+
+    @property
+    def partial_dtype(self) -> str:
+        """Of partials in memory."""
+        return "int64" if self.canonical else accumulator(self.dtype)
+
+    def results(self, side: Side) -> tuple[tuple[str, int], ...]:
+        """Name and width of the tensors that a side's complete partials become."""
+        if self.backward:
+            return tuple((f"d{name}", width) for name, width in self.inputs(side))
+        if side is Side.KV:
+            return ()
+        statistics = ("lse", "largest") if self.max_logit else ("lse",)
+        return ("out", self.v_head_dim), *((name, 1) for name in statistics)
 
     def inputs(self, side: Side) -> tuple[tuple[str, int], ...]:
         """Name and width of the caller's tensors of a side."""
@@ -151,7 +188,7 @@ class Payload(NamedTuple):
             starts.append(-(-stop // unit) * unit)
             stop, row_unit = starts[-1] + heads * head_bytes, max(unit, row_unit)
         num_bytes = -(-stop // row_unit) * row_unit
-        widest = max((ITEM_BYTES(field.dtype) for field in fields), default=1)
+        widest = max((field.item_bytes for field in fields), default=1)
         in_place = all(at % widest == 0 for at in (*starts, num_bytes))
         in_place = in_place and not any(field.wire for field in fields)
         return RowFormat(fields, tuple(starts), num_bytes, in_place)

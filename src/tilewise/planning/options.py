@@ -205,8 +205,8 @@ def _aware(work: Workload, world_size: int, node_size: int) -> Iterator[Variant]
     """Plans made for the mask; needed also so that rows come to each node once."""
     layout = work.layout_for(world_size)
     for strategy in MASK_AWARE:
-        if strategy.make is tiled and world_size > UNLIKE_RANKS:
-            continue
+        if strategy.make is tiled and (world_size > UNLIKE_RANKS or work.canonical):
+            continue  # its blocks would split leaves
         make = partial(strategy.plan, work.mask, layout, work.kv_bytes())
         yield Variant(strategy.name, make, Shape())
         if strategy.make is needed and node_size < world_size:

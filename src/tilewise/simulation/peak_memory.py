@@ -48,7 +48,8 @@ class PassMemory:
         resolved = passes[backward]
         plan, mask, layouts, *_ = resolved
         alike, size = all_alike(plan, mask, layouts), layouts[0].size(0)
-        if alike is not None and mask in (Full(), Causal()) and size > SMALL_SHARD:
+        scales = mask in (Full(), Causal()) and not resolved.payload.canonical
+        if alike is not None and scales and size > SMALL_SHARD:
             self._scale = size / SMALL_SHARD
             layout = zigzag(SMALL_SHARD * plan.world_size, plan.world_size)
             resolved = resolved._replace(layouts=(layout, layout))

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tilewise.arguments import ITEM_BYTES
+from tilewise.compiler.code import item_bytes
 from tilewise.compiler.program import (
     Attend,
     Await,
@@ -102,7 +103,7 @@ class PassCosts:
     def partial_bytes(self, item: Item) -> int:
         """A partial as it is accumulated: the whole shard, in the accumulator's dtype."""
         values = self.layouts[item.side].size(item.shard) * self._row_values[item.side]
-        return values * ITEM_BYTES(accumulator(self.payload.dtype))
+        return values * item_bytes(self.payload.partial_dtype)
 
     def area(self, tile: Tile) -> int:
         """Allowed pairs of a tile."""

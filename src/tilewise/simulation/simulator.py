@@ -27,7 +27,7 @@ from tilewise.simulation.network import LINKS, Network, blocks
 from tilewise.simulation.peak_memory import PassMemory
 from tilewise.simulation.priced_programs import EXACT_RANKS, Halves, halves_of, price_programs
 from tilewise.simulation.prices import PassCosts
-from tilewise.simulation.shared_rows import with_shared_rows
+from tilewise.simulation.shared_rows import with_leaf_moves, with_shared_rows
 from tilewise.simulation.timeline import (
     RankUse,
     Recording,
@@ -232,9 +232,10 @@ def _joined(
 ) -> tuple[Timeline, Symmetry]:
     """Add to a pass the exchange of rows of a joint layout."""
     timeline, symmetry = timeline_and_symmetry
+    timeline = with_leaf_moves(timeline, plan, work, machine, backward)
     layout = work.layout_for(plan.world_size)
     if plan.replicated_queries or not len(layout.replicated):
-        return timeline_and_symmetry
+        return timeline, symmetry
     return with_shared_rows(timeline, symmetry, layout, work, machine, backward), symmetry
 
 

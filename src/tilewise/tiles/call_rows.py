@@ -72,7 +72,7 @@ class TileCalls(NamedTuple):
             tuple((layout, *rows_of_side) for rows_of_side in zip(shards, rows, strict=True))
             for layout, shards, rows in zip(self.layouts, tile[:2], held, strict=True)
         )
-        for mask, q_heads, kv_heads in self._masks(tile.heads):
+        for mask, q_heads, kv_heads in self.masks(tile.heads):
             for call, *rows_by_side in _calls(blocks, mask, self.cut):
                 q, k = (
                     tuple(
@@ -83,7 +83,7 @@ class TileCalls(NamedTuple):
                 )
                 yield CallParts(call, q, k, q_heads, kv_heads)
 
-    def _masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
+    def masks(self, group: int) -> Iterator[tuple[Mask, slice | None, slice | None]]:
         """The masks of a head group, and which of its heads each is for."""
         by_head: Sequence[Mask] | None = getattr(self.mask, "heads", None)
         if by_head is None:

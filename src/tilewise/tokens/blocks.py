@@ -19,8 +19,9 @@ from torch.func import functional_call
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.arguments import require_type
-from tilewise.kernels.binned import MANY_TERMS, add_terms, blank_sums, merge_sums, rounded
+from tilewise.kernels.binned import add_terms, blank_sums, merge_sums, rounded
 from tilewise.layouts.layout import Layout
+from tilewise.plan.sums import MANY_TERMS
 from tilewise.tokens.pieces import Piece, pieces_of
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.means import exchange_tensors, on_every_rank

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise.arguments import real_number, require_type
-from tilewise.kernels.binned import MANY_TERMS, add_terms, blank_sums, merge_sums, rounded
+from tilewise.kernels.binned import add_terms, blank_sums, merge_sums, rounded
+from tilewise.plan.sums import MANY_TERMS
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Message, Transport, as_bytes
 

@@ -1,0 +1,349 @@
+"""Canonical attention of two shards: pairs of leaves by calls of fixed shape, added to binned sums.
+
+Bits of a call depend on its shape and on where its memory begins, so each pair has the same shape
+wherever it is computed, in fresh memory, and heads are computed apart. What a pair contributes is
+then a function of the pair alone, and the sum of contributions does not depend on their order.
+
+    out = sum of out_pair exp(lse_pair) / sum of exp(lse_pair);  lse = log(sum of exp(lse_pair))
+
+exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is needed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.kernels.binned import (
+    add_terms,
+    blank_sums,
+    exact_numbers,
+    folded,
+    merge_sums,
+    rounded,
+    scaled,
+)
+from tilewise.kernels.elementary import exp_parts, log_of
+from tilewise.kernels.protocol import (
+    Gradients,
+    Kernel,
+    Operands,
+    Places,
+    Scores,
+    accumulator_dtype,
+)
+from tilewise.kernels.reference import Reference
+from tilewise.kernels.torch_cpu import CpuFlash
+from tilewise.layouts.layout import Run
+from tilewise.plan.sums import MANY_TERMS, SumColumns
+from tilewise.tiles.calls import KernelCall
+from tilewise.tiles.leaf_pairs import Leaf, LeafPairs
+
+WIDTH_UNIT = 16
+"""Numbers of a row of a call are a multiple of it: then each row begins at the same alignment."""
+
+_SIGN = 1 << 31
+
+
+class _Apart(NamedTuple):
+    """A kernel whose bits of a head depend on nothing but that head's rows, and how it is called.
+
+    Attributes:
+        equal_widths: v is as wide as q and k.
+        by_head: each head is a call.
+    """
+
+    kernel: Kernel
+    equal_widths: bool
+    by_head: bool
+
+
+def _apart(kernel: Kernel) -> _Apart:
+    if isinstance(kernel, CpuFlash):
+        return _Apart(CpuFlash(rows_apart=True), equal_widths=True, by_head=False)
+    return _Apart(kernel, equal_widths=False, by_head=True)
+
+
+def why_not_canonical(kernel: Kernel, device_type: str) -> str | None:
+    """Return why a kernel cannot serve a canonical reduction; None if it can."""
+    if device_type != "cpu":
+        return f"it is proven on the CPU alone, not on {device_type}"
+    if type(kernel) not in (CpuFlash, Reference):
+        return "its bits may depend on the shape of a call, and it has not been proven otherwise"
+    return None
+
+
+class LeafKernel:
+    """Computes the pairs of leaves of two shards by a kernel, and adds them to binned sums."""
+
+    def __init__(self, kernel: Kernel):
+        self._kernel, self._equal_widths, self._by_head = _apart(kernel)
+
+    def forward(
+        self,
+        operands: tuple[Tensor, ...],
+        call: LeafPairs,
+        scores: Scores,
+        first_head: int,
+        sums: tuple[Tensor, ...],
+        columns: tuple[SumColumns, ...],
+    ) -> None:
+        """Add what the pairs contribute to out and lse (and the largest scores).
+
+        Args:
+            operands: q, k, v as `Kernel` takes them.
+            sums: of the queries' rows, int64 [rows, batch, num_heads, columns].
+        """
+        q, k, v = operands
+        widths = self._widths(q, v)
+        for number, leaf in enumerate(call.q):
+            q_rows = _gathered(q, leaf, widths[0])
+            for pair in call.pairs:
+                if pair.q != number:
+                    continue
+                other = call.k[pair.k]
+                keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
+                told = _told(scores, leaf, other, first_head)
+                out, lse, *largest = self._attend(q_rows, *keys, pair.call, told)
+                add_partial(sums[0], (out[..., : v.shape[-1]], lse, *largest), leaf, columns[0])
+
+    def backward(
+        self,
+        operands: tuple[Tensor, ...],
+        call: LeafPairs,
+        scores: Scores,
+        first_head: int,
+        sums: tuple[Tensor, ...],
+        columns: tuple[SumColumns, ...],
+    ) -> None:
+        """Add what the pairs contribute to dq, and to dk and dv: each query head by itself.
+
+        Args:
+            operands: q, k, v, dout, lse, delta as `Kernel` takes them.
+            sums: of the queries' rows and of the keys'.
+        """
+        q, k, v, dout, lse, delta = operands
+        widths, shared = self._widths(q, v), q.shape[2] // k.shape[2]
+        for number, leaf in enumerate(call.q):
+            mine = (
+                _gathered(dout, leaf, widths[1]),
+                _gathered_statistic(lse, leaf, torch.inf),  # weights of absent rows are 0
+                _gathered_statistic(delta, leaf, 0.0),
+            )
+            q_rows = _gathered(q, leaf, widths[0])
+            for pair in call.pairs:
+                if pair.q != number:
+                    continue
+                other = call.k[pair.k]
+                keys = (
+                    _gathered(k, other, widths[0], shared),
+                    _gathered(v, other, widths[1], shared),
+                )
+                told = _told(scores, leaf, other, first_head)
+                dq, dk, dv = self._differentiate(Operands(q_rows, *keys, *mine), pair.call, told)
+                _add(sums[0], columns[0], leaf, (dq[..., : q.shape[-1]],))
+                found = dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+                for head in range(shared):
+                    one = tuple(x.unflatten(2, (-1, shared))[:, :, :, head] for x in found)
+                    _add(sums[1], columns[1], other, one)
+
+    def _widths(self, q: Tensor, v: Tensor) -> tuple[int, int]:
+        """Widths of calls: of q and k, and of v."""
+        widths = [-(-x.shape[-1] // WIDTH_UNIT) * WIDTH_UNIT for x in (q, v)]
+        return (max(widths), max(widths)) if self._equal_widths else (widths[0], widths[1])
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scores: Scores
+    ) -> tuple[Tensor, ...]:
+        told = (scores,) if scores.needs else ()
+        if not self._by_head:
+            return self._kernel.forward(q, k, v, call, scores.scale, None, *told)
+        shared = q.shape[2] // k.shape[2]
+        found: list[tuple[Tensor, ...]] = []
+        for head in range(q.shape[2]):
+            own, mine = (slice(h, h + 1) for h in (head, head // shared))
+            rows, keys, values = (
+                x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
+            )
+            of_head = (_of_head(scores, head),) if told else ()
+            given = call, scores.scale, None
+            found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
+        return tuple(torch.cat(x, 2) for x in zip(*found, strict=True))
+
+    def _differentiate(self, operands: Operands, call: KernelCall, scores: Scores) -> Gradients:
+        told = (scores,) if scores.needs else ()
+        if not self._by_head:
+            q, k, v, dout, lse, delta = operands
+            given = call, scores.scale, None
+            return self._kernel.backward(q, k, v, dout, lse, delta, *given, *told)
+        found: list[Gradients] = []
+        for head in range(operands.q.shape[2]):
+            q, k, v, dout, lse, delta = (x[:, :, head : head + 1].contiguous() for x in operands)
+            of_head = (_of_head(scores, head),) if told else ()
+            given = call, scores.scale, None
+            found.append(self._kernel.backward(q, k, v, dout, lse, delta, *given, *of_head))
+        dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
+        return dq, dk, dv
+
+
+@lru_cache(maxsize=4096)
+def _rows(runs: tuple[Run, ...]) -> slice | Tensor:
+    """Rows as what selects them fastest."""
+    if len(runs) == 1:
+        start, count, stride = runs[0]
+        return slice(start, start + (count - 1) * stride + 1, stride)
+    parts = [start + stride * torch.arange(count) for start, count, stride in runs]
+    return torch.cat(parts)
+
+
+def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
+    """A leaf's rows as a call takes them: [num_rows, batch, heads * shared, width], 0 elsewhere.
+
+    Half precision becomes fp32, which holds the same numbers.
+    """
+    shape = leaf.num_rows, x.shape[1], x.shape[2] * shared, width
+    rows = torch.zeros(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+    target = rows.unflatten(2, (x.shape[2], shared))[..., : x.shape[-1]]
+    target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3).to(rows.dtype)
+    return rows
+
+
+def _gathered_statistic(x: Tensor, leaf: Leaf, absent: float) -> Tensor:
+    rows = torch.full((leaf.num_rows, *x.shape[1:]), absent, dtype=x.dtype, device=x.device)
+    rows[_rows(leaf.slots)] = x[_rows(leaf.held)]
+    return rows
+
+
+def _told(scores: Scores, q: Leaf, k: Leaf, first_head: int) -> Scores:
+    """Return what a call is told: where its rows are, if that is asked for."""
+    if not scores.by_place:
+        return scores
+    rows, keys = (torch.arange(leaf.start, leaf.start + leaf.num_rows) for leaf in (q, k))
+    return scores._replace(places=Places(rows, keys, first_head))
+
+
+def _of_head(scores: Scores, head: int) -> Scores:
+    if scores.places is None:
+        return scores
+    first = scores.places.first_head + head
+    return scores._replace(places=scores.places._replace(first_head=first))
+
+
+def add_partial(sums: Tensor, partial: tuple[Tensor, ...], leaf: Leaf, columns: SumColumns) -> None:
+    """Add the attention of a leaf's queries over some keys.
+
+    Args:
+        partial: out, lse (and the largest scores) of a call.
+    """
+    slots = _rows(leaf.slots)
+    out, lse, *largest = (x[slots] for x in partial)
+    mantissas, exponents = exp_parts(lse)
+    ones = torch.ones_like(lse).unsqueeze(-1)
+    with _Part(sums, leaf) as part:
+        for group, numbers in zip(columns.groups, (out, ones), strict=True):
+            add_terms(part[..., group], numbers, columns.form, mantissas, exponents)
+        for x in largest:
+            torch.maximum(part[..., -1], _key(x), out=part[..., -1])
+
+
+def _add(sums: Tensor, columns: SumColumns, leaf: Leaf, grads: tuple[Tensor, ...]) -> None:
+    """Add a call's gradients of a leaf's rows."""
+    slots = _rows(leaf.slots)
+    with _Part(sums, leaf) as part:
+        for group, grad in zip(columns.groups, grads, strict=True):
+            add_terms(part[..., group], grad[slots], columns.form)
+
+
+class _Part:
+    """The sums of a leaf's rows, to be changed in place."""
+
+    def __init__(self, sums: Tensor, leaf: Leaf):
+        self._sums, self._rows = sums, _rows(leaf.local)
+
+    def __enter__(self) -> Tensor:
+        self._part = self._sums[self._rows]
+        return self._part
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._rows, Tensor):
+            self._sums.index_copy_(0, self._rows, self._part)
+
+
+def merge_columns(sums: Tensor, others: Tensor, columns: SumColumns) -> None:
+    """Add other partials of the same rows and heads in place."""
+    for group in columns.groups:
+        merge_sums(sums[..., group], others[..., group], columns.form)
+    if columns.largest:
+        torch.maximum(sums[..., -1], others[..., -1], out=sums[..., -1])
+
+
+def finish_attention(
+    sums: Tensor, columns: SumColumns, dtype: torch.dtype, sink: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Compute out of a dtype, lse (and the largest scores) of complete sums.
+
+    Args:
+        sink: broadcasts to lse: one more term of the denominator, with no value. Changes sums.
+    """
+    out, total = columns.groups
+    if sink is not None:
+        mantissas, exponents = exp_parts(sink.expand(sums.shape[:-1]))
+        ones = torch.ones_like(mantissas).unsqueeze(-1)
+        add_terms(sums[..., total], ones, columns.form, mantissas, exponents)
+    numbers, exponents = exact_numbers(sums[..., out], columns.form)
+    whole, units = exact_numbers(sums[..., total], columns.form)
+    share = numbers / whole.masked_fill(whole == 0, 1.0)
+    found = scaled(share, (exponents - units).unsqueeze(-1)).to(dtype)
+    lse = log_of(whole.squeeze(-1), units).to(accumulator_dtype(dtype))
+    if not columns.largest:
+        return found, lse
+    return found, lse, _score(sums[..., -1]).to(lse.dtype)
+
+
+def finish_gradients(sums: Tensor, columns: SumColumns, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Gradients of a dtype, of complete sums."""
+    return tuple(rounded(sums[..., group], columns.form, dtype) for group in columns.groups)
+
+
+def sink_sums(lse: Tensor, delta: Tensor, sink: Tensor) -> Tensor:
+    """Return sums of the gradient of a sink over some rows, in MANY_TERMS.
+
+    dsink = -sum of exp(sink - lse) delta: the sink's own weight, whose value is 0.
+
+    Args:
+        lse, delta: [rows, batch, num_heads]; lse counts the sink.
+        sink: [num_heads], or [batch, num_heads], each entry's own.
+    Returns:
+        int64 [num_heads or batch, num_heads, columns].
+    """
+    mantissas, exponents = exp_parts(sink - lse)
+    if sink.ndim == 1:
+        delta, mantissas, exponents = (x.flatten(0, 1) for x in (delta, mantissas, exponents))
+    sums = blank_sums((len(delta) + 1, *delta.shape[1:]), 1, MANY_TERMS, delta.device)
+    add_terms(sums[1:], -delta.unsqueeze(-1), MANY_TERMS, mantissas, exponents)
+    return folded(sums, MANY_TERMS)
+
+
+def _key(scores: Tensor) -> Tensor:
+    """Scores as whole numbers of the same order, above 0, so that 0 stands for none."""
+    bits = scores.float().view(torch.int32)
+    return (bits ^ ((bits >> 31) & (_SIGN - 1))).long() + _SIGN
+
+
+def _score(keys: Tensor) -> Tensor:
+    """The scores, fp32, of their keys; -inf of 0."""
+    bits = (keys - _SIGN).to(torch.int32)
+    scores = (bits ^ ((bits >> 31) & (_SIGN - 1))).view(torch.float32)
+    return scores.masked_fill(keys == 0, -torch.inf)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension, in an order that its size alone decides."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        paired = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat((paired, x[..., 2 * half :]), -1) if x.shape[-1] % 2 else paired
+    return x.squeeze(-1)

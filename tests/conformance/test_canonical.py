@@ -1,0 +1,258 @@
+"""A canonical reduction: one result, to the bit, for any ranks, plan, layout, wire and packing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+
+TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+class Case(NamedTuple):
+    """Whole tensors of a call [(batch,) tokens, heads, width], and its options beside plan and
+    layout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    sink: Tensor | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+def made(
+    dtype: torch.dtype = torch.float32,
+    batch: tuple[int, ...] = (),
+    heads: tuple[int, int] = (HEADS, KV_HEADS),
+    v_width: int = WIDTH,
+    sink: Tensor | None = None,
+    tokens: int = TOKENS,
+    **options: Any,
+) -> Case:
+    g = torch.Generator().manual_seed(sum(map(ord, str((dtype, batch, heads, v_width, tokens)))))
+    shapes = ((heads[0], WIDTH), (heads[1], WIDTH), (heads[1], v_width), (heads[0], v_width))
+    tensors = [torch.randn(*batch, tokens, *x, generator=g).to(dtype) for x in shapes]
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    dlse = torch.randn(*batch, tokens, heads[0], generator=g).to(statistics)
+    return Case(*tensors, dlse, sink, options)
+
+
+def results(case: Case, plan: tw.Plan, layout: tw.Layout, **more: Any) -> dict[str, Tensor]:
+    """Results and gradients of all rows, of one canonical call."""
+    options = {"mask": tw.Causal(), "reduction": "canonical", **case.options, **more}
+
+    def main(rank: int, group: Any) -> list[Tensor]:
+        inputs = [layout.shard(x, rank, dim=-3).clone().requires_grad_() for x in case[:3]]
+        sink = [] if case.sink is None else [case.sink.clone().requires_grad_()]
+        given = {"plan": plan, "layout": layout, "group": group, "sink": sink[0] if sink else None}
+        out, lse, *largest = tw.attention(*inputs, return_lse=True, **given, **options)
+        dout, dlse = layout.shard(case.dout, rank, dim=-3), layout.shard(case.dlse, rank, dim=-2)
+        grads = torch.autograd.grad((out, lse), [*inputs, *sink], (dout, dlse))
+        return [out.detach(), lse.detach(), *grads, *largest]
+
+    parts = tw.loopback(plan.world_size, main)
+    dims = (-3, -2, -3, -3, -3)
+    found = {
+        name: layout.unshard([part[i] for part in parts], dim=dim)
+        for i, (name, dim) in enumerate(zip(NAMES, dims, strict=True))
+    }
+    rest = [torch.stack([part[i] for part in parts]) for i in range(5, len(parts[0]))]
+    if case.sink is not None:
+        found["dsink"] = rest.pop(0).sum(0)
+    if rest:
+        found["largest"] = rest.pop().amax(0)
+    return found
+
+
+def alone(case: Case, **more: Any) -> dict[str, Tensor]:
+    """The results of one rank."""
+    return results(case, tw.ring(1), tw.contiguous(case.q.shape[-3], 1), **more)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    different = [name for name, x in expected.items() if not torch.equal(found[name], x)]
+    assert not different
+    assert all(x.isfinite().all() for name, x in expected.items() if name != "lse")
+
+
+PLANS = (
+    tw.ring(3),
+    tw.ring(4, moves="q"),
+    tw.all_gather(3),
+    tw.double_ring(2, 2),
+    tw.balanced_ring(4),
+    tw.attention2d(2, 2),
+    tw.mesh(4, q_tile=2),
+    tw.ulysses(4),
+    tw.ulysses(2, inner=tw.ring(2)),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_every_strategy_gives_the_bits_of_one_rank(plan: tw.Plan):
+    case = made()
+    assert_same(results(case, plan, tw.zigzag(TOKENS, plan.world_size)), alone(case))
+
+
+def uneven(n: int) -> tw.Layout:
+    """Rows in no order, one rank without any."""
+    rows, chosen = [[] for _ in range(n)], random.Random(3)
+    for token in range(TOKENS):
+        rows[chosen.randrange(n - 1)].append(token)
+    for of_rank in rows:
+        chosen.shuffle(of_rank)
+    return tw.Layout.from_positions(rows, TOKENS)
+
+
+LAYOUTS = (tw.contiguous(TOKENS, 3), tw.zigzag(TOKENS, 5), tw.striped(TOKENS, 3), uneven(4))
+MASKS = (
+    tw.Full(),
+    tw.Causal() & tw.Window(70, 0),
+    tw.Causal() & tw.Document([0, 3, 3, 90, TOKENS]),
+    tw.Document([0, 100, TOKENS]) | tw.Window(1, 1),
+    tw.PerHead([tw.Causal(), tw.Full()]),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_every_layout_and_mask_gives_the_bits_of_one_rank(layout: tw.Layout, mask: Any):
+    case = made(torch.bfloat16, mask=mask)
+    found = results(case, tw.ring(layout.world_size), layout)
+    assert_same(found, alone(case))
+
+
+SINKS = torch.linspace(-1, 2, HEADS), torch.linspace(-1, 2, 2 * HEADS).view(2, HEADS)
+CASES = {
+    "fp64": made(torch.float64),
+    "fp16 batch": made(torch.float16, (2,)),
+    "widths": made(v_width=5),
+    "MQA": made(heads=(4, 1)),
+    "softcap": made(softcap=2.0),
+    "dropout": made(dropout_p=0.2, dropout_seed=5),
+    "alibi": made(bias=tw.alibi([0.5, 0.25, 0.1, 0.0])),
+    "max logit": made(return_max_logit=True),
+    "reference": made(kernel="reference"),
+    "sink": made(sink=SINKS[0]),
+    "two sinks a head": made(torch.float64, sink=SINKS[1].double()),
+    "sinks of a batch": made(batch=(2,), sink=torch.stack([SINKS[1], SINKS[1] + 1])),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_gives_the_bits_of_one_rank(name: str):
+    case = CASES[name]
+    for plan in (tw.ring(3), tw.ulysses(2)):
+        found = results(case, plan, tw.zigzag(TOKENS, plan.world_size))
+        assert_same(found, alone(case))
+
+
+def test_save_pruning_exact_wires_and_a_backward_plan_change_no_bit():
+    case, layout = made(), tw.striped(TOKENS, 4)
+    expected = alone(case)
+    for more in (
+        {"save": "gathered"},
+        {"save": "replay", "prune": False},
+        {"wire_dtype": "float64"},
+        {"backward_plan": tw.mesh(4, q_tile=2)},
+    ):
+        assert_same(results(case, tw.ring(4), layout, **more), expected)
+
+
+def test_threads_change_no_bit():
+    case, threads = made(softcap=3.0), torch.get_num_threads()
+    expected, other = alone(case), alone(made())
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            assert_same(alone(case), expected)
+            assert_same(alone(made()), other)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_document_has_the_same_bits_whatever_is_packed_around_it():
+    """Its tokens are at other positions, and its neighbours are of other lengths."""
+    case, chosen = made(), random.Random(0)
+    first, stop = 60, 210
+    own = Case(*(x[first:stop] for x in case[:5]))
+    expected = alone(own)
+    for _ in range(6):
+        before, after = chosen.randrange(200), chosen.randrange(200)
+        around = made(tokens=before + after)
+        parts = zip(around[:5], own[:5], strict=True)
+        packed = Case(*(torch.cat((x[:before], y, x[before:])) for x, y in parts))
+        total = before + after + stop - first
+        mask = tw.Causal() & tw.Document([0, before, before + stop - first, total])
+        n = chosen.randrange(1, 5)
+        found = results(packed, tw.ring(n), tw.zigzag(total, n), mask=mask)
+        mine = {name: x[before : before + stop - first] for name, x in found.items()}
+        assert_same(mine, expected)
+
+
+def test_replicated_queries_have_the_bits_of_one_rank():
+    def row(n: int, layout: tw.Layout) -> list[tuple[Tensor, ...]]:
+        case = made()
+
+        def main(rank: int, group: Any) -> tuple[Tensor, ...]:
+            q = case.q[-2:].clone().requires_grad_()
+            kv = [layout.shard(x, rank).clone().requires_grad_() for x in (case.k, case.v)]
+            sink = SINKS[0].clone().requires_grad_()
+            plan = {"plan": tw.tree(n), "layout": layout, "mask": tw.Causal(), "group": group}
+            out = tw.attention(q, *kv, **plan, sink=sink, reduction="canonical")
+            return (out.detach(), *torch.autograd.grad(out, (q, *kv, sink), case.dout[-2:]))
+
+        return tw.loopback(n, main)
+
+    ((out, dq, dk, dv, dsink),) = row(1, tw.contiguous(TOKENS, 1))
+    layout = tw.striped(TOKENS, 4)
+    parts = row(4, layout)
+    for part in parts:
+        assert all(map(torch.equal, (part[0], part[1], part[4]), (out, dq, dsink)))
+    assert torch.equal(layout.unshard([part[2] for part in parts]), dk)
+    assert torch.equal(layout.unshard([part[3] for part in parts]), dv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_error_is_at_most_twice_that_of_fast(dtype: torch.dtype):
+    case, layout = made(dtype), tw.zigzag(TOKENS, 3)
+    exact = Case(*(x.double() for x in case[:5]), options={"kernel": "reference"})
+    expected = alone(exact, reduction="fast")
+    found = results(case, tw.ring(3), layout)
+    fast = results(case, tw.ring(3), layout, reduction="fast")
+    for name, x in expected.items():
+        most = (fast[name] - x).abs().max() + 8 * torch.finfo(torch.float64).eps
+        assert (found[name] - x).abs().max() <= 2 * most, name
+
+
+def test_cross_attention_and_joint_layouts_have_the_bits_of_one_rank():
+    case = made(mask=tw.Full())
+    keys = Case(*(x[:200] for x in case[:5]))
+
+    def cross(n: int) -> Tensor:
+        layout, kv_layout = tw.zigzag(TOKENS, n), tw.striped(200, n)
+
+        def main(rank: int, group: Any) -> Tensor:
+            x = layout.shard(case.q, rank), *(kv_layout.shard(t, rank) for t in keys[1:3])
+            given = {"plan": tw.ring(n), "layout": layout, "kv_layout": kv_layout, "group": group}
+            return tw.attention(*x, mask=tw.Full(), reduction="canonical", **given)
+
+        return layout.unshard(tw.loopback(n, main))
+
+    assert torch.equal(cross(3), cross(1))
+    joint = tw.joint(tw.contiguous(TOKENS - 20, 3), replicated=range(20))
+
+    def main(rank: int, group: Any) -> Tensor:
+        x = (joint.shard(t, rank) for t in case[:3])
+        given = {"plan": tw.ring(3), "layout": joint, "mask": tw.Full(), "group": group}
+        return tw.attention(*x, reduction="canonical", **given)
+
+    assert torch.equal(joint.unshard(tw.loopback(3, main)), alone(case)["out"])

@@ -1,0 +1,140 @@
+"""What a canonical reduction sends, takes and refuses is known before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.compiler.code import AttendLeaves, Finish, Merge
+from tilewise.layouts.leaves import MOST_TERMS, leaf_edges, leaf_size, split_leaves
+
+TOKENS = 1024
+WORK = tw.Workload(
+    num_tokens=TOKENS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="float32",
+    mask=tw.Causal(),
+    reduction="canonical",
+)
+
+
+def test_leaves_are_few_enough_for_sums_and_follow_the_document():
+    for length in (1, 63, 64, 1000, 8192, 1 << 17, 1 << 20):
+        for shared in (1, 4, 8, 32):
+            size = leaf_size(length, shared)
+            assert size & (size - 1) == 0
+            assert -(-length // size) * shared <= max(MOST_TERMS, shared)
+    mask = tw.Causal() & tw.Document([0, 100, 101, 300])
+    assert leaf_edges(mask, 300, 1) == (0, 64, 100, 101, 165, 229, 293, 300)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_volume_is_codes_and_moves(layout: Any):
+    work, plan = replace(WORK, layout=layout), tw.ring(3)
+    volume, moved = tw.volume(plan, work), work.leaf_bytes(plan)
+    for passes, (sent, rows) in enumerate(zip(volume, moved, strict=True)):
+        codes = [plan.code(work, rank, backward=bool(passes)).bytes_sent for rank in range(3)]
+        assert [a - b for a, b in zip(sent, rows, strict=True)] == codes
+    assert (sum(moved.forward) > 0) == bool(
+        split_leaves(work.layout_for(3), leaf_edges(work.mask, TOKENS, 2))
+    )
+
+
+def test_partials_take_at_most_little_over_twice_the_bytes_of_fp32():
+    work = replace(WORK, layout="contiguous", mask=tw.Full())
+    fast = replace(work, reduction="fast", wire_dtype="float32")
+    for plan in (tw.ring(4, moves="q"), tw.attention2d(2, 2), tw.ring(4)):
+        pairs = zip(tw.volume(plan, work), tw.volume(plan, fast), strict=True)
+        for canonical, plain in pairs:
+            assert max(canonical) <= 2.05 * max(plain)
+        for backward in (False, True):
+            codes = [plan.code(one, 0, backward=backward) for one in (work, fast)]
+            assert codes[0].peak_bytes <= 2.2 * codes[1].peak_bytes
+
+
+def test_every_merge_of_the_code_is_canonical_and_printed():
+    for plan in (tw.ring(4), tw.ulysses(4), tw.tree(4)):
+        for backward in (False, True):
+            code = plan.code(WORK, 1, backward=backward)
+            kinds = {type(op).__name__ for op in code.ops}
+            assert {"AttendLeaves", "Finish"} <= kinds and "Attend" not in kinds
+            assert all(op.columns is not None for op in code.ops if isinstance(op, Merge))
+            assert str(code).splitlines()[-1].startswith("finish ")
+            assert any(isinstance(op, AttendLeaves | Finish) for op in code.ops)
+
+
+def test_simulate_counts_the_moves_and_search_takes_plans_that_keep_the_promise():
+    machine = tw.Machine.preset("cpu-gloo")
+    striped, own = (replace(WORK, layout=name) for name in ("striped", "contiguous"))
+    sent = [tw.simulate(tw.ring(4), work, machine).sent_bytes for work in (striped, own)]
+    assert sent[0] == max(map(sum, zip(*tw.volume(tw.ring(4), striped), strict=True)))
+    assert sent[0] > sent[1]
+    for found in tw.search(replace(WORK, layout="zigzag"), machine, world_size=4):
+        assert found.strategy != "tiled"
+        assert not split_leaves(found.layout, leaf_edges(WORK.mask, TOKENS, 2))
+
+
+def call(**options: Any) -> Any:
+    x = torch.randn(TOKENS, 4, 8)
+    given = {"plan": tw.ring(1), "layout": tw.contiguous(TOKENS, 1), "mask": tw.Causal()}
+    return tw.attention(x, x, x, **{**given, "reduction": "canonical", **options})
+
+
+class OtherKernel:
+    """A kernel that nobody knows."""
+
+    name, square_causal, whole_tile = "other", False, False
+
+    def supports(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def forward(self, *_: Any) -> Any:
+        raise AssertionError
+
+    backward = forward
+
+
+REFUSED = {
+    "kernel 'other' cannot serve": {"kernel": OtherKernel()},
+    "a wire that rounds partial": {"wire_dtype": "bfloat16"},
+    "wires that round operands": {"wire": tw.wire.Float8()},
+    "must be": {"reduction": "exact"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_break_the_promise_is_refused(message: str):
+    with pytest.raises(ValueError, match=message):
+        call(**REFUSED[message])
+
+
+def test_a_dense_bias_that_learns_is_refused():
+    bias = torch.zeros(4, TOKENS, TOKENS, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradient of a dense bias"):
+        call(bias=bias)
+
+
+def test_a_plan_that_splits_leaves_is_refused():
+    layout = tw.zigzag(TOKENS, 4)
+    plan = tw.tiled(tw.Causal(), layout, kv_bytes=2.0)
+    with pytest.raises(ValueError, match="splits the q leaf of tokens"):
+        tw.volume(plan, replace(WORK, layout=layout))
+
+
+def test_ranks_that_ask_for_different_reductions_get_the_usual_error():
+    layout = tw.striped(TOKENS, 2)
+
+    def main(rank: int, group: Any) -> None:
+        x = layout.shard(torch.randn(TOKENS, 4, 8), rank)
+        reduction = ("fast", "canonical")[rank]
+        given = {"plan": tw.ring(2), "layout": layout, "group": group, "mask": tw.Causal()}
+        tw.attention(x, x, x, reduction=reduction, **given)
+
+    with pytest.raises(ValueError, match="reduction"):
+        tw.loopback(2, main)
