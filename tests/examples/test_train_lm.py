@@ -68,3 +68,18 @@ def test_labels_stay_within_their_documents():
     assert torch.equal(batch.labels[:-1][~ends[:-1]], batch.tokens[1:][~ends[:-1]])
     starts = batch.position_ids == 0
     assert ends[-1] and torch.equal(starts[1:], ends[:-1])
+
+
+def canonical_losses(rank: int, strategy: str) -> tuple[list[float], float]:
+    """The losses, and a sum of all parameters after the last step."""
+    args = train_lm.arguments(["--num-tokens", "300", "--steps", "3", "--dtype", "float32"])
+    way = train_lm.Split(args.num_tokens, strategy, reduction="canonical")
+    model, losses = train_lm.train(way, args, lambda loss: None)
+    return losses, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def test_a_canonical_reduction_trains_to_the_same_bits_on_any_number_of_ranks():
+    alone = canonical_losses(0, "auto")
+    assert alone[0][-1] < alone[0][0]
+    for n, strategy in ((2, "ulysses(2)"), (3, "ring(3)")):
+        assert run_processes(n, canonical_losses, strategy) == [alone] * n
