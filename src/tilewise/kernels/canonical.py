@@ -209,7 +209,7 @@ def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
     make = torch.empty if whole else torch.zeros
     rows = make(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
     target = rows.unflatten(2, (x.shape[2], shared))[..., : x.shape[-1]]
-    target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3)
+    target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3).to(rows.dtype)
     return rows
 
 
