@@ -20,6 +20,7 @@ except ImportError as error:
         "tilewise.integrations.accelerate needs accelerate: pip install 'tilewise[hf]'"
     ) from error
 
+from tilewise.arguments import Reduction, of_kind
 from tilewise.integrations.hf_internals import install, split_accelerator
 from tilewise.plan.ir import Plan
 
@@ -36,11 +37,14 @@ class ParallelismConfig(_ParallelismConfig):
 
     Args:
         strategy: "auto", or a plan such as tw.ring(4).
+        reduction: of attention, as ContextParallel takes it: "canonical" for the same bits at any
+            cp_size, on the CPU (docs/numerics.md).
     Raises:
         ValueError: for sizes that cannot be combined.
     """
 
     strategy: Literal["auto"] | Plan = "auto"
+    reduction: Reduction = "fast"
 
     def __post_init__(self) -> None:
         given = self.cp_size
@@ -65,6 +69,7 @@ class ParallelismConfig(_ParallelismConfig):
                 "cp_handler is of accelerate's own context parallelism; leave it out, and pass a "
                 "plan as strategy to choose how keys and values travel"
             )
+        of_kind("reduction", self.reduction, Reduction)
         if isinstance(self.strategy, Plan) and self.strategy.world_size != given:
             raise ValueError(
                 f"strategy is for {self.strategy.world_size} ranks, cp_size is {given}; make it "

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tilewise.arguments import Reduction
 from tilewise.context_parallel import ContextParallel
 from tilewise.integrations.data import IGNORED
 from tilewise.integrations.hf_attention import LayerMask, attention_of, masks_of
@@ -71,13 +72,18 @@ ADVICE = MappingProxyType(
 )
 
 
-def split_forward(model: nn.Module, group: Any, strategy: Literal["auto"] | Plan = "auto") -> None:
+def split_forward(
+    model: nn.Module,
+    group: Any,
+    strategy: Literal["auto"] | Plan = "auto",
+    reduction: Reduction = "fast",
+) -> None:
     """Make calls of a model run over the ranks of a group, after check_model.
 
     Args:
         model: of transformers, or one that PEFT made of it.
         group: ProcessGroup of the ranks that share each row.
-        strategy: as ContextParallel takes it.
+        strategy, reduction: as ContextParallel takes them.
     Raises:
         ValueError: as of check_model and base_model.
     """
@@ -89,7 +95,7 @@ def split_forward(model: nn.Module, group: Any, strategy: Literal["auto"] | Plan
             name = "output_router_logits"
             raise ValueError(f"{name}=True cannot be honoured by a split model: {ADVICE[name]}")
         check_model(base)
-        split = SplitForward(base, group, strategy)
+        split = SplitForward(base, group, strategy, reduction)
         base._tilewise_rows = split
         _use_attention(base)
         if any(hasattr(module, "get_rope_index") for module in base.modules()):
@@ -182,10 +188,17 @@ class SplitCall:
 class SplitForward:
     """The split of one model's calls: its group, strategy, and what is known of the model."""
 
-    def __init__(self, base: Any, group: Any, strategy: Literal["auto"] | Plan) -> None:
+    def __init__(
+        self,
+        base: Any,
+        group: Any,
+        strategy: Literal["auto"] | Plan,
+        reduction: Reduction = "fast",
+    ) -> None:
         text = base.config.get_text_config(decoder=True)
         self.group = group
         self.strategy: Literal["auto"] | Plan = strategy
+        self.reduction: Reduction = reduction
         self.transport = transport_for(group)
         self.masked = is_masked(type(base))
         self.counts_kept = text.model_type in COUNTS_TOKENS
@@ -206,7 +219,11 @@ class SplitForward:
 
         def make() -> ContextParallel:
             return ContextParallel(
-                self.group, num_tokens=num_tokens, mask=mask, strategy=self.strategy
+                self.group,
+                num_tokens=num_tokens,
+                mask=mask,
+                strategy=self.strategy,
+                reduction=self.reduction,
             )
 
         return self._by_length.get(num_tokens, make)

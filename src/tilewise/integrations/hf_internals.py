@@ -114,7 +114,7 @@ class SplitAccelerator:
             return  # a reward model, which runs on whole rows
         config = self.parallelism_config  # type: ignore[attr-defined]
         group = self.torch_device_mesh["cp"].get_group()  # type: ignore[attr-defined]
-        split_forward(model, group, config.strategy)
+        split_forward(model, group, config.strategy, config.reduction)
 
 
 def _trains(model: nn.Module) -> bool:

@@ -31,7 +31,9 @@ def arguments(
             'another, as in init_device_mesh(..., (num_dp, num_cp), mesh_dim_names=("dp", "cp"))'
         )
     args = copy.copy(args)
-    args.parallelism_config = ParallelismConfig(cp_size=cp.world_size, strategy=cp.strategy)
+    args.parallelism_config = ParallelismConfig(
+        cp_size=cp.world_size, strategy=cp.strategy, reduction=cp.reduction
+    )
     given = {name: rows for name, rows in datasets.items() if rows is not None}
     return {"model": model, "args": args, "data_collator": _collator(), **given}
 

@@ -150,11 +150,14 @@ def _moved_to(sums: Tensor, window: Tensor, form: BinFormat) -> Tensor:
     """Move the windows of sums up to others where they are higher; returns where they stand."""
     before = sums[..., -1]
     window = torch.maximum(before, window)
-    move = window - before
-    if sums.is_cuda or bool(move.any()):  # no wait for a device
-        words = sums[..., :-1]
+    words, move = sums[..., :-1], window - before
+    if sums.is_cuda:  # no wait for a device
         words.copy_(_without_lowest(words, move, form))
-        before.copy_(window)
+    else:  # windows move seldom after their first number, and then those of few rows
+        moved = torch.nonzero((move > 0) & (before > 0), as_tuple=True)
+        if len(moved[0]):
+            words[moved] = _without_lowest(words[moved], move[moved], form)
+    before.copy_(window)
     return window
 
 

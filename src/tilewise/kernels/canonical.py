@@ -205,7 +205,9 @@ def _gathered(x: Tensor, leaf: Leaf, width: int, shared: int = 1) -> Tensor:
     Half precision becomes fp32, which holds the same numbers.
     """
     shape = leaf.num_rows, x.shape[1], x.shape[2] * shared, width
-    rows = torch.zeros(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
+    whole = width == x.shape[-1] and leaf.slots == (Run(0, leaf.num_rows),)
+    make = torch.empty if whole else torch.zeros
+    rows = make(shape, dtype=accumulator_dtype(x.dtype), device=x.device)
     target = rows.unflatten(2, (x.shape[2], shared))[..., : x.shape[-1]]
     target[_rows(leaf.slots)] = x[_rows(leaf.held)].unsqueeze(3).to(rows.dtype)
     return rows

@@ -20,10 +20,10 @@ from tilewise.masks.components import components
 LEAST_LEAF = 64
 """Rows of the leaves of short documents."""
 
-USUAL_LEAVES = 16
+USUAL_LEAVES = 8
 """Leaves that a document of medium length has."""
 
-USUAL_LEAF = 512
+USUAL_LEAF = 1024
 """Rows at which a leaf's kernel call is worth its sums; larger leaves would leave ranks idle."""
 
 MOST_TERMS = 240
