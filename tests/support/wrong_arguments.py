@@ -98,7 +98,7 @@ def model() -> torch.nn.Module:
 MASK, LAYOUT, PLAN = tw.Causal(), tw.zigzag(16, 2), tw.ring(2)
 WORK = {"num_tokens": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "float32",
         "wire_dtype": "float32", "mask": MASK, "layout": "zigzag", "save": "replay",
-        "v_head_dim": 8, "max_logit": False, "wire": None}  # fmt: skip
+        "v_head_dim": 8, "max_logit": False, "wire": None, "reduction": "fast"}  # fmt: skip
 
 
 def work(**changed: Any) -> tw.Workload:
@@ -194,7 +194,7 @@ CALL_OPTIONS: Arguments = {
     "return_lse": False, "backward_plan": None, "kv_layout": None, "wire_dtype": None,
     "wire": None, "save": None, "prune": True, "q_positions": None, "validate": "first",
     "kernel": None, "sink": None, "bias": None, "softcap": None, "dropout_p": 0.0,
-    "dropout_seed": 0, "return_max_logit": False,
+    "dropout_seed": 0, "return_max_logit": False, "reduction": "fast",
 }  # fmt: skip
 CP_OPTIONS = {k: v for k, v in CALL_OPTIONS.items() if k not in ("layout", "group")}
 CACHE_OPTIONS: Arguments = {

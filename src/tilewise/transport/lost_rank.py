@@ -45,7 +45,7 @@ def failure_of(
     label = messages[0].label if messages else "agreement"
     suspects = peers if len(peers) == 1 else _out_of_reach(group)
     rank = _first_lost(group, suspects[0]) if suspects else -1
-    also = f"; rank {rank} failed before" if rank not in (-1, *peers) else ""
+    also = f"; rank {rank} failed before" if rank != -1 and [rank] != peers else ""
     return LostRankError(f"{label}: {verb} {whom} failed{also}: {error}", rank)
 
 
