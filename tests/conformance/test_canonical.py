@@ -161,6 +161,7 @@ def test_save_pruning_exact_wires_and_a_backward_plan_change_no_bit():
     for more in (
         {"save": "gathered"},
         {"save": "replay", "prune": False},
+        {"save": "gathered", "prune": False},
         {"wire_dtype": "float64"},
         {"backward_plan": tw.mesh(4, q_tile=2)},
     ):

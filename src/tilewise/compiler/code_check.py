@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, item_bytes, ref_shape
-from tilewise.compiler.placement import Departures
+from tilewise.compiler.placement import Departures, arrivals_with_bytes, sends_bytes
 
 
 class CodeError(ValueError):
@@ -78,6 +78,7 @@ class _Checker:
         self.written: set[int] = set()  # tensors whose bytes are not known: those that ops make
         self.meanings: dict[int, np.ndarray | None] = {}
         self.awaited: dict[int, tuple[Ref, ...]] = {}
+        self.arriving: set[int] = set()
         self.under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
         self.sending: dict[int, Post] = {}
 
@@ -202,7 +203,8 @@ class _Checker:
             return
         for arrival, ref in zip(post.arrivals, post.writes, strict=True):
             self.awaited[arrival] = (ref,)
-        if post.sends:
+        self.arriving.update(arrivals_with_bytes(self.code.tensors, post))
+        if sends_bytes(self.code.tensors, post):
             self.sending[post.handle] = post
             waiting = self.under_way[post.lane]
             waiting.append(post)
@@ -218,7 +220,8 @@ class _Checker:
                 places = self._places(ref)
                 if places is not None:
                     np.maximum(places.busy, 0, out=places.busy)
-        if self.departs.with_receives and wait.handle in self.sending:
+        received = self.arriving.intersection(wait.arrivals)
+        if self.departs.with_receives and received and wait.handle in self.sending:
             self._left(self.sending[wait.handle])
 
     def _left(self, post: Post) -> None:

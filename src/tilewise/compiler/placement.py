@@ -98,7 +98,7 @@ def buffer_spans(
     for moment, op in enumerate(ops):
         for ref in (*op.reads, *op.writes, *(op.touched if isinstance(op, Wait) else ())):
             touch(ref, moment)
-    for moment, ref in _departures(ops, departs):
+    for moment, ref in _departures(tensors, ops, departs):
         touch(ref, moment)
     spans: list[list[Span]] = [[] for _ in buffers]
     for number, first in begin.items():
@@ -140,23 +140,40 @@ def _parts(spec: TensorSpec, ref: Ref, edges: Sequence[tuple[int, int]]) -> Sequ
     return [part for part, (low, high) in enumerate(edges) if low <= last and first < high]
 
 
-def _departures(ops: Sequence[Op], departs: Departures) -> Iterator[tuple[int, Ref]]:
+def _departures(
+    tensors: Sequence[TensorSpec], ops: Sequence[Op], departs: Departures
+) -> Iterator[tuple[int, Ref]]:
     """Yield what is sent, with the op by whose end it has left."""
     last = len(ops) - 1
     under_way: defaultdict[int, deque[Post]] = defaultdict(deque)
     left: dict[int, int] = {}
+    arriving: set[int] = set()
     for moment, op in enumerate(ops):
-        if isinstance(op, Post) and op.sends and op.team is None:
+        if isinstance(op, Post) and op.team is None:
+            arriving.update(arrivals_with_bytes(tensors, op))
+            if not sends_bytes(tensors, op):
+                continue
             waiting = under_way[op.lane]
             waiting.append(op)
             if departs.in_flight is not None and len(waiting) > departs.in_flight:
                 left.setdefault(waiting.popleft().handle, moment)
-        elif isinstance(op, Wait) and departs.with_receives:
+        elif isinstance(op, Wait) and departs.with_receives and arriving.intersection(op.arrivals):
             left.setdefault(op.handle, moment)
     for op in ops:
         if isinstance(op, Post):
             for ref in op.reads:
                 yield (last if op.team is not None else left.get(op.handle, last)), ref
+
+
+def sends_bytes(tensors: Sequence[TensorSpec], post: Post) -> bool:
+    """Return whether the transport sees a launch with sends: it skips empty messages."""
+    return any(0 not in ref_shape(tensors[one.ref.tensor], one.ref) for one in post.sends)
+
+
+def arrivals_with_bytes(tensors: Sequence[TensorSpec], post: Post) -> list[int]:
+    """Return the arrivals that the transport waits for: it skips empty messages."""
+    received = zip(post.arrivals, post.recvs, strict=True)
+    return [n for n, one in received if 0 not in ref_shape(tensors[one.ref.tensor], one.ref)]
 
 
 def place(buffers: Sequence[Sequence[Span]]) -> tuple[list[int], int]:

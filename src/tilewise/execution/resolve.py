@@ -168,10 +168,6 @@ def resolve(
     q_leaves = None if call.plan.replicated_queries else q_leaves
     if canonical:
         check_whole_leaves(passes)
-        if not call.prune and passes[1].payload.saved:
-            raise ValueError(
-                "reduction='canonical' with save='gathered' needs prune=True; leave out prune"
-            )
     moved = q_leaves is not None, kv_leaves is not None
     layouts = passes[0].layouts
     check_rows(q, k, layouts, passes[0].plan, rank, moved)
