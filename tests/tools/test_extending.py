@@ -36,7 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (corpus,) = [block.content for block in PAGE if block.content.startswith("length\n")]
     (tmp_path / "my_corpus.csv").write_text(corpus)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # other tests add examples/
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)

@@ -11,6 +11,8 @@ exp(lse_pair) is kept as a mantissa and a power of two, so no running maximum is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -163,14 +165,15 @@ class LeafKernel:
             return self._kernel.forward(q, k, v, call, scores.scale, None, *told)
         shared = q.shape[2] // k.shape[2]
         found: list[tuple[Tensor, ...]] = []
-        for head in range(q.shape[2]):
-            own, mine = (slice(h, h + 1) for h in (head, head // shared))
-            rows, keys, values = (
-                x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
-            )
-            of_head = (_of_head(scores, head),) if told else ()
-            given = call, scores.scale, None
-            found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
+        given = call, scores.scale, None
+        with _one_thread():
+            for head in range(q.shape[2]):
+                own, mine = (slice(h, h + 1) for h in (head, head // shared))
+                rows, keys, values = (
+                    x[:, :, part].contiguous() for x, part in ((q, own), (k, mine), (v, mine))
+                )
+                of_head = (_of_head(scores, head),) if told else ()
+                found.append(self._kernel.forward(rows, keys, values, *given, *of_head))
         return tuple(torch.cat(x, 2) for x in zip(*found, strict=True))
 
     def _differentiate(self, operands: Operands, call: KernelCall, scores: Scores) -> Gradients:
@@ -180,13 +183,29 @@ class LeafKernel:
             given = call, scores.scale, None
             return self._kernel.backward(q, k, v, dout, lse, delta, *given, *told)
         found: list[Gradients] = []
-        for head in range(operands.q.shape[2]):
-            q, k, v, dout, lse, delta = (x[:, :, head : head + 1].contiguous() for x in operands)
-            of_head = (_of_head(scores, head),) if told else ()
-            given = call, scores.scale, None
-            found.append(self._kernel.backward(q, k, v, dout, lse, delta, *given, *of_head))
+        given = call, scores.scale, None
+        with _one_thread():
+            for head in range(operands.q.shape[2]):
+                one = Operands(*(x[:, :, head : head + 1].contiguous() for x in operands))
+                of_head = (_of_head(scores, head),) if told else ()
+                found.append(self._kernel.backward(*one, *given, *of_head))
         dq, dk, dv = (torch.cat(x, 2) for x in zip(*found, strict=True))
         return dq, dk, dv
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch's operators run on the calling thread alone.
+
+    Several threads cut an elementwise operator's numbers in as many parts, and at the end of each
+    part ATen computes exp otherwise than before it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=4096)

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewise.arguments import real_number, require_type
+from tilewise.arguments import real_number, require_type, shown
 from tilewise.kernels.binned import add_terms, blank_sums, merge_sums, rounded
 from tilewise.plan.sums import MANY_TERMS
 from tilewise.transport.agreement import agree, settled
 from tilewise.transport.protocol import Message, Transport, as_bytes
+
+MOST_LOSSES = 1 << 53
+"""Whole numbers up to here are exact in fp64."""
 
 
 def mean_over_ranks(
@@ -30,9 +33,9 @@ def mean_over_ranks(
     def check() -> dict[str, str]:
         require_type(Tensor, "losses", losses, "F.cross_entropy(..., reduction='sum')")
         number = real_number("count", count.item() if _is_one_number(count) else count)
-        if not losses.is_floating_point() or not number >= 0:
+        if not losses.is_floating_point() or not 0 <= number <= MOST_LOSSES:
             raise ValueError(
-                f"losses ({tuple(losses.shape)}, {losses.dtype}) and count ({number:g}) must "
+                f"losses ({tuple(losses.shape)}, {losses.dtype}) and count ({shown(number)}) must "
                 "be this rank's losses or their sum, floating-point numbers, and how many they are"
             )
         if (canonical or losses.numel() != 1) and losses.numel() < number:
