@@ -1,4 +1,4 @@
-"""What TransformerEngine's arguments of attention mean here, and which are refused."""
+"""TransformerEngine's arguments of attention: their meaning here, and which are refused."""
 
 from __future__ import annotations
 

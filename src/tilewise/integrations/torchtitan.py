@@ -32,7 +32,7 @@ Edges = tuple[int, ...]
 
 
 class SplitSequence(NamedTuple):
-    """How a batch is split and masked, in the place of torchtitan's attention_masks.
+    """The split and the mask of a batch, in the place of torchtitan's attention_masks.
 
     Args:
         masks: of each row of the batch; None: the layer's own alone.

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -101,11 +103,10 @@ class LeafKernel:
         """
         q, k, v = operands
         widths = self._widths(q, v)
-        for number, leaf in enumerate(call.q):
+        for number, pairs in groupby(call.pairs, attrgetter("q")):
+            leaf = call.q[number]
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in call.pairs:
-                if pair.q != number:
-                    continue
+            for pair in pairs:
                 other = call.k[pair.k]
                 keys = _gathered(k, other, widths[0]), _gathered(v, other, widths[1])
                 told = _told(scores, leaf, other, first_head)
@@ -129,16 +130,15 @@ class LeafKernel:
         """
         q, k, v, dout, lse, delta = operands
         widths, shared = self._widths(q, v), q.shape[2] // k.shape[2]
-        for number, leaf in enumerate(call.q):
+        for number, pairs in groupby(call.pairs, attrgetter("q")):
+            leaf = call.q[number]
             mine = (
                 _gathered(dout, leaf, widths[1]),
                 _gathered_statistic(lse, leaf, torch.inf),  # weights of absent rows are 0
                 _gathered_statistic(delta, leaf, 0.0),
             )
             q_rows = _gathered(q, leaf, widths[0])
-            for pair in call.pairs:
-                if pair.q != number:
-                    continue
+            for pair in pairs:
                 other = call.k[pair.k]
                 keys = (
                     _gathered(k, other, widths[0], shared),

@@ -129,7 +129,7 @@ class Payload(NamedTuple):
 
     @property
     def partial_dtype(self) -> str:
-        """Of partials in memory."""
+        """The dtype that partials have in memory."""
         return "int64" if self.canonical else accumulator(self.dtype)
 
     def results(self, side: Side) -> tuple[tuple[str, int], ...]:

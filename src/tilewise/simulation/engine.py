@@ -54,6 +54,7 @@ class RankOperation(NamedTuple):
 
 class PricedProgram(NamedTuple):
     """The operations of one rank in a pass, with their seconds.
+
     Attributes:
         route: of kernels and own work, where ranks share cores.
         call_seconds: own work before the first operation.

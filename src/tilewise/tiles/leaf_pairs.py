@@ -55,6 +55,7 @@ class LeafPairs(NamedTuple):
     """All calls of a shard of queries and one of keys.
 
     Attributes:
+        pairs: those of one query leaf side by side.
         q_heads, kv_heads: which of the group's heads they are for; None: all.
     """
 

@@ -10,7 +10,7 @@ on the order of its terms, hence not on which rank had which block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import torch
@@ -124,6 +124,7 @@ def _filled_up(x: Tensor, dim: int) -> Tensor:
     return torch.cat([x, last], dim)
 
 
+@lru_cache(maxsize=256)
 def blocks_of(layout: Layout, rank: int) -> list[tuple[int, int]]:
     """Return where each block of a rank begins and ends among its rows."""
     edges, row = [], 0
@@ -140,6 +141,7 @@ def block_edges(num_tokens: int) -> list[int]:
     return [*range(0, num_tokens, BLOCK), num_tokens]
 
 
+@lru_cache(maxsize=64)
 def check_blocks(layout: Layout) -> None:
     """Raise ValueError unless each block lies on one rank, in order."""
     if not layout.is_partition:

@@ -101,7 +101,6 @@ MarkedBuffers: TypeAlias = RecentValues[tuple[Sizes, int], list[_Buffers]]
 class MarkedExchange:
     """An exchange under way; it is launched as it is made.
 
-
     Args:
         mark: of the call that this rank is in.
         link: the group, of which the team is a part.
