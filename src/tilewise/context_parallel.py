@@ -42,6 +42,7 @@ from tilewise.tokens.gather import gather_by, gathers_in_stages
 from tilewise.tokens.joint import owned_rows
 from tilewise.tokens.moves import gather_moves, halo_moves, relayout_moves, roll_moves
 from tilewise.tokens.pieces import Piece, few_pieces, pieces_of
+from tilewise.tokens.relaid import relaid
 from tilewise.tokens.rows import move_rows, row_fields
 from tilewise.tokens.scan import scan
 from tilewise.transport.agreement import settled
@@ -72,7 +73,11 @@ class ContextParallel:
         strategy: a plan, or "auto": at the first call the planner's choice, for its shapes. Of what
             `BatchStep.prepare` made, num_tokens, mask and layout are known, and may be left out.
         layout: None: contiguous for Full, zigzag for Causal and where else it gives every rank the
-            same work, balanced for all other masks.
+            same work, balanced for all other masks. `hf.parallelize` chooses the layouts of a model
+            with layers that carry a state, if neither is given and nothing has read them.
+        attention_layout: of the rows within attention; None: layout. q, k and v move there before
+            each call of attention, its results back after (models whose other layers are cheaper
+            on contiguous tokens).
         machine: that "auto" plans for, the same on all ranks; None: the preset "h100x8" for CUDA
             tensors, "cpu-gloo" for others.
         kernel: what attention takes as kernel, for all calls that do not name another.
@@ -90,6 +95,7 @@ class ContextParallel:
         mask: Mask | None = None,
         strategy: Literal["auto"] | Plan = "auto",
         layout: Layout | None = None,
+        attention_layout: Layout | None = None,
         machine: Machine | None = None,
         kernel: Kernel | str | None = None,
         reduction: Reduction = "fast",
@@ -111,17 +117,12 @@ class ContextParallel:
         self.mask = Full() if mask is None else require_type(Mask, "mask", mask)
         self.mask.check_tokens(num_tokens)
         self.reduction = of_kind("reduction", reduction, Reduction)
+        self._layouts_open = layout is None and attention_layout is None
         if layout is None:
             layout = default_layout(self.mask, num_tokens, self.world_size)
             if reduction == "canonical":
                 layout = whole_blocks(layout, block_edges(num_tokens))
-        require_type(Layout, "layout", layout)
-        if (layout.num_tokens, layout.world_size) != (num_tokens, self.world_size):
-            raise ValueError(
-                f"layout is for {layout.num_tokens} tokens on {layout.world_size} ranks, not for "
-                f"{num_tokens} on {self.world_size}; make it for these"
-            )
-        self.layout = layout
+        self._layouts = self._checked_layouts(num_tokens, layout, attention_layout)
         if machine is not None:
             from tilewise.simulation.machine import Machine
 
@@ -138,10 +139,76 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         plan = "auto" if self._plan is None else self._plan.name
+        layout, within = self._layouts
+        attention = "" if within is layout else f", attention on {within!r}"
         return (
-            f"ContextParallel(rank {self.rank} of {self.world_size}, {self.layout!r}, "
+            f"ContextParallel(rank {self.rank} of {self.world_size}, {layout!r}{attention}, "
             f"{self.mask!r}, {plan})"
         )
+
+    def _checked_layouts(
+        self, num_tokens: int, layout: Layout, attention_layout: Layout | None
+    ) -> tuple[Layout, Layout]:
+        """The layouts of tokens and of attention, one object if they are equal."""
+        within = layout if attention_layout is None else attention_layout
+        for name, x in (("layout", layout), ("attention_layout", within)):
+            require_type(Layout, name, x)
+            if (x.num_tokens, x.world_size) != (num_tokens, self.world_size):
+                raise ValueError(
+                    f"{name} is for {x.num_tokens} tokens on {x.world_size} ranks, not for "
+                    f"{num_tokens} on {self.world_size}; make it for these"
+                )
+            if attention_layout is not None and not x.is_partition:
+                raise ValueError(
+                    f"{name} is {x!r}, {sum(x.sizes)} rows for {x.num_tokens} tokens; beside an "
+                    "attention_layout every token must belong to exactly one rank: leave "
+                    "attention_layout out"
+                )
+        return layout, layout if within == layout else within
+
+    @property
+    def layouts_are_open(self) -> bool:
+        """Whether no layout was given, and none has been read: a planner may choose both."""
+        return self._layouts_open
+
+    def choose_layouts(self, layout: Layout, attention_layout: Layout | None = None) -> None:
+        """Take a planner's layouts of the tokens and of attention, the same on every rank.
+
+        Raises:
+            ValueError: if layouts were given, or tokens may have been split by one already.
+        """
+        if not self._layouts_open:
+            raise ValueError(
+                f"{self!r} has its layout already: it was given, or tokens were split by it; pass "
+                "layout and attention_layout when it is made"
+            )
+        num_tokens = self._layouts[0].num_tokens
+        self._layouts = self._checked_layouts(num_tokens, layout, attention_layout)
+        self._layouts_open = False
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens this rank holds: of all that layers take but what is within attention."""
+        if self._layouts_open:
+            self._layouts_open = False
+        return self._layouts[0]
+
+    @property
+    def attention_layout(self) -> Layout:
+        """Which tokens this rank attends with: layout, if no other was given."""
+        if self._layouts_open:
+            self._layouts_open = False
+        return self._layouts[1]
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether attention runs on another layout than that of the tokens."""
+        return self.attention_layout is not self.layout
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole sequence."""
+        return self._layouts[0].num_tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """A copy of a model that holds it shares it: a process group cannot be copied."""
@@ -489,7 +556,7 @@ class ContextParallel:
         """tw.attention of this rank's rows, with its keyword arguments; layout and group are set.
 
         Args:
-            plan: instead of the strategy's, for this call, and on cp's layout.
+            plan: instead of the strategy's, for this call, and on cp's attention_layout.
             mask: instead of the one given at the start (layers with windows among full ones). A
                 list of one for each batch entry runs on the strategy's plan, which must not be one
                 that is made for a single mask.
@@ -501,12 +568,23 @@ class ContextParallel:
             # What forward gathered serves its own plan alone.
             if backward_plan is None and save != "gathered":
                 backward_plan = chosen
-        return attention(
+        moves = self.moves_rows
+        if moves:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    "attention_layout moves rows outside compiled code alone; wrap the function "
+                    "that calls attention in torch.compiler.disable"
+                )
+            transport = transport_for(self.group)
+            settled(transport, lambda: self._check_moved(plan, kv_layout))
+            there = relayout_moves(self.layout, self.attention_layout)
+            q, k, v = relaid(q, k, v, latent_of(wire), there, transport)
+        results = attention(
             q,
             k,
             v,
             plan=plan,
-            layout=self.layout,
+            layout=self.attention_layout,
             mask=self.mask if mask is None and not isinstance(plan, RankPlan) else mask,
             group=self.group,
             softmax_scale=softmax_scale,
@@ -528,6 +606,29 @@ class ContextParallel:
             dropout_seed=dropout_seed,
             return_max_logit=return_max_logit,
         )
+        return self._results_back(results, return_lse) if moves else results
+
+    def _check_moved(self, plan: Plan, kv_layout: Layout | None) -> None:
+        """Refuse what attention takes on the layout of its tokens alone."""
+        if kv_layout is not None or getattr(plan, "replicated_queries", False):
+            what = f"{plan.name} keeps all queries on every rank"
+            raise ValueError(
+                f"{'kv_layout is given' if kv_layout is not None else what}, but cp moves q, k and "
+                f"v to {self.attention_layout!r} together; make a ContextParallel without "
+                "attention_layout for this call"
+            )
+
+    def _results_back(
+        self, results: Tensor | tuple[Tensor, ...], has_lse: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        """out, and lse if there is one, on the layout of the tokens; the largest scores stay."""
+        back = relayout_moves(self.attention_layout, self.layout), transport_for(self.group)
+        if isinstance(results, Tensor):
+            return move_rows(results, *back, -3)
+        out, *others = results
+        if has_lse:
+            others[0] = move_rows(others[0], *back, -2)
+        return (move_rows(out, *back, -3), *others)
 
     def _plans(
         self,
@@ -600,14 +701,14 @@ class ContextParallel:
         if latent is not None:
             wires, kv = wires.of_width(k.shape[-1]), (latent.num_kv_heads, latent.v_head_dim)
         return Workload(
-            num_tokens=self.layout.num_tokens,
+            num_tokens=self.num_tokens,
             num_heads=q.shape[-2],
             num_kv_heads=kv[0],
             head_dim=q.shape[-1],
             v_head_dim=kv[1],
             dtype=dtype_name(operand_dtype(q, autocast_dtype(q))),
             mask=mask,
-            layout=self.layout,
+            layout=self.attention_layout,
             wire=wires,
             reduction=self.reduction,
         )

@@ -367,8 +367,8 @@ def _table() -> Iterator[tuple[str, Callable[..., Any], Arguments | Callable[[],
     yield "attention", tw.attention, lambda: qkv(plan=tw.ring(1), **CALL_OPTIONS)
     yield "ContextParallel", tw.ContextParallel, {
         "mesh_or_group": None, "num_tokens": 16, "mask": MASK, "strategy": tw.ring(1),
-        "layout": tw.contiguous(16, 1), **machines, "kernel": "cpu",
-        "reduction": "fast",
+        "layout": tw.contiguous(16, 1), "attention_layout": tw.zigzag(16, 1), **machines,
+        "kernel": "cpu", "reduction": "fast",
     }  # fmt: skip
     yield "cp.shard", of(cp, "shard"), {"x": torch.ones(16, 2), "dim": 0}
     yield "cp.unshard", of(cp, "unshard"), {"x": torch.ones(16, 2), "dim": 0}

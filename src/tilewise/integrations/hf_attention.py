@@ -294,7 +294,8 @@ def attention_of(cp: ContextParallel, proven: bool) -> Callable[..., tuple[Tenso
         )
         return nn.functional.pad(out, (0, 0, 0, 0, 0, spare)) if spare else out, None
 
-    return attend
+    outside_graphs: Any = torch.compiler.disable(attend) if cp.moves_rows else attend
+    return outside_graphs
 
 
 def _tempered(
