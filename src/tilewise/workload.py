@@ -22,6 +22,7 @@ from tilewise.arguments import (
     of_kind,
     whole_number,
 )
+from tilewise.compiler.canonical_check import check_codes
 from tilewise.compiler.code import Code
 from tilewise.compiler.codegen import CallTraits, pass_code
 from tilewise.compiler.pruning import everything_needed
@@ -370,3 +371,30 @@ def plan_code(plan: Plan, work: Workload, rank: int, backward: bool = False) -> 
     passes = work.resolve(plan)
     call = CallTraits(keep=passes[1].payload.saved and not backward)
     return pass_code(passes, rank, backward=backward, call=call)
+
+
+@checks_arguments
+def check_canonical(plan: Plan, work: Workload, backward_plan: Plan | None = None) -> None:
+    """Return None if a plan's results have the same bits at any split, gradients too.
+
+        tw.ring(4).check_canonical(work)            # of a workload with reduction="canonical"
+
+    The codes of all ranks are run on terms instead of numbers: each row must have the terms that
+    mask, layout and leaves give it, each once, added in a way that shows no order.
+
+    Args:
+        plan: of both passes, or of the forward pass.
+        backward_plan: None: plan.
+    Raises:
+        CanonicalError: if some rows depend on the split, as all do with reduction="fast"; .faults
+            says which, and why.
+        ValueError: if plan and workload do not fit each other.
+    """
+    passes = work.resolve(plan, backward_plan)
+    keeps = CallTraits(keep=passes[1].payload.saved), CallTraits()
+    codes = [
+        [pass_code(passes, rank, backward=backward, call=call) for rank in range(plan.world_size)]
+        for backward, call in zip((False, True), keeps, strict=True)
+    ]
+    shape = work.call_shape(plan.world_size)
+    check_codes(codes[0], codes[1], shape, replicated_queries=plan.replicated_queries)

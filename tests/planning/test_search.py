@@ -45,6 +45,17 @@ def by_hand(n: int, work: tw.Workload) -> list[tw.Plan]:
     return found
 
 
+def test_what_is_found_for_a_canonical_workload_is_proven():
+    mask = tw.Causal() & tw.Document([0, 200, 500])
+    work = tw.Workload(500, 4, 2, 8, "float32", mask=mask, reduction="canonical")
+    found = tw.search(work, CLUSTERS["nodes"], world_size=4)
+    assert len(found) > 3
+    for candidate in found:
+        assert candidate.work.canonical
+        candidate.plan.check_canonical(candidate.work, candidate.backward_plan)
+        assert nearest_settings(candidate) == ()  # other libraries have none
+
+
 @pytest.mark.parametrize(
     ("name", "mask"),
     [

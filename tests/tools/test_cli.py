@@ -134,6 +134,25 @@ def test_the_code_of_a_rank_has_the_widths_and_wire_that_are_asked_for():
     assert sent[0] == 2 * 8 * 2 * 16 * 4 and 0 < sent[1] < sent[0]
 
 
+def test_show_checks_a_plan_and_proves_a_canonical_one():
+    size = "--num-tokens", "200", "--mask", "causal", "--heads", "4:2", "--head-dim", "8"
+    fast = tilewise("show", "ring(4)", "--check", *size)
+    assert fast.stdout == "ring(4, moves='kv'): every pair is computed once\n"
+    same = tilewise("show", "ring(4)", "--check", *size, "--reduction", "canonical")
+    assert same.stdout == fast.stdout[:-1] + (", and every result has the same bits at any split\n")
+
+
+def test_a_planners_file_of_a_canonical_plan_is_proven(tmp_path: Path):
+    path = str(tmp_path / "plan.json")
+    words = "--num-tokens", "1K", "--heads", "4:2", "--head-dim", "16", "--reduction", "canonical"
+    found = tilewise("plan", "--world-size", "4", *words, "-o", path)
+    assert found.exit_code == 0
+    assert ", canonical " in " ".join(found.stdout.split())
+    assert "does nearest" not in found.stdout
+    assert tw.load_candidate(path).work.canonical
+    assert "the same bits at any split" in tilewise("show", path, "--check").stdout
+
+
 def test_one_ranks_steps_are_shown():
     shown = tilewise("show", "ring(4)", "--rank", "2").stdout
     assert "rank 2" in shown and "q2xkv1" in shown and "q1xkv" not in shown
@@ -198,6 +217,7 @@ def test_masks_are_read_with_their_precedence():
         (["ring(4)", "--num-tokens", "8"], "pruned by --mask; add it"),
         (["ring(4)", "--mask", "nothing"], "mask 'nothing' is not known; take one of full, causal"),
         (["ring(4)", "--mask", "causal & 3"], "is not a mask"),
+        (["ring(4)", "--check", "--reduction", "exact"], "('exact') must be fast or canonical"),
         (["ring(4)", "--mask", "window(-1, 0)"], "left (-1) must be at least 0"),
         (["ring(4)", "--mask", "document([0, 5])", "--num-tokens", "9"], "ends at 5"),
         (["(" * 300 + ")" * 300], "cannot be read"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -559,6 +560,40 @@ def ref_shape(spec: TensorSpec, ref: Ref) -> tuple[int, ...]:
     if ref.heads is not None:
         shape = (*shape[:2], ref.heads[1] - ref.heads[0], *shape[3:])
     return shape
+
+
+class Extent(NamedTuple):
+    """The bytes that a reference means: the first in its buffer, and a shape and strides in bytes.
+
+    Attributes:
+        item_bytes: of one number, which lie side by side.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last, of at least one number."""
+        steps = ((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return self.first + sum(steps) + self.item_bytes
+
+
+def extent(spec: TensorSpec, ref: Ref) -> Extent:
+    """Return which bytes a reference means; a tensor of the call as if it were contiguous."""
+    size, shape = item_bytes(spec.dtype), spec.shape
+    numbers = spec.strides or tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides = [number * size for number in numbers]
+    first = spec.start
+    if ref.heads is not None:
+        first += ref.heads[0] * strides[2]
+    if ref.rows is not None:
+        start, _, step = ref.rows
+        first += start * strides[0]
+        strides[0] *= step
+    return Extent(first, ref_shape(spec, ref), tuple(strides), size)
 
 
 WHOLE_NUMBER_BYTES: Mapping[str, int] = MappingProxyType(

@@ -8,12 +8,11 @@ and bytes that change before they have left are found without a tensor.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, item_bytes, ref_shape
+from tilewise.compiler.code import Code, Home, Op, Post, Ref, Wait, extent, item_bytes
 from tilewise.compiler.placement import Departures, arrivals_with_bytes, sends_bytes
 
 
@@ -111,33 +110,25 @@ class _Checker:
         buffer = self.code.buffers[spec.buffer]
         if buffer.home is Home.MADE:
             return None
-        size, shape = item_bytes(spec.dtype), ref_shape(spec, ref)
-        if 0 in shape:
+        span = extent(spec, ref)
+        if 0 in span.shape:
             return None
-        start, _, step = (0, 0, 1) if ref.rows is None else ref.rows
-        whole = spec.strides  # of a tensor of the call as if it were contiguous
-        whole = whole or [prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
-        first = spec.start + start * whole[0] * size
-        strides = [stride * size for stride in whole]
-        if ref.heads is not None:
-            first += ref.heads[0] * strides[2]
-        strides[0] *= step
         owners, busy, offset = self.memory[spec.buffer], self.busy[spec.buffer], 0
         if buffer.home is Home.WORKSPACE:
             owners, busy = self.workspace, self.workspace_busy
             offset = self.code.offsets[spec.buffer]
-        last = offset + first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + size
-        if last > len(owners):
+        if offset + span.stop > len(owners):
             name = self.code.named(ref)
-            raise CodeError(f"{name} ends at byte {last} of {len(owners)}", -1)
+            raise CodeError(f"{name} ends at byte {offset + span.stop} of {len(owners)}", -1)
 
         def view(x: np.ndarray, at: int) -> np.ndarray:
-            steps = tuple(step * x.itemsize for step in (*strides, 1))
-            return np.lib.stride_tricks.as_strided(x[at:], (*shape, size), steps)
+            steps = tuple(step * x.itemsize for step in (*span.strides, 1))
+            shape = *span.shape, span.item_bytes
+            return np.lib.stride_tricks.as_strided(x[at:], shape, steps)
 
         meant = None if spec.dtype != "uint8" else self._meaning(spec.buffer)
-        mine = None if meant is None else view(meant, first)
-        at = offset + first
+        mine = None if meant is None else view(meant, span.first)
+        at = offset + span.first
         return _Bytes(view(owners, at), view(busy, at), spec.buffer, mine)
 
     def _meaning(self, buffer: int) -> np.ndarray | None:

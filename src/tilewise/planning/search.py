@@ -51,7 +51,8 @@ def search(
 
     Args:
         work: its layout is kept, and its save if it has one; save None leaves that to the search.
-            With reduction="canonical" all candidates keep that promise, on layouts of whole leaves.
+            With reduction="canonical" all candidates keep that promise, on layouts of whole leaves:
+            `candidate.plan.check_canonical(candidate.work, candidate.backward_plan)` proves it.
         memory_bytes: per rank; None: the machine's.
         wires: further wires to try beside the workload's own. A wire that rounds is never tried
             unless it is named here.

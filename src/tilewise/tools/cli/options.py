@@ -144,6 +144,9 @@ class WorkOptions(CaseOptions):
     wire_dtype: Annotated[str | None, option("Of out, dq, dk and dv under way.")] = None
     wire: Annotated[str | None, option(WIRE)] = None
     save: Annotated[str | None, option("replay or gathered: what backward does.")] = None
+    reduction: Annotated[str | None, option("fast, or canonical: the same bits at any split.")] = (
+        None
+    )
 
 
 MACHINE = "h100x8"
@@ -157,6 +160,7 @@ SHOWN_USUAL: Mapping[str, Any] = MappingProxyType(
         "machine": MACHINE,
         "wire_dtype": "that of q",
         "save": "the best",
+        "reduction": "fast",
     }
 )
 """What --help says of options that may be left out where a workload and a machine are asked for."""
@@ -179,6 +183,8 @@ def workload_of(
     words.pop("machine", None)
     if words.get("save", "replay") not in ("replay", "gathered"):
         raise ValueError(f"--save ({words['save']!r}) must be replay or gathered")
+    if words.get("reduction", "fast") not in ("fast", "canonical"):
+        raise ValueError(f"--reduction ({words['reduction']!r}) must be fast or canonical")
     if "heads" in words:
         words["num_heads"], words["num_kv_heads"] = read_heads(words.pop("heads"))
     if words.keys() & {"wire", "wire_dtype"}:  # either takes the place of a file's

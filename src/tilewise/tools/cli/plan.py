@@ -119,7 +119,9 @@ def _print(
     console.print(
         f"[bold]{best.world_size} ranks of {best.machine.name}[/]: {work.num_tokens} tokens, "
         f"{work.num_heads}:{work.num_kv_heads} heads of {work.shown_widths}, {work.dtype}, "
-        f"{work.mask!r}, {best.layout.name}" + (f", wire {best.wire}" if work.wire else ""),
+        f"{work.mask!r}, {best.layout.name}"
+        + (f", wire {best.wire}" if work.wire else "")
+        + (", canonical" if work.canonical else ""),
         highlight=False,
     )
     console.print(_table(candidates_shown, console.width >= NARROW))

@@ -92,7 +92,12 @@ MOST_RANKS = 512  # a grid of this many is a megabyte of text
 
 SIZES: Mapping[str, Any] = MappingProxyType({"heads": "8:8", "head_dim": 64, "dtype": "bfloat16"})
 USUAL: Mapping[str, Any] = MappingProxyType(
-    {**SIZES, "num_tokens": "8 a rank", "mask": "none, but full with --code", "layout": "zigzag"}
+    {
+        **SIZES,
+        "num_tokens": "8 a rank",
+        "mask": "none, but full with --code or --check",
+        "layout": "zigzag",
+    }
 )
 
 
@@ -107,6 +112,13 @@ class ShowOptions(NamedTuple):
         option("List what the rank (0 unless given) runs: every copy, message, call and merge."),
     ] = False
     backward: Annotated[bool, option("With --code: of the backward pass.")] = False
+    check: Annotated[
+        bool,
+        option(
+            "Say whether every pair is computed once; and with --reduction canonical whether every "
+            "result has the same bits at any split."
+        ),
+    ] = False
     as_json: AsJson = False
 
 
@@ -114,12 +126,15 @@ def show(options: ShowOptions, about: WorkOptions) -> None:
     """Draw a strategy's plan: what each rank computes and sends in each step.
 
     With --mask the plan is pruned, for --num-tokens tokens that lie by --layout. The other options
-    of the workload are for --code.
+    of the workload are for --code and --check.
     """
     rank = options.rank
     with refusing_bad_input():
         eight_a_rank = {"num_tokens": str(8 * (options.world_size or 1))}
         plan, planned = read_plans(options.strategy, options.world_size, about.filled(eight_a_rank))
+        if options.check:
+            print_plain(checked(_work(plan, planned, about), plan))
+            return
         if options.code:
             for line in code_lines(_work(plan, planned, about), plan, options):
                 print_plain(line)
@@ -148,6 +163,16 @@ def _work(plan: Plan, planned: Candidate | None, about: WorkOptions) -> Workload
     if not plan.made_for:  # plans for a mask are made for a causal one by default
         usual |= {"mask": "full", "layout": "zigzag"}
     return workload_of(about.filled(usual), plan.world_size, made_for=plan.made_for)
+
+
+def checked(work: Workload, plan: Plan) -> str:
+    """Check a plan for a workload; returns what was found to be true."""
+    found = f"{plan.name}: every pair is computed once"
+    plan.check(work.mask, work.computed_layout(plan.world_size))
+    if not work.canonical:
+        return found
+    plan.check_canonical(work)
+    return f"{found}, and every result has the same bits at any split"
 
 
 def code_lines(work: Workload, plan: Plan, options: ShowOptions) -> Iterator[str]:
